@@ -1,0 +1,1 @@
+"""Attention over the block-managed KV cache, with tree masks."""

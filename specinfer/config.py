@@ -1,0 +1,157 @@
+"""EngineConfig: every option of the engine, composed, frozen, passed down, never mutated."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from specinfer.errors import ConfigError
+from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import DrawRule
+
+Dtype = Literal["auto", "bfloat16", "float32"]
+Verifier = Literal["coupled", "mss"]
+Draft = Literal["coupled", "top_k", "iid", "without_replacement"]
+
+# What a draft model may do for each verifier, its default first (docs/losslessness.md). The top-k of a
+# draft model is a point mass whichever verifier looks at it.
+DRAFT_DRAWS: dict[str, dict[str, DrawRule]] = {
+    "coupled": {"coupled": DrawRule.COUPLED, "top_k": DrawRule.POINT_MASS},
+    "mss": {
+        "without_replacement": DrawRule.WITHOUT_REPLACEMENT,
+        "iid": DrawRule.IID,
+        "top_k": DrawRule.POINT_MASS,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Who guesses, in which shape, and how the guesses are verified."""
+
+    drafts: tuple[str, ...] = ()  # models, each named as `model` is
+    ngram: bool = False  # look the last tokens up in prompt and output
+    ngram_min: int = 1  # tokens that must match, at least
+    ngram_max: int = 4  # and at most; longer matches are tried first
+    ngram_branches: int = 1  # earlier occurrences that become branches
+    ngram_depth: int = 7  # tokens of a branch
+    expansion: Expansion = field(default_factory=lambda: Expansion((1, 1, 3, 1, 1)))
+    max_nodes: int = 64  # of one request's tree in one step, the root included
+    verifier: Verifier = "coupled"
+    draw: Draft | None = None  # how drafts draw; None: the verifier's own rule
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "drafts", tuple(self.drafts))
+        if not isinstance(self.expansion, Expansion):
+            object.__setattr__(self, "expansion", Expansion(tuple(self.expansion)))
+        _choice("verifier", self.verifier, tuple(DRAFT_DRAWS))
+        if self.draw is not None and self.draw not in DRAFT_DRAWS[self.verifier]:
+            raise ConfigError(
+                f"draw is {self.draw!r} with the {self.verifier} verifier; allowed there: "
+                f"{', '.join(DRAFT_DRAWS[self.verifier])}: any other pair would change the output law"
+            )
+        _at_least("max_nodes", self.max_nodes, 1)
+        _at_least("ngram_min", self.ngram_min, 1)
+        _at_least("ngram_max", self.ngram_max, self.ngram_min)
+        _at_least("ngram_branches", self.ngram_branches, 1)
+        _at_least("ngram_depth", self.ngram_depth, 1)
+
+    @property
+    def draw_rule(self) -> DrawRule:
+        """The rule the draft models draw by."""
+        rules = DRAFT_DRAWS[self.verifier]
+        return rules[self.draw] if self.draw is not None else next(iter(rules.values()))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anybody guesses."""
+        return bool(self.drafts) or self.ngram
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The block-managed KV cache."""
+
+    block_size: int = 16  # cache positions per block
+    memory: int | None = None  # bytes for all KV caches together; None: from what is free
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        if self.memory is not None:
+            _at_least("kv_cache_memory", self.memory, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The request scheduler."""
+
+    max_batch_size: int = 16  # requests that run in one step
+    max_step_tokens: int = 512  # rows of one target pass: prompt chunks and tree nodes together
+    max_context: int | None = None  # prompt + output tokens; None: the model's own limit
+
+    def __post_init__(self) -> None:
+        _at_least("max_batch_size", self.max_batch_size, 1)
+        _at_least("max_step_tokens", self.max_step_tokens, 1)
+        if self.max_context is not None:
+            _at_least("max_context", self.max_context, 2)
+        if self.max_step_tokens < self.max_batch_size:
+            raise ConfigError(
+                f"max_step_tokens is {self.max_step_tokens}, less than max_batch_size "
+                f"({self.max_batch_size}); every running request needs at least one row: raise it"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine: its target, its speculators, its memory."""
+
+    model: str
+    dtype: Dtype = "auto"  # auto: bfloat16 where the device multiplies it natively, else float32
+    device: str = "auto"  # auto: the first CUDA device, else the CPU
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(
+                f"model is {self.model!r}; allowed: a folder, a GGUF file, a hub id or a catalogue name"
+            )
+        _choice("dtype", self.dtype, get_args(Dtype))
+
+    @classmethod
+    def from_options(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
+        """An EngineConfig from flat options, as LLM(...) and the command line have them.
+
+        Raises ConfigError on an unknown option, naming the nearest known one.
+        """
+        groups = {"speculation": SpeculationConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+        owner = {f.name: (group, f.name) for group, kind in groups.items() for f in fields(kind)}
+        owner["kv_cache_memory"] = owner.pop("memory")[0], "memory"
+        own = {f.name for f in fields(cls)} - {"model", *groups}
+        known = own | set(owner)
+        values: dict[str, dict[str, Any]] = {group: {} for group in groups}
+        top: dict[str, Any] = {}
+        for name, value in options.items():
+            if name in own:
+                top[name] = value
+            elif name in owner:
+                group, attribute = owner[name]
+                values[group][attribute] = value
+            else:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+                raise ConfigError(f"unknown option {name!r}; {hint}")
+        return cls(model=model, **top, **{g: kind(**values[g]) for g, kind in groups.items()})
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} is {value!r}; allowed: an integer >= {least}")

@@ -1,0 +1,177 @@
+"""EngineConfig -> a running Engine: find the files, check that they fit together, load, size the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specinfer.attention.sdpa import SdpaBackend
+from specinfer.config import EngineConfig, SpeculationConfig
+from specinfer.engine.engine import Engine
+from specinfer.engine.kv_blocks import BlockPool
+from specinfer.engine.scheduler import Scheduler
+from specinfer.errors import ConfigError
+from specinfer.hub import ModelFiles, resolve
+from specinfer.models.decoder import LanguageModel
+from specinfer.models.weights import estimate_bytes, load_config, load_model
+from specinfer.progress import Progress, Silence
+from specinfer.runtime import memory
+from specinfer.runtime.runner import ModelRunner
+from specinfer.speculate.draft_model import DraftModel
+from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.ngram import NgramSpeculator
+from specinfer.speculate.speculator import Speculator
+from specinfer.tokenizer import Tokenizer
+from specinfer.verify.pairs import Verifier, check_pair
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Loaded models: the target, its tokenizer, and the drafts by speculator name."""
+
+    target: LanguageModel
+    tokenizer: Tokenizer
+    drafts: dict[str, LanguageModel]
+
+
+def load_models(config: EngineConfig, progress: Progress | None = None) -> Models:
+    """Find, check and load every model the config names.
+
+    Raises ModelError and its kind for files that cannot be used, ConfigError for a draft whose vocabulary
+    is not the target's, CapacityError when the weights do not fit into memory.
+    """
+    show = progress or Silence()
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    target = resolve(config.model, progress=show)
+    drafts = {
+        name: resolve(model, progress=show) for name, model in _draft_names(config.speculation.drafts).items()
+    }
+    tokenizer = Tokenizer.load(target)
+    for files in drafts.values():
+        _check_vocabulary(target, tokenizer, files)
+    sizes = {f.name: estimate_bytes(f.path, dtype, device) for f in (target, *drafts.values())}
+    memory.check_weights_fit(sizes, device)
+    return Models(
+        target=_load(target, dtype, device, show),
+        tokenizer=tokenizer,
+        drafts={name: _load(files, dtype, device, show) for name, files in drafts.items()},
+    )
+
+
+def build_engine(config: EngineConfig, models: Models) -> Engine:
+    """An engine over loaded models; raises CapacityError when the KV cache does not fit."""
+    speculation, limits = config.speculation, config.scheduler
+    own_limit = models.target.config.max_context
+    max_context = min(limits.max_context or own_limit, own_limit)
+    if limits.max_context is not None and limits.max_context > own_limit:
+        raise ConfigError(
+            f"max_context is {limits.max_context}; {config.model} has a context of {own_limit}: lower it"
+        )
+    tree_nodes = min(_tree_nodes(speculation), speculation.max_nodes)
+    loaded = (models.target, *models.drafts.values())
+    blocks = memory.num_blocks(
+        [(m.config, m.dtype) for m in loaded],
+        block_size=config.cache.block_size,
+        wanted_positions=limits.max_batch_size * (max_context + tree_nodes),
+        needed_positions=min(max_context, 128) + tree_nodes,
+        limit=config.cache.memory,
+        device=models.target.device,
+    )
+
+    def runner(model: LanguageModel) -> ModelRunner:
+        return ModelRunner(model, SdpaBackend(), num_blocks=blocks, block_size=config.cache.block_size)
+
+    verifier = Verifier(speculation.verifier)
+    speculators: list[Speculator] = []
+    for name, model in models.drafts.items():
+        check_pair(verifier, [speculation.draw_rule], name)
+        speculators.append(
+            DraftModel(
+                name,
+                runner(model),
+                speculation.expansion,
+                speculation.draw_rule,
+                max_rows=limits.max_step_tokens,
+            )
+        )
+    if speculation.ngram:
+        speculators.append(
+            NgramSpeculator(
+                shortest=speculation.ngram_min,
+                longest=speculation.ngram_max,
+                branches=speculation.ngram_branches,
+                depth=speculation.ngram_depth,
+            )
+        )
+    pool = BlockPool(blocks, config.cache.block_size)
+    return Engine(
+        target=runner(models.target),
+        speculator=Ensemble(speculators),
+        tokenizer=models.tokenizer,
+        scheduler=Scheduler(limits, pool, tree_nodes=tree_nodes, max_context=max_context),
+        pool=pool,
+        verifier=verifier,
+        max_context=max_context,
+    )
+
+
+def pick_device(name: str) -> torch.device:
+    """The device an option names; raises ConfigError when it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N") from None
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"device is {name!r}, which this PyTorch does not have; use auto or cpu")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype an option names; auto is bfloat16 where the device multiplies it natively."""
+    if name == "auto":
+        native = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return torch.bfloat16 if native else torch.float32
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def _draft_names(drafts: tuple[str, ...]) -> dict[str, str]:
+    """Speculator name -> model: draft for one, draft1, draft2, ... for several."""
+    if len(drafts) == 1:
+        return {"draft": drafts[0]}
+    return {f"draft{i}": model for i, model in enumerate(drafts, start=1)}
+
+
+def _tree_nodes(speculation: SpeculationConfig) -> int:
+    """The most nodes a step's tree can have, the root included."""
+    nodes = 1 + len(speculation.drafts) * (speculation.expansion.num_nodes - 1)
+    return nodes + (speculation.ngram_branches * speculation.ngram_depth if speculation.ngram else 0)
+
+
+def _check_vocabulary(target: ModelFiles, tokenizer: Tokenizer, draft: ModelFiles) -> None:
+    theirs = Tokenizer.load(draft)
+    sizes = load_config(target.path).vocab_size, load_config(draft.path).vocab_size
+    if theirs.fingerprint() != tokenizer.fingerprint() or sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"draft {draft.name} has another vocabulary ({theirs.vocab_size} tokens, logits of {sizes[1]}) than "
+            f"the target {target.name} ({tokenizer.vocab_size}, {sizes[0]}); choose a draft of the same family"
+        )
+
+
+def _load(files: ModelFiles, dtype: torch.dtype, device: torch.device, show: Progress) -> LanguageModel:
+    done = 0
+
+    def report(now: int, total: int) -> None:
+        nonlocal done
+        if done == 0:
+            show.start(total, f"loading {files.name}")
+        show.advance(now - done)
+        done = now
+
+    try:
+        return load_model(files.path, dtype=dtype, device=device, progress=report)
+    finally:
+        show.finish()

@@ -1,0 +1,122 @@
+"""The request scheduler: continuous batching of token trees.
+
+The one idea: there is no prefill phase and no speculation phase. Each step has a number of rows to give
+away. Running requests come first, oldest first: each takes the tokens whose KV is missing, and, when that
+reaches its last token, a tree below it. What is left over admits waiting requests. When blocks run out
+the newest running request gives up its own and waits at the head of the queue; it is recomputed later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from specinfer.config import SchedulerConfig
+from specinfer.engine.kv_blocks import BlockPool
+from specinfer.engine.sequence import SequenceState
+from specinfer.plan import PlanEntry, StepPlan
+
+
+class Scheduler:
+    """Decides who runs in the next step, with which rows, tree budget and blocks."""
+
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, *, tree_nodes: int, max_context: int
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._tree_nodes = tree_nodes  # the budget of a tree when nothing limits it; 1: no speculation
+        self._max_context = max_context
+        self.waiting: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []  # oldest first
+        self.preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: SequenceState) -> None:
+        """Queue a request."""
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Forget a finished or aborted request and free its blocks."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._pool.release(sequence.block_table)
+
+    def schedule(self) -> StepPlan:
+        """The next step. Takes blocks, may preempt and admit; empty only when nothing waits or runs."""
+        rows, before = self._config.max_step_tokens, self.preemptions
+        entries: list[PlanEntry] = []
+        turn = 0
+        while turn < len(self.running):
+            sequence = self.running[turn]
+            later = len(self.running) - turn - 1  # each of them is sure of one row
+            entry = self._entry(sequence, rows - later)
+            if entry is None:
+                self._preempt(self.running[-1])
+                continue  # the same sequence tries again, unless it was the one to go
+            entries.append(entry)
+            rows -= _rows_of(entry)
+            turn += 1
+        short = self.preemptions > before  # whoever just gave up its blocks does not take them back at once
+        while not short and self.waiting and rows > 0 and len(self.running) < self._config.max_batch_size:
+            sequence = self.waiting[0]
+            needed = self._pool.blocks_for(len(sequence.token_ids))
+            if needed > self._pool.num_free:
+                break  # first come, first served: nobody overtakes
+            entry = self._entry(sequence, rows)
+            assert entry is not None, "blocks for the whole text are free"
+            self.running.append(self.waiting.popleft())
+            entries.append(entry)
+            rows -= _rows_of(entry)
+        return StepPlan(tuple(entries))
+
+    def _entry(self, sequence: SequenceState, rows: int) -> PlanEntry | None:
+        """The sequence's share of at most `rows` rows; None when its blocks cannot be had."""
+        start, uncomputed = sequence.computed, sequence.uncomputed
+        if uncomputed > rows:
+            end, nodes, depth = start + rows, 0, 0
+        else:
+            end = start + uncomputed
+            depth = sequence.room(self._max_context) - 1
+            # A prefill ends in a one-node tree: the first token does not wait for the speculators.
+            nodes = 1 if uncomputed > 1 or depth < 1 else min(self._tree_nodes, rows - uncomputed + 1)
+        if not self._pool.extend(sequence.block_table, end - 1 + max(nodes, 1)):
+            if nodes <= 1 or not self._pool.extend(sequence.block_table, end):
+                return None
+            nodes = 1  # short of blocks: decode without a tree rather than preempt somebody
+        return PlanEntry(
+            request=sequence.request,
+            token_ids=sequence.token_ids,
+            start=start,
+            end=end,
+            max_nodes=nodes,
+            max_depth=depth if nodes > 1 else 0,
+            block_table=tuple(sequence.block_table),
+            incarnation=sequence.incarnation,
+        )
+
+    def _preempt(self, sequence: SequenceState) -> None:
+        self.running.remove(sequence)
+        self._pool.release(sequence.block_table)
+        sequence.computed = 0
+        sequence.incarnation += 1
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def check_integrity(self) -> None:
+        """Raise when a block is lost or shared, or a waiting request owns any."""
+        sequences = [*self.running, *self.waiting]
+        self._pool.check_integrity([s.block_table for s in sequences])
+        for sequence in sequences:
+            sequence.check_integrity(self._pool.block_size)
+        for sequence in self.waiting:
+            assert not sequence.block_table, f"{sequence.request.request_id} waits and owns blocks"
+
+
+def _rows_of(entry: PlanEntry) -> int:
+    return entry.end - entry.start + max(entry.max_nodes - 1, 0)

@@ -1,0 +1,47 @@
+"""The scheduler's view of one request: its tokens, its blocks, how much of its KV is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specinfer.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """One admitted request while it waits or runs.
+
+        0 ............ computed ......... len(token_ids)
+        KV in cache    to be computed
+
+    A running sequence that is not in its prefill has exactly one token left to compute, the last one:
+    the root of its next tree.
+    """
+
+    request: Request
+    token_ids: list[int] = field(init=False)
+    computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    incarnation: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens committed so far."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens whose KV is not in the target's cache."""
+        return len(self.token_ids) - self.computed
+
+    def room(self, max_context: int) -> int:
+        """Output tokens that may still be added."""
+        return min(self.request.params.max_tokens - self.num_output, max_context - len(self.token_ids))
+
+    def check_integrity(self, block_size: int) -> None:
+        """Raise AssertionError when the computed KV does not fit the tokens or the blocks."""
+        assert 0 <= self.computed < len(self.token_ids), (self.computed, len(self.token_ids))
+        assert self.computed <= len(self.block_table) * block_size, (self.computed, self.block_table)

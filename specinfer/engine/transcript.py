@@ -1,0 +1,134 @@
+"""What one request has said so far: text, stop conditions, figures, timing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from specinfer.engine.trace import proposed_by
+from specinfer.request import FinishReason, Request, RequestOutput, SpeculationFigures, Timing
+from specinfer.tokenizer import Detokenizer, Tokenizer
+from specinfer.tree import TokenTree
+from specinfer.verify.acceptance import Acceptance
+
+
+class Transcript:
+    """Turns committed tokens into text and decides when the request ends."""
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, *, ending: frozenset[int], max_context: int, now: float
+    ) -> None:
+        self.request = request
+        self._ending = ending  # end-of-text (unless ignored) and stop token ids
+        self._max_context = max_context
+        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids)
+        self._stop = request.params.stop
+        self._longest_stop = max((len(s) for s in self._stop), default=0)
+        self._text = ""  # final text; a stop string's beginning may be held back at its end
+        self._shown = 0  # characters of _text already handed out
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.figures = SpeculationFigures()
+        self._arrived = now
+        self._first_token: float | None = None
+        self._finished: float | None = None
+
+    def commit(self, tree: TokenTree, acceptance: Acceptance, now: float) -> tuple[int, ...]:
+        """Add a step's tokens; returns those that became part of the text, the ones after its end left out."""
+        tokens = [tree.token_ids[node] for node in acceptance.path] + [acceptance.next_token]
+        kept = 0
+        for token in tokens:
+            kept += 1
+            self._push(token)
+            if self.finish_reason is not None:
+                break
+        if self._first_token is None:
+            self._first_token = now
+        if self.finish_reason is not None:
+            self._finished = now
+        self._count(tree, acceptance, kept)
+        return tuple(tokens[:kept])
+
+    def abort(self, now: float) -> None:
+        """End the request where it stands."""
+        self._end(FinishReason.ABORT, flush=True)
+        self._finished = now
+
+    def output(self) -> RequestOutput:
+        """The answer so far; `new_text` is what came since the last call."""
+        visible = len(self._text) if self.finish_reason is not None else self._safe_length()
+        new_text, self._shown = self._text[self._shown : visible], max(self._shown, visible)
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt_token_ids=self.request.prompt_token_ids,
+            text=self._text[:visible],
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            seed=self.request.seed,
+            figures=self.figures,
+            timing=Timing(self._arrived, self._first_token, self._finished),
+            new_text=new_text,
+        )
+
+    def _push(self, token: int) -> None:
+        self.token_ids.append(token)
+        params, count = self.request.params, len(self.token_ids)
+        may_stop = count >= params.min_tokens
+        if token in self._ending and may_stop:
+            self._end(FinishReason.STOP, flush=True)
+            return
+        before = len(self._text)
+        self._text += self._detokenizer.push((token,))
+        if may_stop and self._cut_at_stop_string(before):
+            self._end(FinishReason.STOP, flush=False)
+        elif count >= params.max_tokens or count + len(self.request.prompt_token_ids) >= self._max_context:
+            self._end(FinishReason.LENGTH, flush=True)
+
+    def _end(self, reason: FinishReason, *, flush: bool) -> None:
+        if flush:
+            before = len(self._text)
+            self._text += self._detokenizer.flush()
+            self._cut_at_stop_string(before)
+        self.finish_reason = reason
+
+    def _cut_at_stop_string(self, before: int) -> bool:
+        """Whether a stop string ends in what came after `before`; the text is cut in front of the first."""
+        searched = max(0, before - self._longest_stop + 1)
+        found = [at for s in self._stop if (at := self._text.find(s, searched)) >= 0]
+        if found:
+            self._text = self._text[: min(found)]
+        return bool(found)
+
+    def _safe_length(self) -> int:
+        """How much of the text no stop string can still take back."""
+        for held in range(min(self._longest_stop - 1, len(self._text)), 0, -1):
+            tail = self._text[-held:]
+            if any(s.startswith(tail) for s in self._stop):
+                return len(self._text) - held
+        return len(self._text)
+
+    def _count(self, tree: TokenTree, acceptance: Acceptance, kept: int) -> None:
+        figures = self.figures
+        accepted = acceptance.path[:kept]
+        figures.steps += 1
+        figures.output_tokens += kept
+        figures.drafted_tokens += tree.num_nodes - 1
+        figures.accepted_tokens += len(accepted)
+        if tree.num_nodes == 1:
+            return
+        depths = max(tree.depths())
+        _count_up(figures.drafted_per_depth, depths)
+        _count_up(figures.accepted_per_depth, len(accepted))
+        names = proposed_by(tree)
+        _credit(figures.drafted, (name for node in names for name in node))
+        _credit(figures.credit, (name for node in accepted for name in names[node]))
+
+
+def _count_up(per_depth: list[int], depth: int) -> None:
+    per_depth.extend([0] * (depth - len(per_depth)))
+    for i in range(depth):
+        per_depth[i] += 1
+
+
+def _credit(counts: dict[str, int], names: Iterable[str]) -> None:
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1

@@ -1,0 +1,70 @@
+"""Every exception specinfer raises on purpose.
+
+    SpecInferError
+    |-- UserError (ValueError)        one clear line for the user; the CLI exits with status 2
+    |   |-- ConfigError               an engine option
+    |   |-- RequestError              a prompt or a sampling parameter
+    |   |-- ModelError                a model name, folder or file
+    |   |   |-- ModelNotFoundError    nothing of that name
+    |   |   |-- ModelFileError        a file that is damaged, truncated or of the wrong kind
+    |   |   `-- ChecksumError         a file that is not the one the catalogue names
+    |   |-- DownloadError             the network or the disk failed while pulling
+    |   |-- DatasetError              a prompt file
+    |   |-- DrawRuleError             a draw rule its verifier cannot treat losslessly
+    |   `-- CapacityError             it does not fit in memory
+    `-- IntegrityError                an invariant of ours is broken: a bug in specinfer
+"""
+
+from __future__ import annotations
+
+
+class SpecInferError(Exception):
+    """The root of specinfer's exceptions."""
+
+
+class UserError(SpecInferError, ValueError):
+    """Something the caller can mend; the message says what was got, what is allowed, what to do."""
+
+
+class ConfigError(UserError):
+    """An engine option is unknown or out of range."""
+
+
+class RequestError(UserError):
+    """A prompt or a sampling parameter cannot be served."""
+
+
+class ModelError(UserError):
+    """A model cannot be used."""
+
+
+class ModelNotFoundError(ModelError):
+    """No model of that name is known, on disk or on the hub."""
+
+
+class ModelFileError(ModelError):
+    """A model file is missing, truncated, or not of the expected kind."""
+
+
+class ChecksumError(ModelError):
+    """A downloaded file does not have the checksum the catalogue gives."""
+
+
+class DownloadError(UserError):
+    """A download failed: the source cannot be reached, or the disk is full."""
+
+
+class DatasetError(UserError):
+    """A line of a prompt file cannot be read."""
+
+
+class DrawRuleError(UserError):
+    """A draw cannot be verified losslessly by the chosen verifier."""
+
+
+class CapacityError(UserError):
+    """Weights or KV cache do not fit in the memory there is."""
+
+
+class IntegrityError(SpecInferError):
+    """An internal invariant is broken; please report it."""

@@ -1,0 +1,7 @@
+"""From a model's name to its files on disk."""
+
+from specinfer.hub.catalogue import CATALOGUE, CatalogueEntry
+from specinfer.hub.model_files import ModelFiles
+from specinfer.hub.resolution import cache_dir, resolve
+
+__all__ = ["CATALOGUE", "CatalogueEntry", "ModelFiles", "cache_dir", "resolve"]

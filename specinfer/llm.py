@@ -1,0 +1,159 @@
+"""LLM: offline use. Prompts in, answers out."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from specinfer.config import EngineConfig
+from specinfer.engine.build import Models, build_engine, load_models
+from specinfer.engine.engine import Engine
+from specinfer.errors import RequestError
+from specinfer.progress import Progress
+from specinfer.request import Request, RequestOutput, SamplingParams
+from specinfer.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]  # text, or token ids
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+
+
+class LLM:
+    """A model with its speculators, for generating text offline.
+
+        llm = LLM("smollm2-135m", ngram=True)
+        for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=16)):
+            print(output.text)
+
+    Options are the fields of SpeculationConfig, CacheConfig (`kv_cache_memory`, `block_size`),
+    SchedulerConfig and EngineConfig. Raises ConfigError, ModelError or CapacityError.
+    """
+
+    def __init__(self, model: str, *, progress: Progress | None = None, **options: Any) -> None:
+        self.config = EngineConfig.from_options(model, options)
+        self._models = load_models(self.config, progress)
+        self.engine: Engine = build_engine(self.config, self._models)
+        self._numbers = itertools.count()
+
+    @classmethod
+    def from_models(cls, config: EngineConfig, models: Models) -> LLM:
+        """An LLM over models that are loaded already: the same weights under another config."""
+        llm = cls.__new__(cls)
+        llm.config, llm._models = config, models
+        llm.engine = build_engine(config, models)
+        llm._numbers = itertools.count()
+        return llm
+
+    @property
+    def models(self) -> Models:
+        """The loaded models."""
+        return self._models
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's tokenizer."""
+        return self._models.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts, batched as they fit; outputs in the order of the prompts.
+
+        `params` is one for all or one per prompt. `on_output` sees every request's progress after each of
+        its steps. Raises RequestError for the first prompt that cannot be served, before any is run.
+        """
+        return self._run(self._requests([self._encode(p) for p in _as_list(prompts)], params), on_output)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, through the model's chat template; else as `generate`."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if one else messages
+        prompts = [self.tokenizer.encode_chat(c) for c in conversations]  # type: ignore[arg-type]
+        return self._run(self._requests(prompts, params), on_output)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Answer one prompt, yielding its output after each step that adds to it; `new_text` is what came."""
+        return self._stream(self._requests([self._encode(prompt)], params)[0])
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Answer one conversation as `stream` answers a prompt."""
+        return self._stream(self._requests([self.tokenizer.encode_chat(messages)], params)[0])
+
+    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+        self.engine.add(request)
+        try:
+            while self.engine.has_work:
+                for output in self.engine.step():
+                    if output.request_id == request.request_id:
+                        yield output
+                        if output.finished:
+                            return
+        finally:
+            self.engine.abort(request.request_id)  # a caller that stops listening leaves nothing behind
+
+    def _run(
+        self, requests: Sequence[Request], on_output: Callable[[RequestOutput], None] | None
+    ) -> list[RequestOutput]:
+        for request in requests:
+            self.engine.check(request)
+        done: dict[str, RequestOutput] = {}
+        try:
+            for request in requests:
+                self.engine.add(request)
+            while len(done) < len(requests):
+                for output in self.engine.step():
+                    if on_output is not None:
+                        on_output(output)
+                    if output.finished:
+                        done[output.request_id] = output
+        finally:
+            for request in requests:
+                if request.request_id not in done:
+                    self.engine.abort(request.request_id)
+        return [done[request.request_id] for request in requests]
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token of text")
+        return self.tokenizer.encode(prompt)
+
+    def _requests(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(
+                f"{len(params)} sampling parameters for {len(prompts)} prompts; give one, or one per prompt"
+            )
+        return [
+            Request(
+                request_id=f"request-{next(self._numbers)}",
+                prompt_token_ids=tuple(prompt),
+                params=p,
+                seed=p.seed if p.seed is not None else secrets.randbits(63),
+            )
+            for prompt, p in zip(prompts, params, strict=True)
+        ]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt (a string, or token ids) or several, as several."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]

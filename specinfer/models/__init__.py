@@ -1,0 +1,1 @@
+"""Model families: config, weights, layers."""

@@ -1,0 +1,131 @@
+"""OPT: learned positions, LayerNorm, a plain MLP; the model family of the SpecInfer paper's speculators.
+
+Shapes: T rows of a step, R rows that want logits, D hidden size, E embedding size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from specinfer.attention.backend import Attend
+from specinfer.models.config import ModelConfig
+from specinfer.models.decoder import Weights
+from specinfer.models.layers import ACTIVATIONS, Attention, LayerNorm
+from specinfer.models.linear import Linear, make_linear
+
+# OPT's position table starts two rows in: fairseq kept those for padding.
+_POSITION_OFFSET = 2
+
+
+class OPTDecoder:
+    """The decoder of OPT-125m to OPT-66b, OPT-350m with its own norm order and embedding size included."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.dtype = weights.dtype
+        self.device = weights.device
+        self._embedding_VE = weights.tensor("model.decoder.embed_tokens.weight")
+        self._head = make_linear(
+            self._embedding_VE if config.tie_embeddings else weights.tensor("lm_head.weight")
+        )
+        self._positions_PD = weights.tensor("model.decoder.embed_positions.weight")
+        self._project_in: Linear | None = None
+        self._project_out: Linear | None = None
+        if config.embedding_size != config.hidden_size:
+            self._project_in = make_linear(weights.tensor("model.decoder.project_in.weight"))
+            self._project_out = make_linear(weights.tensor("model.decoder.project_out.weight"))
+        self._final_norm: LayerNorm | None = None
+        if config.final_norm:
+            self._final_norm = _norm("model.decoder.final_layer_norm", config, weights)
+        self._layers = [_Layer(i, config, weights) for i in range(config.num_layers)]
+
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, logit_rows: Tensor | None = None
+    ) -> Tensor:
+        """The logits of `logit_rows` (None: of every row), [R, V]; see LanguageModel."""
+        x_TD = F.embedding(token_ids_T, self._embedding_VE)
+        if self._project_in is not None:
+            x_TD = self._project_in(x_TD)
+        x_TD = x_TD + F.embedding(positions_T + _POSITION_OFFSET, self._positions_PD)
+        for layer in self._layers:
+            x_TD = layer(x_TD, attend)
+        if logit_rows is not None:
+            x_TD = x_TD.index_select(0, logit_rows)
+        if self._final_norm is not None:
+            x_TD = self._final_norm(x_TD)
+        if self._project_out is not None:
+            x_TD = self._project_out(x_TD)
+        return self._head(x_TD)
+
+
+class _Layer:
+    """One layer; `norm_first` says whether a block's norm stands before it or after the sum."""
+
+    __slots__ = ("_activation", "_attention", "_attention_norm", "_fc1", "_fc2", "_mlp_norm", "_norm_first")
+
+    def __init__(self, layer: int, config: ModelConfig, weights: Weights) -> None:
+        prefix = f"model.decoder.layers.{layer}"
+
+        def linear(bias: bool, *names: str) -> Linear:
+            return make_linear(
+                weights.tensor(*(f"{prefix}.{name}.weight" for name in names)),
+                weights.tensor(*(f"{prefix}.{name}.bias" for name in names)) if bias else None,
+            )
+
+        self._norm_first = config.norm_first
+        self._activation = ACTIVATIONS[config.activation]
+        self._attention_norm = _norm(f"{prefix}.self_attn_layer_norm", config, weights)
+        self._mlp_norm = _norm(f"{prefix}.final_layer_norm", config, weights)
+        self._attention = Attention(
+            layer,
+            config,
+            linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            linear(config.o_bias, "self_attn.out_proj"),
+            None,
+        )
+        self._fc1 = linear(config.mlp_bias, "fc1")
+        self._fc2 = linear(config.mlp_bias, "fc2")
+
+    def __call__(self, x_TD: Tensor, attend: Attend) -> Tensor:
+        if self._norm_first:
+            x_TD = x_TD + self._attention(self._attention_norm(x_TD), None, attend)
+            return x_TD + self._mlp(self._mlp_norm(x_TD))
+        x_TD = self._attention_norm(x_TD + self._attention(x_TD, None, attend))
+        return self._mlp_norm(x_TD + self._mlp(x_TD))
+
+    def _mlp(self, x_TD: Tensor) -> Tensor:
+        return self._fc2(self._activation(self._fc1(x_TD)))
+
+
+def _norm(name: str, config: ModelConfig, weights: Weights) -> LayerNorm:
+    return LayerNorm(weights.tensor(f"{name}.weight"), weights.tensor(f"{name}.bias"), config.norm_eps)
+
+
+def opt_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors an OPTDecoder of this config asks for, by name, with their shapes."""
+    hidden, inner, embedding = config.hidden_size, config.intermediate_size, config.embedding_size
+    root = "model.decoder"
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{root}.embed_tokens.weight": (config.vocab_size, embedding),
+        f"{root}.embed_positions.weight": (config.max_context + _POSITION_OFFSET, hidden),
+    }
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, embedding)
+    if embedding != hidden:
+        shapes[f"{root}.project_in.weight"] = (hidden, embedding)
+        shapes[f"{root}.project_out.weight"] = (embedding, hidden)
+    norms = [f"{root}.final_layer_norm"] if config.final_norm else []
+    matrices = [(f"self_attn.{x}_proj", hidden, hidden, config.qkv_bias) for x in "qkv"]
+    matrices.append(("self_attn.out_proj", hidden, hidden, config.o_bias))
+    matrices += [("fc1", inner, hidden, config.mlp_bias), ("fc2", hidden, inner, config.mlp_bias)]
+    for i in range(config.num_layers):
+        prefix = f"{root}.layers.{i}"
+        norms += [f"{prefix}.self_attn_layer_norm", f"{prefix}.final_layer_norm"]
+        for name, rows, columns, bias in matrices:
+            shapes[f"{prefix}.{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}.{name}.bias"] = (rows,)
+    for name in norms:
+        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (hidden,)
+    return shapes

@@ -1,0 +1,57 @@
+"""Rotary position embeddings (RoFormer), the half-split form all Hugging Face models use.
+
+Shapes: T rows, N heads, H head size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from specinfer.models.config import Llama3Scaling, Rope
+
+
+class Rotation:
+    """The rotations of one pass: cos and signed sin of every row's angles.
+
+    Rotating the pair (a, b) at distance H/2 is (a cos - b sin, b cos + a sin), so with the sign of the first
+    half's sin folded in, a whole head is x * cos + roll(x, H/2) * sin: three operations.
+    """
+
+    __slots__ = ("_cos_T1H", "_half", "_sin_T1H")
+
+    def __init__(self, positions_T: Tensor, frequencies: Tensor, dtype: torch.dtype) -> None:
+        angles = positions_T.to(torch.float32)[:, None] * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        self._cos_T1H = torch.cat((cos, cos), dim=-1).to(dtype)[:, None]
+        self._sin_T1H = torch.cat((-sin, sin), dim=-1).to(dtype)[:, None]
+        self._half = frequencies.shape[0]
+
+    def __call__(self, x_TNH: Tensor) -> Tensor:
+        """x rotated, [T, N, H]; not in place."""
+        return torch.addcmul(x_TNH * self._cos_T1H, torch.roll(x_TNH, self._half, -1), self._sin_T1H)
+
+
+def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """The angle per position of each pair of dimensions, [head_dim / 2], float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.llama3 is not None:
+        frequencies = _llama3(frequencies, rope.llama3)
+    if rope.divisors is not None:
+        frequencies = frequencies / torch.tensor(rope.divisors, dtype=torch.float32)
+    return frequencies / rope.linear_factor
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Llama 3.1: keep short wavelengths, divide long ones, blend between the two."""
+    wavelengths = 2 * math.pi / frequencies
+    long = scaling.original_context / scaling.low_freq_factor
+    short = scaling.original_context / scaling.high_freq_factor
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    blend = (scaling.original_context / wavelengths - scaling.low_freq_factor) / span
+    blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    scaled = torch.where(wavelengths > long, frequencies / scaling.factor, blended)
+    return torch.where(wavelengths < short, frequencies, scaled)

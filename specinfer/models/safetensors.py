@@ -1,0 +1,184 @@
+"""Reading Hugging Face folders: config.json and safetensors files, by row ranges.
+
+A safetensors file is an 8-byte length, a JSON header of that length, and the tensors' bytes. It is read, not
+mapped, so that no page of it stays in memory beside the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specinfer.errors import ModelFileError
+from specinfer.models.config import Family, ModelConfig
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MAX_HEADER = 100 << 20  # the format's own limit
+
+# Where the text decoder sits: alone, saved without its head, or inside a model that also sees images.
+_PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
+_OTHER_MODALITIES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    row_bytes: int
+
+
+class SafetensorsFolder:
+    """An open model folder: its config, and its tensors under the decoder's names.
+
+    Raises ModelFileError where a file is missing, truncated or damaged, ModelError where config.json asks for
+    the unsupported.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        generation = path / "generation_config.json"
+        self.config = ModelConfig.from_hf(
+            _read_json(path / "config.json"), _read_json(generation) if generation.exists() else None
+        )
+        entries: dict[str, _Entry] = {}
+        for file in _files(path):
+            for name, entry in _read_entries(file).items():
+                if name in entries:
+                    raise ModelFileError(
+                        f"tensor {name!r} is in {entries[name].path.name} and in {file.name}; "
+                        f"remove the file of {path} that does not belong there"
+                    )
+                entries[name] = entry
+        self._entries = _decoder_names(entries, self.config)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor, by the decoder's name."""
+        return {name: entry.shape for name, entry in self._entries.items()}
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop of a tensor, on the CPU, in the file's dtype."""
+        entry = self._entries[name]
+        wanted = (stop - start) * entry.row_bytes
+        data = np.empty(wanted, dtype=np.uint8)
+        with entry.path.open("rb", buffering=0) as file:
+            file.seek(entry.offset + start * entry.row_bytes)
+            got = 0
+            while got < wanted:
+                count = file.readinto(data[got:].data)
+                if not count:
+                    raise ModelFileError(f"{entry.path} got shorter while it was read; get it again")
+                got += count
+        return torch.from_numpy(data).view(entry.dtype).view(stop - start, *entry.shape[1:])
+
+
+def _read_json(path: Path) -> Mapping[str, object]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelFileError(
+            f"{path} does not exist; a model folder holds config.json and safetensors files"
+        ) from error
+    except ValueError as error:
+        raise ModelFileError(f"{path} is not valid JSON ({error}); get it again") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path} holds {type(value).__name__}, not a JSON object; get it again")
+    return value
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        single = folder / "model.safetensors"
+        if single.exists():
+            return [single]
+        others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
+        raise ModelFileError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json"
+            + (f" (only {', '.join(others)}: convert them to safetensors)" if others else "; get it again")
+        )
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelFileError(f"{index} has no weight_map; get it again")
+    names = sorted({str(name) for name in weight_map.values()})
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelFileError(f"{folder} lacks {', '.join(missing)}, which {index.name} names; get them")
+    return [folder / name for name in names]
+
+
+def _read_entries(path: Path) -> dict[str, _Entry]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):
+            raise ModelFileError(
+                f"{path} is no safetensors file, or is truncated ({size} bytes); get it again"
+            )
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+    except ValueError as error:
+        raise ModelFileError(f"{path} has a damaged header ({error}); get it again") from error
+    if not isinstance(header, dict):
+        raise ModelFileError(f"{path} has a damaged header; get it again")
+    header.pop("__metadata__", None)
+    return {name: _entry(path, name, value, 8 + length, size) for name, value in header.items()}
+
+
+def _entry(path: Path, name: str, value: object, start: int, size: int) -> _Entry:
+    match value:
+        case {"dtype": str(kind), "shape": [*extents], "data_offsets": [int(begin), int(end)]}:
+            pass
+        case _:
+            raise ModelFileError(f"{path}: the entry of tensor {name!r} is damaged; get the file again")
+    if kind not in _DTYPES:
+        raise ModelFileError(
+            f"{path}: tensor {name!r} is of type {kind}; supported: {', '.join(_DTYPES)}. "
+            "Quantized models are read from GGUF files."
+        )
+    dtype, shape = _DTYPES[kind], tuple(int(extent) for extent in extents)
+    if end - begin != math.prod(shape) * dtype.itemsize or begin < 0:
+        raise ModelFileError(
+            f"{path}: tensor {name!r} has {end - begin} bytes for shape {shape}; get it again"
+        )
+    if start + end > size:
+        raise ModelFileError(
+            f"{path} is truncated: tensor {name!r} ends at byte {start + end}, the file has {size}; "
+            "get it again"
+        )
+    return _Entry(path, dtype, shape, start + begin, math.prod(shape[1:]) * dtype.itemsize)
+
+
+def _decoder_names(entries: Mapping[str, _Entry], config: ModelConfig) -> dict[str, _Entry]:
+    anchor = "decoder.embed_tokens.weight" if config.family is Family.OPT else "embed_tokens.weight"
+    prefix = next((p for p in _PREFIXES if p + anchor in entries), None)
+    if prefix is None:
+        path = next(iter(entries.values())).path if entries else "the folder"
+        raise ModelFileError(f"{path} has no tensor model.{anchor}; it is no {config.family} language model")
+    found: dict[str, _Entry] = {}
+    for name, entry in entries.items():
+        if name.endswith(".rotary_emb.inv_freq") or name.startswith(_OTHER_MODALITIES):
+            continue  # a table older files carry along; the parts that see images
+        if name in ("lm_head.weight", "language_model.lm_head.weight"):
+            if not config.tie_embeddings:
+                found["lm_head.weight"] = entry
+        elif name.startswith(prefix):
+            found["model." + name[len(prefix) :]] = entry
+        else:
+            found[name] = entry
+    return found

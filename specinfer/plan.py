@@ -1,0 +1,49 @@
+"""The step plan: who runs this step, on which tokens, with which budget and slots.
+
+The one idea: every step is a batch of token trees. A request's tokens and its tree occupy one run of
+*cache positions*; position i lives in slot `block_table[i // block_size] * block_size + i % block_size`
+of every KV cache there is, the target's and each draft model's alike.
+
+    position   0 ............. start ............ end-1 | end .............. end - 1 + max_nodes - 1
+               KV valid        computed this step  root | the other tree nodes, node i at end - 1 + i
+
+An entry with `max_nodes == 0` is an earlier chunk of a prefill: it computes KV and yields no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specinfer.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEntry:
+    """One request's share of a step."""
+
+    request: Request
+    token_ids: Sequence[int]  # prompt and output so far; not to be mutated by readers
+    start: int  # tokens whose KV the target's cache holds
+    end: int  # this step computes token_ids[start:end]
+    max_nodes: int  # tree nodes allowed, the root included; 0: a prefill chunk without a tree
+    max_depth: int  # levels below the root worth guessing: what max_tokens and the context leave
+    block_table: Sequence[int]  # enough blocks for end - 1 + max(max_nodes, 1) positions
+    incarnation: int  # grows at each preemption: KV written under another number is gone
+
+    @property
+    def has_tree(self) -> bool:
+        """Whether this entry ends in a tree, and so yields tokens."""
+        return self.max_nodes > 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Everything the speculators and the runner need to know about one step."""
+
+    entries: tuple[PlanEntry, ...]
+
+    @property
+    def tree_entries(self) -> tuple[PlanEntry, ...]:
+        """The entries that end in a tree, in plan order."""
+        return tuple(entry for entry in self.entries if entry.has_tree)

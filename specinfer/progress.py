@@ -1,0 +1,157 @@
+"""What a long wait shows: a bar on a terminal, a few plain lines in a log, nothing for short work."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+SHOW_AFTER = 2.0  # seconds; quicker work shows nothing
+LINE_EVERY = 10.0  # seconds between plain lines when the total is unknown
+
+
+class Progress(Protocol):
+    """Who is told how far a piece of work has come; one piece at a time."""
+
+    def start(self, total: int | None, label: str, unit: str = "B") -> None:
+        """A piece of work begins; `total` is in units (bytes for "B"), None when unknown."""
+
+    def advance(self, n: int) -> None:
+        """`n` more units are done."""
+
+    def finish(self) -> None:
+        """The piece of work is over, done or failed."""
+
+
+class Silence:
+    """A Progress that shows nothing."""
+
+    def start(self, total: int | None, label: str, unit: str = "B") -> None:
+        """Show nothing."""
+
+    def advance(self, n: int) -> None:
+        """Show nothing."""
+
+    def finish(self) -> None:
+        """Show nothing."""
+
+
+class ProgressBar:
+    """A Progress on stderr: a bar on a terminal, lines at 25% steps elsewhere, both after two seconds."""
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        show_after: float = SHOW_AFTER,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._show_after = show_after
+        self._clock = clock
+        self._terminal = self._stream.isatty()
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
+        self._total: int | None = None
+        self._label = ""
+        self._unit = "B"
+        self._done = 0
+        self._began = 0.0
+        self._last_line = 0.0
+        self._quarter = 0  # the last 25% step that was printed
+        self._lines = 0
+
+    def start(self, total: int | None, label: str, unit: str = "B") -> None:
+        """Begin a piece of work; one that still runs is finished first."""
+        self.finish()
+        self._total, self._label, self._unit = total, label, unit
+        self._done = self._quarter = self._lines = 0
+        self._began = self._last_line = self._clock()
+
+    def advance(self, n: int) -> None:
+        """Count `n` units and show them, once the work has taken two seconds."""
+        self._done += n
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self._done)
+        elif self._clock() - self._began >= self._show_after:
+            if self._terminal:
+                self._open_bar()
+            else:
+                self._write_line()
+
+    def finish(self) -> None:
+        """Close the bar, or write a last line where lines were written."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = self._task = None
+        elif self._lines and self._quarter < 4:
+            print(f"{self._label}: {self._amount(self._done)}, finished", file=self._stream, flush=True)
+        self._lines = 0
+
+    def _open_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+        from rich.progress import Progress as RichProgress
+
+        amount = DownloadColumn() if self._unit == "B" else MofNCompleteColumn()
+        self._bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            amount,
+            TextColumn("" if self._unit == "B" else self._unit),
+            TimeRemainingColumn(),
+            console=Console(file=self._stream),
+            transient=True,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task(self._label, total=self._total, completed=self._done)
+
+    def _write_line(self) -> None:
+        if self._total:
+            quarter = min(4, 4 * self._done // self._total)
+            if quarter <= self._quarter:
+                return
+            self._quarter = quarter
+            text = f"{25 * quarter}% of {self._amount(self._total)}"
+        else:
+            if self._lines and self._clock() - self._last_line < LINE_EVERY:
+                return
+            text = self._amount(self._done)
+        self._last_line = self._clock()
+        self._lines += 1
+        print(f"{self._label}: {text}", file=self._stream, flush=True)
+
+    def _amount(self, units: int) -> str:
+        return format_bytes(units) if self._unit == "B" else f"{units} {self._unit}"
+
+
+@contextmanager
+def progress_bar(label: str, total: int | None, unit: str = "B") -> Iterator[ProgressBar]:
+    """A ProgressBar for the work in the `with` block; call its `advance(n)`."""
+    bar = ProgressBar()
+    bar.start(total, label, unit)
+    try:
+        yield bar
+    finally:
+        bar.finish()
+
+
+def format_bytes(n: int) -> str:
+    """`n` bytes for a person, in powers of ten: "98.4 MB"."""
+    size = float(n)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

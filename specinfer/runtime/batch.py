@@ -1,0 +1,134 @@
+"""Rows of requests -> the tensors of one forward pass: here lists become tensors.
+
+Cache positions of one request, as the rows of a pass see them:
+
+    0 ............ start + n - tail | ......... start + n
+    every row sees these             tail: row t sees position s where sees[t, s]
+
+The n rows write the cache positions start .. start + n - 1. A chunk of a prompt, a whole tree, a prompt
+followed by a tree, and the frontier of a draft's half-grown tree are all of this form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specinfer.attention.backend import AttentionBatch, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One request's rows of one forward pass."""
+
+    token_ids: Sequence[int]  # [n]
+    positions: Sequence[int]  # [n], where each token stands in its own text
+    start: int  # the first cache position the rows write
+    block_table: Sequence[int]
+    sees: NDArray[np.bool_] | None  # [n, tail]; None: a chain, each row sees all before it
+    tail_positions: Sequence[int] | None  # [tail]; None: the rows' own positions
+    logits_from: int  # rows from this one on yield logits; n for none
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBatch:
+    """The tensors of one forward pass over all requests' rows."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    attention: AttentionBatch
+    logit_rows: Tensor | None  # None: every row
+
+
+def chain_rows(token_ids: Sequence[int], start: int, block_table: Sequence[int], *, logits: bool) -> Rows:
+    """The rows of plain text at positions start, start + 1, ...; logits of the last row only, or of none."""
+    n = len(token_ids)
+    positions = range(start, start + n)
+    return Rows(token_ids, positions, start, block_table, None, None, n - 1 if logits else n)
+
+
+def build_batch(
+    rows: Sequence[Rows], *, block_size: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> ModelBatch:
+    """The tensors for `rows`, in order; `window` is the model's sliding window, if any layer has one."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    segments: list[Segment] = []
+    writes: list[Tensor | slice] = []
+    wanted: list[int] = []
+    for part in rows:
+        first, n = len(token_ids), len(part.token_ids)
+        token_ids.extend(part.token_ids)
+        positions.extend(part.positions)
+        wanted.extend(range(first + part.logits_from, first + n))
+        slots = _slots(part.block_table, part.start + n, block_size, device)
+        writes.append(_tail_of(slots, n))
+        mask, window_mask = _masks(part, window, dtype, device)
+        segments.append(Segment(slice(first, first + n), slots, mask, window_mask))
+    write_slots = writes[0] if len(writes) == 1 else torch.cat([_as_tensor(w, device) for w in writes])
+    all_rows = len(wanted) == len(token_ids)
+    return ModelBatch(
+        token_ids_T=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        positions_T=torch.tensor(positions, dtype=torch.int64, device=device),
+        attention=AttentionBatch(tuple(segments), write_slots),
+        logit_rows=None if all_rows else torch.tensor(wanted, dtype=torch.int64, device=device),
+    )
+
+
+def slots_of(block_table: Sequence[int], positions: Sequence[int], block_size: int) -> list[int]:
+    """The cache slots of cache positions."""
+    return [block_table[p // block_size] * block_size + p % block_size for p in positions]
+
+
+def _slots(table: Sequence[int], length: int, block_size: int, device: torch.device) -> Tensor | slice:
+    used = (length + block_size - 1) // block_size
+    blocks = np.asarray(table[:used], dtype=np.int64)
+    first = int(blocks[0])
+    if used == 1 or bool((np.diff(blocks) == 1).all()):
+        # Blocks in a row are a view of the cache; anything else must be gathered.
+        return slice(first * block_size, first * block_size + length)
+    slots = (blocks[:, None] * block_size + np.arange(block_size)).ravel()[:length]
+    return torch.from_numpy(slots).to(device)
+
+
+def _tail_of(slots: Tensor | slice, n: int) -> Tensor | slice:
+    return slice(slots.stop - n, slots.stop) if isinstance(slots, slice) else slots[-n:]
+
+
+def _as_tensor(slots: Tensor | slice, device: torch.device) -> Tensor:
+    if isinstance(slots, slice):
+        return torch.arange(slots.start, slots.stop, dtype=torch.int64, device=device)
+    return slots
+
+
+def _masks(
+    rows: Rows, window: int | None, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """The additive masks of full and of windowed layers; None where every row sees everything."""
+    n = len(rows.token_ids)
+    length = rows.start + n
+    windowed = window is not None and length > window
+    if n == 1 and rows.sees is None and not windowed:
+        return None, None
+    sees = np.tri(n, dtype=np.bool_) if rows.sees is None else rows.sees
+    tail = sees.shape[1]
+    hidden = np.zeros((n, length), dtype=np.bool_)
+    np.logical_not(sees, out=hidden[:, length - tail :])
+    mask = _additive(hidden, dtype, device) if hidden.any() else None
+    if not windowed:
+        return mask, mask
+    assert window is not None
+    tail_positions = rows.positions if rows.tail_positions is None else rows.tail_positions
+    key_positions = np.concatenate([np.arange(length - tail), np.asarray(tail_positions, dtype=np.int64)])
+    too_old = np.asarray(rows.positions, dtype=np.int64)[:, None] - key_positions[None, :] >= window
+    return mask, _additive(hidden | too_old, dtype, device)
+
+
+def _additive(hidden: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
+    mask = torch.zeros(hidden.shape, dtype=dtype)
+    return mask.masked_fill_(torch.from_numpy(hidden), float("-inf")).to(device)

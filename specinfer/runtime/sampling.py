@@ -1,0 +1,115 @@
+"""Logits to a law: temperature, then top-k, top-p, min-p; the same for target and speculators.
+
+Each filter works on the law the one before it left. Most likely first, the ids that remain are always a
+prefix, so a filter is a length, and no filter sorts the vocabulary:
+
+    top_k   the k most likely; among equal logits at the end, the lowest ids
+    top_p   the shortest prefix with probability >= top_p, at least one; ties likewise
+    min_p   all with p >= min_p * max p
+
+A logit of -inf is a banned token (min_tokens, masks): probability zero.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specinfer.errors import IntegrityError
+from specinfer.request import SamplingParams
+from specinfer.verify.coupled import coupled_top_k
+from specinfer.verify.law import Law, inverse_temperature, most_likely
+
+_HUGE: Final = float(np.finfo(np.float32).max)
+_FIRST_POOL: Final = 64  # top_p looks at this many likely ids, then at eight times as many, ...
+
+
+def target_law(logits: NDArray[np.float32], params: SamplingParams) -> Law:
+    """The law of the next token under `params`, from one row of logits, [vocab].
+
+    The law may refer to `logits`, which must not change while it is used. Raises IntegrityError when a
+    logit is NaN or +inf, or all are -inf.
+    """
+    vocab = logits.shape[0]
+    top = int(logits.argmax())  # the first NaN, if there is one
+    highest = float(logits[top])
+    if not math.isfinite(highest):
+        raise IntegrityError(
+            f"logit {top} of {vocab} is {highest}; the largest must be finite; check the model's weights"
+        )
+    if params.greedy:
+        return _supported(logits, np.array([top]), 1.0)
+    ids: NDArray[np.int64] | None = None
+    if 0 < params.top_k < vocab:
+        ids = most_likely(logits, params.top_k)
+    if params.top_p < 1:
+        ids = _top_p(logits, ids, highest, params)
+    if params.min_p > 0:
+        ids = _min_p(logits, ids, highest, params)
+    if ids is None:
+        return Law(logits, None, top, params.temperature, vocab)
+    return _supported(logits, ids, params.temperature)
+
+
+def coupled_children(
+    logits: NDArray[np.float32], params: SamplingParams, seed: int, position: int, k: int, *, pool: int = 64
+) -> NDArray[np.int64]:
+    """The k tokens a coupled speculator should propose after one row of its logits, best first.
+
+    Its law's coupled top-k first; where the filters leave it fewer than k, the next most likely tokens,
+    since the target's law may be wider. Greedy is therefore the k most likely tokens. Fewer than k come
+    back only when fewer have a probability. Raises as `target_law`.
+    """
+    law = target_law(logits, params)
+    ids = coupled_top_k(law, seed, position, k, pool=pool)
+    if ids.shape[0] == k:
+        return ids
+    # The law's ids are the most likely ones, in some order, so what follows them in rank is new.
+    return np.concatenate([ids, most_likely(logits, k)[ids.shape[0] :]])
+
+
+def _supported(logits: NDArray[np.float32], ids: NDArray[np.int64], temperature: float) -> Law:
+    return Law(logits[ids], ids, 0, temperature, logits.shape[0])
+
+
+def _top_p(
+    logits: NDArray[np.float32], ids: NDArray[np.int64] | None, highest: float, params: SamplingParams
+) -> NDArray[np.int64]:
+    if ids is not None:
+        cumulated = np.cumsum(_weights(logits[ids], highest, params))
+        return ids[: _prefix(cumulated, params.top_p * cumulated[-1])]
+    scaled = logits - np.float32(highest)
+    scaled *= np.float32(inverse_temperature(params.temperature))
+    # float32 exponentials, float64 sum: the cut is where exact arithmetic has it up to 1e-6 of top_p.
+    wanted = params.top_p * float(np.exp(scaled, out=scaled).sum(dtype=np.float64))
+    pool = _FIRST_POOL
+    while True:
+        ids = most_likely(logits, pool)
+        cumulated = np.cumsum(_weights(logits[ids], highest, params))
+        if cumulated[-1] >= wanted or pool >= logits.shape[0]:
+            return ids[: _prefix(cumulated, wanted)]
+        pool *= 8
+
+
+def _prefix(cumulated: NDArray[np.float64], wanted: float) -> int:
+    """The length of the shortest prefix whose weight reaches `wanted`."""
+    return int(np.searchsorted(cumulated, wanted, side="left")) + 1
+
+
+def _min_p(
+    logits: NDArray[np.float32], ids: NDArray[np.int64] | None, highest: float, params: SamplingParams
+) -> NDArray[np.int64]:
+    if ids is None:
+        lowest = highest + params.temperature * math.log(params.min_p)
+        # One float32 step lower, so that the float64 comparison below decides about every id near it.
+        bound = np.nextafter(np.float32(max(lowest, -_HUGE)), np.float32(-np.inf))
+        ids = most_likely(logits, int((logits >= bound).sum()))
+    return ids[_weights(logits[ids], highest, params) >= params.min_p]
+
+
+def _weights(logits: NDArray[np.float32], highest: float, params: SamplingParams) -> NDArray[np.float64]:
+    """Probabilities up to a factor, the largest being 1."""
+    return np.asarray(np.exp((logits.astype(np.float64) - highest) / params.temperature))

@@ -1,0 +1,1 @@
+"""Speculators: anything that proposes tokens."""

@@ -1,0 +1,169 @@
+"""A small speculative model (SSM) that grows a token tree in its own KV cache.
+
+One batched forward pass per depth serves all requests and all frontier nodes:
+
+    pass 1   the text the draft has not seen yet, up to the root     -> children of the root
+    pass 2   the nodes of depth 1                                    -> their children
+    ...      the nodes of the last depth are never run
+
+Node i of the draft's own tree lives at cache position end - 1 + i, as in plan.py. When the target has
+spoken, the K and V of the draft's nodes that lie on the committed path move to where the text has them;
+what the draft did not guess itself it reads in the next first pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specinfer.plan import PlanEntry
+from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.runner import ModelRunner, Move, as_rows
+from specinfer.speculate.draws import Site, draw_children
+from specinfer.speculate.speculator import Outcome
+from specinfer.tree import DrawRule, TokenTree, TreeBuilder
+from specinfer.tree.expansion import Expansion
+from specinfer.tree.mask import ancestor_matrix
+from specinfer.verify.noise import draft_stream, uniform
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What the draft holds of one request between steps."""
+
+    incarnation: int
+    cached: int = 0  # cache positions 0..cached-1 hold the request's text
+    growth: _Growth | None = None  # the last tree, until its outcome is known
+
+
+@dataclass(slots=True)
+class _Growth:
+    """One request's tree while it grows."""
+
+    entry: PlanEntry
+    builder: TreeBuilder
+    stream: int  # of the random numbers of sampled draws
+    drawn: int = 0  # random numbers used
+    frontier: list[int] = field(default_factory=lambda: [0])  # nodes of the last depth
+    depth: int = 0  # of the frontier
+    in_cache: int = 1  # nodes 0..in_cache-1 have been run
+
+    def uniform(self) -> float:
+        """The next number in [0, 1) of this tree's own stream."""
+        self.drawn += 1
+        return uniform(self.entry.request.seed, self.entry.end - 1, self.drawn, stream=self.stream)
+
+    def descend(self) -> None:
+        """Make the nodes added below the frontier the new frontier."""
+        self.frontier = list(range(self.frontier[-1] + 1, len(self.builder.parents)))
+        self.depth += 1
+
+
+class DraftModel:
+    """A Speculator that is a language model; `expansion` shapes its trees, `rule` says how it draws."""
+
+    def __init__(
+        self, name: str, runner: ModelRunner, expansion: Expansion, rule: DrawRule, *, max_rows: int
+    ) -> None:
+        self.name = name
+        self._runner = runner
+        self._expansion = expansion
+        self._rule = rule
+        self._max_rows = max_rows  # of one pass over text
+        self._max_context = runner.model.config.max_context
+        self._memory: dict[str, _Memory] = {}
+
+    def propose(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
+        """One tree per entry; `len(expansion)` passes of the draft, whatever the number of entries."""
+        growths = [
+            _Growth(e, TreeBuilder(e.token_ids[e.end - 1], e.max_nodes), draft_stream(self.name, e.end - 1))
+            for e in entries
+        ]
+        growing = [g for g in growths if self._wants_more(g)]
+        rows = [self._read_text(g) for g in growing]
+        while growing:
+            logits = self._runner.forward(rows)
+            sites = [site for growth in growing for site in self._sites(growth)]
+            draw_children(as_rows(logits), sites, self._rule, self.name)
+            for growth in growing:
+                growth.descend()
+            growing = [g for g in growing if self._wants_more(g)]
+            rows = [_frontier_rows(g) for g in growing]
+        return [g.builder.build() for g in growths]
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Keep the K and V of guessed nodes that were committed; forget requests that ended."""
+        moves: list[Move] = []
+        for outcome in outcomes:
+            if outcome.finished:
+                self._memory.pop(outcome.request_id, None)
+                continue
+            memory = self._memory.get(outcome.request_id)
+            if memory is None or memory.growth is None:
+                continue
+            growth, memory.growth = memory.growth, None
+            path = _path_of(growth, outcome.committed[:-1])  # the bonus token is the next root
+            end = growth.entry.end
+            memory.cached = end + len(path)
+            if any(node != depth for depth, node in enumerate(path, start=1)):
+                sources = [end - 1 + node for node in path]
+                moves.append(Move(growth.entry.block_table, sources, range(end, end + len(path))))
+        self._runner.move(moves)
+
+    def _wants_more(self, growth: _Growth) -> bool:
+        entry, depth = growth.entry, growth.depth
+        limit = min(self._expansion.depth, entry.max_depth, self._max_context - entry.end)
+        return depth < limit and bool(growth.frontier) and not growth.builder.full
+
+    def _read_text(self, growth: _Growth) -> Rows:
+        """Rows of the text the draft's cache lacks, up to the root; all but the last chunk is run here."""
+        entry = growth.entry
+        request = entry.request
+        memory = self._memory.get(request.request_id)
+        if memory is None or memory.incarnation != entry.incarnation:
+            memory = self._memory[request.request_id] = _Memory(entry.incarnation)
+        start = memory.cached
+        while entry.end - start > self._max_rows:
+            chunk = entry.token_ids[start : start + self._max_rows]
+            self._runner.forward([chain_rows(chunk, start, entry.block_table, logits=False)])
+            start += self._max_rows
+        memory.growth = growth
+        memory.cached = entry.end
+        return chain_rows(entry.token_ids[start : entry.end], start, entry.block_table, logits=True)
+
+    def _sites(self, growth: _Growth) -> list[Site]:
+        request = growth.entry.request
+        width = self._expansion.widths[growth.depth]
+        position = growth.entry.end + growth.depth
+        return [
+            Site(growth.builder, node, width, request.params, request.seed, position, growth.uniform)
+            for node in growth.frontier
+        ]
+
+
+def _frontier_rows(growth: _Growth) -> Rows:
+    """Rows of the last depth's nodes; they see the text, their ancestors and themselves."""
+    builder, first, root = growth.builder, growth.frontier[0], growth.entry.end - 1
+    growth.in_cache = len(builder.parents)
+    return Rows(
+        token_ids=builder.token_ids[first:],
+        positions=[root + growth.depth] * len(growth.frontier),
+        start=root + first,
+        block_table=growth.entry.block_table,
+        sees=ancestor_matrix(builder.parents)[first:, 1:],
+        tail_positions=[root + depth for depth in builder.depths[1:]],
+        logits_from=0,
+    )
+
+
+def _path_of(growth: _Growth, accepted: Sequence[int]) -> list[int]:
+    """The nodes of the draft's own tree along the accepted tokens, as far as they have been run."""
+    path: list[int] = []
+    node = 0
+    for token in accepted:
+        child = growth.builder.child(node, token)
+        if child is None or child >= growth.in_cache:
+            break
+        node = child
+        path.append(node)
+    return path

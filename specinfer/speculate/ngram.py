@@ -1,0 +1,82 @@
+"""N-gram speculation (prompt lookup): what followed these tokens the last time they stood in the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specinfer.plan import PlanEntry
+from specinfer.speculate.speculator import Outcome
+from specinfer.tree import TokenTree, TreeBuilder
+from specinfer.tree.token_tree import single_node
+
+
+@dataclass(slots=True)
+class _Index:
+    """Where each n-gram of one request's text ends, newest last; grows with the text."""
+
+    ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    length: int = 0  # tokens indexed
+
+
+class NgramSpeculator:
+    """Guesses that the text goes on as it did after the longest earlier match of its last tokens.
+
+    Up to `branches` earlier occurrences become branches of the tree, longer matches and then newer ones
+    first. A guess that runs into the end of the text goes on into itself, so a loop is guessed to loop.
+    """
+
+    def __init__(self, *, shortest: int, longest: int, branches: int, depth: int, name: str = "ngram") -> None:
+        self.name = name
+        self._lengths = range(longest, shortest - 1, -1)
+        self._branches = branches
+        self._depth = depth
+        self._indexes: dict[str, _Index] = {}
+
+    def propose(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
+        """One tree per entry: a chain of at most `depth` tokens per branch, all point masses."""
+        return [self._tree(entry) for entry in entries]
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Forget the index of requests that ended."""
+        for outcome in outcomes:
+            if outcome.finished:
+                self._indexes.pop(outcome.request_id, None)
+
+    def _tree(self, entry: PlanEntry) -> TokenTree:
+        text, end = entry.token_ids, entry.end
+        index = self._indexes.setdefault(entry.request.request_id, _Index())
+        self._extend(index, text, end - 1)  # matches end before the last token: something must follow
+        depth = min(self._depth, entry.max_depth)
+        starts = self._matches(index, text, end)
+        if not starts or depth < 1 or entry.max_nodes < 2:
+            return single_node(text[end - 1])
+        builder = TreeBuilder(text[end - 1], entry.max_nodes)
+        for start in starts:
+            node: int | None = 0
+            guess: list[int] = []
+            for i in range(depth):
+                at = start + i
+                guess.append(text[at] if at < end else guess[at - end])
+                assert node is not None
+                node = builder.add(node, guess[-1], self.name)
+                if node is None:
+                    return builder.build()
+        return builder.build()
+
+    def _extend(self, index: _Index, text: Sequence[int], end: int) -> None:
+        for stop in range(index.length + 1, end + 1):
+            for n in self._lengths:
+                if n <= stop:
+                    index.ends.setdefault(tuple(text[stop - n : stop]), []).append(stop)
+        index.length = max(index.length, end)
+
+    def _matches(self, index: _Index, text: Sequence[int], end: int) -> list[int]:
+        """The positions after the best earlier occurrences of the last tokens, no next token twice."""
+        found: dict[int, int] = {}  # next token -> where it stands
+        for n in self._lengths:
+            for stop in reversed(index.ends.get(tuple(text[end - n : end]), ()) if n <= end else ()):
+                found.setdefault(text[stop], stop)
+                if len(found) == self._branches:
+                    return list(found.values())
+        return list(found.values())

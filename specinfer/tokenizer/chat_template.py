@@ -1,0 +1,102 @@
+"""The chat template of a model: Jinja, in a sandbox, with the helpers model authors count on.
+
+The environment is the one transformers documents for chat templates, since the templates are written
+against it: trimmed blocks, loop controls, raise_exception, strftime_now, a tojson that keeps Unicode,
+and {% generation %} (which marks the assistant's text for training and here renders its body).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from specinfer.errors import ModelFileError, RequestError
+
+
+class ChatTemplate:
+    """A compiled chat template; compiling waits for the first use."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens)  # bos_token, eos_token, ... as the template names them
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        """The conversation as the model wants to read it.
+
+        Raises RequestError when a message has no role or the template refuses the conversation, and
+        ModelFileError when the template itself does not parse.
+        """
+        if not messages:
+            raise RequestError("messages is empty; give at least one message with a role and content")
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise RequestError(
+                    f"messages[{index}] is {message!r}; "
+                    "allowed: a mapping with 'role' (a string) and 'content'"
+                )
+        try:
+            return self._compiled.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+        # A template is the model author's program: given messages it does not expect (content that is
+        # None, say) it fails with the plain Python errors of its expressions.
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise RequestError(f"the model's chat template refuses the messages: {error}") from error
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _GenerationExtension]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            return environment.from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelFileError(
+                f"the model's chat template does not parse (line {error.lineno}: {error.message}); "
+                "use generate with a prompt you format yourself"
+            ) from error
+
+
+class _GenerationExtension(Extension):
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own tojson escapes for HTML, which would show in the prompt.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

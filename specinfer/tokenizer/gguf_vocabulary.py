@@ -1,0 +1,282 @@
+"""A tokenizer from the metadata of a GGUF file: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
+
+A GGUF file holds tokens, scores or merges, and the *name* of a pre-tokenizer (tokenizer.ggml.pre). The
+splitting rules behind the names are those of the models' own tokenizers; llama.cpp implements the same
+ones. SentencePiece BPE merges the pair whose union has the best score, which is a list of merges in the
+order of the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from specinfer.errors import ModelFileError
+from specinfer.hub.gguf_header import GgufHeader
+from specinfer.tokenizer.library_errors import LibraryErrors
+from specinfer.tokenizer.token_bytes import SPACE_SYMBOL
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
+
+# Control tokens that end a turn or a text, whichever of them the file names as its eos.
+END_TOKENS = frozenset(
+    {
+        "<|im_end|>",  # ChatML: Qwen, SmolLM
+        "<|endoftext|>",
+        "<end_of_turn>",  # Gemma
+        "<eos>",
+        "<|eot_id|>",  # Llama 3
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<|end|>",  # Phi
+        "</s>",  # Llama 2, Mistral
+        "<|END_OF_TURN_TOKEN|>",  # Command R
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """How byte-level BPE cuts a text into words before it merges."""
+
+    patterns: tuple[str, ...]  # each cuts the pieces the one before it left
+    nfc: bool = False  # the text is composed (NFC) first
+    ignore_merges: bool = False  # a word that is a token as a whole is taken as it is
+    add_bos: bool = False  # when the file does not say
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_QWEN2 = rf"{_ENDING}|{_WORD}|\p{{N}}|{_SYMBOLS}|{_BLANKS}"
+_LLAMA3 = rf"{_ENDING}|{_WORD}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_BLANKS}"
+# Words that also end where small letters are followed by a capital.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SMALL, _LARGE = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*",
+)
+_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_TEKKEN = rf"{_SMALL}|{_LARGE}|\p{{N}}|{_PATHS}|{_BLANKS}"
+_GPT4O = rf"{_SMALL}{_ENDING}?|{_LARGE}{_ENDING}?|\p{{N}}{{1,3}}|{_PATHS}|{_BLANKS}"
+
+_SINGLE_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "gpt-2": PreTokenizer((_GPT2,)),
+    "olmo": PreTokenizer((_GPT2,)),
+    "mpt": PreTokenizer((_GPT2,)),
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "smollm": _SINGLE_DIGITS,
+    "starcoder": _SINGLE_DIGITS,
+    "refact": _SINGLE_DIGITS,
+    "command-r": _SINGLE_DIGITS,
+    "codeshell": _SINGLE_DIGITS,
+    "qwen2": PreTokenizer((_QWEN2,), nfc=True),
+    "deepseek-r1-qwen": PreTokenizer((_QWEN2,), nfc=True),
+    "llama-bpe": PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
+    "smaug-bpe": PreTokenizer((_LLAMA3,)),
+    "dbrx": PreTokenizer((_LLAMA3,)),
+    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
+    "gpt-4o": PreTokenizer((_GPT4O,)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufVocabulary:
+    """What a GGUF file says about its tokenizer."""
+
+    backend: tokenizers.Tokenizer
+    bos_token_id: int | None
+    eos_token_ids: frozenset[int]
+    special_tokens: dict[str, str]
+    chat_template: str | None
+
+
+def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
+    """Build the tokenizer a GGUF file describes.
+
+    Raises ModelFileError when the metadata lacks a piece or names an unknown tokenizer.
+    """
+    metadata = _Metadata(header)
+    kind = metadata.required("model")
+    tokens: list[str] = metadata.required("tokens")
+    types: list[int] = metadata.get("token_type", [NORMAL] * len(tokens))
+    if len(types) != len(tokens):
+        raise ModelFileError(
+            f"{header.path}: {len(tokens)} tokens but {len(types)} token types; damaged file"
+        )
+    if kind == "gpt2":
+        backend, add_bos = _byte_level(metadata, tokens, types)
+    elif kind == "llama":
+        backend, add_bos = _sentencepiece(metadata, tokens, types), True
+    else:
+        raise ModelFileError(
+            f"{header.path} has a tokenizer of the kind {kind!r}; supported: 'gpt2' (byte-level BPE) and "
+            "'llama' (SentencePiece BPE): use the model's safetensors folder instead"
+        )
+    bos, eos = metadata.token_id("bos_token_id", tokens), metadata.token_id("eos_token_id", tokens)
+    ends = {eos, metadata.token_id("eot_token_id", tokens), metadata.token_id("eom_token_id", tokens)}
+    ends |= {i for i, token in enumerate(tokens) if token in END_TOKENS and types[i] == CONTROL}
+    names = {"bos_token": bos, "eos_token": eos}
+    names["unk_token"] = metadata.token_id("unknown_token_id", tokens)
+    names["pad_token"] = metadata.token_id("padding_token_id", tokens)
+    prefix = [bos] if bos is not None and metadata.get("add_bos_token", add_bos) else []
+    suffix = [eos] if eos is not None and metadata.get("add_eos_token", False) else []
+    if prefix or suffix:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*(tokens[i] for i in prefix), "$A", *(tokens[i] for i in suffix)],
+            special_tokens=[(tokens[i], i) for i in {*prefix, *suffix}],
+        )
+    return GgufVocabulary(
+        backend=backend,
+        bos_token_id=bos,
+        eos_token_ids=frozenset(i for i in ends if i is not None),
+        special_tokens={name: tokens[i] for name, i in names.items() if i is not None},
+        chat_template=header.metadata.get("tokenizer.chat_template"),
+    )
+
+
+class _Metadata:
+    """The tokenizer.ggml.* keys of a header."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self.header = header
+
+    def get(self, key: str, default: Any) -> Any:
+        return self.header.metadata.get(f"tokenizer.ggml.{key}", default)
+
+    def required(self, key: str) -> Any:
+        value = self.get(key, None)
+        if value is None:
+            raise ModelFileError(
+                f"{self.header.path} has no tokenizer.ggml.{key}; it holds no complete tokenizer: "
+                "use a GGUF file made with its vocabulary"
+            )
+        return value
+
+    def token_id(self, key: str, tokens: Sequence[str]) -> int | None:
+        value = self.get(key, None)
+        return value if isinstance(value, int) and 0 <= value < len(tokens) else None
+
+
+def _byte_level(
+    metadata: _Metadata, tokens: list[str], types: list[int]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    name = metadata.get("pre", "default")
+    if name not in PRE_TOKENIZERS:
+        raise ModelFileError(
+            f"{metadata.header.path} names the pre-tokenizer {name!r}; known: {', '.join(PRE_TOKENIZERS)}: "
+            "use the model's safetensors folder instead"
+        )
+    rules = PRE_TOKENIZERS[name]
+    merges = [tuple(merge.split(" ")) for merge in metadata.required("merges")]
+    if any(len(merge) != 2 for merge in merges):
+        raise ModelFileError(f"{metadata.header.path}: a merge is not a pair of tokens; damaged file")
+    backend = _backend(
+        metadata, {"vocab": _ids(tokens), "merges": merges, "ignore_merges": rules.ignore_merges}
+    )
+    if rules.nfc:
+        backend.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    _add_tokens(backend, tokens, types, normalized=False)
+    return backend, rules.add_bos
+
+
+def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
+    scores = metadata.required("scores")
+    if len(scores) != len(tokens):
+        raise ModelFileError(
+            f"{metadata.header.path}: {len(tokens)} tokens but {len(scores)} scores; damaged file"
+        )
+    add_space = metadata.get("add_space_prefix", True)
+    if add_space:
+        # With a space put before every piece of text, user-defined runs of spaces cannot be cut out of
+        # the text beforehand; they take part in the merges like other tokens.
+        types = [
+            NORMAL if kind == USER_DEFINED and SPACE_SYMBOL in token else kind
+            for token, kind in zip(tokens, types, strict=True)
+        ]
+    unknown = metadata.token_id("unknown_token_id", tokens)
+    ids = _ids(tokens)
+    backend = _backend(
+        metadata,
+        {
+            "vocab": ids,
+            "merges": _merges_by_score(tokens, scores, types, ids),
+            "unk_token": None if unknown is None else tokens[unknown],
+            "fuse_unk": True,
+            "byte_fallback": BYTE in types,
+        },
+    )
+    spaces = normalizers.Replace(" ", SPACE_SYMBOL)
+    steps = [decoders.Replace(SPACE_SYMBOL, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if add_space:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_SYMBOL), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        backend.normalizer = spaces
+    backend.decoder = decoders.Sequence(steps)
+    # Normalized, so that user-defined runs of spaces are found in the text after its spaces became symbols.
+    _add_tokens(backend, tokens, types, normalized=not add_space)
+    return backend
+
+
+def _backend(metadata: _Metadata, bpe: dict[str, Any]) -> tokenizers.Tokenizer:
+    with LibraryErrors(metadata.header.path):
+        return tokenizers.Tokenizer(models.BPE(**bpe))
+
+
+def _ids(tokens: list[str]) -> dict[str, int]:
+    # Of two tokens with the same string (padding, in some files) the first is the one that is meant.
+    return {token: i for i, token in reversed(list(enumerate(tokens)))}
+
+
+def _merges_by_score(
+    tokens: list[str], scores: list[float], types: list[int], ids: dict[str, int]
+) -> list[tuple[str, str]]:
+    """Every way to make a normal token out of two, best score first."""
+    parts = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
+    order = sorted(
+        (i for i, kind in enumerate(types) if kind == NORMAL and len(tokens[i]) > 1), key=lambda i: -scores[i]
+    )
+    merges: list[tuple[str, str]] = []
+    for i in order:
+        token = tokens[i]
+        pairs = [
+            (token[:cut], token[cut:])
+            for cut in range(1, len(token))
+            if token[:cut] in parts and token[cut:] in parts
+        ]
+        if len(pairs) > 1:
+            pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        merges += pairs
+    return merges
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer, tokens: list[str], types: list[int], *, normalized: bool
+) -> None:
+    backend.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (CONTROL, UNKNOWN)
+        ]
+    )
+    backend.add_tokens(
+        [
+            AddedToken(token, special=False, normalized=normalized)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind == USER_DEFINED
+        ]
+    )

@@ -1,0 +1,201 @@
+"""Tokenizer: encode, decode, chat templates; from a model's folder or its GGUF file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from specinfer.errors import ModelFileError, RequestError
+from specinfer.hub.gguf_header import read_header
+from specinfer.hub.model_files import ModelFiles
+from specinfer.tokenizer.chat_template import ChatTemplate
+from specinfer.tokenizer.library_errors import LibraryErrors
+from specinfer.tokenizer.token_bytes import SPACE_SYMBOL, TokenBytes
+
+_PADDING_TOKEN = re.compile(r"\[PAD(\d+)\]")  # how GGUF converters name the rows beyond the vocabulary
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A model's tokenizer. Immutable and safe to share between threads.
+
+    `backend` does the encoding, its post-processor adds the special tokens a plain prompt starts with;
+    `special_tokens` are the names a chat template uses (bos_token, ...) with their text.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_token_ids: Iterable[int],
+        bos_token_id: int | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        self._backend = backend
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.token_bytes = TokenBytes(backend)
+        self._template = ChatTemplate(chat_template, special_tokens or {}) if chat_template else None
+
+    @classmethod
+    def load(cls, files: ModelFiles | str | Path) -> Tokenizer:
+        """The tokenizer of a model on disk: a folder with tokenizer.json, or a GGUF file.
+
+        Raises ModelFileError when there is none, or it is of a kind that cannot be read.
+        """
+        path = files.path if isinstance(files, ModelFiles) else Path(files)
+        return cls._from_folder(path) if path.is_dir() else cls._from_gguf(path)
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """The token ids of a text, with the model's begin-of-text token where it wants one.
+
+        Special tokens written out in the text ("<|im_end|>") are read as special tokens.
+        """
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; special tokens are left out, invalid UTF-8 becomes U+FFFD."""
+        table = self.token_bytes
+        text = b"".join([table[token_id] for token_id in ids]).decode("utf-8", "replace")
+        return text.removeprefix(" ") if table.strips_first_space else text
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model came with a chat template."""
+        return self._template is not None
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The conversation as text, ready for the assistant's turn.
+
+        Raises RequestError when the model has no chat template or its template refuses the messages.
+        """
+        if self._template is None:
+            raise RequestError("the model has no chat template; use generate with a plain prompt")
+        return self._template.render(messages, add_generation_prompt)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """The conversation as token ids; begin-of-text only where the template writes it."""
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special=False)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's string for an id, stand-in characters and all; None for an id without one."""
+        token: str | None = self._backend.id_to_token(token_id) if token_id >= 0 else None
+        return token
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is one that `decode` leaves out."""
+        return token_id in self.token_bytes.special_ids
+
+    def fingerprint(self) -> str:
+        """A hash of what every id stands for; equal for models whose ids can be exchanged.
+
+        Padding rows do not count, so the same vocabulary from a folder and from a GGUF file agrees.
+        """
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for token_id in range(self.vocab_size):
+            token = self._backend.id_to_token(token_id)
+            if token is None:
+                continue
+            padding = _PADDING_TOKEN.fullmatch(token)
+            if padding is None or int(padding[1]) != token_id:
+                digest.update(f"{token_id} {token.replace(SPACE_SYMBOL, ' ')}\0".encode())
+        return digest.hexdigest()
+
+    @classmethod
+    def _from_gguf(cls, path: Path) -> Tokenizer:
+        from specinfer.tokenizer.gguf_vocabulary import read_vocabulary
+
+        vocabulary = read_vocabulary(read_header(path))
+        return cls(
+            vocabulary.backend,
+            eos_token_ids=vocabulary.eos_token_ids,
+            bos_token_id=vocabulary.bos_token_id,
+            special_tokens=vocabulary.special_tokens,
+            chat_template=vocabulary.chat_template,
+        )
+
+    @classmethod
+    def _from_folder(cls, folder: Path) -> Tokenizer:
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            if (folder / "tokenizer.model").is_file():
+                raise ModelFileError(
+                    f"{folder} has only a SentencePiece tokenizer.model; make a tokenizer.json with "
+                    "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+                )
+            raise ModelFileError(f"{folder} has no tokenizer.json; copy the one of the model there")
+        with LibraryErrors(file):
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        config = _read_json(folder / "tokenizer_config.json")
+        special_map = _read_json(folder / "special_tokens_map.json")
+        special_tokens = {}
+        for name in _SPECIAL_NAMES:
+            text = _token_text(config.get(name)) or _token_text(special_map.get(name))
+            if text is not None:
+                special_tokens[name] = text
+        eos_ids = _eos_ids(_read_json(folder / "generation_config.json"))
+        eos_ids |= _eos_ids(_read_json(folder / "config.json"))
+        eos_id = backend.token_to_id(special_tokens.get("eos_token", ""))
+        return cls(
+            backend,
+            eos_token_ids=eos_ids if eos_id is None else eos_ids | {eos_id},
+            bos_token_id=backend.token_to_id(special_tokens.get("bos_token", "")),
+            special_tokens=special_tokens,
+            chat_template=_folder_template(folder, config),
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelFileError(f"{path} is not valid JSON ({error}); fetch the model again") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(
+            f"{path} holds a {type(value).__name__}, expected an object; fetch the model again"
+        )
+    return value
+
+
+def _token_text(value: object) -> str | None:
+    """A token in tokenizer_config.json: a string, or an object with its content."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _eos_ids(config: dict[str, Any]) -> set[int]:
+    """eos_token_id of a config: absent, one id or several; in a nested text_config for multimodal models."""
+    value = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+    return set(value) if isinstance(value, list) else set() if value is None else {value}
+
+
+def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(template, list):  # several named templates
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template if isinstance(template, str) else None

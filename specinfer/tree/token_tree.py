@@ -1,0 +1,197 @@
+"""The token tree, its draws, and merging.
+
+Nodes merge, draws do not: two speculators that propose the same token below the same node share that
+node (and one row of the target's forward pass), but both draws are kept, in order, because multi-step
+speculative sampling needs each draw with the law it came from (docs/losslessness.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class DrawRule(StrEnum):
+    """How a speculator came to propose a token; it decides which verifier may treat the draw."""
+
+    POINT_MASS = "point_mass"  # a function of the text so far: top-k, n-gram, suffix, prediction
+    COUPLED = "coupled"  # top-k of log q + the noise the target will use at that position
+    IID = "iid"  # sampled from q, independently of the other draws
+    WITHOUT_REPLACEMENT = "without_replacement"  # from q without this speculator's earlier draws here
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draw:
+    """One proposal of one token at one node by one speculator, with the law it was drawn from."""
+
+    parent: int  # the node below which the token was proposed
+    node: int  # the node that holds the token; several draws may share it
+    speculator: str
+    rule: DrawRule
+    law: NDArray[np.float64] | None = None  # [vocab]: q of the sampled rules; None for the others
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """Candidate continuations of one request, flattened parent-before-child.
+
+    Node 0 is the last committed token, so every tree has at least one node. No two children of a
+    node hold the same token. Node u stands for the text of its ancestors followed by its own token
+    (SpecInfer, definition 3.1).
+    """
+
+    token_ids: tuple[int, ...]  # [num_nodes]
+    parents: tuple[int, ...]  # [num_nodes], parents[0] == -1, parents[i] < i
+    draws: tuple[Draw, ...] = ()  # in proposal order; duplicates kept, MSS needs them
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes, the root included."""
+        return len(self.token_ids)
+
+    def depths(self) -> list[int]:
+        """The depth of every node, [num_nodes]; the root's is 0."""
+        depths = [0] * len(self.parents)
+        for node in range(1, len(self.parents)):
+            depths[node] = depths[self.parents[node]] + 1
+        return depths
+
+    def children(self) -> list[dict[int, int]]:
+        """For every node, its children as token id -> node, in proposal order."""
+        children: list[dict[int, int]] = [{} for _ in self.parents]
+        for node in range(1, len(self.parents)):
+            children[self.parents[node]][self.token_ids[node]] = node
+        return children
+
+    def path_to(self, node: int) -> tuple[int, ...]:
+        """The nodes from below the root down to `node`, in order; empty for the root."""
+        path: list[int] = []
+        while node > 0:
+            path.append(node)
+            node = self.parents[node]
+        return tuple(reversed(path))
+
+    def path_tokens(self, node: int) -> tuple[int, ...]:
+        """The token ids along `path_to(node)`."""
+        return tuple(self.token_ids[n] for n in self.path_to(node))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the tree breaks one of the invariants its docstring names."""
+        assert len(self.token_ids) == len(self.parents) >= 1, "a tree has a root and one parent per node"
+        assert self.parents[0] == -1, "node 0 is the root"
+        seen: set[tuple[int, int]] = set()
+        for node in range(1, self.num_nodes):
+            parent = self.parents[node]
+            assert 0 <= parent < node, f"node {node} comes before its parent {parent}"
+            assert (parent, self.token_ids[node]) not in seen, f"node {node} repeats a sibling"
+            seen.add((parent, self.token_ids[node]))
+        for draw in self.draws:
+            assert 0 < draw.node < self.num_nodes, f"{draw} names no node"
+            assert self.parents[draw.node] == draw.parent, f"{draw} has another parent"
+
+
+@dataclass(slots=True)
+class TreeBuilder:
+    """Grows one tree; a token that is already there is shared, its draw is kept."""
+
+    root: int  # token id of node 0
+    max_nodes: int = 1 << 30  # `add` of a new node past this returns None
+    token_ids: list[int] = field(init=False)
+    parents: list[int] = field(init=False)
+    draws: list[Draw] = field(init=False, default_factory=list)
+    depths: list[int] = field(init=False)
+    _children: list[dict[int, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.depths = [0]
+        self.token_ids = [self.root]
+        self.parents = [-1]
+        self._children = [{}]
+
+    def add(
+        self,
+        parent: int,
+        token: int,
+        speculator: str,
+        rule: DrawRule = DrawRule.POINT_MASS,
+        law: NDArray[np.float64] | None = None,
+    ) -> int | None:
+        """Record a draw of `token` below `parent`; the node that holds it, or None when the tree is full.
+
+        A full tree drops draws of deterministic and coupled rules only: whether a *sampled* token
+        fits must not depend on its value, so callers of the sampled rules check `full` before drawing.
+        """
+        if self.full and token not in self._children[parent]:
+            assert rule in (DrawRule.POINT_MASS, DrawRule.COUPLED), "a sampled draw may not be dropped"
+            return None
+        node = self.node_for(parent, token)
+        self.draws.append(Draw(parent, node, speculator, rule, law))
+        return node
+
+    def node_for(self, parent: int, token: int) -> int:
+        """The child of `parent` that holds `token`, made if there is none; records no draw."""
+        node = self._children[parent].get(token)
+        if node is None:
+            node = len(self.token_ids)
+            self.token_ids.append(token)
+            self.parents.append(parent)
+            self.depths.append(self.depths[parent] + 1)
+            self._children.append({})
+            self._children[parent][token] = node
+        return node
+
+    def child(self, parent: int, token: int) -> int | None:
+        """The child of `parent` that holds `token`, if there is one."""
+        return self._children[parent].get(token)
+
+    @property
+    def full(self) -> bool:
+        """Whether no further node fits."""
+        return len(self.token_ids) >= self.max_nodes
+
+    def build(self) -> TokenTree:
+        """The tree as it stands."""
+        return TokenTree(tuple(self.token_ids), tuple(self.parents), tuple(self.draws))
+
+
+def merge(trees: Sequence[TokenTree]) -> TokenTree:
+    """The tree that holds exactly the sequences of all `trees` (SpecInfer, definition 3.2), with all draws.
+
+    The draws keep the order of `trees`, then their order within each. Raises ValueError when the
+    trees do not share one root token.
+    """
+    roots = {tree.token_ids[0] for tree in trees}
+    if len(roots) != 1:
+        raise ValueError(f"trees to merge must share one root token, got {sorted(roots)}")
+    if len(trees) == 1:
+        return trees[0]
+    builder = TreeBuilder(root=trees[0].token_ids[0])
+    for tree in trees:
+        _graft(builder, tree)
+    return builder.build()
+
+
+def _graft(builder: TreeBuilder, tree: TokenTree) -> None:
+    nodes = [0] * tree.num_nodes  # node of `tree` -> node of the merged tree
+    for node in range(1, tree.num_nodes):
+        nodes[node] = builder.node_for(nodes[tree.parents[node]], tree.token_ids[node])
+    builder.draws.extend(
+        Draw(nodes[d.parent], nodes[d.node], d.speculator, d.rule, d.law) for d in tree.draws
+    )
+
+
+def single_node(token: int) -> TokenTree:
+    """The tree of ordinary decoding: the last committed token and nothing guessed."""
+    return TokenTree((token,), (-1,))
+
+
+def draws_by_parent(draws: Iterable[Draw]) -> dict[int, list[Draw]]:
+    """The draws below each node, in proposal order."""
+    below: dict[int, list[Draw]] = {}
+    for draw in draws:
+        below.setdefault(draw.parent, []).append(draw)
+    return below

@@ -1,0 +1,13 @@
+"""What a verifier returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """The path the target agrees with, plus one token of its own."""
+
+    path: tuple[int, ...]  # accepted nodes from below the root down; empty when none was accepted
+    next_token: int  # the bonus token: chosen by the target after the last node of the path

@@ -1,0 +1,90 @@
+"""A law: the distribution of the next token after sampling parameters, as logits over a support.
+
+Every filter (top-k, top-p, min-p) only says which ids remain, so a law is always the softmax of
+logits / temperature over the ids it supports; nothing is normalised before somebody needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Law:
+    """softmax(logits / temperature) over a support; every other token has probability zero.
+
+    A support of one id is a point mass: greedy decoding. A logit of -inf is probability zero.
+    """
+
+    logits: NDArray[np.float32]  # [support]
+    ids: NDArray[np.int64] | None  # [support], most likely first, ties lowest id first; None: all of vocab
+    top: int  # index into `logits` of the largest; 0 where there are ids
+    temperature: float
+    vocab: int
+
+    def probabilities(self) -> NDArray[np.float64]:
+        """The probability of each supported token, [support], in the order of `ids`."""
+        weights = np.exp(self.log_weights())
+        return np.asarray(weights / weights.sum())
+
+    def log_weights(self, indices: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+        """log p plus a constant that makes the largest 0, [support], or for some entries of it only."""
+        logits = self.logits if indices is None else self.logits[indices]
+        return (logits.astype(np.float64) - float(self.logits[self.top])) / self.temperature
+
+    def id_at(self, index: int) -> int:
+        """The token id of an entry of the support."""
+        return index if self.ids is None else int(self.ids[index])
+
+    def dense(self) -> NDArray[np.float64]:
+        """The probability of every token, [vocab]: what multi-step sampling works on."""
+        if self.ids is None:
+            return self.probabilities()
+        dense = np.zeros(self.vocab)
+        dense[self.ids] = self.probabilities()
+        return dense
+
+
+def inverse_temperature(temperature: float) -> float:
+    """1 / temperature, kept above what float32 calls zero, so that -inf stays -inf when scaled by it."""
+    return max(1.0 / temperature, 1e-30)
+
+
+def most_likely(logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
+    """The ids of the n largest logits, largest first, equal logits lowest id first; never one of -inf.
+
+    One read of the row bounds the n-th largest from below; only ids above the bound are sorted.
+    """
+    vocab = logits.shape[0]
+    if n < vocab:
+        candidates = np.flatnonzero((logits >= _bound_of_nth(logits, n)) & (logits > -np.inf))
+    else:
+        candidates = np.flatnonzero(logits > -np.inf)
+    order = np.argsort(-logits[candidates], kind="stable")
+    return np.asarray(candidates[order[:n]], dtype=np.int64)
+
+
+def _bound_of_nth(logits: NDArray[np.float32], n: int) -> np.float32:
+    """A value that at least n logits reach, and not many more."""
+    groups = logits.shape[0] // 64
+    if n > groups:
+        return np.float32(np.partition(logits, -n)[-n])
+    # n different groups of 64 have a maximum of at least the n-th largest maximum.
+    maxima = logits[: 64 * groups].reshape(64, groups).max(axis=0)
+    return np.float32(np.partition(maxima, -n)[-n])
+
+
+def inverse_cdf(weights: NDArray[np.float64], u: float) -> int:
+    """The index at which the cumulated weights first exceed u * total, for u in [0, 1).
+
+    Weights need not sum to 1. An index of weight zero is never returned, not even for u = 0 or when
+    u * total rounds up to the total.
+    """
+    cumulated = np.cumsum(weights)
+    index = int(np.searchsorted(cumulated, u * cumulated[-1], side="right"))
+    if index == len(weights):
+        return int(np.flatnonzero(weights)[-1])
+    return index

