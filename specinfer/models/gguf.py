@@ -1,17 +1,12 @@
-"""Reading GGUF files: header, tensors by row ranges, and the names and layouts that differ from ours.
+"""GGUF models: tensors by row ranges, and the names and layouts that differ from ours.
 
-Nothing of the file stays in memory: the header is parsed from a mapping that is closed again, and tensors are
-read (not mapped) some rows at a time.
-
-    magic, version | metadata key-values | tensor names, shapes, types, offsets | padding | tensor data
+Nothing of the file stays in memory: tensors are read (not mapped) some rows at a time. hub/gguf_header.py
+reads the file's head.
 """
 
 from __future__ import annotations
 
-import mmap
 import re
-import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,23 +17,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
+from specinfer.hub.gguf_header import GgufHeader, read_header
 from specinfer.models.config import Family, ModelConfig
-
-_MAGIC = b"GGUF"
-_SCALARS = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<?",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
-}
-_STRING, _ARRAY = 8, 9
 
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
@@ -65,28 +45,13 @@ _QUANTIZED = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class StringArray:
-    """A list of strings in the metadata (a vocabulary), of which only the length was read."""
-
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class GGUFTensor:
+class _Placed:
     """Where a tensor lies in the file, and how it is written."""
 
     kind: GGMLQuantizationType
     shape: tuple[int, ...]  # rows first
     offset: int  # bytes from the start of the file
     row_bytes: int  # of one row; of one element where the tensor is a vector
-
-
-@dataclass(frozen=True, slots=True)
-class GGUFHeader:
-    """What a GGUF file says about itself."""
-
-    metadata: Mapping[str, object]
-    tensors: Mapping[str, GGUFTensor]
 
 
 class GGUFFile:
@@ -98,13 +63,13 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         header = read_header(path)
-        self._tensors = header.tensors
-        shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+        self._tensors = _read_table(path, header)
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self.config = ModelConfig.from_gguf(header.metadata, shapes, self._rope_divisors())
         # Converters of the llama architecture interleave the two halves of each q and k head.
         self._interleaved = header.metadata["general.architecture"] == "llama"
         self._names: dict[str, str] = {}  # the decoder's name -> the file's
-        for name in header.tensors:
+        for name in self._tensors:
             if name != "rope_freqs.weight":  # part of the config
                 self._names[_decoder_name(name, self.config)] = name
 
@@ -124,7 +89,7 @@ class GGUFFile:
         ordered = rows.view(-1, head // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
         return ordered[start - first : stop - first]
 
-    def _read(self, tensor: GGUFTensor, start: int, stop: int) -> Tensor:
+    def _read(self, tensor: _Placed, start: int, stop: int) -> Tensor:
         wanted = (stop - start) * tensor.row_bytes
         data = np.empty(wanted, dtype=np.uint8)
         with self.path.open("rb", buffering=0) as file:
@@ -148,103 +113,22 @@ class GGUFFile:
         return tuple(self._read(tensor, 0, tensor.shape[0]).to(torch.float32).tolist())
 
 
-def read_header(path: Path) -> GGUFHeader:
-    """Parse and check a GGUF file's header; raises ModelFileError.
-
-    Every tensor is known to lie inside the file afterwards.
-    """
-    size = path.stat().st_size
-    if size < 24:
-        raise ModelFileError(f"{path} has {size} bytes; a GGUF file has at least 24. Get it again.")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        try:
-            return _parse(path, data, size)
-        except (struct.error, UnicodeDecodeError) as error:
-            raise ModelFileError(
-                f"{path} ends or breaks off inside its header ({error}); get it again"
-            ) from error
-
-
-class _Cursor:
-    """A position in the header."""
-
-    __slots__ = ("at", "data")
-
-    def __init__(self, data: mmap.mmap, at: int) -> None:
-        self.data = data
-        self.at = at
-
-    def scalar(self, code: str) -> int | float | bool:
-        (value,) = struct.unpack_from(code, self.data, self.at)
-        self.at += struct.calcsize(code)
-        assert isinstance(value, (int, float))
-        return value
-
-    def count(self) -> int:
-        return int(self.scalar("<Q"))
-
-    def skip_string(self) -> None:
-        self.at += 8 + struct.unpack_from("<Q", self.data, self.at)[0]
-        if self.at > len(self.data):
-            raise struct.error(f"a string would end at byte {self.at}")
-
-    def string(self) -> str:
-        start = self.at + 8
-        self.skip_string()
-        return self.data[start : self.at].decode("utf-8")
-
-    def value(self, kind: int) -> object:
-        if kind in _SCALARS:
-            return self.scalar(_SCALARS[kind])
-        if kind == _STRING:
-            return self.string()
-        if kind != _ARRAY:
-            raise struct.error(f"metadata type {kind} does not exist")
-        inner, count = int(self.scalar("<I")), self.count()
-        if count > len(self.data):
-            raise struct.error(f"an array of {count} elements does not fit")
-        if inner == _STRING:
-            for _ in range(count):
-                self.skip_string()
-            return StringArray(count)
-        return [self.value(inner) for _ in range(count)]
-
-
-def _parse(path: Path, data: mmap.mmap, size: int) -> GGUFHeader:
-    if data[:4] != _MAGIC:
-        raise ModelFileError(
-            f"{path} begins with {bytes(data[:4])!r}, not {_MAGIC!r}; give a GGUF file or a model folder"
-        )
-    cursor = _Cursor(data, 4)
-    version = int(cursor.scalar("<I"))
-    if version not in (2, 3):
-        raise ModelFileError(f"{path} is GGUF version {version}; supported: 2 and 3, little-endian")
-    num_tensors, num_keys = cursor.count(), cursor.count()
-    metadata: dict[str, object] = {}
-    for _ in range(num_keys):
-        key = cursor.string()
-        metadata[key] = cursor.value(int(cursor.scalar("<I")))
-    parts = metadata.get("split.count", 0)
+def _read_table(path: Path, header: GgufHeader) -> dict[str, _Placed]:
+    """The tensors by name; every one is known to lie inside the file, or ModelFileError."""
+    parts = header.metadata.get("split.count", 0)
     if isinstance(parts, int) and parts > 1:
         raise ModelFileError(f"{path} is one of {parts} parts; merge them first (llama-gguf-split --merge)")
-    found: dict[str, tuple[GGMLQuantizationType, tuple[int, ...], int]] = {}
-    for _ in range(num_tensors):
-        name = cursor.string()
-        dimensions = int(cursor.scalar("<I"))
-        if not 1 <= dimensions <= 4 or name in found:
-            raise ModelFileError(f"{path}: the entry of tensor {name!r} is damaged; get the file again")
-        shape = tuple(cursor.count() for _ in range(dimensions))[::-1]
-        kind = int(cursor.scalar("<I"))
-        found[name] = (_kind(path, name, kind), shape, cursor.count())
-    alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment <= 0:
-        raise ModelFileError(f"{path}: general.alignment is {alignment!r}; get the file again")
-    start = -(-cursor.at // alignment) * alignment
-    tensors = {
-        name: _place(path, name, kind, shape, start + offset, size)
-        for name, (kind, shape, offset) in found.items()
-    }
-    return GGUFHeader(metadata, tensors)
+    size = path.stat().st_size
+    placed: dict[str, _Placed] = {}
+    for tensor in header.tensors:
+        shape = tensor.shape[::-1]
+        if not 1 <= len(shape) <= 4 or min(shape) < 1 or tensor.name in placed:
+            raise ModelFileError(
+                f"{path}: the entry of tensor {tensor.name!r} is damaged; get the file again"
+            )
+        kind = _kind(path, tensor.name, tensor.ggml_type)
+        placed[tensor.name] = _place(path, tensor.name, kind, shape, header.data_offset + tensor.offset, size)
+    return placed
 
 
 def _kind(path: Path, name: str, number: int) -> GGMLQuantizationType:
@@ -261,7 +145,7 @@ def _kind(path: Path, name: str, number: int) -> GGMLQuantizationType:
 
 def _place(
     path: Path, name: str, kind: GGMLQuantizationType, shape: tuple[int, ...], offset: int, size: int
-) -> GGUFTensor:
+) -> _Placed:
     block, block_bytes = GGML_QUANT_SIZES[kind]
     row = shape[-1] if len(shape) > 1 else 1
     if row % block:
@@ -278,7 +162,7 @@ def _place(
         raise ModelFileError(
             f"{path} is truncated: tensor {name!r} ends at byte {end}, the file has {size}. Get it again."
         )
-    return GGUFTensor(kind, shape, offset, row_bytes)
+    return _Placed(kind, shape, offset, row_bytes)
 
 
 _TOP_NAMES = {

@@ -7,6 +7,11 @@ Cache positions of one request, as the rows of a pass see them:
 
 The n rows write the cache positions start .. start + n - 1. A chunk of a prompt, a whole tree, a prompt
 followed by a tree, and the frontier of a draft's half-grown tree are all of this form.
+
+A row's result must not depend on the rows beside it, or greedy text would change where two logits are
+close. Two things would make it: a product of one row takes another kernel than a product of several, so
+one row is run as two; and a softmax over S positions adds in an order that depends on S, so S is padded
+with hidden positions to a multiple of PAD.
 """
 
 from __future__ import annotations
@@ -20,6 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.attention.backend import AttentionBatch, Segment
+
+
+PAD = 64  # a multiple of every vector width; the KV cache has as many spare slots at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,7 @@ class ModelBatch:
     positions_T: Tensor
     attention: AttentionBatch
     logit_rows: Tensor | None  # None: every row
+    num_logits: int  # how many of these are wanted; the others are padding
 
 
 def chain_rows(token_ids: Sequence[int], start: int, block_table: Sequence[int], *, logits: bool) -> Rows:
@@ -56,6 +65,8 @@ def build_batch(
     rows: Sequence[Rows], *, block_size: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> ModelBatch:
     """The tensors for `rows`, in order; `window` is the model's sliding window, if any layer has one."""
+    if len(rows) == 1 and len(rows[0].token_ids) == 1:
+        return _single_row(rows[0], block_size=block_size, window=window, dtype=dtype, device=device)
     token_ids: list[int] = []
     positions: list[int] = []
     segments: list[Segment] = []
@@ -67,16 +78,38 @@ def build_batch(
         positions.extend(part.positions)
         wanted.extend(range(first + part.logits_from, first + n))
         slots = _slots(part.block_table, part.start + n, block_size, device)
-        writes.append(_tail_of(slots, n))
+        writes.append(_written(slots, part.start, n))
         mask, window_mask = _masks(part, window, dtype, device)
         segments.append(Segment(slice(first, first + n), slots, mask, window_mask))
     write_slots = writes[0] if len(writes) == 1 else torch.cat([_as_tensor(w, device) for w in writes])
-    all_rows = len(wanted) == len(token_ids)
+    num_logits = len(wanted)
+    all_rows = num_logits == len(token_ids)
+    if num_logits == 1:
+        wanted *= 2
     return ModelBatch(
         token_ids_T=torch.tensor(token_ids, dtype=torch.int64, device=device),
         positions_T=torch.tensor(positions, dtype=torch.int64, device=device),
         attention=AttentionBatch(tuple(segments), write_slots),
         logit_rows=None if all_rows else torch.tensor(wanted, dtype=torch.int64, device=device),
+        num_logits=num_logits,
+    )
+
+
+def _single_row(
+    row: Rows, *, block_size: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> ModelBatch:
+    """One row of one request, run twice; both copies write the same K and V to the same slot."""
+    slots = _slots(row.block_table, row.start + 1, block_size, device)
+    slot = slots_of(row.block_table, [row.start], block_size) * 2
+    masks = _masks(row, window, dtype, device)
+    return ModelBatch(
+        token_ids_T=torch.tensor([*row.token_ids] * 2, dtype=torch.int64, device=device),
+        positions_T=torch.tensor([*row.positions] * 2, dtype=torch.int64, device=device),
+        attention=AttentionBatch(
+            (Segment(slice(0, 2), slots, *(mask.expand(2, -1) for mask in masks)),), torch.tensor(slot, dtype=torch.int64, device=device)
+        ),
+        logit_rows=None,
+        num_logits=1 - row.logits_from,
     )
 
 
@@ -85,19 +118,27 @@ def slots_of(block_table: Sequence[int], positions: Sequence[int], block_size: i
     return [block_table[p // block_size] * block_size + p % block_size for p in positions]
 
 
+def _padded(length: int) -> int:
+    return -(-length // PAD) * PAD
+
+
 def _slots(table: Sequence[int], length: int, block_size: int, device: torch.device) -> Tensor | slice:
+    """The slots of positions 0..length-1 and of the hidden ones behind them, whosever they are."""
     used = (length + block_size - 1) // block_size
     blocks = np.asarray(table[:used], dtype=np.int64)
     first = int(blocks[0])
     if used == 1 or bool((np.diff(blocks) == 1).all()):
         # Blocks in a row are a view of the cache; anything else must be gathered.
-        return slice(first * block_size, first * block_size + length)
-    slots = (blocks[:, None] * block_size + np.arange(block_size)).ravel()[:length]
+        return slice(first * block_size, first * block_size + _padded(length))
+    slots = np.full(_padded(length), first * block_size, dtype=np.int64)
+    slots[:length] = (blocks[:, None] * block_size + np.arange(block_size)).ravel()[:length]
     return torch.from_numpy(slots).to(device)
 
 
-def _tail_of(slots: Tensor | slice, n: int) -> Tensor | slice:
-    return slice(slots.stop - n, slots.stop) if isinstance(slots, slice) else slots[-n:]
+def _written(slots: Tensor | slice, start: int, n: int) -> Tensor | slice:
+    if isinstance(slots, slice):
+        return slice(slots.start + start, slots.start + start + n)
+    return slots[start : start + n]
 
 
 def _as_tensor(slots: Tensor | slice, device: torch.device) -> Tensor:
@@ -108,25 +149,23 @@ def _as_tensor(slots: Tensor | slice, device: torch.device) -> Tensor:
 
 def _masks(
     rows: Rows, window: int | None, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor | None, Tensor | None]:
-    """The additive masks of full and of windowed layers; None where every row sees everything."""
+) -> tuple[Tensor, Tensor]:
+    """The additive masks of full and of windowed layers, [n, padded length] each."""
     n = len(rows.token_ids)
     length = rows.start + n
-    windowed = window is not None and length > window
-    if n == 1 and rows.sees is None and not windowed:
-        return None, None
     sees = np.tri(n, dtype=np.bool_) if rows.sees is None else rows.sees
     tail = sees.shape[1]
-    hidden = np.zeros((n, length), dtype=np.bool_)
-    np.logical_not(sees, out=hidden[:, length - tail :])
-    mask = _additive(hidden, dtype, device) if hidden.any() else None
-    if not windowed:
+    hidden = np.zeros((n, _padded(length)), dtype=np.bool_)
+    hidden[:, length:] = True
+    np.logical_not(sees, out=hidden[:, length - tail : length])
+    mask = _additive(hidden, dtype, device)
+    if window is None or length <= window:
         return mask, mask
-    assert window is not None
     tail_positions = rows.positions if rows.tail_positions is None else rows.tail_positions
     key_positions = np.concatenate([np.arange(length - tail), np.asarray(tail_positions, dtype=np.int64)])
     too_old = np.asarray(rows.positions, dtype=np.int64)[:, None] - key_positions[None, :] >= window
-    return mask, _additive(hidden | too_old, dtype, device)
+    hidden[:, :length] |= too_old
+    return mask, _additive(hidden, dtype, device)
 
 
 def _additive(hidden: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:

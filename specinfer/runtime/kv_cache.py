@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,8 +27,7 @@ class KvCache:
         device: torch.device,
     ) -> None:
         shape = (2, num_layers, num_slots, num_kv_heads, head_dim)
-        # Not zeroed: a slot is written before anything reads it, and untouched pages cost no memory.
-        self._kv_2LPKH = torch.empty(shape, dtype=dtype, device=device)
+        self._kv_2LPKH = _zeros(shape, dtype, device)
         self.keys: tuple[Tensor, ...] = tuple(self._kv_2LPKH[0])  # per layer [num_slots, K, H]
         self.values: tuple[Tensor, ...] = tuple(self._kv_2LPKH[1])
 
@@ -48,3 +49,14 @@ class KvCache:
         device = self._kv_2LPKH.device
         moved = self._kv_2LPKH[:, :, torch.tensor(sources, device=device)]
         self._kv_2LPKH[:, :, torch.tensor(targets, device=device)] = moved
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU in pages that take no memory before they are written, as the cache may never fill.
+
+    Zeros, because hidden positions are read with weight 0, and 0 times whatever lay there could be NaN.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)

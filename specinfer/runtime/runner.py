@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specinfer.attention.backend import AttentionBackend, AttentionBatch
 from specinfer.models.decoder import LanguageModel
-from specinfer.runtime.batch import Rows, build_batch, slots_of
+from specinfer.runtime.batch import PAD, Rows, build_batch, slots_of
 from specinfer.runtime.kv_cache import KvCache
 
 
@@ -40,7 +40,7 @@ class ModelRunner:
         self._window = next(iter(windows), None)
         self.cache = KvCache(
             num_layers=config.num_layers,
-            num_slots=num_blocks * block_size,
+            num_slots=num_blocks * block_size + PAD,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=model.dtype,
@@ -55,7 +55,7 @@ class ModelRunner:
             rows, block_size=self._block_size, window=self._window, dtype=model.dtype, device=model.device
         )
         attend = _BoundAttention(self.cache, self._backend, batch.attention)
-        return model.forward(batch.token_ids_T, batch.positions_T, attend, batch.logit_rows)
+        return model.forward(batch.token_ids_T, batch.positions_T, attend, batch.logit_rows)[: batch.num_logits]
 
     @torch.inference_mode()
     def move(self, moves: Sequence[Move]) -> None:

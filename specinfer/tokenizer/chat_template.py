@@ -43,8 +43,9 @@ class ChatTemplate:
                     f"messages[{index}] is {message!r}; "
                     "allowed: a mapping with 'role' (a string) and 'content'"
                 )
+        template = self._compiled
         try:
-            return self._compiled.render(
+            return template.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
@@ -53,7 +54,14 @@ class ChatTemplate:
             )
         # A template is the model author's program: given messages it does not expect (content that is
         # None, say) it fails with the plain Python errors of its expressions.
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+        ) as error:
             raise RequestError(f"the model's chat template refuses the messages: {error}") from error
 
     @cached_property

@@ -187,7 +187,7 @@ def _token_text(value: object) -> str | None:
 
 def _eos_ids(config: dict[str, Any]) -> set[int]:
     """eos_token_id of a config: absent, one id or several; in a nested text_config for multimodal models."""
-    value = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+    value = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
     return set(value) if isinstance(value, list) else set() if value is None else {value}
 
 

@@ -62,7 +62,9 @@ def test_a_safetensors_file_points_to_its_folder(tmp_path):
         resolve(str(file))
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "~/nothing-of-that-name", "a/b/c", "m.gguf", "a/m.gguf"])
+@pytest.mark.parametrize(
+    "name", ["./nowhere", "/no/such/folder", "~/nothing-of-that-name", "a/b/c", "m.gguf", "a/m.gguf"]
+)
 def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name):
     with pytest.raises(ModelNotFoundError, match="no file or folder"):
         resolve(name)

@@ -1,0 +1,101 @@
+import io
+
+from specinfer.progress import ProgressBar, format_bytes, progress_bar
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def lines_of(stream):
+    return stream.getvalue().splitlines()
+
+
+def test_a_log_gets_a_line_at_every_quarter():
+    stream, clock = io.StringIO(), Clock()
+    bar = ProgressBar(stream, clock=clock)
+    bar.start(100_000_000, "downloading x")
+    clock.now = 3
+    for _ in range(1000):
+        bar.advance(100_000)
+    bar.finish()
+    assert lines_of(stream) == [f"downloading x: {p}% of 100.0 MB" for p in (25, 50, 75, 100)]
+
+
+def test_quick_work_shows_nothing():
+    for stream in (io.StringIO(), Terminal()):
+        clock = Clock()
+        bar = ProgressBar(stream, clock=clock)
+        bar.start(10, "quick")
+        clock.now = 1.9
+        bar.advance(10)
+        bar.finish()
+        assert stream.getvalue() == ""
+
+
+def test_an_unknown_total_gets_a_line_every_ten_seconds_and_a_last_one():
+    stream, clock = io.StringIO(), Clock()
+    bar = ProgressBar(stream, clock=clock)
+    bar.start(None, "pip")
+    for second in range(1, 16):
+        clock.now = second
+        bar.advance(1000)
+    bar.finish()
+    assert lines_of(stream) == ["pip: 2.0 kB", "pip: 12.0 kB", "pip: 15.0 kB, finished"]
+
+
+def test_units_other_than_bytes_are_named():
+    stream, clock = io.StringIO(), Clock()
+    bar = ProgressBar(stream, clock=clock)
+    bar.start(8, "bench", "prompts")
+    clock.now = 5
+    bar.advance(4)
+    bar.finish()
+    assert lines_of(stream) == ["bench: 50% of 8 prompts", "bench: 4 prompts, finished"]
+
+
+def test_a_terminal_gets_a_bar_that_is_taken_away():
+    stream, clock = Terminal(), Clock()
+    bar = ProgressBar(stream, clock=clock)
+    bar.start(2_000_000, "loading x")
+    clock.now = 3
+    bar.advance(1_000_000)
+    bar.advance(500_000)
+    bar.finish()
+    shown = stream.getvalue()
+    assert "loading x" in shown
+    assert "MB" in shown
+    assert shown.endswith("\x1b[2K") or "\x1b[2K" in shown.splitlines()[-1]  # the line is erased
+
+
+def test_progress_bar_closes_when_the_work_fails(capsys):
+    class Broken(Exception):
+        pass
+
+    try:
+        with progress_bar("work", 4, "steps") as bar:
+            bar._began -= 3  # three seconds ago
+            bar.advance(1)
+            raise Broken
+    except Broken:
+        pass
+    assert capsys.readouterr().err.splitlines() == ["work: 25% of 4 steps", "work: 1 steps, finished"]
+
+
+def test_bytes_are_written_for_people():
+    assert [format_bytes(n) for n in (0, 999, 1000, 98_362_432, 2_500_000_000)] == [
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "98.4 MB",
+        "2.5 GB",
+    ]

@@ -1,0 +1,94 @@
+import re
+from datetime import datetime
+
+import pytest
+
+from specinfer.errors import ModelFileError, RequestError
+from specinfer.tokenizer.chat_template import ChatTemplate
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def render(source, messages=HI, **special_tokens):
+    return ChatTemplate(source, special_tokens).render(messages, add_generation_prompt=True)
+
+
+def test_blocks_are_trimmed_as_model_authors_expect():
+    source = """\
+    {% for m in messages %}
+{{ m.role }}: {{ m.content }}
+    {% endfor %}
+end"""
+    assert render(source) == "user: hi\nend"
+
+
+def test_special_tokens_and_loop_controls_are_there():
+    source = (
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    messages = [{"role": "system", "content": "be brief"}, *HI]
+    assert render(source, messages, bos_token="<s>") == "<s>hi"
+
+
+def test_tojson_keeps_unicode_and_html_as_they_are():
+    assert render("{{ {'k': '<\u00e9>'} | tojson }}") == '{"k": "<\u00e9>"}'
+    assert render("{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
+
+
+def test_strftime_now_gives_the_date():
+    assert render("{{ strftime_now('%Y') }}") == str(datetime.now().year)
+
+
+def test_generation_marks_are_passed_over():
+    assert render("{% generation %}{{ messages[0].content }}{% endgeneration %}!") == "hi!"
+
+
+def test_tools_are_there_and_empty():
+    assert render("{% if tools %}T{% endif %}{% if not documents %}D{% endif %}") == "D"
+
+
+def test_what_the_template_refuses_comes_with_its_own_words():
+    source = (
+        "{% if messages[0].role != 'system' %}"
+        "{{ raise_exception('System message must come first') }}{% endif %}"
+    )
+    with pytest.raises(RequestError, match="refuses the messages: System message must come first"):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a' + messages[0].content }}",
+        "{{ messages[7].content }}",
+        "{{ messages[0].content.upper() }}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_a_template_that_stumbles_is_a_request_error(source):
+    with pytest.raises(RequestError, match="refuses the messages"):
+        render(source, [{"role": "user", "content": None}])
+
+
+def test_messages_without_a_role_are_refused_before_the_template_runs():
+    with pytest.raises(RequestError, match="messages is empty"):
+        render("x", [])
+    with pytest.raises(RequestError, match=re.escape("messages[1] is {'content': 'x'}")):
+        render("x", [*HI, {"content": "x"}])
+    with pytest.raises(RequestError, match=re.escape("messages[0] is 'hi'")):
+        render("x", ["hi"])
+
+
+def test_a_template_cannot_reach_python_or_change_the_messages():
+    with pytest.raises(RequestError):
+        render("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(RequestError):
+        render("{{ messages.append(1) }}", messages)
+    assert messages == HI
+
+
+def test_a_template_that_does_not_parse_is_the_models_fault():
+    with pytest.raises(ModelFileError, match=r"does not parse \(line 2"):
+        render("a\n{% if %}")

@@ -1,0 +1,102 @@
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specinfer.tokenizer import Detokenizer
+
+from .made_up import byte_level_header, sentencepiece_header
+from .test_gguf_vocabulary import load
+
+BYTES = load(byte_level_header(words=["hello", " world"]))
+PREFIXED = load(sentencepiece_header(["\u2581", "a", "\u2581a"]))  # drops the first space of a text
+SPACED = load(sentencepiece_header(["\u2581", "a", "\u2581a"], user_defined=["  "], add_space_prefix=False))
+
+
+def test_half_a_character_waits_for_its_other_half():
+    detokenizer = Detokenizer(BYTES)
+    party = "\U0001f389".encode()
+    assert [detokenizer.push([byte]) for byte in party] == ["", "", "", "\U0001f389"]
+    assert detokenizer.push([ord("a"), *party[:2]]) == "a"
+    assert detokenizer.push([*party[2:], ord("b")]) == "\U0001f389b"
+    assert detokenizer.text == "\U0001f389a\U0001f389b"
+    assert detokenizer.flush() == ""
+
+
+def test_a_character_that_never_comes_whole_is_replaced():
+    detokenizer = Detokenizer(BYTES)
+    assert detokenizer.push([0xE2, 0x82]) == ""
+    assert detokenizer.push([ord("x")]) == "\ufffdx"  # it can no longer become a character
+    assert detokenizer.push([0xE2]) == ""
+    assert detokenizer.flush() == "\ufffd"
+    assert detokenizer.text == "\ufffdx\ufffd"
+
+
+def test_special_tokens_and_unknown_ids_are_silent():
+    im_end = BYTES.vocab_size - 3
+    assert Detokenizer(BYTES).push([65, im_end, 10**6, 66]) == "AB"
+
+
+def test_byte_fallback_tokens_join_into_characters():
+    detokenizer = Detokenizer(SPACED)
+    ids = SPACED.encode("\u00e9  a", add_special=False)
+    assert [detokenizer.push([i]) for i in ids] == ["", "\u00e9", "  ", "a"]
+
+
+def test_the_first_space_is_dropped_only_at_the_start_of_the_text():
+    word = PREFIXED.encode("a", add_special=False)
+    bos = [1]
+    fresh = Detokenizer(PREFIXED, bos)
+    assert [fresh.push(word), fresh.push(word)] == ["a", " a"]
+    assert Detokenizer(PREFIXED, bos + word).push(word) == " a"
+
+
+def test_a_prompt_that_ends_inside_a_character():
+    whole = "\u20ac".encode()
+    detokenizer = Detokenizer(BYTES, [*b"price: ", *whole[:2]])
+    assert detokenizer.push([whole[2], ord("5")]) == "\u20ac5"
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, PREFIXED, SPACED], ids=["bytes", "prefixed", "spaced"])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_the_pieces_always_add_up_to_the_whole(tokenizer, data):
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=40))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), min_size=1, max_size=6)))
+    detokenizer = Detokenizer(tokenizer, ids[: cuts[0]])
+    pieces = [detokenizer.push(ids[start:end]) for start, end in pairwise([*cuts, len(ids)])]
+    pieces.append(detokenizer.flush())
+    whole, prompt = tokenizer.decode(ids), tokenizer.decode(ids[: cuts[0]])
+    assert "".join(pieces) == detokenizer.text
+    # A prompt that ends inside a character shows a U+FFFD that the whole text need not have.
+    assert prompt + detokenizer.text == whole or prompt.endswith("\ufffd")
+
+
+def test_text_given_out_is_never_taken_back():
+    text = "na\u00efve \u65e5\u672c\u8a9e \U0001f468\u200d\U0001f469\u200d\U0001f467 hello world"
+    detokenizer = Detokenizer(BYTES)
+    for token_id in BYTES.encode(text):
+        detokenizer.push([token_id])
+        assert text.startswith(detokenizer.text)
+    assert detokenizer.text == text
+
+
+def test_a_push_costs_the_same_late_as_early():
+    detokenizer = Detokenizer(BYTES)
+    ids = BYTES.encode("hello world")
+
+    def thousand():
+        best = float("inf")
+        for _ in range(5):
+            began = time.perf_counter()
+            for _ in range(1000):
+                detokenizer.push(ids)
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    early = thousand()
+    for _ in range(50_000):
+        detokenizer.push(ids)
+    assert thousand() < 5 * early

@@ -1,0 +1,129 @@
+"""Real GGUF vocabularies against transformers' reading of the same files."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from specinfer.tokenizer import Detokenizer, Tokenizer
+
+pytestmark = pytest.mark.slow
+
+MODELS = Path(os.environ.get("SPECINFER_MODELS", "~/.cache/specinfer-bench")).expanduser()
+SMOLLM = "SmolLM2-135M-Instruct.Q4_1.gguf"
+QWEN = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+GEMMA = "gemma-3-270m-q4_k_m.gguf"
+
+FRAGMENTS = (
+    "def f(x):\n    return x ** 2  # square\n",
+    "\tif (a && b) { c += 0x1F; }\r\n",
+    "SELECT * FROM t WHERE id = 42;",
+    "The quick brown fox doesn't jump, it's LAZY; they'll've WE'RE I'm",
+    "na\u00efve caf\u00e9 \u0153uvre Stra\u00dfe \u0130stanbul",
+    "\u65e5\u672c\u8a9e\u306e\u6587\u7ae0\u3002\u3053\u3093\u306b\u3061\u306f",
+    "\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440!",
+    "\u0939\u093f\u0928\u094d\u0926\u0940 \u0e44\u0e17\u0e22 \u0627\u0644\u0639\u0631\u0628\u064a\u0629",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f389\ufe0f \u2764\ufe0f \U0001f1e9\U0001f1ea",
+    "3.14159 1,000,000 007 2024-01-31 \u00bd \u0967\u0968\u0969",
+    "   leading", "trailing   ", "\n\n\n", "\t\t", " \n \n ", "\u00a0\u3000\u2028",
+    "a  b   c    d" + " " * 37 + "e",
+    "<|im_start|>user\nhi<|im_end|>\n", "<|endoftext|>", "<bos><start_of_turn>user", "</s><b>bold</b><table>",
+    "https://example.org/a?b=c&d=%20#e", "{\"k\": [1, 2, null]}", "$\\frac{a}{b}$ \u2200x\u2208\u211d",
+    "\x00\x01\x7f\ufffd", "<0x41><0xC3>", "\u2581\u2581under", "'S'LL 'd", "A" * 70,
+    "_snake_case camelCase HTTPServer",
+)  # fmt: skip
+
+
+def texts():
+    pick = random.Random(7)
+    yield from FRAGMENTS
+    for _ in range(300):
+        yield "".join(pick.choices(FRAGMENTS, k=pick.randint(2, 4)))
+    for _ in range(100):
+        yield "".join(
+            chr(
+                pick.choice(
+                    (pick.randint(32, 126), pick.randint(160, 0x2FFF), pick.randint(0x1F300, 0x1F6FF))
+                )
+            )
+            for _ in range(20)
+        )
+
+
+def both(file):
+    if not (MODELS / file).is_file():
+        pytest.skip(f"{MODELS / file} is not on this machine; set SPECINFER_MODELS")
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(MODELS), gguf_file=file)
+    return Tokenizer.load(MODELS / file), theirs
+
+
+def differences(ours, theirs, change=lambda text: text):
+    return [
+        (text, ours.encode(text), theirs(change(text))["input_ids"])
+        for text in texts()
+        if ours.encode(text) != theirs(change(text))["input_ids"]
+    ]
+
+
+def check_decoding(ours, theirs):
+    for text in texts():
+        ids = ours.encode(text)
+        expected = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids) == expected
+        detokenizer = Detokenizer(ours)
+        assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == expected
+
+
+def test_qwen():
+    import unicodedata
+
+    ours, theirs = both(QWEN)
+    # transformers' GGUF reader leaves out the NFC step of Qwen's tokenizer.json.
+    assert differences(ours, theirs, lambda text: unicodedata.normalize("NFC", text)) == []
+    check_decoding(ours, theirs)
+
+
+def test_smollm():
+    from tokenizers import pre_tokenizers
+
+    ours, theirs = both(SMOLLM)
+    # transformers' GGUF reader leaves out the digit-by-digit step of SmolLM's tokenizer.json.
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    assert differences(ours, theirs) == []
+    check_decoding(ours, theirs)
+
+
+def test_gemma():
+    ours, theirs = both(GEMMA)
+    # Runs of spaces are tokens up to 31 long. SentencePiece, with which the model was trained, and
+    # llama.cpp take the longest first; transformers merges them in pairs, which differs from 32 on.
+    different = differences(ours, theirs)
+    assert different
+    assert [text for text, _, _ in different if " " * 32 not in text] == []
+    lengths = [len(ours.id_to_token(i)) for i in ours.encode("a" + " " * 64 + "\n", add_special=False)]
+    assert lengths == [1, 31, 31, 2, 1]
+    check_decoding(ours, theirs)
+
+
+def test_smollm_against_ids_found_by_others():
+    file = MODELS / SMOLLM
+    if not file.is_file():
+        pytest.skip(f"{file} is not on this machine; set SPECINFER_MODELS")
+    tokenizer = Tokenizer.load(file)
+    assert tokenizer.encode("Hello world! 123") == [19556, 905, 17, 216, 33, 34, 35]
+    assert tokenizer.encode("  multiple   spaces") == [216, 2701, 256, 5600]
+
+
+def test_two_sizes_of_one_family_have_one_fingerprint():
+    files = [MODELS / QWEN, MODELS / QWEN.replace("0.5b", "1.5b"), MODELS / SMOLLM]
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not on this machine; set SPECINFER_MODELS")
+    small, large, other = (Tokenizer.load(file).fingerprint() for file in files)
+    assert small == large
+    assert small != other

@@ -1,0 +1,158 @@
+import pytest
+
+from specinfer.errors import ModelFileError
+from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer.gguf_vocabulary import PRE_TOKENIZERS, read_vocabulary
+
+from .made_up import UNUSED, byte_level_header, header, sentencepiece_header
+
+
+def load(made_up_header):
+    vocabulary = read_vocabulary(made_up_header)
+    return Tokenizer(
+        vocabulary.backend,
+        eos_token_ids=vocabulary.eos_token_ids,
+        bos_token_id=vocabulary.bos_token_id,
+        special_tokens=vocabulary.special_tokens,
+        chat_template=vocabulary.chat_template,
+    )
+
+
+def pieces(tokenizer, text):
+    return [tokenizer.decode([token_id]) for token_id in tokenizer.encode(text, add_special=False)]
+
+
+def test_byte_level_merges_build_words_and_every_text_survives():
+    tokenizer = load(byte_level_header(words=["hello", " wor"]))
+    assert pieces(tokenizer, "hello world") == ["hello", " wor", "l", "d"]
+    for text in ("", " ", "na\u00efve \u65e5\u672c\u8a9e \U0001f389\r\n\t", "\0\x7f"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+# Where the rules differ: digits, case of contractions, line breaks after symbols, capitals in words.
+TEXT = "It'S 1234 a.\n\nfooBar"
+WORDS = [" 1234", "1234", "It", "'S", "fooBar", ".\n\n", "\n\n", "Bar", "foo", "34", "123"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("gpt-2", ["It", "'", "S", " 1234", " ", "a", ".", "\n", "\n", "fooBar"]),
+        ("smollm", ["It", "'", "S", " ", "1", "2", "3", "4", " ", "a", ".", "\n", "\n", "fooBar"]),
+        ("qwen2", ["It", "'S", " ", "1", "2", "3", "4", " ", "a", ".\n\n", "fooBar"]),
+        ("llama-bpe", ["It", "'S", " ", "123", "4", " ", "a", ".\n\n", "fooBar"]),
+        ("tekken", ["It", "'S", " ", "1", "2", "3", "4", " ", "a", ".\n\n", "foo", "Bar"]),
+        ("gpt-4o", ["It", "'S", " ", "123", "4", " ", "a", ".\n\n", "foo", "Bar"]),
+    ],
+)
+def test_the_named_pre_tokenizer_decides_where_words_end(pre, words):
+    assert pieces(load(byte_level_header(pre, words=WORDS)), TEXT) == words
+
+
+def test_every_known_pre_tokenizer_keeps_the_text():
+    text = "Don't  panic:\t12345 caf\u00e9s, \u0939\u093f\u0928\r\n\n  x = a/b//c;\u3000\U0001f468\u200d "
+    for pre in PRE_TOKENIZERS:
+        tokenizer = load(byte_level_header(pre, words=["Don", " x"]))
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_qwen_composes_and_llama_does_not():
+    decomposed = "e\u0301"
+    assert pieces(load(byte_level_header("qwen2", words=["\u00e9"])), decomposed) == ["\u00e9"]
+    assert "".join(pieces(load(byte_level_header("llama-bpe", words=["\u00e9"])), "e")) == "e"
+    llama = load(byte_level_header("llama-bpe", words=["\u00e9"]))
+    assert llama.decode(llama.encode(decomposed)) == decomposed
+
+
+def test_control_tokens_are_read_and_left_out_user_defined_ones_are_shown():
+    tokenizer = load(byte_level_header())
+    bos, im_end, tool = (tokenizer.vocab_size - k for k in (4, 3, 2))
+    assert tokenizer.encode("<|bos|>a<tool><|im_end|>") == [bos, ord("a"), tool, im_end]
+    assert tokenizer.decode([bos, ord("a"), tool, im_end]) == "a<tool>"
+    assert tokenizer.is_special(im_end)
+    assert not tokenizer.is_special(tool)
+
+
+def test_unused_tokens_have_an_id_but_are_never_read():
+    tokenizer = load(byte_level_header())
+    pad = tokenizer.vocab_size - 1
+    assert tokenizer.id_to_token(pad) == f"[PAD{pad}]"
+    assert pad not in tokenizer.encode(f"[PAD{pad}]")
+
+
+def test_end_tokens_are_the_named_eos_and_known_control_tokens():
+    assert load(byte_level_header()).eos_token_ids == {257}  # <|im_end|>, though no eos is named
+    assert load(byte_level_header(eos_token_id=256)).eos_token_ids == {256, 257}
+    assert load(byte_level_header(eot_token_id=65)).eos_token_ids == {65, 257}
+    # In Gemma's vocabulary </s> is an HTML tag.
+    html = sentencepiece_header([], user_defined=["<end_of_turn>"], eos_token_id=1)
+    assert load(html).eos_token_ids == {1, 2}
+
+
+def test_bos_and_eos_are_added_as_the_file_says():
+    bos = 256
+    assert load(byte_level_header()).encode("a") == [97]
+    assert load(byte_level_header(add_bos_token=True)).encode("a") == [bos, 97]
+    assert load(byte_level_header(add_bos_token=True)).encode("a", add_special=False) == [97]
+    assert load(byte_level_header("llama-bpe")).encode("a") == [bos, 97]
+    both = load(byte_level_header(add_bos_token=True, add_eos_token=True, eos_token_id=257))
+    assert both.encode("a") == [bos, 97, 257]
+    assert load(sentencepiece_header(["\u2581", "a", "\u2581a"])).encode("a")[0] == 1
+    assert load(sentencepiece_header(["\u2581", "a", "\u2581a"], add_bos_token=False)).encode("a")[0] != 1
+
+
+def test_sentencepiece_merges_the_best_score_first():
+    # "abc": bc scores better than ab, and abc can be built from a + bc.
+    tokenizer = load(sentencepiece_header(["bc", "ab", "abc", "a", "b", "c"], add_space_prefix=False))
+    assert pieces(tokenizer, "abc") == ["abc"]
+    assert pieces(tokenizer, "abcab") == ["abc", "ab"]
+    without = load(sentencepiece_header(["bc", "ab", "a", "b", "c"], add_space_prefix=False))
+    assert pieces(without, "abc") == ["a", "bc"]
+
+
+def test_sentencepiece_falls_back_to_bytes():
+    tokenizer = load(sentencepiece_header(["a"], add_space_prefix=False, add_bos_token=False))
+    first_byte = 3
+    assert tokenizer.encode("\u00e9a") == [first_byte + 0xC3, first_byte + 0xA9, first_byte + 256]
+    assert tokenizer.decode(tokenizer.encode("\u00e9a\U0001f389")) == "\u00e9a\U0001f389"
+
+
+def test_the_space_prefix_is_put_in_front_and_taken_away_again():
+    tokenizer = load(sentencepiece_header(["\u2581", "a", "\u2581a"]))
+    tokens = [tokenizer.id_to_token(i) for i in tokenizer.encode("a a")]
+    assert tokens == ["<s>", "\u2581a", "\u2581a"]
+    assert tokenizer.decode(tokenizer.encode("a a")) == "a a"
+    assert tokenizer.decode(tokenizer.encode(" a")) == " a"
+
+
+@pytest.mark.parametrize("spaces", ["  ", "\u2581\u2581"])  # files of different age write it either way
+def test_runs_of_spaces_that_are_user_defined_are_cut_out_longest_first(spaces):
+    tokenizer = load(
+        sentencepiece_header(
+            ["\u2581", "a", "\u2581a"],
+            user_defined=[spaces, spaces + spaces[0]],
+            add_space_prefix=False,
+            add_bos_token=False,
+        )
+    )
+    assert tokenizer.encode("a   a  a") == [261 + 1, 4, 261 + 1, 3, 261 + 1]
+    assert tokenizer.decode(tokenizer.encode("a     a")) == "a     a"
+
+
+def test_what_cannot_be_read_is_refused_with_what_can():
+    with pytest.raises(ModelFileError, match=r"'mystery'; known: gpt-2, .*qwen2"):
+        read_vocabulary(byte_level_header("mystery"))
+    with pytest.raises(ModelFileError, match=r"'t5'; supported: 'gpt2'"):
+        read_vocabulary(header(model="t5", tokens=["a"]))
+    with pytest.raises(ModelFileError, match=r"no tokenizer\.ggml\.model"):
+        read_vocabulary(header())
+    with pytest.raises(ModelFileError, match=r"no tokenizer\.ggml\.merges"):
+        read_vocabulary(byte_level_header(merges=None))
+    with pytest.raises(ModelFileError, match="a merge is not a pair"):
+        read_vocabulary(byte_level_header(merges=["abc"]))
+    with pytest.raises(ModelFileError, match="is damaged"):
+        read_vocabulary(byte_level_header(merges=["a nothing"]))
+    with pytest.raises(ModelFileError, match="1 token types"):
+        read_vocabulary(byte_level_header(token_type=[UNUSED]))
+    with pytest.raises(ModelFileError, match="2 scores"):
+        read_vocabulary(sentencepiece_header(["a"], scores=[0.0, 0.0]))

@@ -1,0 +1,138 @@
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+
+from specinfer.errors import ModelFileError, RequestError
+from specinfer.hub import ModelFiles
+from specinfer.tokenizer import Tokenizer
+
+from .made_up import byte_level_header, write_folder
+from .test_gguf_vocabulary import load
+
+CHATML = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_a_folder_gives_ids_text_and_names(tmp_path):
+    folder = write_folder(tmp_path, tokenizer_config={"bos_token": "<s>", "eos_token": {"content": "</s>"}})
+    tokenizer = Tokenizer.load(ModelFiles("m", folder, "folder"))
+    assert tokenizer.encode("hi\u00e9</s>") == [*"hi\u00e9".encode(), 257]
+    assert tokenizer.decode([256, *"hi\u00e9".encode(), 257]) == "hi\u00e9"
+    assert (tokenizer.vocab_size, tokenizer.bos_token_id, tokenizer.eos_token_ids) == (258, 256, {257})
+    assert tokenizer.id_to_token(65) == "A"
+    assert tokenizer.id_to_token(258) is None
+    assert tokenizer.id_to_token(-1) is None
+
+
+def test_ids_beyond_the_vocabulary_decode_to_nothing(tmp_path):
+    tokenizer = Tokenizer.load(write_folder(tmp_path))
+    assert tokenizer.decode([65, 300, 66, 10**9]) == "AB"
+
+
+def test_end_tokens_are_gathered_from_every_config(tmp_path):
+    folder = write_folder(
+        tmp_path,
+        config={"eos_token_id": 1},
+        generation_config={"eos_token_id": [2, 3]},
+        tokenizer_config={"eos_token": "</s>"},
+    )
+    assert Tokenizer.load(folder).eos_token_ids == {1, 2, 3, 257}
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 9}}')
+    assert Tokenizer.load(folder).eos_token_ids == {9, 2, 3, 257}
+
+
+def test_a_post_processor_adds_what_it_adds(tmp_path):
+    from tokenizers import processors
+
+    folder = write_folder(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    tokenizer = Tokenizer.load(write_folder(tmp_path, backend=backend))
+    assert tokenizer.encode("a") == [256, 97]
+    assert tokenizer.encode("a", add_special=False) == [97]
+
+
+def test_chat_is_rendered_and_encoded_without_a_second_bos(tmp_path):
+    folder = write_folder(
+        tmp_path, tokenizer_config={"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHATML}
+    )
+    tokenizer = Tokenizer.load(folder)
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.has_chat_template
+    assert tokenizer.render_chat(messages) == "<|user|>hi</s><|assistant|>"
+    assert tokenizer.render_chat(messages, add_generation_prompt=False) == "<|user|>hi</s>"
+    assert tokenizer.encode_chat(messages) == [*b"<|user|>hi", 257, *b"<|assistant|>"]
+    gguf = load(byte_level_header(add_bos_token=True, chat_template="<|bos|>{{ messages[0]['content'] }}"))
+    assert gguf.encode_chat(messages) == [256, *b"hi"]
+
+
+def test_the_template_is_found_wherever_models_keep_it(tmp_path):
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    folder = write_folder(tmp_path, tokenizer_config={"chat_template": named})
+    message = [{"role": "user", "content": "hi"}]
+    assert Tokenizer.load(folder).render_chat(message) == "D"
+    (folder / "chat_template.json").write_text('{"chat_template": "J"}')
+    assert Tokenizer.load(folder).render_chat(message) == "J"
+    (folder / "chat_template.jinja").write_text("F")
+    assert Tokenizer.load(folder).render_chat(message) == "F"
+
+
+def test_without_a_template_chat_points_to_generate(tmp_path):
+    tokenizer = Tokenizer.load(write_folder(tmp_path))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(RequestError, match="no chat template; use generate"):
+        tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_fingerprints_agree_for_the_same_ids_whatever_the_container(tmp_path):
+    (tmp_path / "same").mkdir()
+    folder = Tokenizer.load(write_folder(tmp_path / "same"))
+    assert folder.fingerprint() == Tokenizer.load(tmp_path / "same").fingerprint()
+    gguf = byte_level_header()
+    padded = load(byte_level_header())
+    tokens = gguf.metadata["tokenizer.ggml.tokens"]
+    unpadded = byte_level_header(
+        tokens=tokens[:-1], token_type=gguf.metadata["tokenizer.ggml.token_type"][:-1]
+    )
+    assert load(unpadded).vocab_size == padded.vocab_size - 1
+    assert load(unpadded).fingerprint() == padded.fingerprint()
+    assert padded.fingerprint() != folder.fingerprint()
+    swapped = [tokens[1], tokens[0], *tokens[2:]]
+    assert load(byte_level_header(tokens=swapped)).fingerprint() != padded.fingerprint()
+
+
+def test_folders_that_cannot_be_read_say_what_to_do(tmp_path):
+    with pytest.raises(ModelFileError, match=r"no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(ModelFileError, match=r"save_pretrained"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(ModelFileError, match="is damaged"):
+        Tokenizer.load(tmp_path)
+    write_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelFileError, match=r"config\.json is not valid JSON"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_decoder_that_is_not_understood_is_refused(tmp_path):
+    backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    with pytest.raises(ModelFileError, match="no decoder"):
+        Tokenizer.load(write_folder(tmp_path, backend=backend))
+    backend.decoder = decoders.WordPiece()
+    with pytest.raises(ModelFileError, match="decoder WordPiece is not supported"):
+        Tokenizer.load(write_folder(tmp_path, backend=backend))
+
+
+def test_torch_and_the_hub_client_stay_out():
+    code = "import sys, specinfer.tokenizer, specinfer.hub, specinfer.progress; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {"torch", "huggingface_hub", "gguf", "rich", "transformers"} & set(loaded)
