@@ -21,6 +21,11 @@ from specinfer.progress import Progress
 if TYPE_CHECKING:
     from huggingface_hub.utils.tqdm import tqdm
 
+
+class GatedModelError(ModelError):
+    """A hub model whose terms the user has not accepted yet."""
+
+
 WANTED_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt")
 
 
@@ -97,16 +102,20 @@ def fetch_catalogue_file(source: HubSource, entry: CatalogueEntry, target: Path,
     require_space(target.parent, entry.size, entry.name)
     try:
         with _hub_errors(source.repository, source.revision):
-            progress.start(entry.size, f"downloading {entry.name}")
-            try:
-                path = _download(source.repository, source.revision, source.file, progress, local_dir=scratch)
-            finally:
-                progress.finish()
-    except ModelError as error:  # gone, renamed or gated since the catalogue was written
+            # This request fails at once without a network; the download would try for half a minute.
+            files = _list_files(source.repository, source.revision)
+        if source.file not in files:
+            raise SourceUnavailableError(f"{source.repository} has no file {source.file} any more")
+        progress.start(entry.size, f"downloading {entry.name}")
+        with _hub_errors(source.repository, source.revision):
+            path = _download(source.repository, source.revision, source.file, progress, local_dir=scratch)
+        with disk_errors(target.parent):
+            install_file(path, entry, target)
+    except (ModelNotFoundError, GatedModelError) as error:  # gone or closed since the entry was written
         raise SourceUnavailableError(str(error)) from error
-    with disk_errors(target.parent):
-        install_file(path, entry, target)
-        shutil.rmtree(scratch)
+    finally:
+        progress.finish()
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _list_files(repository: str, revision: str | None) -> dict[str, int]:
@@ -188,7 +197,7 @@ def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
         with disk_errors(Path(constants.HF_HUB_CACHE)):
             yield
     except errors.GatedRepoError as error:
-        raise ModelError(
+        raise GatedModelError(
             f"{repository} is gated: accept its terms on the hub with your account, "
             "then log in (hf auth login) or set HF_TOKEN"
         ) from error

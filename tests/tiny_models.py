@@ -1,0 +1,117 @@
+"""Tiny random llama-style model folders for tests, written without transformers and the same every time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tokenizers import decoders, models, pre_tokenizers
+
+
+def write_tiny_llama(
+    folder: Path,
+    *,
+    vocab_size: int = 64,
+    hidden_size: int = 32,
+    intermediate_size: int = 48,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    max_context: int = 256,
+    tie_embeddings: bool = True,
+    eos_token_id: int | None = None,
+    spread: float = 0.3,
+    seed: int = 0,
+    tokenizer: bool = False,
+) -> Path:
+    """Write config.json and model.safetensors (float32) of a random Llama, and return the folder.
+
+    `spread` is the standard deviation of the weights: 0.3 gives peaked, varied laws; less, flatter ones.
+    Two calls that differ only in `seed` give a target and a draft that agree on little; see
+    `write_similar_llama` for a pair that agrees often. `tokenizer=True` adds a tokenizer.json whose tokens are
+    characters (vocab_size <= 256: bytes 0 .. vocab_size - 1, spelled as in byte-level BPE).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    head_dim = hidden_size // num_heads
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": max_context,
+        "tie_word_embeddings": tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * spread
+
+    q, kv = num_heads * head_dim, num_kv_heads * head_dim
+    tensors = {"model.embed_tokens.weight": random(vocab_size, hidden_size)}
+    for i in range(num_layers):
+        prefix = f"model.layers.{i}"
+        tensors[f"{prefix}.input_layernorm.weight"] = 1 + random(hidden_size)
+        tensors[f"{prefix}.self_attn.q_proj.weight"] = random(q, hidden_size)
+        tensors[f"{prefix}.self_attn.k_proj.weight"] = random(kv, hidden_size)
+        tensors[f"{prefix}.self_attn.v_proj.weight"] = random(kv, hidden_size)
+        tensors[f"{prefix}.self_attn.o_proj.weight"] = random(hidden_size, q)
+        tensors[f"{prefix}.post_attention_layernorm.weight"] = 1 + random(hidden_size)
+        tensors[f"{prefix}.mlp.gate_proj.weight"] = random(intermediate_size, hidden_size)
+        tensors[f"{prefix}.mlp.up_proj.weight"] = random(intermediate_size, hidden_size)
+        tensors[f"{prefix}.mlp.down_proj.weight"] = random(hidden_size, intermediate_size)
+    tensors["model.norm.weight"] = 1 + random(hidden_size)
+    if not tie_embeddings:
+        tensors["lm_head.weight"] = random(vocab_size, hidden_size)
+    save_file(tensors, folder / "model.safetensors")
+    if tokenizer:
+        write_byte_tokenizer(folder, vocab_size)
+    return folder
+
+
+def write_similar_llama(source: Path, folder: Path, *, noise: float = 0.05, seed: int = 1) -> Path:
+    """Write a copy of the model in `source` with relative noise on every weight: a draft that often agrees."""
+    from safetensors.torch import load_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        if (source / name).exists():
+            (folder / name).write_bytes((source / name).read_bytes())
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: weight * (1 + noise * torch.randn(weight.shape, generator=generator))
+        for name, weight in sorted(load_file(source / "model.safetensors").items())
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def write_byte_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a tokenizer.json that has one token per byte, for the first `vocab_size` bytes, and no merges."""
+    assert vocab_size <= 256, "a byte tokenizer has at most 256 tokens"
+    vocab = {_byte_character(byte): byte for byte in range(vocab_size)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+def _byte_character(byte: int) -> str:
+    """The character byte-level BPE (GPT-2) writes for a byte: itself if printable, else one from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    if byte in printable:
+        return chr(byte)
+    return chr(256 + [b for b in range(256) if b not in printable].index(byte))
