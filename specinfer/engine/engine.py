@@ -73,6 +73,11 @@ class Engine:
         """Whether any request waits or runs."""
         return self._scheduler.has_work
 
+    @property
+    def preemptions(self) -> int:
+        """How often a request gave up its blocks to an older one, so far."""
+        return self._scheduler.preemptions
+
     def check(self, request: Request) -> None:
         """Raise RequestError when the request can never be served here."""
         prompt, params = len(request.prompt_token_ids), request.params

@@ -38,7 +38,7 @@ class TargetLaws:
 
     def logits(self, node: int) -> NDArray[np.float32]:
         """The target's logits after `node`, [vocab], with what its path forbids at -inf."""
-        logits = self._logits_NV[node]
+        logits: NDArray[np.float32] = self._logits_NV[node]
         if self._num_output + self._depths[node] < self.request.params.min_tokens:
             logits = logits.copy()
             logits[self._ending] = -np.inf

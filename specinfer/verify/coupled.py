@@ -105,7 +105,7 @@ def _scores(law: Law, indices: NDArray[np.int64], key: int) -> NDArray[np.float6
 
 def _screen(law: Law, block: slice, best: float) -> NDArray[np.float32]:
     """The largest upper half with which each entry of the block can still beat the score `best`."""
-    weights = np.subtract(law.logits[block], law.logits[law.top], dtype=np.float32)
+    weights: NDArray[np.float32] = law.logits[block] - law.logits[law.top]
     weights *= np.float32(inverse_temperature(law.temperature))
     np.exp(weights, out=weights)
     weights *= np.float32(math.exp(best) * _SCREEN)

@@ -15,7 +15,7 @@ class Verifier(StrEnum):
     """The verify rules."""
 
     COUPLED = "coupled"  # the target's own seeded choice, then a look whether the tree holds it
-    MULTISTEP = "multistep"  # multi-step speculative sampling (SpecInfer, algorithm 2)
+    MULTISTEP = "mss"  # multi-step speculative sampling (SpecInfer, algorithm 2)
 
 
 # The coupled rule never looks at a draw. Multi-step sampling needs the law a value was drawn from, and a

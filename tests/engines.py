@@ -1,0 +1,77 @@
+"""Tiny models in engines, and the slow, obvious generator they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specinfer.attention.sdpa import SdpaBackend
+from specinfer.config import EngineConfig
+from specinfer.engine.build import Models
+from specinfer.llm import LLM
+from specinfer.models.decoder import LanguageModel
+from specinfer.models.weights import load_model
+from specinfer.request import SamplingParams
+from specinfer.runtime.batch import chain_rows
+from specinfer.runtime.runner import ModelRunner, as_rows
+from specinfer.runtime.sampling import target_law
+from specinfer.tokenizer import Tokenizer
+from specinfer.verify.coupled import coupled_choice
+
+from .tiny_models import write_similar_llama, write_tiny_llama
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A tiny target, a draft that often agrees with it, one that never heard of it."""
+
+    target: LanguageModel
+    similar: LanguageModel
+    stranger: LanguageModel
+    tokenizer: Tokenizer
+
+    def llm(self, drafts: Sequence[str] = (), **options: Any) -> LLM:
+        """An engine over these models; `drafts` names attributes, 'target' drafts for itself."""
+        named = {f"{i}-{name}": getattr(self, name) for i, name in enumerate(drafts)}
+        config = EngineConfig.from_options(
+            "tiny", {"dtype": "float32", "kv_cache_memory": 1 << 24, "drafts": tuple(drafts), **options}
+        )
+        return LLM.from_models(config, Models(self.target, self.tokenizer, named))
+
+
+def write_tiny(folder: Path, **shape: Any) -> Tiny:
+    target = write_tiny_llama(folder / "target", tokenizer=True, **shape)
+    similar = write_similar_llama(target, folder / "similar", noise=0.1)
+    stranger = write_tiny_llama(folder / "stranger", tokenizer=True, **{**shape, "seed": 99})
+    models = (load_model(path, dtype=torch.float32, device=CPU) for path in (target, similar, stranger))
+    return Tiny(*models, tokenizer=Tokenizer.load(target))
+
+
+def slow_generate(
+    model: LanguageModel, prompt: Sequence[int], params: SamplingParams, ending: Sequence[int] = ()
+) -> list[int]:
+    """Tokens one at a time, the whole text run again for each: no cache, no tree, no batch."""
+    assert params.seed is not None or params.greedy
+    text = list(prompt)
+    max_context = model.config.max_context
+    while len(text) - len(prompt) < params.max_tokens and len(text) < max_context:
+        runner = ModelRunner(model, SdpaBackend(), num_blocks=1, block_size=max_context)
+        logits = as_rows(runner.forward([chain_rows(text, 0, [0], logits=True)]))[0].copy()
+        if len(text) - len(prompt) < params.min_tokens:
+            logits[list(ending)] = -np.inf
+        if params.greedy:
+            token = int(logits.argmax())
+        else:
+            assert params.seed is not None
+            token = coupled_choice(target_law(logits, params), params.seed, len(text))
+        text.append(token)
+        if token in ending:
+            break
+    return text[len(prompt) :]

@@ -1,0 +1,166 @@
+"""All outcomes of a procedure that asks chance questions, each with its probability, by replaying it.
+
+`outcomes(play)` runs `play` once per sequence of answers. A `Branching` stands in for the verifier's coin
+and for whatever draws the speculators' tokens, so it is the production code that is enumerated.
+
+    law = outcomes(lambda chance: chance.choose([0.5, 0.5]) + chance.choose([0.5, 0.5]))
+    law == {0: 0.25, 1: 0.5, 2: 0.25}
+
+Numbers may be floats or fractions.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+
+from specinfer.request import SamplingParams
+from specinfer.runtime.sampling import target_law
+from specinfer.tree.token_tree import DrawRule, TreeBuilder, merge
+from specinfer.verify import verify_multistep
+
+
+class Branching:
+    """Answers each question with one of its possible answers: those of `script`, then the first ones."""
+
+    def __init__(self, script=()):
+        self.script = list(script)
+        self.trail = []  # (answer taken, number of possible answers) per question
+        self.probability = 1
+
+    def choose(self, probabilities):
+        possible = [i for i, p in enumerate(probabilities) if p > 0]
+        turn = len(self.trail)
+        answer = self.script[turn] if turn < len(self.script) else 0
+        self.trail.append((answer, len(possible)))
+        self.probability *= probabilities[possible[answer]]
+        return possible[answer]
+
+    # The verifier's coin:
+    def accept(self, depth, turn, p, q):
+        yes = min(1, p / q)
+        return self.choose([yes, 1 - yes]) == 0
+
+    def pick(self, depth, turn, weights):
+        total = sum(weights)
+        return self.choose([weight / total for weight in weights])
+
+
+def outcomes(play):
+    """The law of `play(chance)`, a dict outcome -> probability."""
+    law = defaultdict(int)
+    script = []
+    while True:
+        chance = Branching(script)
+        law[play(chance)] += chance.probability
+        trail = chance.trail
+        while trail and trail[-1][0] + 1 == trail[-1][1]:
+            trail.pop()
+        if not trail:
+            return dict(law)
+        script = [answer for answer, _ in trail[:-1]] + [trail[-1][0] + 1]
+
+
+class World:
+    """Random models over a tiny vocabulary: logits of every text, for the target and any speculator."""
+
+    def __init__(self, vocab, params=None, seed=0, sharpness=1.5):
+        self.vocab = vocab
+        self.params = params or SamplingParams()
+        self.seed = seed
+        self.sharpness = sharpness
+
+    def logits(self, model, text):
+        key = [self.seed, *model.encode(), 999, *text]
+        return np.random.default_rng(key).normal(scale=self.sharpness, size=self.vocab).astype(np.float32)
+
+    def law(self, model, text):
+        """The production law of `model` after `text`, dense."""
+        return target_law(self.logits(model, text), self.params).dense()
+
+
+@dataclass(frozen=True)
+class Guesser:
+    """A speculator of the test: `widths[d]` draws below every node of depth d."""
+
+    name: str
+    rule: DrawRule
+    widths: tuple[int, ...]
+
+    def grow(self, world, text, chance):
+        builder = TreeBuilder(root=-1)
+        frontier = [(0, text)]
+        for width in self.widths:
+            below = {}
+            for node, path in frontier:
+                law = world.law(self.name, path)
+                for token in self.draw(law, width, chance):
+                    declared = None if self.rule is DrawRule.POINT_MASS else law
+                    below[builder.add(node, token, self.name, self.rule, declared)] = (*path, token)
+            frontier = list(below.items())
+        return builder.build()
+
+    def draw(self, law, width, chance):
+        if self.rule is DrawRule.POINT_MASS:
+            return np.argsort(-law, kind="stable")[:width].tolist()
+        drawn = []
+        for _ in range(width):
+            left = law.copy()
+            if self.rule is DrawRule.WITHOUT_REPLACEMENT:
+                left[drawn] = 0
+                if not left.any():
+                    break
+            drawn.append(chance.pick(0, 0, left))
+        return drawn
+
+
+def step_law(world, guessers, text, verify=verify_multistep, alter=lambda tree: tree):
+    """The law of the tokens one step adds after `text`: draw the trees, merge, verify."""
+
+    def play(chance):
+        tree = alter(merge([guesser.grow(world, text, chance) for guesser in guessers]))
+        acceptance = verify(tree, lambda node: world.law("target", text + tree.path_tokens(node)), chance)
+        return (*(tree.token_ids[node] for node in acceptance.path), acceptance.next_token)
+
+    return outcomes(play)
+
+
+def text_law(world, guessers, length, **how):
+    """The law of the first `length` tokens, over as many steps as they take.
+
+    Steps are independent given the text so far, so each text's step is enumerated once.
+    """
+    reached = {(): 1}
+    finished = defaultdict(int)
+    while reached:
+        further = defaultdict(int)
+        for text, probability in reached.items():
+            for tokens, share in step_law(world, guessers, text, **how).items():
+                longer = text + tokens
+                into = finished if len(longer) >= length else further
+                into[longer[:length]] += probability * share
+        reached = further
+    return dict(finished)
+
+
+def own_law(law_of, vocab, length):
+    """The target's own law of the next `length` tokens: the product of its conditional laws."""
+    texts = {(): 1}
+    for _ in range(length):
+        texts = {
+            (*text, token): probability * law_of(text)[token]
+            for (text, probability), token in product(texts.items(), range(vocab))
+        }
+    return texts
+
+
+def distance(law, other):
+    """The largest difference between two laws at one outcome."""
+    return max(abs(law.get(outcome, 0) - other.get(outcome, 0)) for outcome in {*law, *other})
+
+
+def fractions(*parts):
+    """The law proportional to these integers, in fractions."""
+    return [Fraction(part, sum(parts)) for part in parts]

@@ -1,0 +1,153 @@
+"""The law of the text under multi-step speculative sampling is the target's own, by exact enumeration.
+
+Every way the draws and the coin can fall is played through the production verifier, over as many steps
+as the text takes, and the probabilities are added up in float64.
+"""
+
+import numpy as np
+import pytest
+
+from specinfer.request import SamplingParams
+from specinfer.tree.token_tree import DrawRule, TreeBuilder
+from specinfer.verify import UniformCoin, reference, verify_multistep
+
+from .enumeration import (
+    Guesser,
+    World,
+    distance,
+    fractions,
+    outcomes,
+    own_law,
+    step_law,
+    text_law,
+)
+from .oracles import processed_law
+
+EXACT = 1e-9
+IID, WITHOUT, POINT = DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT, DrawRule.POINT_MASS
+
+GUESSERS = {
+    "no speculation": [Guesser("a", IID, ())],
+    "a chain": [Guesser("a", IID, (1, 1))],
+    "two i.i.d. draws": [Guesser("a", IID, (2, 1))],
+    "three i.i.d. draws": [Guesser("a", IID, (3,))],
+    "two without replacement": [Guesser("a", WITHOUT, (2, 1))],
+    "all tokens without replacement": [Guesser("a", WITHOUT, (3,))],
+    "point masses": [Guesser("a", POINT, (2, 2))],
+    "all tokens as point masses": [Guesser("a", POINT, (3, 3))],
+    "two i.i.d. speculators": [Guesser("a", IID, (1, 1)), Guesser("b", IID, (1,))],
+    "i.i.d., then points": [Guesser("a", IID, (1, 1)), Guesser("b", POINT, (1, 1))],
+    "points, then i.i.d.": [Guesser("b", POINT, (1, 1)), Guesser("a", IID, (1, 1))],
+    "without replacement, then points": [Guesser("a", WITHOUT, (2,)), Guesser("b", POINT, (2, 1))],
+    "two speculators without replacement": [Guesser("a", WITHOUT, (2,)), Guesser("b", WITHOUT, (2,))],
+    "all three rules": [Guesser("a", IID, (1,)), Guesser("b", WITHOUT, (2,)), Guesser("c", POINT, (1, 1))],
+}
+PARAMS = {
+    "temperature": SamplingParams(temperature=0.6),
+    "top_k": SamplingParams(top_k=2),
+    "top_p": SamplingParams(top_p=0.8),
+    "min_p": SamplingParams(temperature=1.3, min_p=0.3),
+    "all of them": SamplingParams(temperature=0.8, top_k=3, top_p=0.9, min_p=0.05),
+    "greedy": SamplingParams(temperature=0.0),
+}
+
+
+def expected(world, length):
+    return own_law(lambda text: processed_law(world.logits("target", text), world.params), world.vocab, length)
+
+
+@pytest.mark.parametrize("guessers", GUESSERS.values(), ids=GUESSERS)
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_the_law_of_the_text_is_the_targets(guessers, length):
+    world = World(vocab=3, seed=length)
+    law = text_law(world, guessers, length)
+    assert sum(law.values()) == pytest.approx(1, abs=EXACT)
+    assert distance(law, expected(world, length)) < EXACT
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+@pytest.mark.parametrize("rule", [IID, WITHOUT, POINT])
+def test_under_sampling_parameters_too(params, rule):
+    world = World(vocab=4, params=params, seed=7)
+    guessers = [Guesser("a", rule, (2, 1)), Guesser("b", POINT, (1,))]
+    assert distance(text_law(world, guessers, 2), expected(world, 2)) < EXACT
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_five_tokens_and_sharp_laws(seed):
+    world = World(vocab=5, seed=seed, sharpness=4.0)
+    guessers = [Guesser("a", IID, (1, 1)), Guesser("b", WITHOUT, (1,)), Guesser("c", POINT, (2,))]
+    assert distance(text_law(world, guessers, 2), expected(world, 2)) < EXACT
+
+
+def test_a_speculator_equal_to_the_target_is_always_accepted():
+    world = World(vocab=4)
+    law = step_law(world, [Guesser("target", IID, (1, 1))], ())
+    assert {len(tokens) for tokens, probability in law.items() if probability > EXACT} == {3}
+    assert distance(law, expected(world, 3)) < EXACT
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("widths", [(1,), (2,), (3,)])
+def test_it_rejects_no_more_than_naive_sampling(seed, widths):
+    world = World(vocab=3, seed=seed)
+
+    def accepted(verify):
+        law = step_law(world, [Guesser("a", IID, widths)], (), verify=verify)
+        return sum(probability for tokens, probability in law.items() if len(tokens) > 1)
+
+    assert accepted(verify_multistep) >= accepted(reference.naive) - EXACT
+
+
+def root_with(draws):
+    builder = TreeBuilder(root=0)
+    for token, speculator, rule, law in draws:
+        builder.add(0, token, speculator, rule, law)
+    return builder.build()
+
+
+def test_the_oracle_is_exact_in_fractions():
+    p, q, w = fractions(5, 3, 1, 1), fractions(1, 2, 3, 4), fractions(2, 0, 5, 1)
+
+    def play(chance):
+        first, second = (chance.pick(0, 0, q) for _ in range(2))
+        third = chance.pick(0, 0, w)
+        fourth = chance.pick(0, 0, [0 if token == third else mass for token, mass in enumerate(w)])
+        tree = root_with(
+            [
+                (first, "a", IID, q),
+                (second, "a", IID, q),
+                (0, "points", POINT, None),
+                (third, "w", WITHOUT, w),
+                (fourth, "w", WITHOUT, w),
+            ]
+        )
+        acceptance = reference.multistep(tree, lambda node: p, chance)
+        return tree.token_ids[acceptance.path[0]] if acceptance.path else acceptance.next_token
+
+    assert outcomes(play) == dict(enumerate(p))
+
+
+def grid_law(coin_type):
+    """The law of one token when all uniforms are 0, 1/4, 2/4, 3/4: exact for these laws, r = 0 included."""
+    p, q = np.array([0.5, 0.5, 0.0]), np.array([0.25, 0.25, 0.5])
+
+    def play(chance):
+        tree = root_with([(chance.pick(0, 0, q), "a", IID, q)])
+        coin = coin_type(lambda depth, turn: chance.choose([0.25] * 4) / 4)
+        acceptance = verify_multistep(tree, lambda node: p if node == 0 else np.eye(3)[0], coin)
+        return tree.token_ids[acceptance.path[0]] if acceptance.path else acceptance.next_token
+
+    return outcomes(play)
+
+
+def test_the_strict_comparison_is_exact_on_a_grid_of_uniforms_that_holds_zero():
+    assert grid_law(UniformCoin) == {0: 0.5, 1: 0.5}
+
+
+def test_a_comparison_that_is_not_strict_accepts_a_token_of_probability_zero():
+    class LaxCoin(UniformCoin):
+        def accept(self, depth, turn, p, q):
+            return self.uniform(depth, turn) * q <= p
+
+    assert grid_law(LaxCoin)[2] == 0.125  # drawn half of the time, accepted when r = 0

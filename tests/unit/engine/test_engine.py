@@ -1,0 +1,199 @@
+"""The engine on tiny models: whatever guesses, batches, chunks or preempts, the text is the target's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from specinfer.errors import ConfigError, RequestError
+from specinfer.llm import LLM
+from specinfer.request import FinishReason, Request, SamplingParams
+
+from tests.engines import Tiny, slow_generate, write_tiny
+
+PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41], list(range(5, 45)), [7, 7, 7, 7]]
+
+SPECULATION: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "ngram": {"ngram": True},
+    "ngram, branches": {"ngram": True, "ngram_branches": 3, "ngram_min": 1},
+    "similar draft": {"drafts": ["similar"]},
+    "stranger": {"drafts": ["stranger"], "expansion": (2, 2, 1)},
+    "two drafts and ngram": {"drafts": ["similar", "stranger"], "ngram": True, "expansion": (1, 3, 1, 2)},
+    "top-k draft": {"drafts": ["similar"], "draw": "top_k", "expansion": (3, 2)},
+    "small budget": {"drafts": ["similar", "stranger"], "expansion": (3, 3, 3), "max_nodes": 6},
+}
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0, max_tokens=24),
+    "T=1": SamplingParams(temperature=1, seed=11, max_tokens=24),
+    "T=.7, top_k, top_p": SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=5, max_tokens=24),
+    "min_p": SamplingParams(temperature=1.3, min_p=0.05, seed=6, max_tokens=24),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Tiny) -> dict[str, list[list[int]]]:
+    return {name: [slow_generate(tiny.target, p, s) for p in PROMPTS] for name, s in SAMPLING.items()}
+
+
+def run(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    outputs = llm.generate(prompts, params)
+    llm.engine.check_integrity()
+    assert not llm.engine.has_work
+    return [list(output.token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("speculation", SPECULATION)
+def test_the_text_is_the_targets_alone_and_in_a_batch(
+    tiny: Tiny, expected: dict[str, list[list[int]]], speculation: str, sampling: str
+) -> None:
+    llm = tiny.llm(**SPECULATION[speculation])
+    params = SAMPLING[sampling]
+    assert run(llm, PROMPTS, params) == expected[sampling]
+    assert run(llm, PROMPTS[:1], params) == expected[sampling][:1]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_step_tokens": 7, "max_batch_size": 3},  # prompts of 40 tokens come in chunks
+        {"max_step_tokens": 2, "max_batch_size": 2},
+        {"block_size": 3},
+        {"max_batch_size": 1},
+    ],
+)
+def test_chunks_and_blocks_of_any_size_do_not_change_the_text(
+    tiny: Tiny, expected: dict[str, list[list[int]]], limits: dict[str, int]
+) -> None:
+    llm = tiny.llm(drafts=["similar"], ngram=True, **limits)
+    assert run(llm, PROMPTS, SAMPLING["T=1"]) == expected["T=1"]
+
+
+def test_requests_without_blocks_are_preempted_and_lose_nothing(
+    tiny: Tiny, expected: dict[str, list[list[int]]]
+) -> None:
+    slot = 2 * 2 * 2 * 8 * 4 * 2  # bytes of a position: K and V, 2 layers, 2 heads of 8, float32, 2 models
+    llm = tiny.llm(drafts=["similar"], kv_cache_memory=slot * 120, block_size=4)
+    assert run(llm, PROMPTS, SAMPLING["T=1"]) == expected["T=1"]
+    assert llm.engine.preemptions > 0
+
+
+def test_a_draft_that_is_the_target_is_always_right(tiny: Tiny) -> None:
+    # Each wrong or stale K or V in the draft's cache would make it guess something else somewhere.
+    llm = tiny.llm(drafts=["target"], expansion=(1, 2, 1))
+    for output in llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=41)):
+        assert output.figures.steps == 11  # one token from the prompt, then ten times 3 + 1
+        assert output.figures.accepted_per_depth == [10, 10, 10]
+        assert output.figures.credit == {"0-target": 30}
+
+
+def test_a_right_draft_stays_right_after_steps_it_did_not_guess(tiny: Tiny) -> None:
+    # The stranger comes first and wins some nodes; the target as draft must read what others guessed.
+    llm = tiny.llm(drafts=["stranger", "target"], ngram=True, expansion=(1, 1, 1))
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=1, seed=3, max_tokens=41))
+    assert all(output.figures.accepted_per_depth == [10, 10, 10] for output in outputs)
+
+
+def test_requests_join_and_leave_at_any_step(tiny: Tiny, expected: dict[str, list[list[int]]]) -> None:
+    llm = tiny.llm(drafts=["similar"], ngram=True)
+    engine = llm.engine
+    params = SAMPLING["T=1"]
+    finished: dict[str, list[int]] = {}
+    for step in range(60):
+        if step < 2 * len(PROMPTS) and step % 2 == 0:
+            number = step // 2
+            engine.add(Request(f"keep-{number}", tuple(PROMPTS[number]), params, params.seed or 0))
+            engine.add(Request(f"drop-{number}", tuple(PROMPTS[number]), params, seed=77))
+        if step % 2 == 1:
+            aborted = engine.abort(f"drop-{(step - 1) // 2}")
+            assert aborted is None or aborted.finish_reason is FinishReason.ABORT
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = list(output.token_ids)
+        engine.check_integrity()
+    assert not engine.has_work
+    assert [finished[f"keep-{i}"] for i in range(len(PROMPTS))] == expected["T=1"]
+
+
+def test_mss_runs_in_batches_and_reports_the_same_seed_the_same_way(tiny: Tiny) -> None:
+    params = SamplingParams(temperature=1, seed=4, max_tokens=20)
+    for draw in ("iid", "without_replacement"):
+        llm = tiny.llm(drafts=["similar"], ngram=True, verifier="mss", draw=draw, expansion=(2, 2))
+        assert run(llm, PROMPTS, params) == run(llm, PROMPTS, params)
+
+
+def test_mss_with_temperature_zero_is_greedy(tiny: Tiny, expected: dict[str, list[list[int]]]) -> None:
+    llm = tiny.llm(drafts=["similar"], verifier="mss")
+    assert run(llm, PROMPTS, SAMPLING["greedy"]) == expected["greedy"]
+
+
+def test_the_context_ends_a_request(tiny: Tiny) -> None:
+    llm = tiny.llm(drafts=["similar"], ngram=True)
+    (output,) = llm.generate([list(range(60))], SamplingParams(temperature=0, max_tokens=500))
+    assert output.finish_reason is FinishReason.LENGTH
+    assert len(output.prompt_token_ids) + len(output.token_ids) == 96
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "says"),
+    [
+        ([], {}, "prompt is empty"),
+        ("", {}, "prompt is empty"),
+        (list(range(60)) * 2, {}, "at most 95"),
+        ([64], {}, "vocabulary of 64"),
+        ([1], {"stop_token_ids": (64,)}, "vocabulary of 64"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_and_costs_no_other(
+    tiny: Tiny, prompt: Any, params: dict[str, Any], says: str
+) -> None:
+    llm = tiny.llm()
+    with pytest.raises(RequestError, match=says):
+        llm.generate([[1, 2], prompt], SamplingParams(temperature=0, **params))
+    assert not llm.engine.has_work
+    assert len(llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=3))[0].token_ids) == 3
+
+
+def test_a_pair_that_would_change_the_law_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match="would change the output law"):
+        tiny.llm(drafts=["similar"], verifier="mss", draw="coupled")
+    with pytest.raises(ConfigError, match="would change the output law"):
+        tiny.llm(drafts=["similar"], verifier="coupled", draw="iid")
+
+
+def test_every_step_is_traced(tiny: Tiny) -> None:
+    llm = tiny.llm(drafts=["similar"], ngram=True)
+    events = []
+    llm.engine.on_tree = events.append
+    (output,) = llm.generate([PROMPTS[0]], SAMPLING["greedy"])
+    said = [
+        token
+        for event in events
+        for token in (*(event.tree.token_ids[n] for n in event.acceptance.path), event.acceptance.next_token)
+    ]
+    assert said[: len(output.token_ids)] == list(output.token_ids)
+    for event in events:
+        event.tree.check_integrity()
+        assert event.to_json()["proposed_by"][0] == []
+        assert all(event.to_json()["proposed_by"][1:])
+
+
+def test_a_stream_is_the_text_in_pieces_and_leaves_nothing_when_dropped(tiny: Tiny) -> None:
+    llm = tiny.llm(ngram=True)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    whole = llm.generate([PROMPTS[0]], params)[0]
+    pieces = list(llm.stream(PROMPTS[0], params))
+    assert "".join(piece.new_text for piece in pieces) == whole.text
+    assert pieces[-1].token_ids == whole.token_ids
+    dropped = llm.stream(PROMPTS[0], params)
+    next(dropped)
+    dropped.close()
+    assert not llm.engine.has_work
+    llm.engine.check_integrity()
