@@ -90,8 +90,8 @@ class FinishReason(StrEnum):
 class SpeculationFigures:
     """What speculation did for one request, or for a run when added up.
 
-    A step here is one pass of the target that ended in a verified tree; prefill chunks before the
-    last do not count, the step that yields the first token does.
+    A step here is one pass of the target over a tree after the prefill: neither the prefill nor the first
+    token, which comes with it, is counted. Without speculation tokens per step is 1.
     """
 
     steps: int = 0

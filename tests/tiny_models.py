@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tokenizers
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 
@@ -31,8 +31,8 @@ def write_tiny_llama(
 
     `spread` is the standard deviation of the weights: 0.3 gives peaked, varied laws; less, flatter ones.
     Two calls that differ only in `seed` give a target and a draft that agree on little; see
-    `write_similar_llama` for a pair that agrees often. `tokenizer=True` adds a tokenizer.json whose tokens are
-    characters (vocab_size <= 256: bytes 0 .. vocab_size - 1, spelled as in byte-level BPE).
+    `write_similar_llama` for a pair that agrees often. `tokenizer=True` adds a tokenizer.json whose
+    tokens are bytes (vocab_size <= 256: 0 .. vocab_size - 1, spelled as in byte-level BPE).
     """
     folder.mkdir(parents=True, exist_ok=True)
     head_dim = hidden_size // num_heads
@@ -82,9 +82,7 @@ def write_tiny_llama(
 
 
 def write_similar_llama(source: Path, folder: Path, *, noise: float = 0.05, seed: int = 1) -> Path:
-    """Write a copy of the model in `source` with relative noise on every weight: a draft that often agrees."""
-    from safetensors.torch import load_file
-
+    """Write a copy of the model in `source` with noise on every weight: a draft that often agrees."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         if (source / name).exists():

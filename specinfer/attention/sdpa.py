@@ -1,8 +1,12 @@
 """Attention through torch's scaled_dot_product_attention, one call per request: any dtype, any device.
 
-Shapes: T rows, S cache positions, P slots, N query heads, K key-value heads, G = N / K, H head size.
+Shapes: T rows, S cache positions, P slots, N query heads, K key-value heads, G = N / K,
+L = G * T, H head size.
 The G query heads that share a key-value head are laid under one another as G * T rows, so K and V are never
 repeated, and where a request's slots are a slice they are read where they lie.
+
+A row's result must not depend on the rows beside it. torch's CPU kernel works on blocks of queries, and a
+block of fewer than 4 goes another way through its products, with other roundings: such a block is padded.
 """
 
 from __future__ import annotations
@@ -12,6 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.attention.backend import AttentionBatch, Segment
+
+# The smallest of the kernel's block sizes (32, 64, 256), which divides the others.
+_QUERY_BLOCK = 32
+_FEW_ROWS = 4
 
 
 class SdpaBackend:
@@ -49,17 +57,17 @@ def _attend(
         k_SKH, v_SKH = k_cache_PKH[slots], v_cache_PKH[slots]
     else:
         k_SKH, v_SKH = k_cache_PKH.index_select(0, slots), v_cache_PKH.index_select(0, slots)
-    mask_TS = segment.window_mask_TS if windowed else segment.mask_TS
-    if mask_TS is not None and groups > 1:
-        mask_TS = mask_TS.repeat(groups, 1)
-    if rows == 1:
-        q = q_TNH.reshape(1, kv_heads, groups, head_dim)
-    else:
-        q = q_TNH.view(rows, kv_heads, groups, head_dim).permute(1, 2, 0, 3)
-        q = q.reshape(1, kv_heads, groups * rows, head_dim)
-    out = F.scaled_dot_product_attention(
-        q, k_SKH.transpose(0, 1)[None], v_SKH.transpose(0, 1)[None], attn_mask=mask_TS, scale=scale
+    q_KLH = q_TNH.view(rows, kv_heads, groups, head_dim).permute(1, 2, 0, 3)
+    q_KLH = q_KLH.reshape(kv_heads, groups * rows, head_dim)
+    mask_LS = segment.window_mask_TS if windowed else segment.mask_TS
+    if groups > 1:
+        mask_LS = mask_LS.repeat(groups, 1)
+    tail = groups * rows % _QUERY_BLOCK
+    if 0 < tail < _FEW_ROWS:
+        q_KLH = F.pad(q_KLH, (0, 0, 0, _FEW_ROWS - tail))
+        mask_LS = F.pad(mask_LS, (0, 0, 0, _FEW_ROWS - tail))
+    out_1KLH = F.scaled_dot_product_attention(
+        q_KLH[None], k_SKH.transpose(0, 1)[None], v_SKH.transpose(0, 1)[None], attn_mask=mask_LS, scale=scale
     )
-    if rows == 1:
-        return out.reshape(1, heads, head_dim)
-    return out.view(kv_heads, groups, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
+    out_KGTH = out_1KLH[0, :, : groups * rows].view(kv_heads, groups, rows, head_dim)
+    return out_KGTH.permute(2, 0, 1, 3).reshape(rows, heads, head_dim)

@@ -43,9 +43,10 @@ class Transcript:
                 break
         if self._first_token is None:
             self._first_token = now
+        else:
+            self._count(tree, acceptance, kept)
         if self.finish_reason is not None:
             self._finished = now
-        self._count(tree, acceptance, kept)
         return tuple(tokens[:kept])
 
     def abort(self, now: float) -> None:

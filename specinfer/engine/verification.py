@@ -50,8 +50,6 @@ class TargetLaws:
 
     def choose(self, node: int) -> int:
         """The target's own choice after `node`: a pure function of law, seed and position."""
-        if self.request.params.greedy:
-            return int(self.logits(node).argmax())
         return coupled_choice(self.law(node), self.request.seed, self.position(node))
 
 

@@ -23,7 +23,7 @@ from specinfer.request import SamplingParams
 from specinfer.verify.coupled import coupled_top_k
 from specinfer.verify.law import Law, inverse_temperature, most_likely
 
-_HUGE: Final = float(np.finfo(np.float32).max)
+_LOWEST: Final = float(np.nextafter(-np.finfo(np.float32).max, np.float32(0)))
 _FIRST_POOL: Final = 64  # top_p looks at this many likely ids, then at eight times as many, ...
 
 
@@ -105,7 +105,7 @@ def _min_p(
     if ids is None:
         lowest = highest + params.temperature * math.log(params.min_p)
         # One float32 step lower, so that the float64 comparison below decides about every id near it.
-        bound = np.nextafter(np.float32(max(lowest, -_HUGE)), np.float32(-np.inf))
+        bound = np.nextafter(np.float32(max(lowest, _LOWEST)), np.float32(-np.inf))
         ids = most_likely(logits, int((logits >= bound).sum()))
     return ids[_weights(logits[ids], highest, params) >= params.min_p]
 

@@ -22,13 +22,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-LOG_MIN_EXPONENTIAL: Final = -65 * np.log(2.0)  # log of the least value `exponentials` returns
-
 _MASK64: Final = (1 << 64) - 1
 _GOLDEN64: Final = 0x9E3779B97F4A7C15
 _RACE_STREAM: Final = 0
 _VERIFY_STREAM: Final = 1
-_STREAM_BITS: Final = 63  # draft streams have the 64th bit set, so they meet none of the above
+_DRAFT_BIT: Final = 1 << 63  # set in every draft stream, so they meet none of the above
 
 
 def mix64(x: int) -> int:
@@ -53,7 +51,7 @@ def draft_stream(speculator: str, root_position: int) -> int:
     speculators' draws, and of guesses of earlier steps that something may have learnt from.
     """
     name = int.from_bytes(blake2b(speculator.encode(), digest_size=8).digest())
-    return key_of(name, root_position) | 1 << _STREAM_BITS
+    return key_of(name, root_position) | _DRAFT_BIT
 
 
 def uniform(seed: int, position: int, index: int, *, stream: int = _VERIFY_STREAM) -> float:

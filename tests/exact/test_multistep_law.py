@@ -53,7 +53,9 @@ PARAMS = {
 
 
 def expected(world, length):
-    return own_law(lambda text: processed_law(world.logits("target", text), world.params), world.vocab, length)
+    return own_law(
+        lambda text: processed_law(world.logits("target", text), world.params), world.vocab, length
+    )
 
 
 @pytest.mark.parametrize("guessers", GUESSERS.values(), ids=GUESSERS)

@@ -64,7 +64,8 @@ def test_token_by_token_over_the_cache(both, block_table):
     theirs, ours = both
     runner = runner_of(ours)
     got = [
-        runner.forward([chain_rows([token], i, block_table, logits=True)])[0] for i, token in enumerate(PROMPT)
+        runner.forward([chain_rows([token], i, block_table, logits=True)])[0]
+        for i, token in enumerate(PROMPT)
     ]
     torch.testing.assert_close(torch.stack(got), logits_of(theirs, PROMPT), atol=TOLERANCE, rtol=0)
 

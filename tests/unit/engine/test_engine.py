@@ -89,7 +89,7 @@ def test_a_draft_that_is_the_target_is_always_right(tiny: Tiny) -> None:
     # Each wrong or stale K or V in the draft's cache would make it guess something else somewhere.
     llm = tiny.llm(drafts=["target"], expansion=(1, 2, 1))
     for output in llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=41)):
-        assert output.figures.steps == 11  # one token from the prompt, then ten times 3 + 1
+        assert output.figures.steps == 10  # after the first token, ten times 3 + 1
         assert output.figures.accepted_per_depth == [10, 10, 10]
         assert output.figures.credit == {"0-target": 30}
 

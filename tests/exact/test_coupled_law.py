@@ -1,0 +1,136 @@
+"""The coupled rule gives the target's own choices whatever the tree, and these follow the target's law.
+
+The noise cannot be enumerated by branching, so the proof has three parts: the text does not depend on the
+tree (exhaustively on tiny vocabularies); the winner of the exponential race has the law p (on a grid of
+all uniforms); the noise is what the race supposes (tests/unit/verify/test_noise.py, and chi-square here).
+"""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from specinfer.request import SamplingParams
+from specinfer.runtime.sampling import coupled_children, target_law
+from specinfer.tree.token_tree import DrawRule, TokenTree, TreeBuilder
+from specinfer.verify import coupled_choice, noise, reference, verify_coupled
+
+from .enumeration import World
+
+
+def all_trees(vocab, max_nodes):
+    """Every token tree of at most `max_nodes` nodes: a parent and a token per node, siblings distinct."""
+    grown = [TokenTree((0,), (-1,))]
+    for _ in range(max_nodes - 1):
+        yield from grown
+        grown = [
+            TokenTree((*tree.token_ids, token), (*tree.parents, parent))
+            for tree in grown
+            for parent, token in product(range(tree.num_nodes), range(vocab))
+            if token not in tree.children()[parent]
+        ]
+    yield from grown
+
+
+def test_any_tree_and_any_choices_give_the_targets_own_text():
+    checked = 0
+    for tree in all_trees(vocab=2, max_nodes=5):
+        for choices in product(range(2), repeat=tree.num_nodes):
+            asked = []
+
+            def choose(node, choices=choices, asked=asked):
+                asked.append(node)
+                return choices[node]
+
+            acceptance = verify_coupled(tree, choose)
+            visited = [0, *acceptance.path]
+            tokens = [*(tree.token_ids[n] for n in acceptance.path), acceptance.next_token]
+            assert asked == visited, "the target is asked about visited nodes only, once each"
+            assert tokens == [choices[node] for node in visited], "every token is the target's own choice"
+            assert tokens[-1] not in tree.children()[visited[-1]], "it goes as deep as the tree agrees"
+            assert acceptance == reference.coupled(tree, choices)
+            checked += 1
+    assert checked > 3000
+
+
+PARAMS = {
+    "untruncated": SamplingParams(),
+    "greedy": SamplingParams(temperature=0),
+    "truncated": SamplingParams(temperature=0.7, top_k=3, top_p=0.9, min_p=0.1),
+}
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_the_text_is_the_same_with_any_speculation(params):
+    world = World(vocab=5, params=params)
+
+    def choice(text):
+        return coupled_choice(target_law(world.logits("target", text), params), seed=11, position=len(text))
+
+    plain = ()
+    while len(plain) < 40:
+        plain += (choice(plain),)
+
+    def speculated(model, width):
+        text, steps = (), 0
+        while len(text) < 40:
+            builder = TreeBuilder(root=-1, max_nodes=12)
+            frontier = [(0, text)]
+            while frontier:
+                node, path = frontier.pop(0)
+                row = world.logits(model, path)
+                for token in coupled_children(row, params, 11, len(path), width).tolist():
+                    child = builder.add(node, token, model, DrawRule.COUPLED)
+                    if child is not None and len(path) - len(text) < 3:
+                        frontier.append((child, (*path, token)))
+            tree = builder.build()
+            acceptance = verify_coupled(tree, lambda n, t=tree, x=text: choice(x + t.path_tokens(n)))
+            text += (*(tree.token_ids[n] for n in acceptance.path), acceptance.next_token)
+            steps += 1
+        return text[:40], steps
+
+    for model, width in [("target", 1), ("other", 1), ("other", 3), ("another", 2)]:
+        assert speculated(model, width)[0] == plain
+    assert speculated("target", 1)[1] == 40 / 5, "all four guesses and a bonus token in every step"
+
+
+def test_the_race_has_the_law_p_on_a_grid_of_all_uniforms():
+    p = np.array([0.6, 0.3, 0.1])
+    n = 100
+    highs = ((np.arange(n) + 0.5) / n * 2**32).astype(np.uint32)
+    E = noise.exponentials_from(highs, 0, np.arange(n))
+    a, b, c = E[:, None, None] / p[0], E[None, :, None] / p[1], E[None, None, :] / p[2]
+    wins = [((a < b) & (a < c)).mean(), ((b <= a) & (b < c)).mean(), ((c <= a) & (c <= b)).mean()]
+    assert wins == pytest.approx(p, abs=0.01)
+
+
+@pytest.mark.parametrize("over", ["positions", "seeds"])
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=4, temperature=0.8)])
+def test_choices_follow_the_law_over_positions_and_over_seeds(params, over):
+    law = target_law(World(vocab=8).logits("target", ()), params)
+    keys = ((3, i) if over == "positions" else (i, 3) for i in range(6000))
+    counts = np.bincount([coupled_choice(law, *key) for key in keys], minlength=8)
+    p = law.dense()
+    assert counts[p == 0].sum() == 0
+    assert chisquare(counts[p > 0], 6000 * p[p > 0]).pvalue > 1e-3
+
+
+def test_choices_follow_the_law_where_the_vocabulary_is_screened():
+    logits = np.random.default_rng(0).normal(size=40_000).astype(np.float32) * 3
+    law = target_law(logits, SamplingParams(temperature=1.2))
+    bins = np.argsort(np.argsort(logits)) // 2000  # by rank: 20 bins from the unlikely to the likely
+    expected = np.bincount(bins, weights=law.dense()) * 4000
+    counts = np.bincount(bins[[coupled_choice(law, 5, i) for i in range(4000)]], minlength=20)
+    likely = expected > 5
+    counts = np.append(counts[likely], counts[~likely].sum())
+    expected = np.append(expected[likely], expected[~likely].sum())
+    assert chisquare(counts, expected).pvalue > 1e-3
+
+
+def test_neighbouring_positions_choose_independently():
+    law = target_law(np.log(np.array([0.5, 0.3, 0.2], dtype=np.float32)), SamplingParams())
+    choices = np.array([coupled_choice(law, 17, i) for i in range(9001)])
+    pairs = np.bincount(choices[:-1] * 3 + choices[1:], minlength=9)
+    p = law.dense()
+    assert chisquare(pairs, 9000 * np.outer(p, p).ravel()).pvalue > 1e-3

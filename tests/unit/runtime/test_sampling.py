@@ -1,0 +1,133 @@
+"""Sampling parameters to a law, against an oracle that sorts everything."""
+
+import math
+
+import numpy as np
+import pytest
+
+from specinfer.errors import IntegrityError
+from specinfer.request import SamplingParams
+from specinfer.runtime.sampling import coupled_children, target_law
+from specinfer.verify import coupled_choice, most_likely
+
+
+def oracle(logits, params):
+    """temperature -> top_k -> top_p -> min_p by a full sort, on normalised float64 laws, [vocab]."""
+    order = np.argsort(-logits, kind="stable")
+    p = np.exp((logits.astype(np.float64) - float(logits.max())) / params.temperature)
+    p /= p.sum()
+    if params.top_k:
+        p[order[params.top_k :]] = 0
+        p /= p.sum()
+    before = np.cumsum(p[order]) - p[order]
+    p[order[before >= params.top_p]] = 0
+    p /= p.sum()
+    p[p < params.min_p * p.max()] = 0
+    return p / p.sum()
+
+
+PARAMS = [
+    SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
+    for t in (0.3, 1.0, 2.5)
+    for k in (0, 1, 7, 300, 10**6)
+    for p in (1.0, 0.95, 0.4, 1e-9)
+    for m in (0.0, 0.05, 1.0)
+]
+ROWS = {
+    "small": np.random.default_rng(0).normal(size=11) * 2,
+    "wide": np.random.default_rng(1).normal(size=5003),
+    "peaked": np.random.default_rng(2).normal(size=5003) * 6,
+    "banned": np.where(np.arange(4000) % 3 == 0, -np.inf, np.random.default_rng(3).normal(size=4000) * 3),
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_every_combination_gives_the_oracles_law(row):
+    logits = row.astype(np.float32)
+    for params in PARAMS:
+        law = target_law(logits, params)
+        expected = oracle(logits, params)
+        assert np.abs(law.dense() - expected).max() < 1e-12, params
+        if law.ids is not None:
+            assert sorted(law.ids.tolist()) == np.flatnonzero(expected).tolist(), params
+            assert (np.diff(law.probabilities()) <= 0).all(), "most likely first"
+            assert law.top == 0
+
+
+def test_ties_at_the_kth_logit_keep_the_lowest_ids():
+    logits = np.array([1, 2, 3, 2, 2, 3, 2], dtype=np.float32)
+    assert target_law(logits, SamplingParams(top_k=4)).ids.tolist() == [2, 5, 1, 3]
+    # p = (.2, .2, .2, .2, .2): the shortest prefix of at least half is three tokens
+    assert target_law(np.zeros(5, dtype=np.float32), SamplingParams(top_p=0.5)).ids.tolist() == [0, 1, 2]
+    assert target_law(logits, SamplingParams(min_p=1.0)).ids.tolist() == [2, 5]
+
+
+def test_greedy_is_a_point_mass_on_the_lowest_argmax():
+    law = target_law(np.array([1, 5, 5, 0], dtype=np.float32), SamplingParams(temperature=0, top_k=3))
+    assert law.ids.tolist() == [1]
+    assert law.dense().tolist() == [0, 1, 0, 0]
+    assert coupled_choice(law, 3, 3) == 1
+
+
+def test_without_filters_the_row_itself_is_the_law():
+    logits = np.random.default_rng(4).normal(size=100).astype(np.float32)
+    law = target_law(logits, SamplingParams(temperature=0.5))
+    assert law.ids is None
+    assert law.logits is logits
+    assert law.dense().sum() == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e30, 1e300])
+def test_extreme_temperatures_stay_distributions(temperature):
+    logits = np.array([0, 3, -np.inf, 2.5], dtype=np.float32)
+    for params in (
+        SamplingParams(temperature=temperature),
+        SamplingParams(temperature=temperature, top_p=0.9),
+        SamplingParams(temperature=temperature, min_p=0.5),
+    ):
+        p = target_law(logits, params).dense()
+        assert p.sum() == pytest.approx(1)
+        assert p[2] == 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_broken_row_is_an_integrity_error(bad):
+    logits = np.zeros(50, dtype=np.float32)
+    logits[31] = bad
+    for params in (SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=3)):
+        with pytest.raises(IntegrityError, match="logit 31 of 50"):
+            target_law(logits, params)
+    with pytest.raises(IntegrityError, match="is -inf"):
+        target_law(np.full(4, -np.inf, dtype=np.float32), SamplingParams())
+
+
+@pytest.mark.parametrize("size", [1, 5, 64, 1000, 9999])
+def test_most_likely_is_a_full_stable_sort(size):
+    rng = np.random.default_rng(size)
+    for row in (
+        rng.normal(size=size),
+        rng.integers(0, 4, size),
+        np.where(rng.random(size) < 0.7, -np.inf, 1),
+    ):
+        logits = row.astype(np.float32)
+        order = np.argsort(-logits, kind="stable")
+        order = order[logits[order] > -np.inf]
+        for n in (1, 3, 50, 700, size, size + 5):
+            assert most_likely(logits, n).tolist() == order[:n].tolist()
+
+
+def test_greedy_children_are_the_most_likely_tokens():
+    logits = np.array([0, 4, 2, 3, 1], dtype=np.float32)
+    assert coupled_children(logits, SamplingParams(temperature=0), 1, 1, 3).tolist() == [1, 3, 2]
+
+
+def test_a_narrow_law_is_filled_up_with_the_next_most_likely_tokens():
+    logits = np.random.default_rng(6).normal(size=500).astype(np.float32)
+    ranked = most_likely(logits, 5).tolist()
+    for seed in range(30):
+        children = coupled_children(logits, SamplingParams(top_k=3), seed, 2, 5).tolist()
+        assert sorted(children[:3]) == sorted(ranked[:3])
+        assert children[3:] == ranked[3:]
+        law = target_law(logits, SamplingParams(top_k=3))
+        assert children[0] == coupled_choice(law, seed, 2), "the target's choice, were it the target"
+    assert len(coupled_children(logits[:3], SamplingParams(), 0, 0, 5)) == 3

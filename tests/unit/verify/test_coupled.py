@@ -1,0 +1,103 @@
+"""The coupled choice equals its dense oracle; the walk is a look-up; speculators share the noise."""
+
+import numpy as np
+import pytest
+
+from specinfer.request import SamplingParams
+from specinfer.runtime.sampling import target_law
+from specinfer.tree.token_tree import TokenTree
+from specinfer.verify import Acceptance, Law, coupled_choice, coupled_top_k, noise, reference, verify_coupled
+
+
+def test_greedy_follows_the_target_down_the_second_branch():
+    #      4
+    #     / \
+    #    5   7
+    #    |  / \
+    #    6 8   9
+    tree = TokenTree(token_ids=(4, 5, 7, 6, 8, 9), parents=(-1, 0, 0, 1, 2, 2))
+    target_argmax = [7, 6, 9, 1, 1, 3]  # what the target says after each node
+    assert verify_coupled(tree, target_argmax.__getitem__) == Acceptance(path=(2, 5), next_token=3)
+
+
+def test_one_node_is_ordinary_decoding():
+    assert verify_coupled(TokenTree((4,), (-1,)), [9].__getitem__) == Acceptance(path=(), next_token=9)
+
+
+def dense_choice(law, seed, position):
+    """The argmax over the whole support, without the screen."""
+    ids = np.arange(law.vocab) if law.ids is None else law.ids
+    return int(ids[np.argmin(np.log(noise.exponentials(seed, position, ids)) - law.log_weights())])
+
+
+SHAPES = {
+    "flat": lambda rng, vocab: np.zeros(vocab),
+    "wide": lambda rng, vocab: rng.normal(size=vocab),
+    "peaked": lambda rng, vocab: rng.normal(size=vocab) * 8,
+    "one far ahead": lambda rng, vocab: rng.normal(size=vocab) + 60 * (np.arange(vocab) == vocab // 2),
+    "two ahead": lambda rng, vocab: rng.normal(size=vocab) + 30 * (np.arange(vocab) >= vocab - 2),
+    "half banned": lambda rng, vocab: np.where(rng.random(vocab) < 0.5, -np.inf, rng.normal(size=vocab)),
+    "far below zero": lambda rng, vocab: rng.normal(size=vocab) * 3 - 1e4,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("vocab", [1, 2, 50, 256, 257, 1025, 40_000])
+@pytest.mark.parametrize("temperature", [0.05, 1.0, 5.0, 1e20, 1e200])
+def test_the_screened_choice_is_the_dense_choice(shape, vocab, temperature):
+    rng = np.random.default_rng([vocab, 3])
+    logits = shape(rng, vocab).astype(np.float32)
+    logits[-1] = logits.max() if np.isfinite(logits.max()) else 0.0
+    for params in (
+        SamplingParams(temperature=temperature),
+        SamplingParams(temperature=temperature, top_k=40),
+        SamplingParams(temperature=temperature, top_k=vocab // 2),
+    ):
+        law = target_law(logits, params)
+        for seed in range(6 if vocab > 5000 else 30):
+            choice = coupled_choice(law, seed, 12)
+            assert choice == dense_choice(law, seed, 12)
+            assert np.isfinite(logits[choice])
+
+
+def test_the_dense_choice_is_the_plain_oracles():
+    rng = np.random.default_rng(1)
+    for seed in range(200):
+        law = target_law(rng.normal(size=9).astype(np.float32), SamplingParams(top_k=seed % 9))
+        assert coupled_choice(law, seed, 5) == reference.coupled_choice(law.dense().tolist(), seed, 5)
+
+
+def test_cold_laws_choose_the_argmax():
+    logits = np.random.default_rng(2).normal(size=3000).astype(np.float32)
+    law = target_law(logits, SamplingParams(temperature=2e-5))
+    assert {coupled_choice(law, seed, 0) for seed in range(200)} == {int(logits.argmax())}
+
+
+@pytest.mark.parametrize("top_k", [0, 20, 500])
+def test_a_speculator_with_the_targets_law_proposes_the_targets_choice_first(top_k):
+    logits = np.random.default_rng(4).normal(size=2000).astype(np.float32) * 6
+    law = target_law(logits, SamplingParams(top_k=top_k))
+    for seed in range(100):
+        assert coupled_top_k(law, seed, 8, 3)[0] == coupled_choice(law, seed, 8)
+
+
+def test_top_k_is_the_order_of_the_oracles_scores():
+    logits = np.random.default_rng(5).normal(size=12).astype(np.float32)
+    for seed in range(50):
+        law = target_law(logits, SamplingParams())
+        scores = reference.coupled_scores(law.dense().tolist(), seed, 2)
+        expected = sorted(range(12), key=lambda token: -scores[token])[:4]
+        assert coupled_top_k(law, seed, 2, 4).tolist() == expected
+
+
+def test_only_the_pool_runs_and_a_narrow_law_proposes_fewer():
+    logits = np.arange(100, dtype=np.float32) / 50
+    law = target_law(logits, SamplingParams())
+    proposed = {token for seed in range(50) for token in coupled_top_k(law, seed, 0, 2, pool=4).tolist()}
+    assert proposed == {96, 97, 98, 99}
+    assert len(coupled_top_k(target_law(logits, SamplingParams(top_k=2)), 0, 0, 5)) == 2
+
+
+def test_a_point_mass_needs_no_noise():
+    law = Law(np.zeros(1, dtype=np.float32), np.array([7]), 0, 1.0, 50)
+    assert coupled_choice(law, seed=1, position=1) == 7
