@@ -55,12 +55,12 @@ def main() -> None:
     args = parser.parse_args()
 
     cells_file = args.out.with_suffix(".json")
-    settings = {"limit": args.limit, "max_tokens": args.max_tokens, "model": Path(args.model).name}
+    settings = {"limit": args.limit, "model": Path(args.model).name, "draft": Path(args.draft).name}
     cells = _read_cells(cells_file, settings)
     datasets = dict(item.split("=", 1) for item in args.dataset)
     base: LLM | None = None
-    for mode in args.modes.split(","):
-        for width in sorted(WIDTHS, reverse=True):  # the widest first: it is the one with a number to reach
+    for width in sorted(WIDTHS, reverse=True):  # the widest first: it is the one with a number to reach
+        for mode in args.modes.split(","):
             for name, path in datasets.items():
                 key = f"{mode}|{name}|{width}"
                 if key in cells:
@@ -78,7 +78,7 @@ def main() -> None:
                 cells[key] = _cell(llm, _prompts(Path(path), args.limit), MODES[mode], args.max_tokens)
                 print(f"{key}: {cells[key]['tokens_per_step']:.3f} in {cells[key]['seconds']:.0f} s", flush=True)
                 _write(cells_file, json.dumps({"settings": settings, "cells": cells}, indent=1) + "\n")
-                _write(args.out, _markdown(cells, list(datasets), settings, Path(args.draft).name))
+                _write(args.out, _markdown(cells, list(datasets), settings))
 
 
 def _cell(llm: LLM, prompts: list[str], mode: dict[str, Any], max_tokens: int) -> dict[str, Any]:
@@ -94,6 +94,7 @@ def _cell(llm: LLM, prompts: list[str], mode: dict[str, Any], max_tokens: int) -
     return {
         "tokens_per_step": total.tokens_per_step,
         "steps": total.steps,
+        "max_tokens": max_tokens,
         "accepted_per_depth": total.accepted_per_depth,
         "seconds": time.perf_counter() - began,
     }
@@ -120,26 +121,27 @@ def _write(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def _markdown(cells: dict[str, Any], datasets: list[str], settings: dict[str, Any], draft: str) -> str:
+def _markdown(cells: dict[str, Any], datasets: list[str], settings: dict[str, Any]) -> str:
     lines = [
-        f"# Tokens per step by tree width: {settings['model']} with {draft}",
+        f"# Tokens per step by tree width: {settings['model']} with {settings['draft']}",
         "",
-        f"Expansion <1,1,w,1,1,1,1,1>, {settings['limit']} prompts of each set through the chat template, "
-        f"{settings['max_tokens']} tokens each; the first token, which comes with the prefill, is not counted. "
-        "The paper's rows are LLaMA-7B with a 68M SSM.",
+        f"Expansion <1,1,w,1,1,1,1,1>, {settings['limit']} prompts of each set through the chat template. The "
+        "first token, which comes with the prefill, is not counted; the last step of a text is, though "
+        "max_tokens cuts it short. The paper's rows are LLaMA-7B with a 68M SSM.",
         "",
-        "| data set | | w=1 | 2 | 3 | 4 | 5 |",
-        "|---|---|---|---|---|---|---|",
+        "| data set | | max_tokens | w=1 | 2 | 3 | 4 | 5 |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name in datasets:
         for mode in MODES:
             row = [cells.get(f"{mode}|{name}|{w}") for w in WIDTHS]
             if any(row):
                 figures = " | ".join(f"{cell['tokens_per_step']:.2f}" if cell else "" for cell in row)
-                lines.append(f"| {name} | {mode} | {figures} |")
+                tokens = sorted({str(cell["max_tokens"]) for cell in row if cell})
+                lines.append(f"| {name} | {mode} | {', '.join(tokens)} | {figures} |")
         for law, rows in PAPER.items():
             if name in rows:
-                lines.append(f"| {name} | paper, {law} | {' | '.join(f'{x:.2f}' for x in rows[name])} |")
+                lines.append(f"| {name} | paper, {law} | | {' | '.join(f'{x:.2f}' for x in rows[name])} |")
     return "\n".join([*lines, "", *provenance_lines(), ""])
 
 

@@ -84,7 +84,8 @@ class Scheduler:
             end = start + uncomputed
             depth = sequence.room(self._max_context) - 1
             # A prefill ends in a one-node tree: the first token does not wait for the speculators.
-            nodes = 1 if uncomputed > 1 or depth < 1 else min(self._tree_nodes, rows - uncomputed + 1)
+            prefill = uncomputed > 1 or sequence.num_output == 0
+            nodes = 1 if prefill or depth < 1 else min(self._tree_nodes, rows)
         if not self._pool.extend(sequence.block_table, end - 1 + max(nodes, 1)):
             if nodes <= 1 or not self._pool.extend(sequence.block_table, end):
                 return None

@@ -98,6 +98,12 @@ class ModelConfig:
             )
         if self.rope is not None and self.head_dim % 2:
             raise ModelError(f"head size {self.head_dim} is odd; rotary embeddings need an even one")
+        divisors = None if self.rope is None else self.rope.divisors
+        if divisors is not None and len(divisors) != self.head_dim // 2:
+            raise ModelError(
+                f"rope_freqs has {len(divisors)} values for {self.head_dim // 2} frequencies; "
+                "the file is damaged, get it again"
+            )
         if len(self.layer_windows) != self.num_layers:
             raise ModelError(
                 f"the config describes the attention of {len(self.layer_windows)} layers, "
@@ -379,6 +385,8 @@ def _decoder_from_gguf(
             f"the GGUF file rotates {c['rope.dimension_count']} of {head_dim} dimensions of a head; "
             "only rotary embeddings of whole heads are supported"
         )
+    if c.get("attn_logit_softcapping"):
+        raise ModelError("the GGUF file caps attention scores, which is not supported")
     if "token_embd.weight" not in shapes:
         raise ModelError("the GGUF file has no token_embd.weight; it is not a complete language model")
     window = _integer(c, "attention.sliding_window", 0) or None

@@ -1,0 +1,149 @@
+"""The scheduler without a model: who runs, with how many rows, and who gives way."""
+
+from __future__ import annotations
+
+import pytest
+from specinfer.config import SchedulerConfig
+from specinfer.engine.kv_blocks import BlockPool
+from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.sequence import SequenceState
+from specinfer.errors import IntegrityError
+from specinfer.plan import StepPlan
+from specinfer.request import Request, SamplingParams
+
+
+def scheduler(
+    *, rows: int = 32, batch: int = 4, blocks: int = 100, tree: int = 5, context: int = 1000
+) -> Scheduler:
+    config = SchedulerConfig(max_step_tokens=rows, max_batch_size=batch)
+    return Scheduler(config, BlockPool(blocks, block_size=4), tree_nodes=tree, max_context=context)
+
+
+def sequence(name: str, prompt: int, max_tokens: int = 100) -> SequenceState:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    return SequenceState(Request(name, tuple(range(prompt)), params, seed=0))
+
+
+def shares(plan: StepPlan) -> list[tuple[str, int, int, int]]:
+    """(request, first token, one past the last, tree nodes) of each entry."""
+    return [(e.request.request_id, e.start, e.end, e.max_nodes) for e in plan.entries]
+
+
+def commit(plan: StepPlan, sequences: list[SequenceState], accepted: int = 0) -> None:
+    """What the engine does after a step in which every tree had `accepted` tokens accepted."""
+    by_id = {s.request.request_id: s for s in sequences}
+    for entry in plan.entries:
+        state = by_id[entry.request.request_id]
+        state.computed = entry.end
+        if entry.has_tree:
+            accepts = min(accepted, entry.max_nodes - 1)
+            state.token_ids.extend([0] * (accepts + 1))
+            state.computed += accepts
+
+
+def test_a_prompt_is_computed_in_chunks_then_ends_in_one_node_then_grows_trees() -> None:
+    s, a = scheduler(rows=10), sequence("a", 25)
+    s.add(a)
+    seen = []
+    for _ in range(5):
+        plan = s.schedule()
+        seen += shares(plan)
+        commit(plan, [a], accepted=2)
+    assert seen == [
+        ("a", 0, 10, 0),
+        ("a", 10, 20, 0),
+        ("a", 20, 25, 1),  # the first token, as soon as the prompt is read
+        ("a", 25, 26, 5),
+        ("a", 28, 29, 5),  # 2 accepted + 1 bonus further
+    ]
+
+
+def test_running_requests_come_first_and_each_is_sure_of_a_row() -> None:
+    s = scheduler(rows=8, batch=3, tree=6)
+    states = [sequence(name, 2) for name in "abc"]
+    for state in states:
+        s.add(state)
+    plan = s.schedule()
+    assert shares(plan) == [("a", 0, 2, 1), ("b", 0, 2, 1), ("c", 0, 2, 1)]
+    commit(plan, states)
+    plan = s.schedule()
+    # 8 rows: a may have 6 (one is left for each of b and c), then b and c get one each.
+    assert shares(plan) == [("a", 2, 3, 6), ("b", 2, 3, 1), ("c", 2, 3, 1)]
+
+
+def test_waiting_requests_join_when_there_is_room_and_in_order() -> None:
+    s = scheduler(rows=20, batch=2)
+    states = [sequence("a", 4), sequence("b", 4), sequence("c", 4)]
+    for state in states:
+        s.add(state)
+    assert [e.request.request_id for e in s.schedule().entries] == ["a", "b"]
+    s.remove(states[0])
+    assert [name for name, *_ in shares(s.schedule())] == ["b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "context", "nodes", "depth"),
+    [
+        (100, 1000, 5, 98),  # one of 100 tokens is there, the step's bonus token is another
+        (2, 1000, 1, 0),  # only the bonus token is left: nothing to guess
+        (4, 1000, 5, 2),
+        (100, 13, 5, 1),  # 11 tokens are there; one guess and the bonus token fill the context
+    ],
+)
+def test_trees_are_no_deeper_than_what_may_still_be_said(
+    max_tokens: int, context: int, nodes: int, depth: int
+) -> None:
+    s, a = scheduler(context=context), sequence("a", 10, max_tokens)
+    s.add(a)
+    commit(s.schedule(), [a])
+    (entry,) = s.schedule().entries
+    assert (entry.max_nodes, entry.max_depth) == (nodes, depth)
+
+
+def test_short_of_blocks_a_request_goes_on_without_a_tree() -> None:
+    s, a = scheduler(blocks=2, tree=9), sequence("a", 6)
+    s.add(a)
+    commit(s.schedule(), [a])
+    assert shares(s.schedule()) == [("a", 6, 7, 1)]  # 8 positions: 7 + 8 nodes do not fit
+
+
+def test_the_newest_gives_way_and_comes_back_first() -> None:
+    s = scheduler(blocks=4, tree=1)
+    a, b, c = sequence("a", 8), sequence("b", 7), sequence("c", 1)
+    for state in (a, b, c):
+        s.add(state)
+    plan = s.schedule()
+    assert shares(plan) == [("a", 0, 8, 1), ("b", 0, 7, 1)]
+    commit(plan, [a, b])
+    # a needs a third block; b, the newest running, loses its two and goes before c.
+    plan = s.schedule()
+    assert shares(plan) == [("a", 8, 9, 1)]
+    assert (s.preemptions, b.computed, b.block_table, b.incarnation) == (1, 0, [], 1)
+    assert list(s.waiting) == [b, c]
+    s.check_integrity()
+    commit(plan, [a, b])
+    s.remove(a)
+    assert shares(s.schedule())[0] == ("b", 0, 8, 1)  # the token it had said is part of its text
+
+
+def test_blocks_that_go_astray_are_noticed() -> None:
+    s, a = scheduler(), sequence("a", 9)
+    s.add(a)
+    s.schedule()
+    s.check_integrity()
+    a.block_table.pop()
+    with pytest.raises(IntegrityError, match="100 blocks, but 97 are free and 2 owned"):
+        s.check_integrity()
+
+
+def test_the_lowest_blocks_are_handed_out_first_so_that_they_lie_in_a_row() -> None:
+    pool = BlockPool(6, block_size=4)
+    first: list[int] = []
+    second: list[int] = []
+    assert pool.extend(first, 5)
+    assert pool.extend(second, 4)
+    pool.release(first)
+    assert pool.extend(second, 12)
+    assert (second, pool.num_free) == ([2, 0, 1], 3)
+    assert not pool.extend(second, 40)
+    assert second == [2, 0, 1]

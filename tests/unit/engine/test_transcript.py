@@ -1,0 +1,106 @@
+"""Text, stop conditions and figures of one request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from specinfer.engine.transcript import Transcript
+from specinfer.request import FinishReason, Request, SamplingParams
+from specinfer.tokenizer import Tokenizer
+from specinfer.tree import DrawRule, TreeBuilder
+from specinfer.tree.token_tree import single_node
+from specinfer.verify.acceptance import Acceptance
+
+from tests.tiny_models import write_tiny_llama
+
+END = 3  # the byte that ends the text in these tests
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tiny_llama(tmp_path_factory.mktemp("t"), vocab_size=256, tokenizer=True))
+
+
+def transcript(tokenizer: Tokenizer, **params: Any) -> Transcript:
+    request = Request("r", (65,), SamplingParams(**{"temperature": 0, **params}), seed=0)
+    ending = frozenset({END} if not request.params.ignore_eos else ()) | set(request.params.stop_token_ids)
+    return Transcript(request, tokenizer, ending=ending, max_context=100, now=0.0)
+
+
+def say(t: Transcript, text: str | bytes) -> list[str]:
+    """Commit one token per byte until the request ends; the pieces a stream would show."""
+    pieces = []
+    for byte in text.encode() if isinstance(text, str) else text:
+        t.commit(single_node(0), Acceptance((), byte), now=1.0)
+        pieces.append(t.output().new_text)
+        if t.finish_reason is not None:
+            break
+    return pieces
+
+
+@pytest.mark.parametrize(
+    ("params", "said", "text", "reason"),
+    [
+        ({"max_tokens": 3}, "hello", "hel", FinishReason.LENGTH),
+        ({}, b"hi\x03there", "hi", FinishReason.STOP),
+        ({"ignore_eos": True, "max_tokens": 4}, b"hi\x03t", "hi\x03t", FinishReason.LENGTH),
+        ({"min_tokens": 4}, b"h\x03i\x03", "h\x03i", FinishReason.STOP),
+        ({"stop_token_ids": (ord("l"),)}, "hello", "he", FinishReason.STOP),
+        ({"stop": "lo"}, "hello there", "hel", FinishReason.STOP),
+        ({"stop": ("there", "ell")}, "hello there", "h", FinishReason.STOP),
+        ({"stop": "l", "min_tokens": 4}, "hello lo", "hel", FinishReason.STOP),
+        ({"stop": "xyz", "max_tokens": 5}, "hexyhello", "hexyh", FinishReason.LENGTH),
+    ],
+)
+def test_a_request_ends_where_it_should(
+    tokenizer: Tokenizer, params: dict[str, Any], said: str | bytes, text: str, reason: FinishReason
+) -> None:
+    t = transcript(tokenizer, **params)
+    pieces = say(t, said)
+    assert (t.output().text, t.finish_reason) == (text, reason)
+    assert "".join(pieces) == text
+
+
+def test_a_stream_holds_back_what_a_stop_string_may_still_take(tokenizer: Tokenizer) -> None:
+    t = transcript(tokenizer, stop="STOP")
+    assert say(t, "a STO, b ST") == ["a", " ", "", "", "", "STO,", " ", "b", " ", "", ""]
+    t.abort(2.0)
+    assert t.output().new_text == "ST"
+
+
+def test_a_stream_never_shows_half_a_character(tokenizer: Tokenizer) -> None:
+    assert say(transcript(tokenizer), "né") == ["n", "", "é"]
+
+
+def test_tokens_after_the_end_are_dropped(tokenizer: Tokenizer) -> None:
+    builder = TreeBuilder(root=ord("x"))
+    node = 0
+    for token in b"ab\x03cd":
+        node = builder.add(node, token, "guesser") or 0
+    t = transcript(tokenizer)
+    committed = t.commit(builder.build(), Acceptance((1, 2, 3, 4, 5), ord("e")), now=1.0)
+    assert committed == (ord("a"), ord("b"), END)
+    assert (t.output().text, t.output().token_ids) == ("ab", (97, 98, END))
+
+
+def test_figures_count_steps_after_the_first_token_and_give_credit(tokenizer: Tokenizer) -> None:
+    #   x - a - b      guesser: a b, other: a c
+    #        \- c
+    builder = TreeBuilder(root=ord("x"))
+    a = builder.add(0, ord("a"), "guesser") or 0
+    builder.add(a, ord("b"), "guesser")
+    builder.add(0, ord("a"), "other", DrawRule.POINT_MASS)
+    builder.add(a, ord("c"), "other")
+    t = transcript(tokenizer)
+    t.commit(single_node(ord("p")), Acceptance((), ord("x")), now=1.0)
+    t.commit(builder.build(), Acceptance((1, 2), ord("z")), now=2.0)
+    t.commit(builder.build(), Acceptance((), ord("z")), now=3.0)
+    figures = t.output().figures
+    assert (figures.steps, figures.output_tokens, figures.tokens_per_step) == (2, 4, 2.0)
+    assert (figures.drafted_tokens, figures.accepted_tokens) == (6, 2)
+    assert (figures.accepted_per_depth, figures.drafted_per_depth) == ([1, 1], [2, 2])
+    assert figures.credit == {"guesser": 2, "other": 1}
+    assert figures.drafted == {"guesser": 4, "other": 4}
+    assert t.output().timing.ttft == 1.0

@@ -1,0 +1,160 @@
+"""GGUF files: rows are read alike however they are cut, and damage is told in one line."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Kind
+
+from specinfer.errors import ModelError, ModelFileError
+from specinfer.models.gguf import GGUFFile
+from specinfer.models.weights import estimate_bytes, load_model
+
+VOCAB, HIDDEN, INNER, HEAD = 24, 256, 512, 32
+MATRICES = {
+    "token_embd.weight": (VOCAB, HIDDEN),
+    "blk.0.attn_q.weight": (HIDDEN, HIDDEN),
+    "blk.0.attn_k.weight": (HIDDEN // 2, HIDDEN),
+    "blk.0.attn_v.weight": (HIDDEN // 2, HIDDEN),
+    "blk.0.attn_output.weight": (HIDDEN, HIDDEN),
+    "blk.0.ffn_gate.weight": (INNER, HIDDEN),
+    "blk.0.ffn_up.weight": (INNER, HIDDEN),
+    "blk.0.ffn_down.weight": (HIDDEN, INNER),
+}
+VECTORS = ("output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight")
+ALL_KINDS = (
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+)
+
+
+def write(path, kind=Kind.F32, *, arch="llama", leave_out=(), **extra):
+    """A one-layer model of random bytes; returns the bytes of each matrix."""
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HIDDEN // HEAD)
+    writer.add_head_count_kv(HIDDEN // HEAD // 2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for key, value in extra.items():
+        writer.add_uint32(key.replace("__", "."), value)
+    written = {}
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(3)
+    for name, (rows, columns) in MATRICES.items():
+        if name in leave_out:
+            continue
+        # Bytes below 60 keep every 16-bit scale finite.
+        written[name] = random.integers(0, 60, (rows, columns // block * block_bytes), dtype=np.uint8)
+        writer.add_tensor(name, written[name], raw_dtype=kind)
+    for name in VECTORS:
+        writer.add_tensor(name, random.standard_normal(HIDDEN).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return written
+
+
+@pytest.mark.parametrize("kind", [Kind[name] for name in ALL_KINDS], ids=ALL_KINDS)
+def test_every_kind_is_read_as_gguf_dequantizes_it(kind, tmp_path):
+    written = write(tmp_path / "m.gguf", kind)
+    file = GGUFFile(tmp_path / "m.gguf")
+    want = torch.from_numpy(gguf.quants.dequantize(written["blk.0.ffn_down.weight"], kind))
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert want.isfinite().all()
+    assert want.abs().max() > 0
+    assert torch.equal(file.read_rows(name, 0, HIDDEN), want)
+    assert torch.equal(file.read_rows(name, 7, 30), want[7:30])
+
+
+def test_interleaved_heads_are_put_in_order_in_any_range_of_rows(tmp_path):
+    written = write(tmp_path / "m.gguf", Kind.Q8_0)
+    file = GGUFFile(tmp_path / "m.gguf")
+    raw = gguf.quants.dequantize(written["blk.0.attn_k.weight"], Kind.Q8_0)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    whole = file.read_rows(name, 0, HIDDEN // 2).numpy()
+    # Row j of a head's first half is row 2 j of the file, row j of its second half row 2 j + 1.
+    assert np.array_equal(whole[HEAD + 3], raw[HEAD + 6])
+    assert np.array_equal(whole[HEAD + HEAD // 2 + 3], raw[HEAD + 7])
+    for start, stop in ((0, 1), (5, 40), (33, 34), (100, 128)):
+        assert np.array_equal(file.read_rows(name, start, stop).numpy(), whole[start:stop])
+
+
+def test_other_architectures_keep_their_rows(tmp_path):
+    written = write(tmp_path / "m.gguf", Kind.Q8_0, arch="qwen2")
+    rows = GGUFFile(tmp_path / "m.gguf").read_rows("model.layers.0.self_attn.q_proj.weight", 0, 9)
+    raw = gguf.quants.dequantize(written["blk.0.attn_q.weight"], Kind.Q8_0)
+    assert np.array_equal(rows.numpy(), raw[:9])
+
+
+def test_estimate_is_of_the_loaded_dtype_not_of_the_file(tmp_path):
+    write(tmp_path / "m.gguf", Kind.Q4_K)
+    elements = sum(rows * columns for rows, columns in MATRICES.values()) + len(VECTORS) * HIDDEN
+    assert estimate_bytes(tmp_path / "m.gguf", torch.float32) == elements * 4
+
+
+def refused(path, error, message):
+    with pytest.raises(error, match=message) as caught:
+        load_model(path, dtype=torch.float32, device=torch.device("cpu"))
+    assert "\n" not in str(caught.value)
+
+
+def test_truncated_anywhere(tmp_path):
+    write(tmp_path / "whole.gguf", Kind.Q8_0)
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for length in (0, 3, 20, 100, 700, len(whole) // 2, len(whole) - 2000):
+        cut.write_bytes(whole[:length])
+        refused(cut, ModelFileError, r"cut\.gguf")
+
+
+def test_not_gguf(tmp_path):
+    (tmp_path / "m.gguf").write_bytes(b"PK\x03\x04" + b"\0" * 200)
+    refused(tmp_path / "m.gguf", ModelFileError, "GGUF")
+
+
+def test_a_type_without_weights_of_ours(tmp_path):
+    write(tmp_path / "m.gguf", Kind.TQ1_0)
+    refused(
+        tmp_path / "m.gguf", ModelFileError, r"is of type TQ1_0; supported: F32 F16 BF16 Q4_0 .*another quant"
+    )
+
+
+def test_missing_tensors(tmp_path):
+    write(tmp_path / "a.gguf", leave_out=("blk.0.ffn_up.weight",))
+    refused(tmp_path / "a.gguf", ModelFileError, r"lacks tensor 'model\.layers\.0\.mlp\.up_proj\.weight'")
+    write(tmp_path / "b.gguf", leave_out=("token_embd.weight",))
+    refused(tmp_path / "b.gguf", ModelError, r"no token_embd\.weight")
+
+
+def test_one_part_of_several(tmp_path):
+    write(tmp_path / "m.gguf", split__count=3)
+    refused(tmp_path / "m.gguf", ModelFileError, "one of 3 parts; merge them first")
+
+
+def test_unsupported_architecture(tmp_path):
+    write(tmp_path / "m.gguf", arch="mamba")
+    refused(
+        tmp_path / "m.gguf", ModelError, "architecture is 'mamba'; supported: gemma3, llama, qwen2, qwen3"
+    )
+
+
+def test_a_config_that_contradicts_the_tensors(tmp_path):
+    write(tmp_path / "m.gguf", llama__attention__key_length=16, llama__attention__value_length=16)
+    refused(tmp_path / "m.gguf", ModelFileError, r"shape \[256, 256\], the config asks for \[128, 256\]")

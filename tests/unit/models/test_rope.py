@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from specinfer.models.config import Llama3Scaling, Rope
+from specinfer.models.rope import Rotation, rope_frequencies
+
+
+def test_frequencies_fall_from_one_to_one_over_theta():
+    # head_dim 4: theta ** -(0/4), theta ** -(2/4)
+    assert rope_frequencies(Rope(100.0), 4).tolist() == pytest.approx([1.0, 0.1])
+
+
+def test_linear_scaling_divides_positions():
+    assert rope_frequencies(Rope(100.0, linear_factor=4.0), 4).tolist() == pytest.approx([0.25, 0.025])
+
+
+def test_divisors_divide_one_frequency_each():
+    assert rope_frequencies(Rope(100.0, divisors=(1.0, 8.0)), 4).tolist() == pytest.approx([1.0, 0.0125])
+
+
+def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():
+    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=64)
+    plain = rope_frequencies(Rope(10000.0), 8)
+    scaled = rope_frequencies(Rope(10000.0, llama3=scaling), 8)
+    waves = (2 * math.pi / plain).tolist()  # 6.3, 63, 628, 6283; short is < 16, long is > 64
+    assert waves[0] < 16 < waves[1] < 64 < waves[2]
+    ratio = (plain / scaled).tolist()
+    assert ratio[0] == pytest.approx(1)
+    assert 1 < ratio[1] < 8
+    assert ratio[2:] == pytest.approx([8, 8])
+
+
+def test_a_head_is_rotated_by_complex_multiplication():
+    """(a, b) at distance H/2 is the number a + bi, turned by position * frequency."""
+    frequencies = rope_frequencies(Rope(100.0), 8)
+    positions = torch.tensor([0, 3, 250])
+    x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))
+    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(1j * positions[:, None, None] * frequencies)
+    got = Rotation(positions, frequencies, torch.float32)(x)
+    torch.testing.assert_close(got, torch.cat((turned.real, turned.imag), -1), atol=1e-4, rtol=0)
+    torch.testing.assert_close(got[0], x[0])
