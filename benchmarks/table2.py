@@ -43,7 +43,9 @@ WIDTHS = (1, 2, 3, 4, 5)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="the target: folder, GGUF file or name")
     parser.add_argument("--draft", required=True, help="the small speculative model")
     parser.add_argument("--dataset", action="append", required=True, metavar="NAME=FILE.jsonl")
@@ -51,7 +53,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=8, help="tokens per step do not depend on it")
     parser.add_argument("--modes", default=",".join(MODES), help=f"of: {', '.join(MODES)}")
-    parser.add_argument("--out", type=Path, required=True, help="Markdown file; its cells lie beside it as .json")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="Markdown file; its cells lie beside it as .json"
+    )
     args = parser.parse_args()
 
     cells_file = args.out.with_suffix(".json")
@@ -76,7 +80,9 @@ def main() -> None:
                     base = LLM(args.model, **options)
                 llm = LLM.from_models(EngineConfig.from_options(args.model, options), base.models)
                 cells[key] = _cell(llm, _prompts(Path(path), args.limit), MODES[mode], args.max_tokens)
-                print(f"{key}: {cells[key]['tokens_per_step']:.3f} in {cells[key]['seconds']:.0f} s", flush=True)
+                print(
+                    f"{key}: {cells[key]['tokens_per_step']:.3f} in {cells[key]['seconds']:.0f} s", flush=True
+                )
                 _write(cells_file, json.dumps({"settings": settings, "cells": cells}, indent=1) + "\n")
                 _write(args.out, _markdown(cells, list(datasets), settings))
 

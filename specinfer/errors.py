@@ -1,18 +1,18 @@
 """Every exception specinfer raises on purpose.
 
-    SpecInferError
-    |-- UserError (ValueError)        one clear line for the user; the CLI exits with status 2
-    |   |-- ConfigError               an engine option
-    |   |-- RequestError              a prompt or a sampling parameter
-    |   |-- ModelError                a model name, folder or file
-    |   |   |-- ModelNotFoundError    nothing of that name
-    |   |   |-- ModelFileError        a file that is damaged, truncated or of the wrong kind
-    |   |   `-- ChecksumError         a file that is not the one the catalogue names
-    |   |-- DownloadError             the network or the disk failed while pulling
-    |   |-- DatasetError              a prompt file
-    |   |-- DrawRuleError             a draw rule its verifier cannot treat losslessly
-    |   `-- CapacityError             it does not fit in memory
-    `-- IntegrityError                an invariant of ours is broken: a bug in specinfer
+SpecInferError
+|-- UserError (ValueError)        one clear line for the user; the CLI exits with status 2
+|   |-- ConfigError               an engine option
+|   |-- RequestError              a prompt or a sampling parameter
+|   |-- ModelError                a model name, folder or file
+|   |   |-- ModelNotFoundError    nothing of that name
+|   |   |-- ModelFileError        a file that is damaged, truncated or of the wrong kind
+|   |   `-- ChecksumError         a file that is not the one the catalogue names
+|   |-- DownloadError             the network or the disk failed while pulling
+|   |-- DatasetError              a prompt file
+|   |-- DrawRuleError             a draw rule its verifier cannot treat losslessly
+|   `-- CapacityError             it does not fit in memory
+`-- IntegrityError                an invariant of ours is broken: a bug in specinfer
 """
 
 from __future__ import annotations

@@ -61,5 +61,3 @@ class Attend(Protocol):
     def __call__(
         self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *, scale: float, windowed: bool
     ) -> Tensor: ...
-
-

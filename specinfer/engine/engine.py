@@ -155,7 +155,9 @@ class Engine:
         rows = [
             _tree_rows(entry, next(upcoming))
             if entry.has_tree
-            else chain_rows(entry.token_ids[entry.start : entry.end], entry.start, entry.block_table, logits=False)
+            else chain_rows(
+                entry.token_ids[entry.start : entry.end], entry.start, entry.block_table, logits=False
+            )
             for entry in plan.entries
         ]
         return as_rows(self._target.forward(rows))
@@ -213,7 +215,9 @@ def _tree_rows(entry: PlanEntry, tree: TokenTree) -> Rows:
     """The uncached text up to the root, then the other nodes; logits from the root on."""
     chain, root = entry.end - entry.start, entry.end - 1
     if tree.num_nodes == 1:
-        return chain_rows(entry.token_ids[entry.start : entry.end], entry.start, entry.block_table, logits=True)
+        return chain_rows(
+            entry.token_ids[entry.start : entry.end], entry.start, entry.block_table, logits=True
+        )
     positions = [*range(entry.start, root), *(root + depth for depth in tree.depths())]
     return Rows(
         token_ids=[*entry.token_ids[entry.start : root], *tree.token_ids],

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from specinfer.attention.backend import AttentionBatch, Segment
 
-
 PAD = 64  # a multiple of every vector width; the KV cache has as many spare slots at its end
 
 
@@ -106,7 +105,8 @@ def _single_row(
         token_ids_T=torch.tensor([*row.token_ids] * 2, dtype=torch.int64, device=device),
         positions_T=torch.tensor([*row.positions] * 2, dtype=torch.int64, device=device),
         attention=AttentionBatch(
-            (Segment(slice(0, 2), slots, *(mask.expand(2, -1) for mask in masks)),), torch.tensor(slot, dtype=torch.int64, device=device)
+            (Segment(slice(0, 2), slots, *(mask.expand(2, -1) for mask in masks)),),
+            torch.tensor(slot, dtype=torch.int64, device=device),
         ),
         logit_rows=None,
         num_logits=1 - row.logits_from,
@@ -147,9 +147,7 @@ def _as_tensor(slots: Tensor | slice, device: torch.device) -> Tensor:
     return slots
 
 
-def _masks(
-    rows: Rows, window: int | None, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _masks(rows: Rows, window: int | None, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """The additive masks of full and of windowed layers, [n, padded length] each."""
     n = len(rows.token_ids)
     length = rows.start + n

@@ -55,7 +55,9 @@ class ModelRunner:
             rows, block_size=self._block_size, window=self._window, dtype=model.dtype, device=model.device
         )
         attend = _BoundAttention(self.cache, self._backend, batch.attention)
-        return model.forward(batch.token_ids_T, batch.positions_T, attend, batch.logit_rows)[: batch.num_logits]
+        return model.forward(batch.token_ids_T, batch.positions_T, attend, batch.logit_rows)[
+            : batch.num_logits
+        ]
 
     @torch.inference_mode()
     def move(self, moves: Sequence[Move]) -> None:

@@ -21,6 +21,7 @@ from specinfer.runtime.sampling import coupled_children, target_law
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.verify.law import inverse_cdf, most_likely
 
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """A frontier node that is to get children, and what their law depends on."""

@@ -26,7 +26,9 @@ class NgramSpeculator:
     first. A guess that runs into the end of the text goes on into itself, so a loop is guessed to loop.
     """
 
-    def __init__(self, *, shortest: int, longest: int, branches: int, depth: int, name: str = "ngram") -> None:
+    def __init__(
+        self, *, shortest: int, longest: int, branches: int, depth: int, name: str = "ngram"
+    ) -> None:
         self.name = name
         self._lengths = range(longest, shortest - 1, -1)
         self._branches = branches

@@ -11,19 +11,18 @@ percent per token) gives p < 1e-30 at these counts, as the last test shows.
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
+
 from specinfer.attention.sdpa import SdpaBackend
 from specinfer.request import SamplingParams
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner, as_rows
 from specinfer.runtime.sampling import target_law
 from specinfer.tree import DrawRule
-
 from tests.engines import Tiny, write_tiny
 
 VOCAB = 6

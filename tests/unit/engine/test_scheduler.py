@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from specinfer.config import SchedulerConfig
 from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.scheduler import Scheduler

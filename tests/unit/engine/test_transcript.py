@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
+
 from specinfer.engine.transcript import Transcript
 from specinfer.request import FinishReason, Request, SamplingParams
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.token_tree import single_node
 from specinfer.verify.acceptance import Acceptance
-
 from tests.tiny_models import write_tiny_llama
 
 END = 3  # the byte that ends the text in these tests
