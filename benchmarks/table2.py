@@ -131,8 +131,8 @@ def _markdown(cells: dict[str, Any], datasets: list[str], settings: dict[str, An
     lines = [
         f"# Tokens per step by tree width: {settings['model']} with {settings['draft']}",
         "",
-        f"Expansion <1,1,w,1,1,1,1,1>, {settings['limit']} prompts of each set through the chat template. The "
-        "first token, which comes with the prefill, is not counted; the last step of a text is, though "
+        f"Expansion <1,1,w,1,1,1,1,1>, {settings['limit']} prompts of each set through the chat template. "
+        "The first token, which comes with the prefill, is not counted; the last step of a text is, though "
         "max_tokens cuts it short. The paper's rows are LLaMA-7B with a 68M SSM.",
         "",
         "| data set | | max_tokens | w=1 | 2 | 3 | 4 | 5 |",

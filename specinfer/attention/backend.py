@@ -60,4 +60,6 @@ class Attend(Protocol):
 
     def __call__(
         self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *, scale: float, windowed: bool
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """The attended values of one layer, [T, N, H]."""
+        ...

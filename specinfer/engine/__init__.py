@@ -1,0 +1,1 @@
+"""The engine: continuous batching of token trees, one step at a time."""

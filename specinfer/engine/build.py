@@ -156,8 +156,8 @@ def _check_vocabulary(target: ModelFiles, tokenizer: Tokenizer, draft: ModelFile
     sizes = load_config(target.path).vocab_size, load_config(draft.path).vocab_size
     if theirs.fingerprint() != tokenizer.fingerprint() or sizes[0] != sizes[1]:
         raise ConfigError(
-            f"draft {draft.name} has another vocabulary ({theirs.vocab_size} tokens, logits of {sizes[1]}) than "
-            f"the target {target.name} ({tokenizer.vocab_size}, {sizes[0]}); choose a draft of the same family"
+            f"draft {draft.name} has another vocabulary ({theirs.vocab_size} tokens, logits of {sizes[1]}) "
+            f"than the target {target.name} ({tokenizer.vocab_size}, {sizes[0]}); use one of its family"
         )
 
 

@@ -86,8 +86,8 @@ class Engine:
             raise RequestError("the prompt is empty; give at least one token of text")
         if prompt >= self.max_context:
             raise RequestError(
-                f"the prompt has {prompt} tokens; allowed: at most {self.max_context - 1}, since the context is "
-                f"{self.max_context} and an answer needs at least one; shorten the prompt"
+                f"the prompt has {prompt} tokens; allowed: at most {self.max_context - 1}, since the context "
+                f"is {self.max_context} and an answer needs at least one; shorten the prompt"
             )
         outside = [t for t in (*request.prompt_token_ids, *params.stop_token_ids) if not 0 <= t < vocab]
         if outside:
@@ -96,8 +96,8 @@ class Engine:
         capacity = self._pool.num_blocks * self._pool.block_size
         if longest > capacity:
             raise RequestError(
-                f"{prompt} prompt tokens and max_tokens {params.max_tokens} need {longest} KV cache positions; "
-                f"the cache has {capacity}; lower max_tokens or raise kv_cache_memory"
+                f"{prompt} prompt tokens and max_tokens {params.max_tokens} need {longest} KV cache "
+                f"positions; the cache has {capacity}; lower max_tokens or raise kv_cache_memory"
             )
 
     def add(self, request: Request) -> None:

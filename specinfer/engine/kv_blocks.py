@@ -29,12 +29,11 @@ class BlockPool:
         return -(-positions // self.block_size)
 
     def extend(self, block_table: list[int], positions: int) -> bool:
-        """Append blocks to `block_table` until it holds `positions`; False, and nothing taken, if they lack."""
+        """Append blocks to `block_table` until it holds `positions`; False, none taken, if they lack."""
         missing = self.blocks_for(positions) - len(block_table)
         if missing > len(self._free):
             return False
-        for _ in range(missing):
-            block_table.append(heapq.heappop(self._free))
+        block_table.extend(heapq.heappop(self._free) for _ in range(missing))
         return True
 
     def release(self, block_table: list[int]) -> None:

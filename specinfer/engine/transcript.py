@@ -33,7 +33,7 @@ class Transcript:
         self._finished: float | None = None
 
     def commit(self, tree: TokenTree, acceptance: Acceptance, now: float) -> tuple[int, ...]:
-        """Add a step's tokens; returns those that became part of the text, the ones after its end left out."""
+        """Add a step's tokens; returns those that became part of the text: none after its end."""
         tokens = [tree.token_ids[node] for node in acceptance.path] + [acceptance.next_token]
         kept = 0
         for token in tokens:

@@ -1,0 +1,1 @@
+"""Models at work: batches, KV caches, forward passes, sampling laws."""

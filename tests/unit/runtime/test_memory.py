@@ -1,0 +1,59 @@
+"""KV cache moves, and what does not fit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specinfer.errors import CapacityError
+from specinfer.runtime import memory
+from specinfer.runtime.kv_cache import KvCache
+
+CPU = torch.device("cpu")
+CONFIG = SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=8)  # 2 * 2 * 2 * 8 * 4 = 256 bytes a position
+
+
+def blocks(free: int, monkeypatch: pytest.MonkeyPatch, **changes: int | None) -> int:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    options = {"block_size": 4, "wanted_positions": 100, "needed_positions": 10, "limit": None, **changes}
+    return memory.num_blocks([(CONFIG, torch.float32)], device=CPU, **options)  # type: ignore[arg-type, list-item]
+
+
+def test_the_cache_takes_what_is_wanted_but_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocks(1 << 30, monkeypatch) == 25
+    assert blocks(20 * 1024, monkeypatch) == 10  # half of what is free
+    assert blocks(1 << 30, monkeypatch, limit=64 * 1024) == 64  # what the caller says
+
+
+@pytest.mark.parametrize(
+    ("free", "limit", "says"),
+    [
+        (1 << 30, 2 * 1024, r"at least 3 blocks x 4 positions x 256 bytes = .*raise kv_cache_memory"),
+        (1024, None, "may take"),
+        (1 << 20, 1 << 30, r"kv_cache_memory is 1.00 GiB, but 1.00 MiB are free"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_arithmetic(
+    monkeypatch: pytest.MonkeyPatch, free: int, limit: int | None, says: str
+) -> None:
+    with pytest.raises(CapacityError, match=says):
+        blocks(free, monkeypatch, limit=limit)
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 3 << 30)
+    memory.check_weights_fit({"target": 2 << 30, "draft": 1 << 30}, CPU)
+    with pytest.raises(CapacityError, match=r"target 3.00 GiB \+ draft 1.00 GiB = 4.00 GiB, but 3.00 GiB"):
+        memory.check_weights_fit({"target": 3 << 30, "draft": 1 << 30}, CPU)
+
+
+def test_moves_read_everything_before_they_write() -> None:
+    cache = KvCache(num_layers=2, num_slots=8, num_kv_heads=1, head_dim=1, dtype=torch.float32, device=CPU)
+    for layer in range(2):
+        cache.keys[layer][:, 0, 0] = torch.arange(8) + 100 * layer
+        cache.values[layer][:, 0, 0] = torch.arange(8) + 100 * layer + 50
+    cache.move([3, 4, 6], [2, 3, 4])
+    assert cache.keys[0].flatten().tolist() == [0, 1, 3, 4, 6, 5, 6, 7]
+    assert cache.values[1].flatten().tolist() == [150, 151, 153, 154, 156, 155, 156, 157]
