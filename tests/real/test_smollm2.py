@@ -1,0 +1,61 @@
+"""The promise on a real model in bfloat16: the same seed gives the same text, however it came about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specinfer import LLM, EngineConfig, SamplingParams
+
+from .models import qwen_draft, smollm2
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS = [
+    "Repeat this sentence three times: the quick brown fox jumps over the lazy dog.",
+    "What is gravity? Answer in two sentences.",
+    "Write a Python function that adds two numbers, then call it twice.",
+    "List five animals, then list them again in reverse order.",
+    "Explain why the sky is blue to a child.",
+    "Write a short poem about the sea.",
+]
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0, max_tokens=48),
+    "T=1": SamplingParams(temperature=1, seed=5, max_tokens=48),
+    "T=.7, top_p, top_k, min_p": SamplingParams(
+        temperature=0.7, top_p=0.9, top_k=50, min_p=0.02, seed=8, max_tokens=48
+    ),
+    "min_tokens and stop": SamplingParams(
+        temperature=0.9, seed=3, max_tokens=48, min_tokens=12, stop=(".", "\n")
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM(smollm2(), max_context=1024)
+
+
+def texts(llm: LLM, params: SamplingParams, *, together: bool) -> list[str]:
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    outputs = llm.chat(chats, params) if together else [llm.chat(chat, params)[0] for chat in chats]
+    llm.engine.check_integrity()
+    return [output.text for output in outputs]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_the_same_seed_gives_the_same_text_with_and_without_speculation(plain: LLM, sampling: str) -> None:
+    options: dict[str, Any] = {"ngram": True, "ngram_branches": 2, "max_context": 1024}
+    speculative = LLM.from_models(EngineConfig.from_options(smollm2(), options), plain.models)
+    params = SAMPLING[sampling]
+    expected = texts(plain, params, together=False)
+    assert all(len(text) > 10 or params.stop for text in expected)
+    assert texts(speculative, params, together=False) == expected
+    assert texts(speculative, params, together=True) == expected
+    assert texts(plain, params, together=True) == expected
+
+
+def test_a_draft_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="has another vocabulary"):
+        LLM(smollm2(), drafts=(qwen_draft(),))
