@@ -1,52 +1,71 @@
-# Two commands matter: `make demo` and `make test`. Both make .venv first, once.
+# Two commands: `make demo` and `make test`. Both make .venv first, once; nothing outside it is touched.
+#
+#   make test PYTHON=python3.12                             another Python (3.11 or newer)
+#   make test VENV_FLAGS=--system-site-packages VENV=/tmp/v  keep the system's PyTorch, for example with CUDA
 
 PYTHON ?= python3
 VENV ?= .venv
 VENV_FLAGS ?=
-BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+ARGS ?=
 
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The system's packages are kept as they are where they are in range; elsewhere versions are exact.
+CONSTRAIN := $(if $(findstring --system-site-packages,$(VENV_FLAGS)),,--constraint constraints.txt)
+
+MADE := $(VENV)/.made
+RUN := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
+
+.PHONY: help demo test test-fast lint format pin clean distclean
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format bench clean
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-demo: $(VENV)/.installed ## watch a real model answer through token trees
-	@$(BIN)/specinfer demo
+demo: $(RUN) ## install, fetch a small model, and show speculation at work
+	@$(BIN)/specinfer demo $(ARGS)
 
-test: lint ## the whole test-suite, lint and types; what CI runs
-	$(BIN)/python -m pytest
+test: lint ## lint, types and the whole test suite: what CI runs
+	$(BIN)/python -m pytest $(ARGS)
 
-test-fast: $(VENV)/.dev ## the tests that need no real model, in under 90 seconds
-	$(BIN)/python -m pytest -m "not slow"
+test-fast: $(DEV) ## the tests that need no real model and no minutes
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-lint: $(VENV)/.dev ## ruff and mypy
+lint: $(DEV) ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --strict
 
-format: $(VENV)/.dev ## rewrite the code as ruff would have it
+format: $(DEV) ## let ruff format and sort
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.installed ## the default model without and with speculation, on the built-in prompts
-	$(BIN)/specinfer bench --model smollm2-135m --ngram
+bench-%: $(DEV) ## benchmarks/%.py with ARGS="...", for example make bench-table2 ARGS=--help
+	$(BIN)/python benchmarks/$*.py $(ARGS)
 
-clean: ## remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+pin: $(DEV) ## write constraints.txt from what is installed
+	$(BIN)/python tools/pin_constraints.py
 
-$(VENV)/bin/python:
+clean: ## remove caches and build results
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## ... and the environment
+	rm -rf $(VENV)
+
+$(MADE):
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is Python %d.%d; specinfer needs 3.11 or newer: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
-
-$(VENV)/.installed: pyproject.toml constraints.txt tools/install_torch.py | $(VENV)/bin/python
-	@echo "Installing specinfer into $(VENV) (a minute or two, once)"
-	@$(PIP) pip
-	@$(BIN)/python tools/install_torch.py
-	@$(PIP) -e .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.installed
-	@echo "Installing the development tools into $(VENV)"
-	@$(PIP) -e '.[dev]'
+$(RUN): $(MADE) pyproject.toml constraints.txt tools/install_torch.py
+	@$(BIN)/python tools/install_torch.py
+	@echo "installing specinfer and what it needs"
+	@$(PIP) install --quiet $(CONSTRAIN) --editable .
+	@touch $@
+
+$(DEV): $(RUN)
+	@echo "installing the tools for tests and benchmarks"
+	@$(PIP) install --quiet $(CONSTRAIN) --editable '.[dev]'
 	@touch $@

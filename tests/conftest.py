@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 import torch
+
+# The same examples in every run, on every machine: a test that passed passes again.
+hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session", autouse=True)

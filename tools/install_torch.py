@@ -16,6 +16,7 @@ Standard library only: it runs before anything is installed.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import re
 import shutil
@@ -27,7 +28,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VERSION = "2.13.0"  # what is installed; what is accepted stands in pyproject.toml
 CONSTRAINTS = ROOT / "constraints.txt"
-UV_TIMEOUT = 30  # seconds uv waits for an index that does not answer
 
 
 def main() -> int:
@@ -65,7 +65,7 @@ def least_version() -> str:
 
 def as_numbers(version: str) -> tuple[int, ...]:
     """2.13.0+cpu -> (2, 13, 0)."""
-    return tuple(int(part) for part in re.match(r"[\d.]*\d", version).group().split("."))  # type: ignore[union-attr]
+    return tuple(int(part) for part in re.split(r"[^\d.]", version)[0].strip(".").split("."))
 
 
 def wants_plain() -> str | None:
@@ -86,8 +86,9 @@ def uv_installs_cpu_build() -> bool:
         return False
     command = [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable]
     command += ["--torch-backend=cpu", "--constraint", str(CONSTRAINTS), f"torch=={VERSION}"]
+    patience = os.environ | {"UV_HTTP_TIMEOUT": "30"}  # seconds for an index that does not answer
     try:
-        return subprocess.run(command, check=False).returncode == 0
+        return subprocess.run(command, env=patience, check=False).returncode == 0
     finally:
         pip("uninstall", "--yes", "uv", quiet=True)
 

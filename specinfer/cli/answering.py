@@ -1,0 +1,108 @@
+"""Streaming an answer to the terminal, and the figures that follow it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from specinfer.cli.tree_view import draw_tree
+from specinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specinfer.engine.trace import TreeEvent
+    from specinfer.llm import LLM
+    from specinfer.request import RequestOutput
+
+
+class Listener:
+    """Hears each step's tree and shows it, writes it to a trace file, or both."""
+
+    def __init__(self, llm: LLM, *, show: bool, trace: Path | None) -> None:
+        self._tokenizer = llm.tokenizer
+        self.show = show
+        self._file: TextIO | None = None
+        if trace is not None:
+            try:
+                self._file = trace.open("w", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"cannot write the trace to {trace}: {error.strerror}") from None
+        llm.engine.on_tree = self._hear
+
+    def close(self) -> None:
+        """Finish the trace file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _text(self, token: int) -> str:
+        if self._tokenizer.is_special(token):
+            return self._tokenizer.id_to_token(token) or ""
+        return self._tokenizer.token_bytes[token].decode("utf-8", "replace")
+
+    def _hear(self, event: TreeEvent) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(event.to_json()) + "\n")
+        if self.show:
+            colour = sys.stdout.isatty()
+            for line in draw_tree(event, self._text):
+                click.echo(line.coloured() if colour else line.plain())
+            click.echo()
+
+
+def stream(outputs: Iterator[RequestOutput], *, echo: bool = True) -> RequestOutput:
+    """Print an answer as it comes, and return it whole."""
+    last = None
+    for last in outputs:
+        if echo and last.new_text:
+            click.echo(last.new_text, nl=False)
+            sys.stdout.flush()
+    assert last is not None, "an answer has at least one step"
+    return last
+
+
+def summary(output: RequestOutput) -> str:
+    """One line of figures about an answer."""
+    figures, timing = output.figures, output.timing
+    end = timing.finished if timing.finished is not None else time.perf_counter()
+    rate = len(output.token_ids) / (end - timing.arrived)
+    parts = [f"{len(output.token_ids)} tokens", f"{rate:.1f} tokens/s"]
+    if figures.drafted_tokens:
+        parts.append(f"{figures.tokens_per_step:.2f} tokens per step")
+        credit = ", ".join(
+            f"{name} {figures.credit.get(name, 0)} of {n}" for name, n in figures.drafted.items()
+        )
+        parts.append(f"accepted: {credit}")
+    parts.append(f"seed {output.seed}")
+    if output.finish_reason is not None:
+        parts.append(f"ended by {output.finish_reason.value}")
+    return " | ".join(parts)
+
+
+def as_json(output: RequestOutput) -> dict[str, Any]:
+    """An answer as plain JSON values."""
+    figures, timing = output.figures, output.timing
+    assert timing.finished is not None, "the answer is whole"
+    return {
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "prompt_tokens": len(output.prompt_token_ids),
+        "finish_reason": output.finish_reason.value if output.finish_reason else None,
+        "seed": output.seed,
+        "seconds": timing.finished - timing.arrived,
+        "ttft": timing.ttft,
+        "speculation": {
+            "steps": figures.steps,
+            "tokens_per_step": figures.tokens_per_step,
+            "drafted_tokens": figures.drafted_tokens,
+            "accepted_tokens": figures.accepted_tokens,
+            "accepted_per_depth": figures.accepted_per_depth,
+            "drafted_per_depth": figures.drafted_per_depth,
+            "credit": figures.credit,
+            "drafted": figures.drafted,
+        },
+    }

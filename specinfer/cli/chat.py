@@ -1,0 +1,105 @@
+"""`specinfer chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specinfer.cli.options import (
+    build_llm,
+    model_options,
+    sampling_options,
+    sampling_params,
+    speculation_options,
+)
+from specinfer.errors import RequestError
+
+if TYPE_CHECKING:
+    from specinfer.cli.answering import Listener
+    from specinfer.llm import LLM
+    from specinfer.request import RequestOutput, SamplingParams
+
+HELP = "/exit ends, /reset forgets the conversation, /stats shows figures, /trees on|off draws token trees"
+
+
+@click.command()
+@click.option("--system", help="A system message.")
+@model_options
+@speculation_options
+@sampling_options
+def chat(system: str | None, **options: Any) -> None:
+    """Talk with a model. Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation."""
+    params = sampling_params(options)
+    llm = build_llm(options)
+    if not llm.tokenizer.has_chat_template:
+        raise RequestError("this model has no chat template; use `specinfer generate --raw`")
+    from specinfer.cli.answering import Listener
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # arrow keys and history in input()
+    click.echo(f"{HELP}.", err=True)
+    Conversation(llm, params, Listener(llm, show=False, trace=None), system).run()
+
+
+class Conversation:
+    """The messages so far and the loop that adds to them."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, listener: Listener, system: str | None) -> None:
+        self._llm = llm
+        self._params = params
+        self._listener = listener
+        self._start = [{"role": "system", "content": system}] if system is not None else []
+        self._messages = list(self._start)
+        self._last: RequestOutput | None = None
+
+    def run(self) -> None:
+        """Read lines and answer them until the end of input."""
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "").strip()
+            except EOFError:
+                click.echo()
+                return
+            except KeyboardInterrupt:
+                click.echo()
+                continue
+            if line == "/exit":
+                return
+            if line.startswith("/"):
+                click.echo(self._command(line), err=True)
+            elif line:
+                self._answer(line)
+
+    def _command(self, line: str) -> str:
+        from specinfer.cli.answering import summary
+
+        if line == "/reset":
+            self._messages = list(self._start)
+            return "the conversation is forgotten"
+        if line == "/stats":
+            return summary(self._last) if self._last is not None else "no answer yet"
+        if line in ("/trees on", "/trees off"):
+            self._listener.show = line.endswith("on")
+            return f"trees are {line.split()[1]}"
+        return HELP
+
+    def _answer(self, question: str) -> None:
+        self._messages.append({"role": "user", "content": question})
+        text = ""
+        try:
+            for output in self._llm.stream_chat(self._messages, self._params):
+                self._last, text = output, output.text
+                if not self._listener.show:
+                    click.echo(output.new_text, nl=False)
+                    sys.stdout.flush()
+        except KeyboardInterrupt:
+            click.echo(" [stopped]", nl=False)
+        except RequestError as error:
+            del self._messages[-1]
+            click.echo(f"{error}; or /reset to start anew", err=True)
+            return
+        click.echo(text if self._listener.show else "")
+        self._messages.append({"role": "assistant", "content": text})

@@ -1,0 +1,95 @@
+"""`specinfer generate`: answer one prompt."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specinfer.cli.options import (
+    build_llm,
+    model_options,
+    sampling_options,
+    sampling_params,
+    speculation_options,
+)
+from specinfer.errors import RequestError
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@click.option("--file", "-f", "file", type=Path, help="Read the prompt from a file; - is standard input.")
+@click.option("--chat/--raw", "templated", default=None, help="Through the chat template, or as it stands.")
+@click.option("--system", help="A system message, with the chat template.")
+@click.option("--show-trees", is_flag=True, help="Draw each step's token tree instead of the bare text.")
+@click.option(
+    "--trace", type=Path, metavar="FILE", help="Write each step's tree to a file, a JSON line each."
+)
+@click.option("--json", "json_output", is_flag=True, help="Print one JSON object instead of the text.")
+@model_options
+@speculation_options
+@sampling_options
+def generate(
+    prompt: str | None,
+    file: Path | None,
+    templated: bool | None,
+    system: str | None,
+    show_trees: bool,
+    trace: Path | None,
+    json_output: bool,
+    **options: Any,
+) -> None:
+    """Answer PROMPT, streamed to standard output; figures go to standard error.
+
+    Without PROMPT and --file the prompt is read from standard input. A model with a chat template is asked
+    through it unless --raw says otherwise.
+    """
+    text = _prompt(prompt, file)
+    params = sampling_params(options)
+    llm = build_llm(options)
+    from specinfer.cli.answering import Listener, as_json, stream, summary
+
+    chat = llm.tokenizer.has_chat_template if templated is None else templated
+    if system is not None and not chat:
+        raise RequestError("--system needs a chat template: leave --raw out, or use a model that has one")
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": text})
+    listener = Listener(llm, show=show_trees and not json_output, trace=trace)
+    try:
+        outputs = llm.stream_chat(messages, params) if chat else llm.stream(text, params)
+        output = stream(outputs, echo=not json_output and not show_trees)
+    finally:
+        listener.close()
+    if json_output:
+        click.echo(json.dumps(as_json(output)))
+        return
+    click.echo(output.text if show_trees else "")
+    click.echo(f"[{summary(output)}]", err=True)
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        raise click.UsageError("a prompt and --file are given; give one of them")
+    if prompt is not None:
+        return _not_empty(prompt, "the prompt")
+    if file is None and sys.stdin.isatty():
+        raise click.UsageError("no prompt: give it as an argument, with --file, or on standard input")
+    if file is None or str(file) == "-":
+        return _not_empty(sys.stdin.read(), "standard input")
+    try:
+        return _not_empty(file.read_text(encoding="utf-8"), str(file))
+    except OSError as error:
+        raise RequestError(f"cannot read the prompt from {file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"cannot read the prompt from {file}: not UTF-8 text at byte {error.start}"
+        ) from None
+
+
+def _not_empty(text: str, where: str) -> str:
+    if not text.strip():
+        raise RequestError(f"{where} is empty; give at least one word")
+    return text

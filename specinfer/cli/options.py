@@ -1,0 +1,141 @@
+"""The options that several commands share, and what becomes of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from specinfer.errors import ConfigError
+from specinfer.tree.expansion import Expansion
+
+if TYPE_CHECKING:
+    from specinfer.llm import LLM
+    from specinfer.request import SamplingParams
+
+DEFAULT_MODEL = "smollm2-135m"
+_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def parse_size(text: str) -> int:
+    """Bytes from '512MB', '2GiB', '1.5G' (powers of 1024) or a plain number; raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"size is {text!r}; allowed: a number of bytes, or like 512MB or 2GB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def model_options(command: _Command) -> _Command:
+    """--model, --dtype, --device, --kv-cache-memory, --max-context."""
+    for option in reversed(
+        [
+            click.option(
+                "--model",
+                "-m",
+                default=DEFAULT_MODEL,
+                show_default=True,
+                help="The target: a folder, a GGUF file, a hub id (org/name) or a catalogue name.",
+            ),
+            click.option("--dtype", default="auto", help="auto, bfloat16 or float32."),
+            click.option("--device", default="auto", help="auto, cpu or cuda."),
+            click.option("--kv-cache-memory", metavar="SIZE", help="For all KV caches, like 2GB."),
+            click.option("--max-context", type=int, metavar="N", help="Prompt and output tokens at most."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def speculation_options(command: _Command) -> _Command:
+    """--draft, --ngram, --expansion, --max-nodes, --verifier, --draw."""
+    for option in reversed(
+        [
+            click.option(
+                "--draft", "drafts", multiple=True, metavar="MODEL", help="A draft model; repeatable."
+            ),
+            click.option("--ngram/--no-ngram", default=None, help="Look guesses up in the text itself."),
+            click.option(
+                "--expansion",
+                default="1,1,3,1,1",
+                show_default=True,
+                metavar="K1,K2,...",
+                help="Children of each frontier node of a draft's tree, level by level.",
+            ),
+            click.option("--max-nodes", type=int, metavar="N", help="Of one request's tree, root included."),
+            click.option("--verifier", default="coupled", show_default=True, help="coupled or mss."),
+            click.option(
+                "--draw",
+                help="How drafts draw: coupled or top_k; with mss without_replacement, iid or top_k.",
+            ),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def sampling_options(command: _Command) -> _Command:
+    """--temperature, --top-k, --top-p, --min-p, --seed, --max-tokens and the stop conditions."""
+    for option in reversed(
+        [
+            click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
+            click.option("--top-k", type=int, default=0, help="Keep the k most likely tokens; 0: all."),
+            click.option("--top-p", type=float, default=1.0, help="Keep the likeliest with this mass."),
+            click.option("--min-p", type=float, default=0.0, help="Keep tokens with p >= min-p * max p."),
+            click.option("--seed", type=int, help="The same seed gives the same text."),
+            click.option("--max-tokens", type=int, default=256, show_default=True),
+            click.option("--min-tokens", type=int, default=0, help="Do not end before."),
+            click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
+            click.option("--stop-token-id", "stop_token_ids", multiple=True, type=int, metavar="ID"),
+            click.option("--ignore-eos", is_flag=True, help="Go on past the end of text."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+)
+
+
+def sampling_params(options: dict[str, Any]) -> SamplingParams:
+    """Take the sampling options out of `options`; raises RequestError for a value that is not allowed."""
+    from specinfer.request import SamplingParams
+
+    return SamplingParams(**{name: options.pop(name) for name in SAMPLING if name in options})
+
+
+def build_llm(options: dict[str, Any], **more: Any) -> LLM:
+    """An LLM from the model and speculation options, loaded with a progress bar.
+
+    Where no speculator is named, the n-gram speculator is on. Raises UserError.
+    """
+    options = {**options, **more}
+    model = options.pop("model")
+    expansion = Expansion.parse(
+        options.pop("expansion")
+    )  # before torch is loaded: a slip is answered at once
+    if (memory := options.pop("kv_cache_memory", None)) is not None:
+        options["kv_cache_memory"] = parse_size(memory)
+    if options.get("ngram") is None:
+        options["ngram"] = not options.get("drafts")
+    given = {name: value for name, value in options.items() if value is not None}
+    from specinfer.config import EngineConfig
+
+    EngineConfig.from_options(model, {**given, "expansion": expansion})
+    from specinfer.llm import LLM
+    from specinfer.progress import ProgressBar
+
+    return LLM(model, progress=ProgressBar(), **given, expansion=expansion)

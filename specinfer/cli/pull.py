@@ -1,0 +1,25 @@
+"""`specinfer pull`: fetch a model, so that later commands need no network."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--list", "list_names", is_flag=True, help="Show the catalogue.")
+def pull(name: str | None, list_names: bool) -> None:
+    """Fetch the model NAME and print where it lies.
+
+    NAME is a catalogue name, or a hub name: org/name, org/name@revision, org/name:file.gguf.
+    """
+    from specinfer.hub import CATALOGUE, resolve
+    from specinfer.progress import ProgressBar, format_bytes
+
+    if list_names:
+        for entry in CATALOGUE.values():
+            click.echo(f"{entry.name}\t{format_bytes(entry.size)}\t{entry.licence}\t{entry.file}")
+        return
+    if name is None:
+        raise click.UsageError("no model named; give a name, or --list to see the catalogue")
+    click.echo(resolve(name, progress=ProgressBar()).path)

@@ -1,0 +1,143 @@
+"""Engine options: where each goes, and one line for each that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from specinfer.config import DRAFT_DRAWS, CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
+from specinfer.errors import ConfigError
+from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import DrawRule
+from specinfer.verify.pairs import ACCEPTED_RULES, Verifier
+
+
+def test_the_defaults_guess_nothing() -> None:
+    config = EngineConfig.from_options("some-model", {})
+    assert config == EngineConfig(model="some-model")
+    assert not config.speculation.enabled
+
+
+def test_flat_options_find_their_groups() -> None:
+    options = {
+        "device": "cpu",
+        "dtype": "float32",
+        "drafts": ["a", "b"],
+        "expansion": (2, 2),
+        "ngram": True,
+        "kv_cache_memory": 1 << 20,
+        "block_size": 8,
+        "max_batch_size": 4,
+    }
+    assert EngineConfig.from_options("m", options) == EngineConfig(
+        model="m",
+        device="cpu",
+        dtype="float32",
+        speculation=SpeculationConfig(drafts=("a", "b"), expansion=Expansion((2, 2)), ngram=True),
+        cache=CacheConfig(memory=1 << 20, block_size=8),
+        scheduler=SchedulerConfig(max_batch_size=4),
+    )
+
+
+def test_one_draft_and_a_written_expansion_are_taken_as_meant() -> None:
+    speculation = EngineConfig.from_options("m", {"drafts": "smollm2-135m", "expansion": "1,3"}).speculation
+    assert speculation.drafts == ("smollm2-135m",)
+    assert speculation.expansion == Expansion((1, 3))
+    assert speculation.enabled
+
+
+def test_a_config_is_frozen() -> None:
+    config = EngineConfig(model="m")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.model = "another"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("max_batch", "did you mean max_batch_size?"),
+        ("draft", "did you mean drafts?"),
+        ("kv_cache_mem", "did you mean kv_cache_memory?"),
+        ("memory", "known: block_size, device, "),  # its option is kv_cache_memory
+        ("model", "known: block_size, device, "),  # given by position
+        ("speculation", "known: block_size, device, "),  # groups are flat here
+        ("zzz", "known: block_size, device, "),
+    ],
+)
+def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig.from_options("m", {option: 1})
+    line = str(refused.value)
+    assert line.startswith(f"unknown option {option!r}; ")
+    if hint.startswith("did"):
+        assert line.endswith(hint)
+    else:
+        assert "; known: block_size, device, " in line or "; did you mean" in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"dtype": "float16"}, "dtype is 'float16'; allowed: auto, bfloat16, float32"),
+        ({"dtype": ["auto"]}, "dtype is ['auto']; allowed: auto, bfloat16, float32"),
+        ({"device": 0}, "device is 0; allowed: auto, cpu, cuda, cuda:N"),
+        ({"verifier": "naive"}, "verifier is 'naive'; allowed: coupled, mss"),
+        (
+            {"draw": "iid"},
+            "draw is 'iid' with the coupled verifier; allowed there: coupled, top_k: "
+            "any other pair would change the output law",
+        ),
+        (
+            {"draw": "coupled", "verifier": "mss"},
+            "draw is 'coupled' with the mss verifier; allowed there: without_replacement, iid, top_k: "
+            "any other pair would change the output law",
+        ),
+        ({"drafts": 3}, "drafts is 3; allowed: model names, each a non-empty string"),
+        ({"drafts": ["a", ""]}, "drafts is ['a', '']; allowed: model names, each a non-empty string"),
+        ({"ngram": "yes"}, "ngram is 'yes'; allowed: True or False"),
+        ({"ngram_min": 0}, "ngram_min is 0; allowed: an integer >= 1"),
+        ({"ngram_min": 3, "ngram_max": 2}, "ngram_max is 2; allowed: an integer >= 3"),
+        ({"ngram_branches": 1.0}, "ngram_branches is 1.0; allowed: an integer >= 1"),
+        ({"ngram_depth": True}, "ngram_depth is True; allowed: an integer >= 1"),
+        ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1"),
+        (
+            {"expansion": 3},
+            "expansion is 3; allowed: integers >= 1 with commas between, for example 1,1,3,1,1",
+        ),
+        (
+            {"expansion": ()},
+            "expansion is ''; allowed: 1 to 64 integers from 1 to 64, for example 1,1,3,1,1",
+        ),
+        ({"block_size": -1}, "block_size is -1; allowed: an integer >= 1"),
+        ({"kv_cache_memory": 0}, "kv_cache_memory is 0; allowed: an integer >= 1"),
+        ({"max_batch_size": None}, "max_batch_size is None; allowed: an integer >= 1"),
+        ({"max_context": 1}, "max_context is 1; allowed: an integer >= 2"),
+        (
+            {"max_step_tokens": 3, "max_batch_size": 4},
+            "max_step_tokens is 3, less than max_batch_size (4); every running request needs at least one "
+            "row: raise it",
+        ),
+    ],
+)
+def test_a_bad_value_gives_one_line(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig.from_options("m", options)
+    assert str(refused.value) == line
+
+
+@pytest.mark.parametrize("model", ["", None, 3])
+def test_a_model_has_a_name(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^model is .*; allowed: a folder, a GGUF file, a hub id"):
+        EngineConfig(model=model)
+
+
+def test_every_draw_a_config_offers_is_one_its_verifier_takes() -> None:
+    for verifier, draws in DRAFT_DRAWS.items():
+        assert set(draws.values()) <= ACCEPTED_RULES[Verifier(verifier)]
+    assert SpeculationConfig().draw_rule is DrawRule.COUPLED
+    assert SpeculationConfig(verifier="mss").draw_rule is DrawRule.WITHOUT_REPLACEMENT
+    assert SpeculationConfig(verifier="mss", draw="iid").draw_rule is DrawRule.IID
+    assert SpeculationConfig(draw="top_k").draw_rule is DrawRule.POINT_MASS

@@ -1,0 +1,189 @@
+"""Imports run one way, and what has to start quickly does not import torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import specinfer
+
+PACKAGE = Path(specinfer.__file__).parent
+
+# From left to right; a module imports from groups to its left and from its own.
+ORDER: list[set[str]] = [
+    {"version", "errors", "config", "request", "tokenizer", "hub", "progress", "tree", "plan"},
+    {"verify"},
+    {"kernels", "attention", "parallel"},
+    {"models"},
+    {"runtime"},
+    {"speculate"},
+    {"engine"},
+    {"llm", "tune", "serve"},
+    {"bench", "check"},
+    {"cli"},
+    {"__main__"},
+]
+LAZY_TABLE = "specinfer"  # the package's own __init__ names what it loads on demand, in no order
+
+# These start without torch; a name stands for a module or for a package with all its modules.
+WITHOUT_TORCH = (
+    *("errors", "config", "request", "tokenizer", "hub", "progress", "tree", "plan", "verify"),
+    *("engine.scheduler", "engine.kv_blocks", "engine.sequence"),
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    target: str  # a module, or a module and a name in it
+    line: int
+    at_load: bool  # runs when the module is loaded: not in a function, not under TYPE_CHECKING
+
+
+def imports_of(source: str, module: str, *, is_package: bool) -> list[Import]:
+    """Every import statement of a module, wherever it stands."""
+    package = module if is_package else module.rpartition(".")[0]
+
+    def walk(node: ast.AST, at_load: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, at_load) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            base = parts[: len(parts) - node.level + 1] if node.level else []
+            home = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (Import(f"{home}.{alias.name}", node.lineno, at_load) for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for child in node.body:
+                yield from walk(child, False)
+            for child in node.orelse:
+                yield from walk(child, at_load)
+        else:
+            deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for child in ast.iter_child_nodes(node):
+                yield from walk(child, at_load and not deferred)
+
+    return list(walk(ast.parse(source), True))
+
+
+def read_package() -> dict[str, list[Import]]:
+    """The imports of every module of specinfer."""
+    modules = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = [PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts]
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        modules[name] = imports_of(path.read_text(encoding="utf-8"), name, is_package=is_package)
+    return modules
+
+
+def group_of(module: str) -> int | None:
+    """The place in ORDER; None for the package itself."""
+    parts = module.split(".")
+    if len(parts) == 1:
+        return None
+    for place, names in enumerate(ORDER):
+        if parts[1] in names:
+            return place
+    raise AssertionError(f"{module} has no place in the import order of this test: give it one")
+
+
+def against_the_order(modules: dict[str, list[Import]]) -> list[str]:
+    """The imports that run from left to right, as lines for a person."""
+    found = []
+    homes = {".".join(name.split(".")[:2]) for name in modules}
+    for module, imports in modules.items():
+        if module == LAZY_TABLE:
+            continue
+        for imported in imports:
+            parts = imported.target.split(".")
+            if parts[0] != "specinfer" or ".".join(parts[:2]) not in homes - {"specinfer"}:
+                continue  # not ours, or the package itself, or a plain name of it
+            own, other = group_of(module), group_of(imported.target)
+            assert own is not None
+            assert other is not None
+            if other > own:
+                found.append(f"{module}:{imported.line} imports {imported.target}, which is to its right")
+    return found
+
+
+def way_to_torch(module: str, modules: dict[str, list[Import]]) -> list[str] | None:
+    """The chain of modules by which loading `module` loads torch; None when it does not."""
+    before: dict[str, str | None] = {name: None for name in loads(module, modules)}
+    todo = list(before)
+    while todo:
+        name = todo.pop()
+        for imported in modules[name]:
+            if not imported.at_load:
+                continue
+            if imported.target.split(".")[0] == "torch":
+                chain: list[str] = []
+                step: str | None = name
+                while step is not None:
+                    chain.append(step)
+                    step = before[step]
+                return [*reversed(chain), "torch"]
+            for loaded in loads(imported.target, modules):
+                if loaded not in before:
+                    before[loaded] = name
+                    todo.append(loaded)
+    return None
+
+
+def loads(target: str, modules: dict[str, list[Import]]) -> list[str]:
+    """The modules of ours that importing `target` loads: its packages, itself."""
+    parts = target.split(".")
+    return [name for i in range(1, len(parts) + 1) if (name := ".".join(parts[:i])) in modules]
+
+
+def test_imports_run_one_way() -> None:
+    assert against_the_order(read_package()) == []
+
+
+def test_what_starts_quickly_does_not_load_torch() -> None:
+    modules = read_package()
+    marked = {"specinfer", "specinfer.cli"} & set(modules)
+    for name in WITHOUT_TORCH:
+        own = {m for m in modules if f"{m}.".startswith(f"specinfer.{name}.")}
+        assert own, f"{name} is gone: mend WITHOUT_TORCH"
+        marked |= own
+    ways = {name: way for name in sorted(marked) if (way := way_to_torch(name, modules))}
+    assert ways == {}
+
+
+def made_up(**sources: str) -> dict[str, list[Import]]:
+    """Modules of a made-up specinfer; `tree__mask` is specinfer.tree.mask."""
+    named = {f"specinfer.{name.replace('__', '.')}": source for name, source in sources.items()}
+    packages = {"specinfer", *(name.rpartition(".")[0] for name in named)}
+    modules: dict[str, list[Import]] = {name: [] for name in packages}
+    for name, source in named.items():
+        modules[name] = imports_of(source, name, is_package=name in packages)
+    return modules
+
+
+def test_an_import_from_the_right_is_found_wherever_it_stands() -> None:
+    hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from specinfer.engine import engine\n"
+    modules = made_up(
+        tree__mask="def f():\n    from ..verify.law import Law\n",
+        verify__law="import specinfer.tree.mask\n",
+        plan=hidden,
+        engine__engine="from specinfer import plan, __version__\n",
+    )
+    assert against_the_order(modules) == [
+        "specinfer.tree.mask:2 imports specinfer.verify.law.Law, which is to its right",
+        "specinfer.plan:3 imports specinfer.engine.engine, which is to its right",
+    ]
+
+
+def test_torch_is_found_behind_other_modules_and_behind_a_package() -> None:
+    modules = made_up(
+        plan="from specinfer.models.config import Family\n",
+        models="from specinfer.models.linear import Linear\n",
+        models__config="",
+        models__linear="import torch.nn.functional as F\n",
+        request="def f():\n    import torch\n",
+    )
+    assert way_to_torch("specinfer.plan", modules) == [
+        *("specinfer.plan", "specinfer.models", "specinfer.models.linear", "torch")
+    ]
+    assert way_to_torch("specinfer.request", modules) is None

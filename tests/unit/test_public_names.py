@@ -1,0 +1,47 @@
+"""What `import specinfer` offers, and what it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import specinfer
+
+
+def test_the_public_names_are_these() -> None:
+    # At most 12 beside the version. A new one is a promise: think twice, then add it here.
+    assert sorted(set(specinfer.__all__) - {"__version__"}) == [
+        "EngineConfig",
+        "FinishReason",
+        "LLM",
+        "RequestOutput",
+        "SamplingParams",
+        "SpecInferError",
+        "SpeculationFigures",
+        "Speculator",
+        "TokenTree",
+        "UserError",
+    ]
+    assert len(specinfer.__all__) <= 13
+
+
+@pytest.mark.parametrize("name", specinfer.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(specinfer, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'specinfer' has no attribute 'Engin'$"):
+        specinfer.Engin  # noqa: B018
+
+
+def test_importing_the_package_does_not_load_torch() -> None:
+    code = (
+        "import sys, specinfer\n"
+        "specinfer.__version__, specinfer.SamplingParams(), specinfer.TokenTree, specinfer.EngineConfig\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
