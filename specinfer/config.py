@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -43,9 +43,10 @@ class SpeculationConfig:
     draw: Draft | None = None  # how drafts draw; None: the verifier's own rule
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "drafts", tuple(self.drafts))
-        if not isinstance(self.expansion, Expansion):
-            object.__setattr__(self, "expansion", Expansion(tuple(self.expansion)))
+        object.__setattr__(self, "drafts", _names("drafts", self.drafts))
+        object.__setattr__(self, "expansion", _expansion(self.expansion))
+        if not isinstance(self.ngram, bool):
+            raise ConfigError(f"ngram is {self.ngram!r}; allowed: True or False")
         _choice("verifier", self.verifier, tuple(DRAFT_DRAWS))
         if self.draw is not None and self.draw not in DRAFT_DRAWS[self.verifier]:
             raise ConfigError(
@@ -120,6 +121,8 @@ class EngineConfig:
                 f"model is {self.model!r}; allowed: a folder, a GGUF file, a hub id or a catalogue name"
             )
         _choice("dtype", self.dtype, get_args(Dtype))
+        if not isinstance(self.device, str):
+            raise ConfigError(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N")
 
     @classmethod
     def from_options(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
@@ -150,6 +153,25 @@ class EngineConfig:
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+
+
+def _names(name: str, value: object) -> tuple[str, ...]:
+    """One name, or several, as several."""
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (None,)
+    if not all(isinstance(n, str) and n for n in names):
+        raise ConfigError(f"{name} is {value!r}; allowed: model names, each a non-empty string")
+    return names
+
+
+def _expansion(value: object) -> Expansion:
+    """A plan, its text, or its widths, as a plan."""
+    if isinstance(value, Expansion):
+        return value
+    if isinstance(value, str):
+        return Expansion.parse(value)
+    if isinstance(value, Iterable):
+        return Expansion(tuple(value))
+    raise ConfigError(f"expansion is {value!r}; allowed: integers >= 1, for example (1, 1, 3, 1, 1)")
 
 
 def _at_least(name: str, value: int, least: int) -> None:

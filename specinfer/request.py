@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from specinfer.errors import RequestError
 
@@ -33,16 +35,19 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _number("temperature", self.temperature, self.temperature >= 0, "a finite number >= 0")
-        _number("top_p", self.top_p, 0 < self.top_p <= 1, "a number in (0, 1]; 1 keeps every token")
-        _number("min_p", self.min_p, 0 <= self.min_p <= 1, "a number in [0, 1]; 0 keeps every token")
-        _integer("top_k", self.top_k, self.top_k >= 0, "an integer >= 0; 0 keeps every token")
-        _integer("max_tokens", self.max_tokens, self.max_tokens > 0, "an integer >= 1")
-        _integer("min_tokens", self.min_tokens, self.min_tokens >= 0, "an integer >= 0")
+        object.__setattr__(self, "stop", _items("stop", self.stop, "non-empty strings"))
+        ids = _items("stop_token_ids", self.stop_token_ids, "token ids >= 0")
+        object.__setattr__(self, "stop_token_ids", ids)
+        _number("temperature", self.temperature, lambda t: t >= 0, "a finite number >= 0")
+        _number("top_p", self.top_p, lambda p: 0 < p <= 1, "a number in (0, 1]; 1 keeps every token")
+        _number("min_p", self.min_p, lambda p: 0 <= p <= 1, "a number in [0, 1]; 0 keeps every token")
+        _integer("top_k", self.top_k, lambda k: k >= 0, "an integer >= 0; 0 keeps every token")
+        _integer("max_tokens", self.max_tokens, lambda n: n > 0, "an integer >= 1")
+        _integer("min_tokens", self.min_tokens, lambda n: n >= 0, "an integer >= 0")
         if self.seed is not None:
-            _integer("seed", self.seed, 0 <= self.seed < 1 << 63, "an integer in [0, 2**63)")
+            _integer("seed", self.seed, lambda s: 0 <= s < 1 << 63, "an integer in [0, 2**63)")
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos is {self.ignore_eos!r}; allowed: True or False")
         if self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); lower it"
@@ -58,14 +63,25 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
 
-def _number(name: str, value: float, ok: bool, allowed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not ok:
+def _number(name: str, value: object, ok: Callable[[float], bool], allowed: str) -> None:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or not ok(value)
+    ):
         raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
 
 
-def _integer(name: str, value: int, ok: bool, allowed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not ok:
+def _integer(name: str, value: object, ok: Callable[[int], bool], allowed: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not ok(value):
         raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def _items(name: str, values: object, allowed: str) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable):
+        raise RequestError(f"{name} is {values!r}; allowed: {allowed}")
+    return tuple(values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,9 @@ def test_the_docstring_draws_every_class_below_its_base() -> None:
     assert drawn() == {"SpecInferError": None, **bases}
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if name not in ("SpecInferError", "IntegrityError")])
+@pytest.mark.parametrize(
+    "name", [name for name in CLASSES if name not in ("SpecInferError", "IntegrityError")]
+)
 def test_what_a_user_can_mend_is_a_value_error(name: str) -> None:
     assert issubclass(CLASSES[name], ValueError)
     assert issubclass(CLASSES[name], errors.UserError)

@@ -109,7 +109,7 @@ def against_the_order(modules: dict[str, list[Import]]) -> list[str]:
 
 def way_to_torch(module: str, modules: dict[str, list[Import]]) -> list[str] | None:
     """The chain of modules by which loading `module` loads torch; None when it does not."""
-    before: dict[str, str | None] = {name: None for name in loads(module, modules)}
+    before: dict[str, str | None] = dict.fromkeys(loads(module, modules))
     todo = list(before)
     while todo:
         name = todo.pop()
