@@ -48,7 +48,7 @@ class SpeculationConfig:
         if not isinstance(self.ngram, bool):
             raise ConfigError(f"ngram is {self.ngram!r}; allowed: True or False")
         _choice("verifier", self.verifier, tuple(DRAFT_DRAWS))
-        if self.draw is not None and self.draw not in DRAFT_DRAWS[self.verifier]:
+        if self.draw is not None and self.draw not in tuple(DRAFT_DRAWS[self.verifier]):
             raise ConfigError(
                 f"draw is {self.draw!r} with the {self.verifier} verifier; allowed there: "
                 f"{', '.join(DRAFT_DRAWS[self.verifier])}: any other pair would change the output law"

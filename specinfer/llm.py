@@ -13,6 +13,7 @@ from specinfer.engine.engine import Engine
 from specinfer.errors import RequestError
 from specinfer.progress import Progress
 from specinfer.request import Request, RequestOutput, SamplingParams
+from specinfer.speculate.speculator import Speculator
 from specinfer.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]  # text, or token ids
@@ -27,21 +28,29 @@ class LLM:
             print(output.text)
 
     Options are the fields of SpeculationConfig, CacheConfig (`kv_cache_memory`, `block_size`),
-    SchedulerConfig and EngineConfig. Raises ConfigError, ModelError or CapacityError.
+    SchedulerConfig and EngineConfig. `speculators` are the caller's own (docs/add_a_speculator.md), asked
+    after those the options name. Raises ConfigError, ModelError or CapacityError.
     """
 
-    def __init__(self, model: str, *, progress: Progress | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        speculators: Sequence[Speculator] = (),
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
         self.config = EngineConfig.from_options(model, options)
         self._models = load_models(self.config, progress)
-        self.engine: Engine = build_engine(self.config, self._models)
+        self.engine: Engine = build_engine(self.config, self._models, speculators)
         self._numbers = itertools.count()
 
     @classmethod
-    def from_models(cls, config: EngineConfig, models: Models) -> LLM:
+    def from_models(cls, config: EngineConfig, models: Models, speculators: Sequence[Speculator] = ()) -> LLM:
         """An LLM over models that are loaded already: the same weights under another config."""
         llm = cls.__new__(cls)
         llm.config, llm._models = config, models
-        llm.engine = build_engine(config, models)
+        llm.engine = build_engine(config, models, speculators)
         llm._numbers = itertools.count()
         return llm
 

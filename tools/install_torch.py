@@ -28,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VERSION = "2.13.0"  # what is installed; what is accepted stands in pyproject.toml
 CONSTRAINTS = ROOT / "constraints.txt"
+DRIVER = Path("/proc/driver/nvidia")
 
 
 def main() -> int:
@@ -72,7 +73,7 @@ def wants_plain() -> str | None:
     """Why plain torch is the right one here; None where the CPU build is."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return f"{sys.platform} {platform.machine()}"
-    if Path("/proc/driver/nvidia").exists():
+    if DRIVER.exists():
         return "an NVIDIA GPU is there"
     if shutil.which("nvidia-smi"):
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,8 +61,11 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     )
 
 
-def build_engine(config: EngineConfig, models: Models) -> Engine:
-    """An engine over loaded models; raises CapacityError when the KV cache does not fit."""
+def build_engine(config: EngineConfig, models: Models, extra: Sequence[Speculator] = ()) -> Engine:
+    """An engine over loaded models, with the config's speculators and then `extra` ones of the caller's.
+
+    Raises CapacityError when the KV cache does not fit, ConfigError when options contradict each other.
+    """
     speculation, limits = config.speculation, config.scheduler
     own_limit = models.target.config.max_context
     max_context = min(limits.max_context or own_limit, own_limit)
@@ -69,7 +73,8 @@ def build_engine(config: EngineConfig, models: Models) -> Engine:
         raise ConfigError(
             f"max_context is {limits.max_context}; {config.model} has a context of {own_limit}: lower it"
         )
-    tree_nodes = min(_tree_nodes(speculation), speculation.max_nodes)
+    # What a caller's own speculator proposes is not known, so it may fill the budget.
+    tree_nodes = speculation.max_nodes if extra else min(_tree_nodes(speculation), speculation.max_nodes)
     loaded = (models.target, *models.drafts.values())
     blocks = memory.num_blocks(
         [(m.config, m.dtype) for m in loaded],
@@ -105,6 +110,7 @@ def build_engine(config: EngineConfig, models: Models) -> Engine:
                 depth=speculation.ngram_depth,
             )
         )
+    speculators.extend(extra)
     pool = BlockPool(blocks, config.cache.block_size)
     return Engine(
         target=runner(models.target),

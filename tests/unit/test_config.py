@@ -95,6 +95,11 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
             "draw is 'coupled' with the mss verifier; allowed there: without_replacement, iid, top_k: "
             "any other pair would change the output law",
         ),
+        (
+            {"draw": ["iid"]},
+            "draw is ['iid'] with the coupled verifier; allowed there: coupled, top_k: "
+            "any other pair would change the output law",
+        ),
         ({"drafts": 3}, "drafts is 3; allowed: model names, each a non-empty string"),
         ({"drafts": ["a", ""]}, "drafts is ['a', '']; allowed: model names, each a non-empty string"),
         ({"ngram": "yes"}, "ngram is 'yes'; allowed: True or False"),

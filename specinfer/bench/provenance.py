@@ -1,0 +1,81 @@
+"""Where a number comes from: commit, versions, hardware."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy
+import psutil
+import torch
+
+import specinfer
+from specinfer.version import VERSION
+
+_WIDE = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "sve", "bf16")
+
+
+def provenance() -> dict[str, Any]:
+    """Date, commit (None outside a checkout), versions and hardware, as plain JSON values."""
+    return {
+        "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "commit": commit(),
+        "versions": {
+            "specinfer": VERSION,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+        },
+        "hardware": hardware(),
+    }
+
+
+def commit() -> str | None:
+    """The git commit of the checkout specinfer runs from, "+" behind it when files differ from it."""
+    checkout = Path(specinfer.__file__).resolve().parents[1]
+    if not (checkout / ".git").exists():  # installed, perhaps into somebody else's checkout
+        return None
+    sha = _git(checkout, "rev-parse", "--short=12", "HEAD")
+    changed = _git(checkout, "status", "--porcelain", "--untracked-files=no")
+    return f"{sha}+" if sha and changed else sha
+
+
+def hardware() -> dict[str, Any]:
+    """CPU, cores, threads, memory and GPU of this machine."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": _cpu(),
+        "cores": psutil.cpu_count(logical=False),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": gpus,
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def _git(checkout: Path, *arguments: str) -> str | None:
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(checkout), *arguments], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:  # no git on this machine
+        return None
+    return found.stdout.strip() or None if found.returncode == 0 else None
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor() or platform.machine()
+    fields: dict[str, str] = {}
+    for line in info.read_text().splitlines():
+        key, sign, value = line.partition(":")
+        if sign:
+            fields.setdefault(key.strip(), value.strip())
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    model = fields.get("model name", platform.machine())
+    family = f" (family {fields['cpu family']})" if "cpu family" in fields else ""
+    return " ".join([model + family, *(flag for flag in _WIDE if flag in flags)])

@@ -1,0 +1,272 @@
+"""A comparison as plain JSON values, and as a table for a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specinfer.bench.dataset import Dataset
+from specinfer.bench.provenance import provenance
+from specinfer.bench.run import Comparison, Key, Load, Run
+from specinfer.check.difference import find_difference
+from specinfer.check.target_alone import TargetAlone
+from specinfer.config import EngineConfig
+from specinfer.engine.metrics import Stage
+from specinfer.errors import ConfigError
+from specinfer.llm import LLM
+from specinfer.request import RequestOutput
+
+STAGES = (Stage.PROPOSE, Stage.FORWARD, Stage.VERIFY)
+OTHER = "everything_else"  # scheduling, commit, tokenizing, keeping the load up
+
+
+def as_json(comparison: Comparison, llm: LLM, dataset: Dataset, load: Load) -> dict[str, Any]:
+    """Everything measured, with what is needed to measure it again.
+
+    Fields are named as `vllm bench serve` names them where it has them: rates are per second, times in
+    milliseconds. `llm` is the speculating one. Runs the target once over each text that differs although
+    it should not.
+    """
+    promised = texts_are_promised(llm.config, load)
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        **provenance(),
+        "model": llm.config.model,
+        "options": options_of(llm, load),
+        "dataset": {
+            "name": dataset.name,
+            "conversations": len(dataset.conversations),
+            "requests": dataset.num_turns,
+            "duplicates_dropped": dataset.duplicates,
+        },
+        "requests": len(comparison.pairs),
+        "identical": comparison.identical,
+        "identity_promised": promised,
+        "speedup": comparison.speedup,
+        "tokens_per_step": comparison.speculative.figures.tokens_per_step,
+        "baseline": _run(comparison.baseline),
+        "speculative": _run(comparison.speculative),
+        "differences": _differences(comparison, llm, load) if promised else [],
+    }
+
+
+def texts_are_promised(config: EngineConfig, load: Load) -> bool:
+    """Whether speculation keeps the text and not only its law: always, but for sampling with mss."""
+    return load.params.greedy or config.speculation.verifier == "coupled"
+
+
+def options_of(llm: LLM, load: Load) -> dict[str, Any]:
+    """What was asked for and what `auto` became, as plain JSON values."""
+    speculation, target = llm.config.speculation, llm.models.target
+    return {
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "batch_size": load.batch_size,
+        "chat": load.chat,
+        "sampling": asdict(load.params),
+        "speculation": {
+            **asdict(speculation),
+            "expansion": str(speculation.expansion),
+            "draw": speculation.draw_rule.value,
+        },
+        "scheduler": asdict(llm.config.scheduler),
+        "cache": asdict(llm.config.cache),
+    }
+
+
+def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
+    """Mean, median and 99th percentile of times, in ms; zeros when there are none."""
+    if not seconds:
+        return {"mean": 0.0, "median": 0.0, "p99": 0.0}
+    values = 1e3 * np.asarray(seconds)
+    return {
+        "mean": float(values.mean()),
+        "median": float(np.median(values)),
+        "p99": float(np.percentile(values, 99)),
+    }
+
+
+def acceptance_per_depth(accepted: Sequence[int], drafted: Sequence[int]) -> list[float]:
+    """The share of steps with a node at depth d = 1, 2, ... that accepted one there."""
+    padded = [*accepted, *[0] * (len(drafted) - len(accepted))]
+    return [hits / steps if steps else 0.0 for hits, steps in zip(padded, drafted, strict=True)]
+
+
+def _run(run: Run) -> dict[str, Any]:
+    figures = run.figures
+    stages = {stage.value: run.stage_seconds[stage] for stage in STAGES}
+    stages[OTHER] = max(run.seconds - sum(stages.values()), 0.0)
+    outputs = list(run.outputs.values())
+    return {
+        "completed": len(run.outputs),
+        "failed": len(run.failures),
+        "failures": [{"request": _name(key), "error": error} for key, error in sorted(run.failures.items())],
+        "duration": run.seconds,
+        "total_input": run.total_input,
+        "total_output": run.total_output,
+        "request_throughput": len(run.outputs) / run.seconds,
+        "output_throughput": run.output_throughput,
+        "ttft_ms": milliseconds([_ttft(output) for output in outputs]),
+        "tpot_ms": milliseconds([_tpot(output) for output in outputs if len(output.token_ids) > 1]),
+        "e2el_ms": milliseconds([_finished(output) - output.timing.arrived for output in outputs]),
+        "steps": figures.steps,
+        "tokens_per_step": figures.tokens_per_step,
+        "acceptance_per_depth": acceptance_per_depth(figures.accepted_per_depth, figures.drafted_per_depth),
+        "drafted_tokens": figures.drafted_tokens,
+        "accepted_tokens": figures.accepted_tokens,
+        "credit": {
+            name: {"proposed": proposed, "accepted": figures.credit.get(name, 0)}
+            for name, proposed in figures.drafted.items()
+        },
+        "stages": {
+            name: {"seconds": seconds, "share": seconds / run.seconds} for name, seconds in stages.items()
+        },
+        "preemptions": run.preemptions,
+        "peak_memory_bytes": run.peak_memory,
+    }
+
+
+def _ttft(output: RequestOutput) -> float:
+    ttft = output.timing.ttft
+    assert ttft is not None, "the answer is whole"
+    return ttft
+
+
+def _finished(output: RequestOutput) -> float:
+    assert output.timing.finished is not None, "the answer is whole"
+    return output.timing.finished
+
+
+def _tpot(output: RequestOutput) -> float:
+    """Seconds per token after the first."""
+    first = output.timing.arrived + _ttft(output)
+    return (_finished(output) - first) / (len(output.token_ids) - 1)
+
+
+def _differences(comparison: Comparison, llm: LLM, load: Load) -> list[dict[str, Any]]:
+    """Every pair of texts that differ: where, in which tokens, and whether rounding explains it."""
+    target = TargetAlone(llm.models.target)
+    found: list[dict[str, Any]] = []
+    for key, (ours, theirs) in comparison.pairs.items():
+        if ours.prompt_token_ids != theirs.prompt_token_ids:
+            found.append({"request": _name(key), "follows": "an answer that differs"})
+        elif (difference := find_difference(target, load.params, ours, theirs)) is not None:
+            found.append({"request": _name(key), **difference.to_json()})
+    return found
+
+
+def _name(key: Key) -> str:
+    """Conversation and turn, both counted from 1."""
+    return f"{key[0] + 1}.{key[1] + 1}"
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """What the table does not say, in words; `result` is what `as_json` returns."""
+    speculative = result["speculative"]
+    rates = " ".join(f"{100 * rate:.0f}%" for rate in speculative["acceptance_per_depth"])
+    credit = ", ".join(
+        f"{name} {counts['accepted']} of {counts['proposed']}"
+        for name, counts in speculative["credit"].items()
+    )
+    said = [
+        f"speedup: {result['speedup']:.2f}x in output tokens/s, prompts included",
+        f"accepted at depth 1, 2, ...: {rates or 'nothing was guessed'}",
+        f"accepted tokens by speculator: {credit or 'none'}",
+        _identity(result),
+    ]
+    for name in ("baseline", "speculative"):
+        if failures := result[name]["failures"]:
+            first = failures[0]
+            said.append(
+                f"failed requests in the {name} run: {len(failures)}; request {first['request']}: "
+                f"{first['error']}"
+            )
+    if dropped := result["dataset"]["duplicates_dropped"]:
+        said.append(f"prompts that stood in the data set before were dropped: {dropped}")
+    return said
+
+
+def _identity(result: Mapping[str, Any]) -> str:
+    said = f"identical texts: {result['identical']} of {result['requests']}"
+    if not result["identity_promised"]:
+        return f"{said} (sampling with mss keeps the law of the text, not the text)"
+    differences = [d for d in result["differences"] if "index" in d]
+    if not differences:
+        return said
+    explained = sum(d["explained"] for d in differences)
+    reason = f"{explained} of {len(differences)} first differences are within rounding of the logits"
+    rest = "" if explained == len(differences) else "; run `specinfer check`, and please report the others"
+    return f"{said}; {reason}{rest}"
+
+
+def table(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Rows of name, value without speculation, value with it; `result` is what `as_json` returns."""
+    runs = result["baseline"], result["speculative"]
+
+    def row(name: str, value: Any) -> tuple[str, str, str]:
+        return name, value(runs[0]), value(runs[1])
+
+    def times(key: str) -> Any:
+        return lambda run: " / ".join(f"{run[key][part]:.1f}" for part in ("mean", "median", "p99"))
+
+    def share(stage: str) -> Any:
+        return lambda run: f"{100 * run['stages'][stage]['share']:.0f}%"
+
+    return [
+        row("output tokens/s", lambda run: f"{run['output_throughput']:.1f}"),
+        row("requests/s", lambda run: f"{run['request_throughput']:.2f}"),
+        row("tokens per step", lambda run: f"{run['tokens_per_step']:.2f}"),
+        row("time to first token, ms (mean / median / p99)", times("ttft_ms")),
+        row("time per output token, ms", times("tpot_ms")),
+        row("time in propose", share(Stage.PROPOSE)),
+        row("time in target forward", share(Stage.FORWARD)),
+        row("time in verify", share(Stage.VERIFY)),
+        row("time in everything else", share(OTHER)),
+        row("requests completed", lambda run: str(run["completed"])),
+        row("tokens in / out", lambda run: f"{run['total_input']} / {run['total_output']}"),
+        row("preemptions", lambda run: str(run["preemptions"])),
+        row("peak memory (all models are loaded in both runs)", lambda run: _gib(run["peak_memory_bytes"])),
+    ]
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"
+
+
+def check_writable(path: Path) -> None:
+    """Raise ConfigError when `path` cannot be written, before minutes are spent on what goes there."""
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder; give a file")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}; make it first")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise ConfigError(f"cannot write {path}: the folder is not writable; choose another")
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write `result` to `path`, whole or not at all; raises ConfigError when the disk refuses."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.absolute().parent, prefix=f".{path.name}.", delete=False
+        ) as file:
+            partial = Path(file.name)
+            try:
+                json.dump(result, file, indent=1)
+                file.write("\n")
+                file.flush()
+                partial.chmod(0o644)
+                os.replace(partial, path)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

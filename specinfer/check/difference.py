@@ -1,0 +1,120 @@
+"""Where two texts that should be one part ways, and whether rounding is enough to part them.
+
+The target's choice is a function of its logits, the seed and the position. Its logits are computed in
+bfloat16 or float32 and in batches of changing shape, so two runs may see logits that differ in their last
+bits. A difference is *explained* when such an error is enough to choose either token: the logits are
+computed once more by the plainest way, one token's logit is raised by `tolerance`, the choice is made
+again, and each of the two tokens wins when it is the one raised. Nothing else is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from specinfer.check.target_alone import TargetAlone
+from specinfer.request import RequestOutput, SamplingParams
+from specinfer.runtime.sampling import target_law
+from specinfer.verify.coupled import coupled_choice
+from specinfer.verify.noise import exponentials
+
+ULPS = 2  # of bfloat16, at the size of the logits: one for each of the two runs
+FLOAT32_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first token in which two answers to one request differ."""
+
+    index: int  # of the output token
+    expected: int | None  # without speculation; None where that text has ended
+    got: int | None
+    gap: float | None  # logits by which the target prefers `expected`, its noise included; None: no tokens
+    tolerance: float  # what rounding may change a logit by
+    explained: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if self.gap is None:
+            return f"at output token {self.index} one text has ended"
+        return (
+            f"at output token {self.index}: {self.expected} became {self.got}; the target prefers the first "
+            f"by {self.gap:.4g}, rounding is up to {self.tolerance:.4g}"
+        )
+
+
+def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
+    """The index of the first token that differs; None when the sequences are equal."""
+    if tuple(expected) == tuple(got):
+        return None
+    pairs = zip(expected, got, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(got)))
+
+
+def find_difference(
+    target: TargetAlone, params: SamplingParams, expected: RequestOutput, got: RequestOutput
+) -> Difference | None:
+    """Where `got` leaves `expected`, and whether rounding explains it; None when they are the same tokens.
+
+    Both must answer the same prompt with the same seed and `params`. Runs the target once over the text
+    they share.
+    """
+    assert expected.prompt_token_ids == got.prompt_token_ids, "answers to one prompt are compared"
+    assert expected.seed == got.seed, "answers with one seed are compared"
+    index = first_difference(expected.token_ids, got.token_ids)
+    if index is None:
+        return None
+    text = [*expected.prompt_token_ids, *expected.token_ids[:index]]
+    logits = target.logits_after([text])[0]
+    tolerance = rounding(logits, target.model.dtype)
+    ours = expected.token_ids[index] if index < len(expected.token_ids) else None
+    theirs = got.token_ids[index] if index < len(got.token_ids) else None
+    if ours is None or theirs is None:
+        return Difference(index, ours, theirs, None, tolerance, explained=False)
+    explained = all(
+        _choice_with(logits, token, tolerance, params, expected.seed, len(text)) == token
+        for token in (ours, theirs)
+    )
+    gap = _preference(logits, (ours, theirs), params, expected.seed, len(text))
+    return Difference(index, ours, theirs, gap, tolerance, explained)
+
+
+def rounding(logits: NDArray[np.float32], dtype: torch.dtype) -> float:
+    """How far two honest computations of the largest of `logits` may lie apart."""
+    if dtype != torch.bfloat16:
+        return FLOAT32_TOLERANCE
+    size = max(abs(float(logits.max())), 1.0)
+    return float(ULPS * 2.0 ** (math.floor(math.log2(size)) - 7))
+
+
+def _choice_with(
+    logits: NDArray[np.float32],
+    token: int,
+    raised_by: float,
+    params: SamplingParams,
+    seed: int,
+    position: int,
+) -> int:
+    raised = logits.copy()
+    raised[token] += np.float32(raised_by)
+    return coupled_choice(target_law(raised, params), seed, position)
+
+
+def _preference(
+    logits: NDArray[np.float32], tokens: tuple[int, int], params: SamplingParams, seed: int, position: int
+) -> float:
+    """By how many logits the target prefers the first token to the second, noise included."""
+    first, second = (float(logits[token]) for token in tokens)
+    if params.greedy:
+        return first - second
+    noise = -np.log(exponentials(seed, position, np.array(tokens, dtype=np.int64)))
+    return first - second + params.temperature * float(noise[0] - noise[1])

@@ -1,0 +1,159 @@
+"""N-gram speculation on texts a person can read: each letter is a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specinfer.plan import PlanEntry
+from specinfer.request import Request, SamplingParams
+from specinfer.speculate.ngram import NgramSpeculator
+from specinfer.speculate.speculator import Outcome
+from specinfer.tree import DrawRule, TokenTree
+
+
+def entry(
+    text: Sequence[int], *, request_id: str = "r", max_nodes: int = 64, max_depth: int = 100
+) -> PlanEntry:
+    """A request whose tokens so far are `text`."""
+    return PlanEntry(
+        request=Request(request_id, tuple(text), SamplingParams(), seed=0),
+        token_ids=text,
+        start=len(text) - 1,
+        end=len(text),
+        max_nodes=max_nodes,
+        max_depth=max_depth,
+        block_table=(),
+        incarnation=0,
+    )
+
+
+def letters(text: str) -> list[int]:
+    return [ord(c) for c in text]
+
+
+def guesses(tree: TokenTree) -> list[str]:
+    """The leaves' texts, in order of proposal."""
+    inner = set(tree.parents)
+    leaves = [node for node in range(1, tree.num_nodes) if node not in inner]
+    return ["".join(map(chr, tree.path_tokens(node))) for node in leaves]
+
+
+def guess(
+    text: str,
+    *,
+    shortest: int = 1,
+    longest: int = 4,
+    branches: int = 1,
+    depth: int = 3,
+    max_nodes: int = 64,
+    max_depth: int = 100,
+) -> list[str]:
+    speculator = NgramSpeculator(shortest=shortest, longest=longest, branches=branches, depth=depth)
+    [tree] = speculator.propose([entry(letters(text), max_nodes=max_nodes, max_depth=max_depth)])
+    tree.check_integrity()
+    assert tree.token_ids[0] == ord(text[-1]), "the root is the last token"
+    return guesses(tree)
+
+
+def test_what_followed_the_last_tokens_before_is_the_guess() -> None:
+    assert guess("the cat sat. the c") == ["at "]
+
+
+def test_text_that_never_occurred_gives_no_guess() -> None:
+    assert guess("abcdef") == []
+    assert guess("a") == []
+
+
+def test_a_longer_match_is_better_than_a_newer_one() -> None:
+    assert guess("xaby-zb!-xab", longest=3) == ["y-z"]
+    assert guess("xaby-zb!-xab", longest=1) == ["!-x"]
+
+
+def test_of_equal_matches_the_newest_is_taken() -> None:
+    assert guess("ab1 ab2 ab3 ab") == ["3 a"]
+
+
+def test_matches_shorter_than_the_shortest_do_not_count() -> None:
+    assert guess("a1 xa", shortest=1) == ["1 x"]
+    assert guess("a1 xa", shortest=2) == []
+
+
+def test_branches_begin_with_different_tokens() -> None:
+    assert guess("ab1 ab2 ab2 ab", branches=2) == ["2 a", "1 a"]
+    assert guess("ab1 ab2 ab2 ab", branches=3, depth=2) == ["2 ", "1 "]
+    # The third branch comes from the shorter match of "b" alone.
+    assert guess("b7 ab1 ab2 ab", branches=3, depth=2) == ["2 ", "1 ", "7 "]
+
+
+def test_a_loop_is_guessed_to_loop() -> None:
+    assert guess("go go ", depth=7) == ["go go g"]
+    assert guess("aa", depth=5) == ["aaaaa"]
+
+
+def test_depth_is_limited_by_the_speculator_and_by_the_room_left() -> None:
+    assert guess("abcdefab", depth=2) == ["cd"]
+    assert guess("abcdefab", depth=9, max_depth=1) == ["c"]
+    assert guess("abcdefab", max_depth=0) == []
+
+
+def test_the_budget_counts_the_root_and_cuts_the_last_branch() -> None:
+    assert guess("ab1 ab2 ab", branches=2, max_nodes=6) == ["2 a", "1 "]
+    assert guess("ab1 ab2 ab", branches=2, max_nodes=2) == ["2"]
+    assert guess("ab1 ab2 ab", branches=2, max_nodes=1) == []
+
+
+def test_draws_are_point_masses_with_the_speculators_name() -> None:
+    speculator = NgramSpeculator(shortest=1, longest=2, branches=1, depth=2, name="lookup")
+    [tree] = speculator.propose([entry(letters("abab"))])
+    assert [(d.parent, d.node, d.speculator, d.rule, d.law) for d in tree.draws] == [
+        (0, 1, "lookup", DrawRule.POINT_MASS, None),
+        (1, 2, "lookup", DrawRule.POINT_MASS, None),
+    ]
+
+
+def test_the_index_grows_with_the_text() -> None:
+    speculator = NgramSpeculator(shortest=1, longest=3, branches=1, depth=2)
+    text = letters("abc")
+    assert guesses(speculator.propose([entry(text)])[0]) == []
+    text += letters("abx")  # committed: as the engine does, to the same list
+    assert guesses(speculator.propose([entry(text)])[0]) == []
+    text += letters("ab")
+    assert guesses(speculator.propose([entry(text)])[0]) == ["xa"]
+
+
+def test_each_request_has_its_own_text_and_finished_ones_are_forgotten() -> None:
+    speculator = NgramSpeculator(shortest=1, longest=3, branches=1, depth=1)
+    first, second = letters("ab ab ab a"), letters("ac ac ac a")
+    trees = speculator.propose([entry(first, request_id="1"), entry(second, request_id="2")])
+    assert [guesses(tree) for tree in trees] == [["b"], ["c"]]
+    speculator.observe([Outcome("1", (1,), finished=True), Outcome("2", (1,), finished=False)])
+    # Another request comes with the id of the finished one, and finds nothing of its text.
+    [tree] = speculator.propose([entry(letters("xyxa"), request_id="1")])
+    assert guesses(tree) == []
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=14), st.integers(1, 3), st.integers(0, 3))
+def test_the_first_guess_is_the_one_found_by_looking_everywhere(
+    text: list[int], shortest: int, more: int
+) -> None:
+    longest = shortest + more
+    speculator = NgramSpeculator(shortest=shortest, longest=longest, branches=1, depth=4)
+    # In two turns, so that the index is extended.
+    speculator.propose([entry(text[: len(text) // 2 + 1])])
+    [tree] = speculator.propose([entry(text)])
+    assert list(tree.path_tokens(tree.num_nodes - 1)) == by_looking_everywhere(text, shortest, longest, 4)
+
+
+def by_looking_everywhere(text: list[int], shortest: int, longest: int, depth: int) -> list[int]:
+    end = len(text)
+    for n in range(longest, shortest - 1, -1):
+        for stop in range(end - 1, n - 1, -1):
+            if text[stop - n : stop] == text[end - n :]:
+                longer = list(text)
+                for i in range(depth):
+                    longer.append(longer[stop + i])
+                return longer[end:]
+    return []
