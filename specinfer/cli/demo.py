@@ -31,8 +31,7 @@ def demo() -> None:
     from specinfer.progress import ProgressBar
     from specinfer.request import SamplingParams
 
-    options = {"ngram": True, "max_context": 2048}
-    speculative = LLM(DEFAULT_MODEL, progress=ProgressBar(), **options)
+    speculative = LLM(DEFAULT_MODEL, progress=ProgressBar(), ngram=True, max_context=2048)
     plain = LLM.from_models(
         EngineConfig.from_options(DEFAULT_MODEL, {"max_context": 2048}), speculative.models
     )
