@@ -26,6 +26,7 @@ from specinfer.llm import LLM
 from specinfer.request import RequestOutput
 
 STAGES = (Stage.PROPOSE, Stage.FORWARD, Stage.VERIFY)
+BUSY = 0.1  # of the cores; more than this in other programs' hands and speeds mean little
 OTHER = "everything_else"  # scheduling, commit, tokenizing, keeping the load up
 
 
@@ -52,6 +53,8 @@ def as_json(comparison: Comparison, llm: LLM, dataset: Dataset, load: Load) -> d
         "identical": comparison.identical,
         "identity_promised": promised,
         "speedup": comparison.speedup,
+        "group_speedups": comparison.group_speedups,
+        "busy_elsewhere_cores": comparison.busy_elsewhere,
         "tokens_per_step": comparison.speculative.figures.tokens_per_step,
         "baseline": _run(comparison.baseline),
         "speculative": _run(comparison.speculative),
@@ -178,7 +181,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         for name, counts in speculative["credit"].items()
     )
     said = [
-        f"speedup: {result['speedup']:.2f}x in output tokens/s, prompts included",
+        _speedup(result),
         f"accepted at depth 1, 2, ...: {rates or 'nothing was guessed'}",
         f"accepted tokens by speculator: {credit or 'none'}",
         _identity(result),
@@ -192,6 +195,20 @@ def lines(result: Mapping[str, Any]) -> list[str]:
             )
     if dropped := result["dataset"]["duplicates_dropped"]:
         said.append(f"prompts that stood in the data set before were dropped: {dropped}")
+    return said
+
+
+def _speedup(result: Mapping[str, Any]) -> str:
+    said = f"speedup: {result['speedup']:.2f}x in output tokens/s, prompts included"
+    if len(result["group_speedups"]) >= 4:
+        low, middle, high = np.percentile(result["group_speedups"], (25, 50, 75))
+        said += f"; by groups of prompts {middle:.2f}x (quartiles {low:.2f} to {high:.2f})"
+    busy = result["busy_elsewhere_cores"]
+    if busy > BUSY * (result["hardware"]["cores"] or 1):
+        said += (
+            f"\nother programs kept {busy:.1f} of {result['hardware']['cores']} cores busy meanwhile: "
+            "do not trust the speeds, measure again when the machine is quiet"
+        )
     return said
 
 

@@ -54,6 +54,7 @@ class Run:
     stage_seconds: dict[Stage, float] = field(default_factory=dict)
     preemptions: int = 0
     peak_memory: int = 0  # bytes: of the GPU allocator, or of the whole process on a CPU
+    group_rates: list[float] = field(default_factory=list)  # output tokens per second, group by group
 
     @property
     def total_input(self) -> int:
@@ -85,11 +86,18 @@ class Comparison:
 
     baseline: Run
     speculative: Run
+    busy_elsewhere: float  # cores that other programs kept busy meanwhile, on average
 
     @property
     def speedup(self) -> float:
         """Output throughput with speculation over without."""
         return self.speculative.output_throughput / self.baseline.output_throughput
+
+    @property
+    def group_speedups(self) -> list[float]:
+        """The same for each group of conversations that both runs answered: how steady the figure is."""
+        pairs = zip(self.baseline.group_rates, self.speculative.group_rates, strict=True)
+        return [theirs / ours for ours, theirs in pairs if ours and theirs]
 
     @property
     def pairs(self) -> Mapping[Key, tuple[RequestOutput, RequestOutput]]:
@@ -118,10 +126,21 @@ def compare(
     sides = [_Side(llm, load, dataset) for llm in (baseline, speculative)]
     for side in sides:
         side.warm_up()
+    began, busy = time.perf_counter(), _busy_elsewhere()
     for number, group in enumerate(_groups(dataset, load.batch_size)):
         for side in sides if number % 2 == 0 else reversed(sides):
             side.hold(group, on_request)
-    return Comparison(*(side.finish() for side in sides))
+    seconds = time.perf_counter() - began
+    elsewhere = max((_busy_elsewhere() - busy) / seconds, 0.0)
+    return Comparison(sides[0].finish(), sides[1].finish(), elsewhere)
+
+
+def _busy_elsewhere() -> float:
+    """CPU seconds so far that this process did not use, those of other guests on the machine included."""
+    everybody, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    idle = everybody.idle + getattr(everybody, "iowait", 0.0)
+    counted = sum(everybody) - getattr(everybody, "guest", 0.0) - getattr(everybody, "guest_nice", 0.0)
+    return float(counted - idle - own.user - own.system)
 
 
 def _groups(dataset: Dataset, batch_size: int) -> Iterator[Sequence[int]]:
@@ -175,6 +194,7 @@ class _Side:
         if self._gpu:
             torch.cuda.reset_peak_memory_stats(self._llm.models.target.device)
         preempted, began = engine.preemptions, time.perf_counter()
+        tokens = 0
         while waiting or talking:
             while waiting and len(talking) < self._load.batch_size:
                 self._ask(waiting.popleft(), talking, on_request)
@@ -182,13 +202,16 @@ class _Side:
                 if output.finished:
                     talk = talking.pop(output.request_id)
                     run.outputs[talk.key] = output
+                    tokens += len(output.token_ids)
                     on_request()
                     talk.messages.append({"role": "assistant", "content": output.text})
                     talk.turn += 1
                     if talk.turn < len(talk.conversation.turns):
                         self._ask(talk, talking, on_request)
             run.peak_memory = max(run.peak_memory, self._memory())
-        run.seconds += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        run.seconds += seconds
+        run.group_rates.append(tokens / seconds)
         run.preemptions += engine.preemptions - preempted
 
     def finish(self) -> Run:

@@ -111,11 +111,12 @@ def _show(result: dict[str, Any]) -> None:
     sampling = options["sampling"]
     how = "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}"
     click.echo(
-        f"{Path(result['model']).name} ({options['dtype']}, {options['device']}), {dataset['requests']} requests of "
-        f"{dataset['name']}, {options['batch_size']} in flight, {how}, at most {sampling['max_tokens']} tokens"
+        f"{Path(result['model']).name} ({options['dtype']}, {options['device']}), "
+        f"{dataset['requests']} requests of {dataset['name']}, {options['batch_size']} in flight, {how}, "
+        f"at most {sampling['max_tokens']} tokens each\n"
     )
     shown = Table("", "without speculation", "with speculation", box=None, pad_edge=False)
     for row in table(result):
         shown.add_row(*row)
     Console(highlight=False, width=max(100, Console().width)).print(shown)
-    click.echo("\n".join(lines(result)))
+    click.echo("\n" + "\n".join(lines(result)))

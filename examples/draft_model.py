@@ -1,0 +1,19 @@
+"""A target, a draft model and the n-gram speculator, merged into one tree per step.
+
+python examples/draft_model.py TARGET DRAFT      (two models of one family, GGUF files or folders)
+"""
+
+import sys
+
+from specinfer import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], drafts=[sys.argv[2]], ngram=True, expansion=(1, 1, 3, 1, 1))
+question = [{"role": "user", "content": "Write a Python function that merges two sorted lists."}]
+
+[output] = llm.chat(question, SamplingParams(temperature=0, max_tokens=200))
+figures = output.figures
+print(output.text)
+print(f"\n{figures.steps} steps, {figures.tokens_per_step:.2f} tokens per step")
+for depth, (accepted, drafted) in enumerate(zip(figures.accepted_per_depth, figures.drafted_per_depth), 1):
+    print(f"  depth {depth}: accepted in {accepted} of {drafted} steps")
+print("  guessed right:", figures.credit)

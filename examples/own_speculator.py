@@ -1,0 +1,37 @@
+"""A speculator of one's own: it guesses that the text repeats what stood `period` tokens earlier."""
+
+from collections.abc import Sequence
+
+from specinfer import LLM, SamplingParams, TokenTree
+from specinfer.plan import PlanEntry
+from specinfer.speculate.speculator import Outcome
+from specinfer.tree import TreeBuilder
+
+
+class Echo:
+    """Guesses the token that stood `period` tokens earlier, and the ones after it."""
+
+    name = "echo"
+
+    def __init__(self, period: int) -> None:
+        self.period = period
+
+    def propose(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
+        trees = []
+        for entry in entries:
+            text = list(entry.token_ids[: entry.end])
+            builder, node = TreeBuilder(text[-1], entry.max_nodes), 0
+            for token in text[-self.period :][: entry.max_depth]:
+                node = builder.add(node, token, self.name)
+                if node is None:
+                    break
+            trees.append(builder.build())
+        return trees
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Nothing to learn."""
+
+
+llm = LLM("smollm2-135m", speculators=[Echo(period=6)], max_nodes=8)
+[output] = llm.generate("red green blue, red green blue, red", SamplingParams(temperature=0, max_tokens=48))
+print(output.text, output.figures.credit, f"{output.figures.tokens_per_step:.2f} tokens per step")

@@ -1,0 +1,92 @@
+"""`specinfer check`: the promise, tested on your own models."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specinfer.cli.options import build_llm, model_options, speculation_options
+from specinfer.errors import ConfigError, RequestError
+
+
+@click.command()
+@click.option("--prompts", "num_prompts", type=int, default=8, show_default=True, help="Texts of each kind.")
+@click.option("--max-tokens", type=int, default=48, show_default=True, help="Of each text.")
+@click.option("--samples", type=int, default=400, show_default=True, help="Requests counted for each law.")
+@click.option("--batch-size", type=int, default=8, show_default=True, help="Requests that run together.")
+@click.option("--json", "json_file", type=Path, metavar="FILE", help="Write verdicts and figures.")
+@model_options
+@speculation_options
+def check(
+    num_prompts: int,
+    max_tokens: int,
+    samples: int,
+    batch_size: int,
+    json_file: Path | None,
+    **options: Any,
+) -> None:
+    """Test on your own models that speculation does not change the output; exit status 1 when it does.
+
+    Texts with and without speculation, alone and in a batch, greedy and seeded; then what many requests
+    say is counted against the law the target states, with both verifiers; then the engine's bookkeeping.
+    Without --draft the speculator is the n-gram one.
+    """
+    for name, value in (("--prompts", num_prompts), ("--batch-size", batch_size)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; allowed: an integer >= 1")
+    if max_tokens < 3:
+        raise ConfigError(f"--max-tokens is {max_tokens}; allowed: an integer >= 3, as trees come later")
+    if samples < 100:
+        raise ConfigError(f"--samples is {samples}; allowed: an integer >= 100, fewer show nothing")
+    from specinfer.bench.dataset import built_in
+    from specinfer.bench.report import check_writable
+
+    if json_file is not None:
+        check_writable(json_file)
+    conversations = built_in().conversations
+    if num_prompts > len(conversations):
+        raise RequestError(f"--prompts is {num_prompts}; there are {len(conversations)}: ask for fewer")
+    llm = build_llm(options, max_batch_size=batch_size)
+    if not llm.config.speculation.enabled:
+        raise ConfigError("nobody speculates, so there is nothing to check; give --draft or --ngram")
+
+    from specinfer.check.promise import Effort, check_promise, num_parts
+    from specinfer.progress import progress_bar
+
+    tokenizer = llm.tokenizer
+    # Spread over the built-in set, which is ordered by kind.
+    chosen = [conversations[i * len(conversations) // num_prompts].turns[0] for i in range(num_prompts)]
+    prompts = [
+        tokenizer.encode_chat([{"role": "user", "content": text}])
+        if tokenizer.has_chat_template
+        else tokenizer.encode(text)
+        for text in chosen
+    ]
+    verdicts = []
+    with progress_bar("checking", num_parts(), "parts") as bar:
+        effort = Effort(max_tokens=max_tokens, samples=samples)
+        for verdict in check_promise(llm, prompts, effort, on_part=lambda: bar.advance(1)):
+            verdicts.append(verdict)
+            click.echo(str(verdict))
+    failed = sum(not verdict.passed for verdict in verdicts)
+    if json_file is not None:
+        from specinfer.bench.provenance import provenance
+        from specinfer.bench.report import write_json
+
+        write_json(
+            json_file,
+            {
+                **provenance(),
+                "model": llm.config.model,
+                "drafts": list(llm.config.speculation.drafts),
+                "passed": not failed,
+                "verdicts": [verdict.to_json() for verdict in verdicts],
+            },
+        )
+    if failed:
+        click.echo(f"\nFAILED: {failed} of {len(verdicts)} checks; the output is not the target's alone")
+        sys.exit(1)
+    click.echo(f"\npassed: all {len(verdicts)} checks; the output is the target's")

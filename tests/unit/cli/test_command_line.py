@@ -1,0 +1,237 @@
+"""The command line as a user meets it: answers, one-line errors, exit statuses."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer import cli
+from tests.tiny_models import write_byte_tokenizer, write_similar_llama, write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models: target, draft, other (another vocabulary), empty, cut.gguf, text.gguf."""
+    folder = tmp_path_factory.mktemp("models")
+    target = write_tiny_llama(folder / "target", vocab_size=128, tokenizer=True, max_context=64)
+    write_similar_llama(target, folder / "draft")
+    write_tiny_llama(folder / "other", vocab_size=200, tokenizer=True)
+    write_byte_tokenizer(folder / "other", 200)
+    (folder / "empty").mkdir()
+    (folder / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0" + b"\x01" * 40)
+    (folder / "text.gguf").write_text("a poem, not a model")
+    (folder / "latin1.txt").write_bytes(b"caf\xe9")
+    return folder
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
+) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of one command line, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["specinfer", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    captured = capsys.readouterr()
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code, captured.out, captured.err
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "unknown model": (["-m", "smollm3", "hi"], "did you mean 'smollm2-135m'"),
+    "no such path": (["-m", "{models}/nothing.gguf", "hi"], "there is no file or folder"),
+    "folder without config": (["-m", "{models}/empty", "hi"], "it has no config.json"),
+    "truncated GGUF": (["-m", "{models}/cut.gguf", "hi"], "cut short or damaged"),
+    "not a GGUF": (["-m", "{models}/text.gguf", "hi"], "is not a GGUF file"),
+    "draft of another vocabulary": (["--draft", "{models}/other", "hi"], "has another vocabulary"),
+    "empty prompt": ([""], "the prompt is empty"),
+    "prompt longer than the context": (["x" * 100], "the prompt has 100 tokens; allowed: at most 63"),
+    "expansion": (["--expansion", "1,0,x", "hi"], "expansion is '1,0,x'; allowed: integers >= 1"),
+    "expansion of zero": (["--expansion", "1,0", "hi"], "expansion is '1,0'"),
+    "temperature": (["--temperature", "-1", "hi"], "temperature is -1.0; allowed: a finite number >= 0"),
+    "temperature, nan": (["--temperature", "nan", "hi"], "temperature is nan"),
+    "top_p 0": (["--top-p", "0", "hi"], "top_p is 0.0; allowed: a number in (0, 1]"),
+    "top_p 1.5": (["--top-p", "1.5", "hi"], "top_p is 1.5"),
+    "min_p": (["--min-p", "2", "hi"], "min_p is 2.0"),
+    "max_tokens": (["--max-tokens", "0", "hi"], "max_tokens is 0; allowed: an integer >= 1"),
+    "min over max": (["--min-tokens", "9", "--max-tokens", "3", "hi"], "more than max_tokens (3)"),
+    "wrong pair": (["--verifier", "mss", "--draw", "coupled", "hi"], "would change the output law"),
+    "verifier": (["--verifier", "luck", "hi"], "verifier is 'luck'; allowed: coupled, mss"),
+    "dtype": (["--dtype", "int3", "hi"], "dtype is 'int3'; allowed: auto, bfloat16, float32"),
+    "memory": (["--kv-cache-memory", "much", "hi"], "size is 'much'"),
+    "too little memory": (["--kv-cache-memory", "1KB", "hi"], "the KV cache needs at least"),
+    "context": (["--max-context", "9999", "hi"], "has a context of 64"),
+    "no such option": (["--warp", "9", "hi"], "No such option '--warp'"),
+    "unreadable file": (["--file", "{models}/none.txt"], "cannot read the prompt from"),
+    "file of another encoding": (["--file", "{models}/latin1.txt"], "not UTF-8 text at byte 3"),
+    "prompt twice": (["--file", "{models}/latin1.txt", "hi"], "give one of them"),
+    "chat without a template": (["--chat", "hi"], "no chat template"),
+    "trace": (["--trace", "{models}/none/trace.jsonl", "hi"], "cannot write the trace"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_status_2(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    arguments, says = BAD[case]
+    filled = [a.format(models=models) for a in arguments]
+    if "-m" not in filled:
+        filled = ["-m", str(models / "target"), *filled]
+    status, out, err = run(monkeypatch, capsys, "generate", *filled)
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("specinfer: error: ")
+    assert says in err
+
+
+def test_generate_streams_the_text_and_reports_on_standard_error(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [
+        "generate",
+        "-m",
+        models / "target",
+        "--max-tokens",
+        12,
+        "--temperature",
+        1,
+        "--seed",
+        4,
+        "abcabc",
+    ]
+    status, plain, err = run(monkeypatch, capsys, *common, "--no-ngram")
+    assert status == 0
+    assert "12 tokens" in err
+    assert "tokens per step" not in err
+    status, speculative, err = run(monkeypatch, capsys, *common, "--draft", models / "draft", "--ngram")
+    assert (status, speculative) == (0, plain)
+    assert "tokens per step" in err
+    assert "draft" in err
+
+
+def test_generate_as_json_and_with_a_trace(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    arguments = ["-m", models / "target", "--draft", models / "draft", "--max-tokens", 9, "abcabc"]
+    status, out, _ = run(monkeypatch, capsys, "generate", "--json", "--trace", trace, *arguments)
+    answer: dict[str, Any] = json.loads(out)
+    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert status == 0
+    assert (answer["finish_reason"], len(answer["token_ids"])) == ("length", 9)
+    assert len(events) == answer["speculation"]["steps"] + 1  # the first token has a step of its own
+    assert sum(len(e["path"]) + 1 for e in events) >= 9
+
+
+def test_show_trees_draws_every_step(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["-m", models / "target", "--draft", models / "draft", "--max-tokens", 9, "abcabc"]
+    status, out, _ = run(monkeypatch, capsys, "generate", "--show-trees", *arguments)
+    assert status == 0
+    assert "step 1: 0 of 0 accepted" in out
+    assert "(draft)" in out
+    assert "\x1b[" not in out  # no colour where nobody sees it
+
+
+def test_a_prompt_on_standard_input(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import io
+
+    given = run(monkeypatch, capsys, "generate", "-m", models / "target", "--max-tokens", 5, "abc")[1]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc"))
+    piped = run(monkeypatch, capsys, "generate", "-m", models / "target", "--max-tokens", 5)[1]
+    assert piped == given
+
+
+def test_chat_needs_a_template_and_says_what_else_to_use(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = run(monkeypatch, capsys, "chat", "-m", models / "target")
+    assert status == 2
+    assert "no chat template; use `specinfer generate --raw`" in err
+
+
+def test_chat_remembers_and_obeys_its_commands(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (models / "draft" / "tokenizer_config.json").write_text(json.dumps(config))
+    lines = iter(["ab", "/stats", "/trees on", "ab", "/reset", "/help", "x" * 80, "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    status, out, err = run(monkeypatch, capsys, "chat", "-m", models / "draft", "--max-tokens", 4)
+    assert status == 0
+    assert "4 tokens" in err
+    assert "trees are on" in err
+    assert "step " in out
+    assert "the conversation is forgotten" in err
+    assert "or /reset to start anew" in err  # the question that did not fit
+
+
+def test_pull_lists_the_catalogue(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = run(monkeypatch, capsys, "pull", "--list")
+    assert status == 0
+    assert "smollm2-135m" in out
+    status, _, err = run(monkeypatch, capsys, "pull")
+    assert (status, err.count("\n")) == (2, 1)
+
+
+def test_an_internal_error_says_so(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from specinfer.engine.engine import Engine
+    from specinfer.errors import IntegrityError
+
+    def broken(self: Engine) -> None:
+        raise IntegrityError("two and two make five")
+
+    monkeypatch.setattr(Engine, "step", broken)
+    status, _, err = run(monkeypatch, capsys, "generate", "-m", models / "target", "hi")
+    assert (status, len(err.splitlines())) == (70, 1)
+    assert "internal error: two and two make five; please report it" in err
+
+
+def test_help_and_version_come_without_torch() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['specinfer', '--help']\n"
+        "try: runpy.run_module('specinfer', run_name='__main__')\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'huggingface_hub', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "generate" in done.stdout
+
+
+def test_ctrl_c_ends_cleanly(models: Path) -> None:
+    command = [sys.executable, "-m", "specinfer", "generate", "-m", str(models / "target")]
+    # A short context cannot hold an endless answer, so the prompt is awaited on a pipe that stays open.
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        time.sleep(1.5)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert (out, err.strip()) == ("", "")
+
+
+def test_a_closed_pipe_is_no_error(models: Path) -> None:
+    code = f"{sys.executable} -m specinfer pull --list | true"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {code}"], capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,49 @@
+"""A token tree on the terminal."""
+
+from __future__ import annotations
+
+from specinfer.cli.tree_view import draw_tree
+from specinfer.engine.trace import TreeEvent
+from specinfer.tree import TreeBuilder
+from specinfer.tree.token_tree import single_node
+from specinfer.verify.acceptance import Acceptance
+
+WORDS = [" the", " cat", " dog", " sat", ' "ran"\n', " on", " mat"]
+
+DRAWING = r"""
+step 3: 2 of 4 accepted
+" the"
+|-- " cat" (draft, ngram) *
+|   |-- " sat" (draft) *
+|   |   `=> " on"
+|   `-- " \"ran\"\n" (draft)
+`-- " dog" (draft)
+"""
+
+
+def event() -> TreeEvent:
+    builder = TreeBuilder(root=0)
+    cat = builder.add(0, 1, "draft") or 0
+    builder.add(0, 2, "draft")
+    builder.add(cat, 3, "draft")
+    builder.add(cat, 4, "draft")
+    builder.add(0, 1, "ngram")
+    return TreeEvent(3, "r", builder.build(), Acceptance((1, 3), 5))
+
+
+def test_a_tree_shows_who_guessed_what_and_what_was_accepted() -> None:
+    lines = draw_tree(event(), WORDS.__getitem__)
+    assert [line.plain() for line in lines] == DRAWING.strip().splitlines()
+
+
+def test_colour_marks_the_accepted_path_the_bonus_token_and_the_rest() -> None:
+    coloured = {line.text: line.coloured() for line in draw_tree(event(), WORDS.__getitem__)}
+    assert coloured['" sat" (draft) *'] == '|   |-- \x1b[32;1m" sat" (draft) *\x1b[0m'
+    assert coloured['" on"'] == '|   |   `=> \x1b[36;1m" on"\x1b[0m'
+    assert coloured['" dog" (draft)'] == '`-- \x1b[2m" dog" (draft)\x1b[0m'
+    assert coloured['" the"'] == '" the"'
+
+
+def test_ordinary_decoding_is_a_tree_of_one_node() -> None:
+    lines = draw_tree(TreeEvent(1, "r", single_node(0), Acceptance((), 6)), WORDS.__getitem__)
+    assert [line.plain() for line in lines] == ["step 1: 0 of 0 accepted", '" the"', '`=> " mat"']
