@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=40, help="prompts of each data set (default 40)")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=8, help="tokens per step do not depend on it")
+    parser.add_argument("--widths", default="5,4,3,2,1", help="in this order (default 5,4,3,2,1)")
     parser.add_argument("--modes", default=",".join(MODES), help=f"of: {', '.join(MODES)}")
     parser.add_argument(
         "--out", type=Path, required=True, help="Markdown file; its cells lie beside it as .json"
@@ -63,7 +64,7 @@ def main() -> None:
     cells = _read_cells(cells_file, settings)
     datasets = dict(item.split("=", 1) for item in args.dataset)
     base: LLM | None = None
-    for width in sorted(WIDTHS, reverse=True):  # the widest first: it is the one with a number to reach
+    for width in map(int, args.widths.split(",")):
         for mode in args.modes.split(","):
             for name, path in datasets.items():
                 key = f"{mode}|{name}|{width}"

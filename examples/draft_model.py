@@ -14,6 +14,6 @@ question = [{"role": "user", "content": "Write a Python function that merges two
 figures = output.figures
 print(output.text)
 print(f"\n{figures.steps} steps, {figures.tokens_per_step:.2f} tokens per step")
-for depth, (accepted, drafted) in enumerate(zip(figures.accepted_per_depth, figures.drafted_per_depth), 1):
-    print(f"  depth {depth}: accepted in {accepted} of {drafted} steps")
+for depth, accepted in enumerate(figures.accepted_per_depth, start=1):
+    print(f"  depth {depth}: accepted in {accepted} of {figures.drafted_per_depth[depth - 1]} steps")
 print("  guessed right:", figures.credit)

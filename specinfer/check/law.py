@@ -14,6 +14,7 @@ pass stays one; a verifier that lets the speculator's law through by a few perce
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 from specinfer.check.target_alone import TargetAlone
 from specinfer.check.verdict import Verdict
 from specinfer.llm import LLM
+from specinfer.progress import Progress
 from specinfer.request import SamplingParams, SpeculationFigures
 from specinfer.runtime.sampling import target_law
 
@@ -41,23 +43,28 @@ SAMPLING: Final = {
 PROMPT: Final = "red blue green red red blue blue green blue red green green red"
 
 
-def check_law(name: str, params: SamplingParams, prompt: Sequence[int], engine: LLM, samples: int) -> Verdict:
+def check_law(
+    name: str,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    engine: LLM,
+    samples: int,
+    progress: Progress,
+) -> Verdict:
     """Count the triples of `samples` requests, seeds 0, 1, ..., against the target's law."""
     cells = expected_cells(TargetAlone(engine.models.target), prompt, params, samples)
     figures = SpeculationFigures()
     counts = dict.fromkeys(cells, 0)
     impossible = 0
-    seeded = [
-        SamplingParams(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            max_tokens=params.max_tokens,
-            ignore_eos=params.ignore_eos,
-            seed=seed,
+    each = [replace(params, seed=seed) for seed in range(samples)]
+    progress.start(samples, name, "requests")
+    try:
+        outputs = engine.generate(
+            [prompt] * samples, each, on_output=lambda output: progress.advance(int(output.finished))
         )
-        for seed in range(samples)
-    ]
-    for output in engine.generate([prompt] * samples, seeded):
+    finally:
+        progress.finish()
+    for output in outputs:
         figures.add(output.figures)
         cell = cell_of(output.token_ids[:TOKENS], cells)
         counts[cell] += 1
@@ -100,7 +107,7 @@ def expected_cells(
     least = _LEAST_EXPECTED / samples
     cells: dict[Cell, float] = {}
     level: dict[Cell, float] = {(): 1.0}
-    for depth in range(TOKENS):
+    for _ in range(TOKENS):
         rows = target.logits_after([[*prompt, *cell] for cell in level])
         following: dict[Cell, float] = {}
         for (cell, mass), logits in zip(level.items(), rows, strict=True):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from specinfer.check import identity, law
 from specinfer.check.verdict import Verdict
-from specinfer.config import SpeculationConfig
+from specinfer.config import DRAFT_DRAWS, EngineConfig, SpeculationConfig, Verifier
 from specinfer.errors import IntegrityError
 from specinfer.llm import LLM
+from specinfer.progress import Progress, Silence
 from specinfer.tree.expansion import Expansion
 
 # Trees for counting: wide where the counted tokens are, whatever the tree that is served with.
-LAW_EXPANSION = Expansion((3, 2))
-LAW_BRANCHES = 3
+LAW_EXPANSION: Final = Expansion((3, 2))
+LAW_BRANCHES: Final = 3
+VERIFIERS: Final[tuple[Verifier, ...]] = ("coupled", "mss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,64 +30,63 @@ class Effort:
 
 
 def check_promise(
-    llm: LLM, prompts: Sequence[Sequence[int]], effort: Effort, *, on_part: Callable[[], None]
+    llm: LLM, prompts: Sequence[Sequence[int]], effort: Effort, progress: Progress | None = None
 ) -> Iterator[Verdict]:
     """Verdicts as they are reached; `llm` is the speculating engine, `prompts` its token ids.
 
-    `on_part` is called after each of the `num_parts` pieces of work. Texts are compared with the coupled
-    verifier, which keeps them; laws are counted with both verifiers. Where a lossless verifier would need
-    another draw rule than `llm` is configured with, its default rule is used.
+    Texts are compared with the coupled verifier, the one that keeps them; laws are counted with both.
+    A verifier for which the configured draw rule is not lossless gets its own default rule.
     """
-    speculation = llm.config.speculation
-    plain = _engine(llm, SpeculationConfig())
-    coupled = _engine(llm, _with_verifier(speculation, "coupled"))
+    progress = progress or Silence()
+    configured = llm.config.speculation
+    law_prompt = llm.tokenizer.encode(law.PROMPT)
+    longest = max(len(law_prompt) + law.TOKENS + 1, *(len(p) + effort.max_tokens for p in prompts))
+    context = min(longest, llm.engine.max_context)  # several engines share the memory: none has too much
+
+    def engine(speculation: SpeculationConfig) -> LLM:
+        config: EngineConfig = replace(
+            llm.config,
+            speculation=speculation,
+            scheduler=replace(llm.config.scheduler, max_context=context),
+        )
+        models = llm.models if speculation.drafts else replace(llm.models, drafts={})
+        return LLM.from_models(config, models)
+
+    plain, coupled = engine(SpeculationConfig()), engine(with_verifier(configured, "coupled"))
+    engines = [plain, coupled]
     for name, sampling in identity.SAMPLING.items():
         params = replace(sampling, max_tokens=effort.max_tokens)
-        yield from identity.check_identity(name, params, prompts, plain, coupled, alone=effort.alone)
-        on_part()
-    engines = [plain, coupled]
-    prompt = llm.tokenizer.encode(law.PROMPT)
-    for verifier in ("coupled", "mss"):
-        tree = replace(
-            _with_verifier(speculation, verifier),
-            expansion=LAW_EXPANSION,
-            ngram_branches=max(LAW_BRANCHES, speculation.ngram_branches),
+        yield from identity.check_identity(
+            name, params, prompts, plain, coupled, alone=effort.alone, progress=progress
         )
-        engine = _engine(llm, tree)
-        engines.append(engine)
+    for verifier in VERIFIERS:
+        tree = replace(
+            with_verifier(configured, verifier),
+            expansion=LAW_EXPANSION,
+            ngram_branches=max(LAW_BRANCHES, configured.ngram_branches),
+        )
+        engines.append(engine(tree))
         for name, sampling in law.SAMPLING.items():
-            yield law.check_law(f"law, {verifier}, {name}", sampling, prompt, engine, effort.samples)
-            on_part()
+            yield law.check_law(
+                f"law, {verifier}, {name}", sampling, law_prompt, engines[-1], effort.samples, progress
+            )
     yield check_bookkeeping(engines)
-    on_part()
-
-
-def num_parts() -> int:
-    """How often `check_promise` calls `on_part`."""
-    return len(identity.SAMPLING) + 2 * len(law.SAMPLING) + 1
 
 
 def check_bookkeeping(engines: Sequence[LLM]) -> Verdict:
     """Idle engines must hold no request, and every block of their caches must be free."""
     name = "bookkeeping"
     try:
-        for engine in engines:
-            engine.engine.check_integrity()
-            if engine.engine.has_work:
-                return Verdict(name, False, "an engine still has work after all its requests have ended")
+        for number, llm in enumerate(engines, start=1):
+            llm.engine.check_integrity()
+            if llm.engine.has_work:
+                return Verdict(name, False, f"engine {number} has work left after all its requests ended")
     except (AssertionError, IntegrityError) as error:
         return Verdict(name, False, f"an invariant is broken: {error}")
-    return Verdict(name, True, f"{len(engines)} engines are idle, and hold no request and no cache block")
+    return Verdict(name, True, f"{len(engines)} engines are idle and hold no request and no cache block")
 
 
-def _with_verifier(speculation: SpeculationConfig, verifier: str) -> SpeculationConfig:
-    draw = speculation.draw if speculation.verifier == verifier or speculation.draw == "top_k" else None
-    if verifier == "mss":
-        return replace(speculation, verifier="mss", draw=draw)
-    return replace(speculation, verifier="coupled", draw=draw)
-
-
-def _engine(llm: LLM, speculation: SpeculationConfig) -> LLM:
-    """An engine over the same models, drafts only where they are asked for."""
-    models = llm.models if speculation.drafts else replace(llm.models, drafts={})
-    return LLM.from_models(replace(llm.config, speculation=speculation), models)
+def with_verifier(speculation: SpeculationConfig, verifier: Verifier) -> SpeculationConfig:
+    """The same speculators under `verifier`; draws it cannot treat become its own default rule."""
+    draw = speculation.draw if speculation.draw in DRAFT_DRAWS[verifier] else None
+    return replace(speculation, verifier=verifier, draw=draw)

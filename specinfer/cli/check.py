@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from specinfer.cli.options import build_llm, model_options, speculation_options
+from specinfer.config import DRAFT_DRAWS
 from specinfer.errors import ConfigError, RequestError
 
 
@@ -49,12 +50,13 @@ def check(
     conversations = built_in().conversations
     if num_prompts > len(conversations):
         raise RequestError(f"--prompts is {num_prompts}; there are {len(conversations)}: ask for fewer")
+    options["verifier"] = _verifier(options["draw"])
     llm = build_llm(options, max_batch_size=batch_size)
     if not llm.config.speculation.enabled:
         raise ConfigError("nobody speculates, so there is nothing to check; give --draft or --ngram")
 
-    from specinfer.check.promise import Effort, check_promise, num_parts
-    from specinfer.progress import progress_bar
+    from specinfer.check.promise import Effort, check_promise
+    from specinfer.progress import ProgressBar
 
     tokenizer = llm.tokenizer
     # Spread over the built-in set, which is ordered by kind.
@@ -66,11 +68,9 @@ def check(
         for text in chosen
     ]
     verdicts = []
-    with progress_bar("checking", num_parts(), "parts") as bar:
-        effort = Effort(max_tokens=max_tokens, samples=samples)
-        for verdict in check_promise(llm, prompts, effort, on_part=lambda: bar.advance(1)):
-            verdicts.append(verdict)
-            click.echo(str(verdict))
+    for verdict in check_promise(llm, prompts, Effort(max_tokens, samples), ProgressBar()):
+        verdicts.append(verdict)
+        click.echo(str(verdict))
     failed = sum(not verdict.passed for verdict in verdicts)
     if json_file is not None:
         from specinfer.bench.provenance import provenance
@@ -90,3 +90,12 @@ def check(
         click.echo(f"\nFAILED: {failed} of {len(verdicts)} checks; the output is not the target's alone")
         sys.exit(1)
     click.echo(f"\npassed: all {len(verdicts)} checks; the output is the target's")
+
+
+# Both verifiers are tested, so there is none to choose.
+check.params = [parameter for parameter in check.params if parameter.name != "verifier"]
+
+
+def _verifier(draw: str | None) -> str:
+    """The verifier that takes draws of this rule; an unknown rule is refused with the default one."""
+    return next((verifier for verifier, rules in DRAFT_DRAWS.items() if draw in rules), "coupled")
