@@ -56,7 +56,11 @@ def speculation_options(command: _Command) -> _Command:
             click.option(
                 "--draft", "drafts", multiple=True, metavar="MODEL", help="A draft model; repeatable."
             ),
-            click.option("--ngram/--no-ngram", default=None, help="Look guesses up in the text itself."),
+            click.option(
+                "--ngram/--no-ngram",
+                default=None,
+                help="Look guesses up in the text itself. On where no draft is named.",
+            ),
             click.option(
                 "--expansion",
                 default="1,1,3,1,1",

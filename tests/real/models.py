@@ -1,4 +1,4 @@
-"""Real model files, where they are on the machine; tests that need one that is not are skipped, and say so."""
+"""Real model files, where they are on this machine; tests that need others are skipped, and say so."""
 
 from __future__ import annotations
 
