@@ -11,11 +11,16 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The system's packages are kept as they are where they are in range; elsewhere versions are exact.
-CONSTRAIN := $(if $(findstring --system-site-packages,$(VENV_FLAGS)),,--constraint constraints.txt)
+SHARED := $(findstring --system-site-packages,$(VENV_FLAGS))
+CONSTRAIN := $(if $(SHARED),,--constraint constraints.txt)
 
 MADE := $(VENV)/.made
 RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
+
+# Threads that wait sleep instead of spinning: where other programs share the cores, a spinning thread keeps
+# the one it waits for from running, and every product takes a whole time slice (docs/log.md).
+demo test test-fast: export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: help demo test test-fast lint format pin clean distclean
 .DEFAULT_GOAL := help
@@ -33,13 +38,13 @@ test-fast: $(DEV) ## the tests that need no real model and no minutes
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 lint: $(DEV) ## ruff and mypy --strict
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy --strict
 
 format: $(DEV) ## let ruff format and sort
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
 
 bench-%: $(DEV) ## benchmarks/%.py with ARGS="...", for example make bench-table2 ARGS=--help
 	$(BIN)/python benchmarks/$*.py $(ARGS)
@@ -57,6 +62,7 @@ distclean: clean ## ... and the environment
 $(MADE):
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is Python %d.%d; specinfer needs 3.11 or newer: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(if $(SHARED),$(BIN)/python tools/share_packages.py "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')")
 	@touch $@
 
 $(RUN): $(MADE) pyproject.toml constraints.txt tools/install_torch.py

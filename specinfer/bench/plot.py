@@ -37,8 +37,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.6), dpi=150, layout="constrained")
+    figure = Figure(figsize=(10, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(h_pad=0.1, w_pad=0.1)
     left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
     _acceptance(left, result)
     _time(right, result)
@@ -48,6 +49,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         color=_INK,
         fontsize=12,
         fontweight="bold",
+        y=0.98,
     )
     try:
         figure.savefig(path)

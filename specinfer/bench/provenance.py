@@ -34,12 +34,12 @@ def provenance() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The git commit of the checkout specinfer runs from, "+" behind it when files differ from it."""
+    """The git commit of the checkout specinfer runs from, "+" behind it when the package differs from it."""
     checkout = Path(specinfer.__file__).resolve().parents[1]
     if not (checkout / ".git").exists():  # installed, perhaps into somebody else's checkout
         return None
     sha = _git(checkout, "rev-parse", "--short=12", "HEAD")
-    changed = _git(checkout, "status", "--porcelain", "--untracked-files=no")
+    changed = _git(checkout, "status", "--porcelain", "--", "specinfer")
     return f"{sha}+" if sha and changed else sha
 
 

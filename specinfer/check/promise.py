@@ -12,11 +12,7 @@ from specinfer.config import DRAFT_DRAWS, EngineConfig, SpeculationConfig, Verif
 from specinfer.errors import IntegrityError
 from specinfer.llm import LLM
 from specinfer.progress import Progress, Silence
-from specinfer.tree.expansion import Expansion
 
-# Trees for counting: wide where the counted tokens are, whatever the tree that is served with.
-LAW_EXPANSION: Final = Expansion((3, 2))
-LAW_BRANCHES: Final = 3
 VERIFIERS: Final[tuple[Verifier, ...]] = ("coupled", "mss")
 
 
@@ -25,7 +21,7 @@ class Effort:
     """How much is tried."""
 
     max_tokens: int = 48  # of each text
-    samples: int = 400  # requests counted for each law
+    samples: int = 48  # texts counted for each law
     alone: int = 4  # texts that are also generated one at a time
 
 
@@ -39,8 +35,7 @@ def check_promise(
     """
     progress = progress or Silence()
     configured = llm.config.speculation
-    law_prompt = llm.tokenizer.encode(law.PROMPT)
-    longest = max(len(law_prompt) + law.TOKENS + 1, *(len(p) + effort.max_tokens for p in prompts))
+    longest = max(map(len, prompts)) + effort.max_tokens
     context = min(longest, llm.engine.max_context)  # several engines share the memory: none has too much
 
     def engine(speculation: SpeculationConfig) -> LLM:
@@ -60,15 +55,11 @@ def check_promise(
             name, params, prompts, plain, coupled, alone=effort.alone, progress=progress
         )
     for verifier in VERIFIERS:
-        tree = replace(
-            with_verifier(configured, verifier),
-            expansion=LAW_EXPANSION,
-            ngram_branches=max(LAW_BRANCHES, configured.ngram_branches),
-        )
-        engines.append(engine(tree))
+        engines.append(engine(with_verifier(configured, verifier)))
         for name, sampling in law.SAMPLING.items():
+            params = replace(sampling, max_tokens=effort.max_tokens)
             yield law.check_law(
-                f"law, {verifier}, {name}", sampling, law_prompt, engines[-1], effort.samples, progress
+                f"law, {verifier}, {name}", params, prompts, engines[-1], effort.samples, progress
             )
     yield check_bookkeeping(engines)
 

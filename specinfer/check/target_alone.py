@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from specinfer.attention.sdpa import SdpaBackend
 from specinfer.models.decoder import LanguageModel
-from specinfer.runtime.batch import chain_rows
+from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner, as_rows
 
 _MAX_ROWS = 512  # of one pass
@@ -32,13 +32,25 @@ class TargetAlone:
             runner.forward([chain_rows(text, 0, [block], logits=True) for block, text in enumerate(texts)])
         )
 
-    def _one(self, text: Sequence[int]) -> NDArray[np.float32]:
+    def logits_along(self, text: Sequence[int], start: int) -> NDArray[np.float32]:
+        """The logits after text[:start], text[:start + 1], ... and the whole text.
+
+        Shape [len(text) - start + 1, vocab]; 1 <= start <= len(text).
+        """
+        assert 1 <= start <= len(text), (start, len(text))
         runner = self._runner(1, len(text))
-        for start in range(0, len(text), _MAX_ROWS):
-            chunk = text[start : start + _MAX_ROWS]
-            last = start + len(chunk) == len(text)
-            logits = runner.forward([chain_rows(chunk, start, [0], logits=last)])
-        return as_rows(logits)
+        found: list[NDArray[np.float32]] = []
+        for first in range(0, len(text), _MAX_ROWS):
+            chunk = text[first : first + _MAX_ROWS]
+            wanted = min(max(start - 1 - first, 0), len(chunk))
+            positions = range(first, first + len(chunk))
+            logits = runner.forward([Rows(chunk, positions, first, [0], None, None, wanted)])
+            if wanted < len(chunk):
+                found.append(as_rows(logits))
+        return np.concatenate(found)
+
+    def _one(self, text: Sequence[int]) -> NDArray[np.float32]:
+        return self.logits_along(text, len(text))
 
     def _runner(self, num_blocks: int, block_size: int) -> ModelRunner:
         return ModelRunner(self.model, SdpaBackend(), num_blocks=num_blocks, block_size=block_size)

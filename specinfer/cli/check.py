@@ -16,7 +16,7 @@ from specinfer.errors import ConfigError, RequestError
 @click.command()
 @click.option("--prompts", "num_prompts", type=int, default=8, show_default=True, help="Texts of each kind.")
 @click.option("--max-tokens", type=int, default=48, show_default=True, help="Of each text.")
-@click.option("--samples", type=int, default=400, show_default=True, help="Requests counted for each law.")
+@click.option("--samples", type=int, default=48, show_default=True, help="Texts counted for each law.")
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Requests that run together.")
 @click.option("--json", "json_file", type=Path, metavar="FILE", help="Write verdicts and figures.")
 @model_options
@@ -31,17 +31,16 @@ def check(
 ) -> None:
     """Test on your own models that speculation does not change the output; exit status 1 when it does.
 
-    Texts with and without speculation, alone and in a batch, greedy and seeded; then what many requests
-    say is counted against the law the target states, with both verifiers; then the engine's bookkeeping.
+    Texts with and without speculation, alone and in a batch, greedy and seeded; then the tokens of
+    many sampled texts are counted against the law the target states, with both verifiers; then the engine's
+    bookkeeping.
     Without --draft the speculator is the n-gram one.
     """
-    for name, value in (("--prompts", num_prompts), ("--batch-size", batch_size)):
+    for name, value in (("--prompts", num_prompts), ("--samples", samples), ("--batch-size", batch_size)):
         if value < 1:
             raise ConfigError(f"{name} is {value}; allowed: an integer >= 1")
     if max_tokens < 3:
         raise ConfigError(f"--max-tokens is {max_tokens}; allowed: an integer >= 3, as trees come later")
-    if samples < 100:
-        raise ConfigError(f"--samples is {samples}; allowed: an integer >= 100, fewer show nothing")
     from specinfer.bench.dataset import built_in
     from specinfer.bench.report import check_writable
 

@@ -1,0 +1,84 @@
+"""Prompt files: what is read, and what is refused with file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specinfer.bench.dataset import Conversation, built_in, read_dataset
+from specinfer.errors import DatasetError
+
+
+def write(folder: Path, *lines: str | bytes) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines))
+    return path
+
+
+def test_the_built_in_prompts_are_distinct_and_of_several_kinds() -> None:
+    dataset = built_in()
+    assert len(dataset.conversations) >= 24
+    assert dataset.duplicates == 0
+    assert len({c.category for c in dataset.conversations}) >= 6
+    assert any(len(c.turns) == 2 for c in dataset.conversations)
+
+
+def test_prompts_turns_names_and_other_keys(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        '\ufeff{"prompt": "one", "answer": 1}',
+        "",
+        '{"question_id": 81, "category": "writing", "turns": ["two", "and then?"]}\r',
+        '{"id": "x-3", "prompt": "three"}',
+    )
+    dataset = read_dataset(path)
+    assert dataset.conversations == (
+        Conversation(("one",), "", "1"),
+        Conversation(("two", "and then?"), "writing", "81"),
+        Conversation(("three",), "", "x-3"),
+    )
+    assert dataset.num_turns == 4
+    assert dataset.head(2).num_turns == 3
+    assert dataset.head(None) == dataset
+
+
+def test_a_question_asked_twice_is_kept_once_and_counted(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"prompt": "a"}', '{"turns": ["a"]}', '{"prompt": "b"}', '{"prompt": "a"}')
+    dataset = read_dataset(path)
+    assert [c.turns for c in dataset.conversations] == [("a",), ("b",)]
+    assert dataset.duplicates == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{'prompt': 1}", r"line 2: not JSON \(Expecting property name.* at column 2\)"),
+        ('["a"]', "line 2: got a list; each line must be an object"),
+        ("3", "line 2: got a number; each line"),
+        ('{"text": "a", "id": 3}', "line 2: got the keys 'text', 'id'; each line"),
+        ("{}", r"line 2: got the keys \(none\)"),
+        ('{"prompt": "a", "turns": ["a"]}', "line 2: got both prompt and turns"),
+        ('{"prompt": null}', "line 2: prompt is null; allowed: a string that is not empty"),
+        ('{"prompt": " "}', "line 2: prompt is empty"),
+        ('{"turns": "a"}', "line 2: turns is a string; allowed: a list of strings"),
+        ('{"turns": []}', "line 2: turns is an empty list"),
+        ('{"turns": ["a", 2]}', "line 2: a turn is a number"),
+        (b'{"prompt": "caf\xe9"}', "line 2: not UTF-8 at byte 16; save the file as UTF-8"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, line: str | bytes, says: str) -> None:
+    path = write(tmp_path, '{"prompt": "fine"}', line)
+    with pytest.raises(DatasetError, match=f"prompts.jsonl {says}"):
+        read_dataset(path)
+
+
+def test_files_without_prompts(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="holds no prompts"):
+        read_dataset(write(tmp_path, "", "  "))
+    with pytest.raises(DatasetError, match=r"cannot read .*nothing\.jsonl: No such file"):
+        read_dataset(tmp_path / "nothing.jsonl")
+    with pytest.raises(DatasetError, match=r"cannot read .*: Is a directory"):
+        read_dataset(tmp_path)
+    with pytest.raises(DatasetError, match="limit is 0; allowed: an integer >= 1"):
+        built_in().head(0)

@@ -1,0 +1,138 @@
+"""A comparison in JSON and in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer.bench.dataset import Dataset
+from specinfer.bench.report import (
+    acceptance_per_depth,
+    as_json,
+    check_writable,
+    lines,
+    milliseconds,
+    table,
+    write_json,
+)
+from specinfer.bench.run import Load, compare
+from specinfer.errors import ConfigError
+from specinfer.request import SamplingParams
+from specinfer.tree import TokenTree
+from specinfer.verify.acceptance import Acceptance
+
+GREEDY = Load(params=SamplingParams(temperature=0, max_tokens=12), chat=False)
+SEEDED = Load(params=SamplingParams(temperature=1, seed=7, max_tokens=12), chat=False)
+
+
+def accept_the_first_branch(tree: TokenTree, laws: Any, verifier: Any) -> Acceptance:
+    """A verifier that believes the speculator."""
+    path, node = [], 0
+    while children := tree.children()[node]:
+        node = next(iter(children.values()))
+        path.append(node)
+    return Acceptance(tuple(path), laws.choose(node))
+
+
+def result_of(pair: Any, dataset: Dataset, load: Load, **options: Any) -> dict[str, Any]:
+    plain, speculative = pair(**options)
+    result = as_json(compare(plain, speculative, dataset, load), speculative, dataset, load)
+    plain_values: dict[str, Any] = json.loads(json.dumps(result))
+    return plain_values
+
+
+def test_the_json_holds_what_a_reader_needs(pair: Any, dataset: Dataset) -> None:
+    result = result_of(pair, dataset, GREEDY)
+    baseline, speculative = result["baseline"], result["speculative"]
+    assert (result["requests"], result["identical"], result["differences"]) == (6, 6, [])
+    assert result["speedup"] == speculative["output_throughput"] / baseline["output_throughput"]
+    assert result["tokens_per_step"] == speculative["tokens_per_step"] > baseline["tokens_per_step"] == 1
+    for run in (baseline, speculative):
+        assert (run["completed"], run["failed"], run["total_output"]) == (6, 0, 72)
+        assert run["output_throughput"] == pytest.approx(72 / run["duration"])
+        assert run["request_throughput"] == pytest.approx(6 / run["duration"])
+        assert 0 < run["ttft_ms"]["median"] <= run["ttft_ms"]["p99"]
+        assert 0 < run["tpot_ms"]["mean"] < run["e2el_ms"]["mean"]
+        assert sum(stage["share"] for stage in run["stages"].values()) == pytest.approx(1)
+        assert run["preemptions"] == 0
+    assert set(speculative["credit"]) == {"0-similar", "ngram"}
+    assert speculative["credit"]["0-similar"]["accepted"] > 0
+    assert 0 < speculative["acceptance_per_depth"][0] <= 1
+    assert baseline["credit"] == {}
+    assert baseline["acceptance_per_depth"] == []
+    assert result["versions"]["specinfer"]
+    assert result["hardware"]["memory_bytes"] > 1 << 28
+    assert result["options"]["speculation"]["expansion"] == "1,1,3,1,1"
+
+
+def test_the_table_never_shows_a_speed_without_the_one_it_compares_with(pair: Any, dataset: Dataset) -> None:
+    result = result_of(pair, dataset, GREEDY)
+    rows = {name: (without, with_) for name, without, with_ in table(result)}
+    assert rows["output tokens/s"] == tuple(
+        f"{result[run]['output_throughput']:.1f}" for run in ("baseline", "speculative")
+    )
+    assert rows["tokens per step"][0] == "1.00"
+    said = "\n".join(lines(result))
+    assert "identical texts: 6 of 6" in said
+    assert f"{result['speculative']['credit']['0-similar']['accepted']} of" in said
+
+
+def test_sampling_with_mss_is_not_called_a_failure(pair: Any, dataset: Dataset) -> None:
+    result = result_of(pair, dataset, SEEDED, verifier="mss")
+    assert result["identity_promised"] is False
+    assert result["identical"] < 6
+    assert "keeps the law of the text, not the text" in "\n".join(lines(result))
+    assert result_of(pair, dataset, SEEDED)["identity_promised"] is True
+    assert result_of(pair, dataset, GREEDY, verifier="mss")["identical"] == 6
+
+
+def test_a_text_that_differs_is_shown_with_its_first_difference(
+    pair: Any, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specinfer.engine.engine.verify_tree", accept_the_first_branch)
+    result = result_of(pair, dataset, GREEDY, drafts=["stranger"])
+    assert result["identical"] == 0
+    first = result["differences"][0]
+    assert first["request"] == "1.1"
+    assert first["index"] == 1  # the first token comes with the prompt, from no tree
+    assert first["expected"] != first["got"]
+    assert first["gap"] > first["tolerance"]
+    assert not first["explained"]
+    assert {"request": "2.2", "follows": "an answer that differs"} in result["differences"]
+    assert "0 of 5 first differences are within rounding" in "\n".join(lines(result))
+    assert "please report" in "\n".join(lines(result))
+
+
+def test_what_other_programs_took_is_said(pair: Any, dataset: Dataset) -> None:
+    result = result_of(pair, dataset, GREEDY)
+    result["hardware"]["cores"] = 4
+    result["busy_elsewhere_cores"] = 1.5
+    assert "other programs kept 1.5 of 4 cores busy" in "\n".join(lines(result))
+    result["busy_elsewhere_cores"] = 0.2
+    assert "other programs" not in "\n".join(lines(result))
+
+
+def test_figures_as_literals() -> None:
+    assert milliseconds([0.001, 0.002, 0.009]) == pytest.approx({"mean": 4, "median": 2, "p99": 8.86})
+    assert milliseconds([]) == {"mean": 0, "median": 0, "p99": 0}
+    assert acceptance_per_depth([3, 1], [4, 4, 2]) == [0.75, 0.25, 0]
+
+
+def test_a_json_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    write_json(path, {"speedup": 2})
+    with pytest.raises(TypeError):
+        write_json(path, {"speedup": 3, "bad": object()})
+    assert json.loads(path.read_text()) == {"speedup": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere; make it first"):
+        check_writable(tmp_path / "nowhere" / "out.json")
+    with pytest.raises(ConfigError, match="it is a folder; give a file"):
+        check_writable(tmp_path)
+    check_writable(tmp_path / "out.json")

@@ -1,0 +1,87 @@
+"""The same conversations on two engines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specinfer.bench.dataset import Conversation, Dataset
+from specinfer.bench.run import Load, compare
+from specinfer.errors import RequestError
+from specinfer.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+SEEDED = SamplingParams(temperature=1, seed=40, max_tokens=12)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_both_engines_answer_everything_alike(
+    pair: Any, dataset: Dataset, params: SamplingParams, batch_size: int
+) -> None:
+    told: list[None] = []
+    load = Load(params=params, batch_size=batch_size, chat=False)
+    comparison = compare(
+        *pair(max_batch_size=batch_size), dataset, load, on_request=lambda: told.append(None)
+    )
+    keys = [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0), (4, 0)]
+    assert sorted(comparison.pairs) == keys
+    assert comparison.identical == len(keys)
+    assert len(told) == 2 * len(keys)
+    baseline, speculative = comparison.baseline, comparison.speculative
+    assert baseline.total_output == speculative.total_output == 12 * len(keys)
+    assert baseline.figures.tokens_per_step == 1
+    assert speculative.figures.tokens_per_step > 1.1
+    assert baseline.figures.output_tokens == 11 * len(keys)
+    for run in (baseline, speculative):
+        assert 0 < sum(run.stage_seconds.values()) < run.seconds
+        assert run.peak_memory > 1 << 20
+        assert len(run.group_rates) == (5 if batch_size == 1 else 1)
+    assert len(comparison.group_speedups) == len(baseline.group_rates)
+
+
+def test_every_request_has_a_seed_of_its_own_and_the_same_in_both_runs(pair: Any, dataset: Dataset) -> None:
+    comparison = compare(*pair(), dataset, Load(params=SEEDED, chat=False))
+    for run in (comparison.baseline, comparison.speculative):
+        assert [run.outputs[key].seed for key in sorted(run.outputs)] == [40, 41, 42, 43, 44, 45]
+
+
+def test_a_second_turn_follows_the_models_own_answer(pair: Any, dataset: Dataset) -> None:
+    plain, speculative = pair()
+    comparison = compare(plain, speculative, dataset, Load(params=GREEDY, chat=False))
+    for run in (comparison.baseline, comparison.speculative):
+        first, second = run.outputs[1, 0], run.outputs[1, 1]
+        asked = f"a question\n\n{first.text}\n\nanother"
+        assert list(second.prompt_token_ids) == plain.tokenizer.encode(asked)
+
+
+def test_as_many_requests_are_in_flight_as_were_asked_for(
+    pair: Any, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, speculative = pair(max_batch_size=8)  # the engines would take all of them at once
+    seen: list[int] = []
+    step = plain.engine.step
+    monkeypatch.setattr(
+        plain.engine, "step", lambda: (seen.append(len(plain.engine._scheduler.running)), step())[1]
+    )
+    compare(plain, speculative, dataset, Load(params=GREEDY, batch_size=2, chat=False))
+    assert max(seen) == 2
+
+
+def test_what_cannot_be_served_is_counted_as_failed_with_the_turns_after_it(pair: Any) -> None:
+    conversations = (Conversation(("x" * 200, "next")), Conversation(("fine",)))
+    dataset = Dataset("made up", conversations, duplicates=0)
+    comparison = compare(*pair(), dataset, Load(params=GREEDY, chat=False))
+    for run in (comparison.baseline, comparison.speculative):
+        assert sorted(run.failures) == [(0, 0), (0, 1)]
+        assert "the prompt has 200 tokens; allowed: at most 159" in run.failures[0, 0]
+        assert sorted(run.outputs) == [(1, 0)]
+    with pytest.raises(RequestError, match="no request could be served; the first: the prompt has 200"):
+        compare(*pair(), replace(dataset, conversations=conversations[:1]), Load(params=GREEDY, chat=False))
+
+
+def test_a_batch_has_at_least_one_request() -> None:
+    with pytest.raises(RequestError, match="batch size is 0; allowed: an integer >= 1"):
+        Load(params=GREEDY, batch_size=0)

@@ -1,0 +1,128 @@
+"""Where two texts part, and when rounding is to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specinfer.attention.sdpa import SdpaBackend
+from specinfer.check.difference import find_difference, first_difference, rounding
+from specinfer.check.target_alone import TargetAlone
+from specinfer.request import RequestOutput, SamplingParams, SpeculationFigures, Timing
+from specinfer.runtime.batch import chain_rows
+from specinfer.runtime.runner import ModelRunner, as_rows
+from tests.engines import write_tiny
+
+GREEDY = SamplingParams(temperature=0)
+
+
+class Fixed:
+    """A target that always gives the same logits, and remembers after what."""
+
+    def __init__(self, logits: Sequence[float], dtype: torch.dtype = torch.bfloat16) -> None:
+        self.model = SimpleNamespace(dtype=dtype)
+        self.logits = np.array(logits, dtype=np.float32)
+        self.asked: list[list[int]] = []
+
+    def logits_after(self, texts: Sequence[Sequence[int]]) -> Any:
+        self.asked.extend(list(text) for text in texts)
+        return np.stack([self.logits] * len(texts))
+
+
+def answer(*tokens: int, seed: int = 0) -> RequestOutput:
+    return RequestOutput(
+        request_id="r",
+        prompt_token_ids=(9, 8),
+        text="",
+        token_ids=tokens,
+        finish_reason=None,
+        seed=seed,
+        figures=SpeculationFigures(),
+        timing=Timing(0.0, None, None),
+        new_text="",
+    )
+
+
+def difference(logits: Sequence[float], expected: Sequence[int], got: Sequence[int], **options: Any) -> Any:
+    params = options.pop("params", GREEDY)
+    seed = options.pop("seed", 0)
+    target: Any = Fixed(logits, **options)
+    return find_difference(target, params, answer(*expected, seed=seed), answer(*got, seed=seed))
+
+
+def test_the_first_difference() -> None:
+    assert first_difference([1, 2], (1, 2)) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2, 3], [1, 2]) == 2
+    assert first_difference([], [4]) == 0
+
+
+def test_the_target_is_asked_after_what_the_texts_share() -> None:
+    target: Any = Fixed([0.0, 1.0, 2.0])
+    assert find_difference(target, GREEDY, answer(1, 2), answer(1, 2)) is None
+    assert target.asked == []
+    find_difference(target, GREEDY, answer(1, 2, 0), answer(1, 0, 0))
+    assert target.asked == [[9, 8, 1]]
+
+
+def test_two_bfloat16_steps_are_rounding_and_more_is_not() -> None:
+    # Between 16 and 32 neighbours in bfloat16 are 1/8 apart.
+    near = difference([16.0, 16.25, 3.0], [1], [0])
+    assert (near.index, near.expected, near.got, near.gap, near.tolerance) == (0, 1, 0, 0.25, 0.25)
+    assert near.explained
+    far = difference([16.0, 16.375, 3.0], [1], [0])
+    assert far.gap == 0.375
+    assert not far.explained
+
+
+def test_float32_has_smaller_steps() -> None:
+    assert not difference([16.0, 16.25], [1], [0], dtype=torch.float32).explained
+    assert difference([16.0, 16.0005], [1], [0], dtype=torch.float32).explained
+    assert rounding(np.array([100.0], dtype=np.float32), torch.bfloat16) == 1.0
+    assert rounding(np.array([0.01], dtype=np.float32), torch.bfloat16) == 2**-6
+
+
+def test_a_token_nobody_chose_is_not_explained_by_the_other() -> None:
+    # Both texts must be the target's choice up to rounding, the one without speculation too.
+    found = difference([1.0, 1.0, 9.0], [0], [1])
+    assert found.gap == 0
+    assert not found.explained
+
+
+def test_a_text_that_ends_early_is_never_rounding() -> None:
+    found = difference([1.0, 1.0], [0, 0], [0])
+    assert (found.index, found.expected, found.got, found.gap) == (1, 0, None, None)
+    assert not found.explained
+    assert "one text has ended" in str(found)
+
+
+def test_with_a_seed_the_noise_is_part_of_the_preference() -> None:
+    params = SamplingParams(temperature=0.5)
+    logits = [2.0, 2.0, 2.0]
+    found = [difference(logits, [0], [1], params=params, seed=seed) for seed in range(50)]
+    assert not any(d.explained for d in found if abs(d.gap) > 4 * d.tolerance)
+    gaps = np.array([d.gap for d in found])
+    assert (gaps > 0).any()
+    assert (gaps < 0).any()
+    # A logit that makes up for the gap makes a tie, and a tie is explained, unless token 2 wins anyway.
+    tied = [
+        difference([2.0 - float(d.gap), 2.0, -50.0], [0], [1], params=params, seed=seed)
+        for seed, d in enumerate(found)
+    ]
+    assert [round(d.gap, 5) for d in tied] == pytest.approx([0.0] * 50, abs=1e-5)
+    assert all(d.explained for d in tied)
+
+
+def test_the_target_alone_gives_its_logits_however_many_texts_are_asked_about(tmp_path: Any) -> None:
+    model = write_tiny(tmp_path, vocab_size=32, max_context=700).target
+    texts = [[1, 2, 3], [4], list(range(20)) * 30, [5, 6] * 100, [7] * 300, [8, 9]]
+    together = TargetAlone(model).logits_after(texts)
+    for text, logits in zip(texts, together, strict=True):
+        runner = ModelRunner(model, SdpaBackend(), num_blocks=1, block_size=len(text))
+        whole = as_rows(runner.forward([chain_rows(text, 0, [0], logits=True)]))[0]
+        np.testing.assert_allclose(logits, whole, atol=1e-4)

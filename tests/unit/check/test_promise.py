@@ -1,0 +1,129 @@
+"""The check passes an honest engine, and fails one for each way to break the promise."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from specinfer.check.promise import Effort, check_bookkeeping, check_promise, with_verifier
+from specinfer.config import SpeculationConfig
+from specinfer.engine import engine as engine_module
+from specinfer.request import Request, SamplingParams
+from specinfer.runtime.sampling import target_law
+from specinfer.speculate import draft_model
+from specinfer.tree import DrawRule, TokenTree
+from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.law import most_likely
+from tests.engines import Tiny, write_tiny
+
+PROMPTS = [[7, 8, 9, 7, 8, 9, 7], list(range(30, 60)), [100] * 6, [1, 2, 1, 2, 1]]
+EFFORT = Effort(max_tokens=20, samples=40, alone=2)
+IDENTITY = [
+    f"{sampling}, {how}"
+    for sampling in ("greedy", "T=1", "T=0.7, top_p=0.9")
+    for how in ("with and without speculation", "in a batch and alone")
+]
+LAWS = [f"law, {v}, {s}" for v in ("coupled", "mss") for s in ("T=1", "T=0.8, top_p=0.95")]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=256, max_context=160)
+
+
+def verdicts(tiny: Tiny, **options: Any) -> dict[str, bool]:
+    llm = tiny.llm(**{"drafts": ["similar"], "ngram": True, "max_batch_size": 16, **options})
+    found = list(check_promise(llm, PROMPTS, EFFORT))
+    for verdict in found:
+        json.dumps(verdict.to_json())
+        assert str(verdict).startswith("pass  " if verdict.passed else "FAIL  ")
+    return {verdict.name: verdict.passed for verdict in found}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"drafts": ["similar", "stranger"], "expansion": (2, 2)}, {"draw": "top_k"}, {"drafts": []}],
+    ids=["draft and ngram", "two drafts", "top-k", "ngram"],
+)
+def test_an_honest_engine_passes(tiny: Tiny, options: dict[str, Any]) -> None:
+    assert verdicts(tiny, **options) == dict.fromkeys([*IDENTITY, *LAWS, "bookkeeping"], True)
+
+
+def test_a_verifier_that_accepts_everything_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    def accept_everything(tree: TokenTree, laws: Any, verifier: Any) -> Acceptance:
+        path, node = [], 0
+        while children := tree.children()[node]:
+            node = next(iter(children.values()))
+            path.append(node)
+        return Acceptance(tuple(path), laws.choose(node))
+
+    monkeypatch.setattr(engine_module, "verify_tree", accept_everything)
+    found = verdicts(tiny, drafts=["stranger"])
+    assert not any(found[name] for name in IDENTITY if "without speculation" in name)
+    assert not any(found[name] for name in LAWS)
+    assert found["bookkeeping"]
+
+
+def test_a_draw_called_what_it_is_not_fails_where_laws_are_counted(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The classic mistake: the draft's most likely tokens, verified as if they had been sampled.
+    honest = draft_model.draw_children
+
+    def most_likely_called_samples(logits: Any, sites: Any, rule: DrawRule, speculator: str) -> None:
+        if rule is not DrawRule.WITHOUT_REPLACEMENT:
+            honest(logits, sites, rule, speculator)
+            return
+        for row, site in zip(logits, sites, strict=True):
+            law = target_law(row, site.params).dense()
+            for token in most_likely(row, site.width).tolist():
+                if law[token] > 0:
+                    site.builder.add(site.node, token, speculator, rule, law)
+
+    monkeypatch.setattr(draft_model, "draw_children", most_likely_called_samples)
+    found = verdicts(tiny, ngram=False)
+    assert [name for name, passed in found.items() if not passed] == LAWS[2:]
+
+
+def test_a_text_that_depends_on_the_batch_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify = engine_module.verify_tree
+
+    def seeded_by_the_request_id(tree: TokenTree, laws: Any, verifier: Any) -> Acceptance:
+        first = laws.request.request_id.endswith("-0")
+        acceptance = verify(tree, laws, verifier)
+        return Acceptance(acceptance.path, 0) if first else acceptance
+
+    monkeypatch.setattr(engine_module, "verify_tree", seeded_by_the_request_id)
+    found = verdicts(tiny)
+    # Without speculation text 0 is spoilt alike; alone it is spoilt no longer.
+    assert not found["greedy, in a batch and alone"]
+
+
+def test_an_engine_in_which_nobody_guesses_tests_nothing(tiny: Tiny) -> None:
+    found = verdicts(tiny, max_nodes=1)
+    assert not any(found[name] for name in [*IDENTITY, *LAWS])
+
+
+def test_a_lost_block_and_a_request_left_behind_are_found(tiny: Tiny) -> None:
+    llm = tiny.llm(ngram=True)
+    assert check_bookkeeping([llm]).passed
+    llm.engine.add(Request("left", (1, 2, 3), SamplingParams(temperature=0), 0))
+    left = check_bookkeeping([tiny.llm(), llm])
+    assert not left.passed
+    assert "engine 2 has work left" in left.words
+    llm.engine.abort("left")
+    blocks: list[int] = []
+    assert llm.engine._pool.extend(blocks, 1)
+    lost = check_bookkeeping([llm])
+    assert not lost.passed
+    assert "an invariant is broken" in lost.words
+
+
+def test_each_verifier_gets_draws_it_can_treat() -> None:
+    iid = SpeculationConfig(verifier="mss", draw="iid")
+    assert with_verifier(iid, "mss") == iid
+    assert with_verifier(iid, "coupled") == SpeculationConfig()
+    top_k = SpeculationConfig(draw="top_k", ngram=True)
+    assert with_verifier(top_k, "mss") == SpeculationConfig(verifier="mss", draw="top_k", ngram=True)

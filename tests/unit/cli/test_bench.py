@@ -1,0 +1,80 @@
+"""`specinfer bench` from options to figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from specinfer.cli.bench import bench
+from specinfer.errors import ConfigError, DatasetError
+from tests.engines import write_tiny
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[str]:
+    write_tiny(tmp_path / "models", vocab_size=256, max_context=900)
+    folder = tmp_path / "models"
+    return [
+        "--model",
+        str(folder / "target"),
+        "--draft",
+        str(folder / "similar"),
+        "--kv-cache-memory",
+        "64MB",
+    ]
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(bench, [*arguments, "--max-tokens", "6"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_table_file_and_picture(models: list[str], tmp_path: Path) -> None:
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    said = run(*models, "--limit", "3", "--json", str(out), "--plot", str(picture))
+    result = json.loads(out.read_text())
+    assert f"speedup: {result['speedup']:.2f}x" in said
+    assert "without speculation" in said
+    assert "identical texts: 3 of 3" in said
+    assert (result["requests"], result["dataset"]["name"]) == (3, "built-in")
+    assert result["options"]["chat"] is False
+    assert result["command"]
+    assert picture.stat().st_size > 5000
+
+
+def test_a_data_set_sampled_in_a_batch_and_printed_as_json(models: list[str], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n{"turns": ["b", "c"]}\n{"prompt": "a"}\n')
+    said = run(
+        *models,
+        "--dataset",
+        str(rows),
+        "--temperature",
+        "1",
+        "--seed",
+        "3",
+        "--batch-size",
+        "2",
+        "--json",
+        "-",
+    )
+    result = json.loads(said)
+    assert (result["requests"], result["identical"]) == (3, 3)
+    assert result["dataset"]["duplicates_dropped"] == 1
+    assert result["options"]["scheduler"]["max_batch_size"] == 2
+    assert result["options"]["sampling"]["seed"] == 3
+
+
+def test_what_cannot_be_measured_is_refused(models: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nobody speculates"):
+        run(*models[:2], "--no-ngram", "--kv-cache-memory", "64MB")
+    with pytest.raises(ConfigError, match="batch size is 0"):
+        run(*models, "--batch-size", "0")
+    with pytest.raises(DatasetError, match="cannot read the data set"):
+        run(*models, "--dataset", str(tmp_path / "none.jsonl"))
+    with pytest.raises(ConfigError, match="there is no folder"):
+        run(*models, "--json", str(tmp_path / "none" / "out.json"))

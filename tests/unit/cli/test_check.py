@@ -1,0 +1,85 @@
+"""`specinfer check` from options to exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from specinfer.cli.check import check
+from specinfer.engine import engine as engine_module
+from specinfer.errors import ConfigError, RequestError
+from specinfer.tree import TokenTree
+from specinfer.verify.acceptance import Acceptance
+from tests.engines import write_tiny
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[str]:
+    write_tiny(tmp_path / "models", vocab_size=256, max_context=900)
+    folder = tmp_path / "models"
+    return [
+        "--model",
+        str(folder / "target"),
+        "--draft",
+        str(folder / "similar"),
+        "--kv-cache-memory",
+        "64MB",
+    ]
+
+
+def run(*arguments: str) -> Result:
+    small = ("--prompts", "3", "--max-tokens", "12", "--samples", "24")
+    return CliRunner().invoke(check, [*small, *arguments], catch_exceptions=False)
+
+
+def test_it_passes_in_words_and_in_json(models: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "check.json"
+    result = run(*models, "--json", str(out))
+    assert result.exit_code == 0, result.output
+    assert "passed: all 11 checks; the output is the target's" in result.stdout
+    report = json.loads(out.read_text())
+    assert report["passed"] is True
+    assert len(report["verdicts"]) == 11
+    assert all(verdict["passed"] for verdict in report["verdicts"])
+    assert report["verdicts"][0]["texts"] == 3
+    assert report["verdicts"][6]["p_value"] > 1e-4
+    assert run(*models, "--draw", "iid").exit_code == 0
+
+
+def test_a_broken_promise_is_status_1_and_says_where(
+    models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def accept_the_first_guess(tree: TokenTree, laws: Any, verifier: Any) -> Acceptance:
+        path = (1,) if tree.num_nodes > 1 else ()
+        return Acceptance(path, laws.choose(path[-1] if path else 0))
+
+    monkeypatch.setattr(engine_module, "verify_tree", accept_the_first_guess)
+    out = tmp_path / "check.json"
+    stranger = str(Path(models[1]).parent / "stranger")
+    result = run(*models[:2], "--draft", stranger, *models[4:], "--json", str(out))
+    assert result.exit_code == 1
+    assert "FAIL  greedy, with and without speculation: " in result.stdout
+    assert "differ beyond rounding, text" in result.stdout
+    assert "below 0.0001, so this is not the target's law" in result.stdout
+    assert "the output is not the target's alone" in result.stdout
+    assert json.loads(out.read_text())["passed"] is False
+
+
+def test_what_cannot_be_checked_is_refused(models: list[str]) -> None:
+    with pytest.raises(ConfigError, match="nobody speculates"):
+        run(*models[:2], "--no-ngram", "--kv-cache-memory", "64MB")
+    with pytest.raises(ConfigError, match="--samples is 0; allowed: an integer >= 1"):
+        run(*models, "--samples", "0")
+    with pytest.raises(ConfigError, match="--max-tokens is 2"):
+        run(*models, "--max-tokens", "2")
+    with pytest.raises(ConfigError, match="--prompts is 0"):
+        run(*models, "--prompts", "0")
+    with pytest.raises(RequestError, match="--prompts is 1000; there are 26"):
+        run(*models, "--prompts", "1000")
+    with pytest.raises(ConfigError, match="draw is 'beam'"):
+        run(*models, "--draw", "beam")
+    assert run(*models, "--verifier", "mss").exit_code == 2  # both are tested: there is none to choose
