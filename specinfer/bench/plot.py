@@ -49,7 +49,6 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         color=_INK,
         fontsize=12,
         fontweight="bold",
-        y=0.98,
     )
     try:
         figure.savefig(path)

@@ -69,7 +69,13 @@ def p_value(tiny: Tiny, options: dict[str, Any], sampling: dict[str, Any]) -> fl
     return float(stats.chisquare(seen, expected * seen.sum() / expected.sum()).pvalue)
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.8, "top_k": 5, "top_p": 0.95}])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0},
+        pytest.param({"temperature": 0.8, "top_k": 5, "top_p": 0.95}, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "options",
     [
