@@ -18,9 +18,9 @@ MADE := $(VENV)/.made
 RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 
-# Threads that wait sleep instead of spinning: where other programs share the cores, a spinning thread keeps
-# the one it waits for from running, and every product takes a whole time slice (docs/log.md).
-demo test test-fast: export OMP_WAIT_POLICY ?= PASSIVE
+# In tests, threads that wait sleep instead of spinning: several runs may share the cores, and a spinning thread
+# keeps the one it waits for from running. On a quiet machine spinning is quicker, so the rest spins (docs/log.md).
+test test-fast: export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: help demo test test-fast lint format pin clean distclean
 .DEFAULT_GOAL := help
