@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ class LLM:
         self._models = load_models(self.config, progress)
         self.engine: Engine = build_engine(self.config, self._models, speculators)
         self._numbers = itertools.count()
+        self._inboxes: dict[str, deque[RequestOutput]] = {}  # of requests that somebody listens to
 
     @classmethod
     def from_models(cls, config: EngineConfig, models: Models, speculators: Sequence[Speculator] = ()) -> LLM:
@@ -52,6 +54,7 @@ class LLM:
         llm.config, llm._models = config, models
         llm.engine = build_engine(config, models, speculators)
         llm._numbers = itertools.count()
+        llm._inboxes = {}
         return llm
 
     @property
@@ -102,16 +105,17 @@ class LLM:
         return self._stream(self._requests([self.tokenizer.encode_chat(messages)], params)[0])
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        self.engine.add(request)
+        inbox = self._open(request)
         try:
-            while self.engine.has_work:
-                for output in self.engine.step():
-                    if output.request_id == request.request_id:
-                        yield output
-                        if output.finished:
-                            return
+            while True:
+                while inbox:
+                    output = inbox.popleft()
+                    yield output
+                    if output.finished:
+                        return
+                self._step()
         finally:
-            self.engine.abort(request.request_id)  # a caller that stops listening leaves nothing behind
+            self._close(request)  # a caller that stops listening leaves nothing behind
 
     def _run(
         self, requests: Sequence[Request], on_output: Callable[[RequestOutput], None] | None
@@ -120,19 +124,33 @@ class LLM:
             self.engine.check(request)
         done: dict[str, RequestOutput] = {}
         try:
-            for request in requests:
-                self.engine.add(request)
+            inboxes = [self._open(request) for request in requests]
             while len(done) < len(requests):
-                for output in self.engine.step():
-                    if on_output is not None:
-                        on_output(output)
-                    if output.finished:
-                        done[output.request_id] = output
+                self._step()
+                for inbox in inboxes:
+                    while inbox:
+                        output = inbox.popleft()
+                        if on_output is not None:
+                            on_output(output)
+                        if output.finished:
+                            done[output.request_id] = output
         finally:
             for request in requests:
-                if request.request_id not in done:
-                    self.engine.abort(request.request_id)
+                self._close(request)
         return [done[request.request_id] for request in requests]
+
+    def _open(self, request: Request) -> deque[RequestOutput]:
+        """Queue a request; its outputs arrive in the returned inbox, whoever makes the engine step."""
+        self.engine.add(request)
+        return self._inboxes.setdefault(request.request_id, deque())
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            self._inboxes[output.request_id].append(output)
+
+    def _close(self, request: Request) -> None:
+        self.engine.abort(request.request_id)
+        self._inboxes.pop(request.request_id, None)
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):

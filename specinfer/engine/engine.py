@@ -194,8 +194,9 @@ class Engine:
             finished = running.transcript.finish_reason is not None
             outcomes.append(Outcome(request_id, committed, finished))
             if finished:
-                del self._requests[request_id]
+                # In this order an interrupt between the two leaves nothing that `abort` does not mend.
                 self._scheduler.remove(running.sequence)
+                del self._requests[request_id]
             else:
                 running.sequence.computed += len(acceptance.path)
                 moves.extend(_path_move(entry, acceptance.path))

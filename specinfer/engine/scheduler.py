@@ -40,10 +40,10 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
-        """Forget a finished or aborted request and free its blocks."""
+        """Forget a finished or aborted request and free its blocks; one that is gone already stays gone."""
         if sequence in self.running:
             self.running.remove(sequence)
-        else:
+        elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self._pool.release(sequence.block_table)
 

@@ -196,3 +196,44 @@ def test_a_stream_is_the_text_in_pieces_and_leaves_nothing_when_dropped(tiny: Ti
     dropped.close()
     assert not llm.engine.has_work
     llm.engine.check_integrity()
+
+
+def test_streams_side_by_side_each_get_all_of_their_own(tiny: Tiny) -> None:
+    llm = tiny.llm(drafts=["similar"], ngram=True)
+    params = SamplingParams(temperature=1, seed=2, max_tokens=20)
+    alone = [llm.generate([prompt], params)[0] for prompt in PROMPTS[:3]]
+    streams = [llm.stream(prompt, params) for prompt in PROMPTS[:3]]
+    pieces: list[list[str]] = [[], [], []]
+    running = {0, 1, 2}
+    while running:
+        for i in sorted(running):
+            output = next(streams[i], None)
+            if output is None:
+                running.remove(i)
+            else:
+                pieces[i].append(output.new_text)
+    assert ["".join(p) for p in pieces] == [output.text for output in alone]
+    assert not llm.engine.has_work
+
+
+def test_an_interrupt_in_any_step_leaves_an_llm_that_works(
+    tiny: Tiny, expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = tiny.llm(drafts=["similar"], ngram=True)
+    for method in ("_forward", "_verify", "_commit"):
+        for calls in (1, 4):
+            with monkeypatch.context() as patch:
+                left = iter([False] * (calls - 1) + [True])
+                real = getattr(llm.engine, method)
+
+                def interrupted(*args: Any, real: Any = real, left: Any = left) -> Any:
+                    if next(left):
+                        raise KeyboardInterrupt
+                    return real(*args)
+
+                patch.setattr(llm.engine, method, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    llm.generate(PROMPTS, SAMPLING["T=1"])
+            llm.engine.check_integrity()
+            assert not llm.engine.has_work
+    assert run(llm, PROMPTS, SAMPLING["T=1"]) == expected["T=1"]
