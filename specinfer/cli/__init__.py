@@ -5,6 +5,7 @@ Commands are imported when they are called, so `specinfer --help` answers before
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from importlib import import_module
@@ -24,6 +25,7 @@ COMMANDS: Final = {  # name -> module, which has a click command of that name; i
     "check": "Test on your own models that speculation does not change the output.",
 }
 BUG: Final = 70  # the exit status of an internal error, as in sysexits.h
+INTERRUPTED: Final = 130  # 128 + SIGINT, as shells have it
 
 
 class _LazyGroup(click.Group):
@@ -41,21 +43,32 @@ class _LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(VERSION, prog_name="specinfer")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Tree-based speculative inference: the text the model would have written anyway, sooner."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 def main() -> None:
-    """Run the command line and exit: 0, 1 (a check failed), 2 (user error), 70 (a bug), 130 (Ctrl-C)."""
+    """Run the command line and exit.
+
+    Statuses: 0; 1, a check failed or nobody reads the output; 2, a user error; 70, a bug; 130, Ctrl-C.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     try:
         status = cli.main(prog_name="specinfer", standalone_mode=False)
         sys.stdout.flush()
     except click.Abort:
-        status = _interrupted()
+        status = INTERRUPTED  # click has ended the line
     except KeyboardInterrupt:
-        status = _interrupted()
+        click.echo("", err=True)
+        status = INTERRUPTED
     except click.ClickException as error:
         _complain(error.format_message())
         status = 2
@@ -65,10 +78,13 @@ def main() -> None:
     except IntegrityError as error:
         _complain(f"internal error: {error}; please report it")
         status = BUG
-    except BrokenPipeError:
-        # Whoever read our output has gone (`| head`); keep Python from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 0
+    except BrokenPipeError:  # whoever read our output has gone (`| head`)
+        _output_works()
+        status = 1
+    except OSError as error:  # a full disk, a folder that may not be written
+        where = error.filename or ("" if _output_works() else "standard output")
+        _complain(f"{where}: {error.strerror}" if where else str(error))
+        status = 2
     sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -76,6 +92,11 @@ def _complain(message: str) -> None:
     click.echo(f"specinfer: error: {' '.join(message.split())}", err=True)
 
 
-def _interrupted() -> int:
-    click.echo("", err=True)
-    return 130
+def _output_works() -> bool:
+    """Whether standard output takes what is left; else that is dropped, or Python would complain at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True

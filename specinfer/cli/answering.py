@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -17,7 +19,7 @@ from specinfer.errors import ConfigError
 if TYPE_CHECKING:
     from specinfer.engine.trace import TreeEvent
     from specinfer.llm import LLM
-    from specinfer.request import RequestOutput
+    from specinfer.request import RequestOutput, SamplingParams
 
 
 class Listener:
@@ -26,18 +28,26 @@ class Listener:
     def __init__(self, llm: LLM, *, show: bool, trace: Path | None) -> None:
         self._tokenizer = llm.tokenizer
         self.show = show
+        self._colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self._trace = trace
         self._file: TextIO | None = None
         if trace is not None:
-            try:
+            with self._writing():
                 self._file = trace.open("w", encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"cannot write the trace to {trace}: {error.strerror}") from None
         llm.engine.on_tree = self._hear
 
     def close(self) -> None:
-        """Finish the trace file."""
+        """Finish the trace file; raises ConfigError when it cannot be written."""
         if self._file is not None:
-            self._file.close()
+            with self._writing():
+                self._file.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(f"cannot write the trace to {self._trace}: {error.strerror}") from None
 
     def _text(self, token: int) -> str:
         if self._tokenizer.is_special(token):
@@ -46,11 +56,11 @@ class Listener:
 
     def _hear(self, event: TreeEvent) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(event.to_json()) + "\n")
+            with self._writing():
+                self._file.write(json.dumps(event.to_json()) + "\n")
         if self.show:
-            colour = sys.stdout.isatty()
             for line in draw_tree(event, self._text):
-                click.echo(line.coloured() if colour else line.plain())
+                click.echo(line.coloured() if self._colour else line.plain())
             click.echo()
 
 
@@ -65,8 +75,8 @@ def stream(outputs: Iterator[RequestOutput], *, echo: bool = True) -> RequestOut
     return last
 
 
-def summary(output: RequestOutput) -> str:
-    """One line of figures about an answer."""
+def summary(output: RequestOutput, params: SamplingParams) -> str:
+    """One line of figures about an answer; tokens per second from its arrival, the prompt included."""
     figures, timing = output.figures, output.timing
     end = timing.finished if timing.finished is not None else time.perf_counter()
     rate = len(output.token_ids) / (end - timing.arrived)
@@ -77,7 +87,8 @@ def summary(output: RequestOutput) -> str:
             f"{name} {figures.credit.get(name, 0)} of {n}" for name, n in figures.drafted.items()
         )
         parts.append(f"accepted: {credit}")
-    parts.append(f"seed {output.seed}")
+    if not params.greedy:
+        parts.append(f"seed {output.seed}")
     if output.finish_reason is not None:
         parts.append(f"ended by {output.finish_reason.value}")
     return " | ".join(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from specinfer.cli.options import (
     speculation_options,
 )
 from specinfer.errors import RequestError
+from specinfer.request import FinishReason
 
 if TYPE_CHECKING:
     from specinfer.cli.answering import Listener
@@ -40,6 +42,8 @@ def chat(system: str | None, **options: Any) -> None:
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # arrow keys and history in input()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a stray byte must not end the conversation
     click.echo(f"{HELP}.", err=True)
     Conversation(llm, params, Listener(llm, show=False, trace=None), system).run()
 
@@ -80,7 +84,7 @@ class Conversation:
             self._messages = list(self._start)
             return "the conversation is forgotten"
         if line == "/stats":
-            return summary(self._last) if self._last is not None else "no answer yet"
+            return summary(self._last, self._params) if self._last is not None else "no answer yet"
         if line in ("/trees on", "/trees off"):
             self._listener.show = line.endswith("on")
             return f"trees are {line.split()[1]}"
@@ -97,9 +101,21 @@ class Conversation:
                     sys.stdout.flush()
         except KeyboardInterrupt:
             click.echo(" [stopped]", nl=False)
+            if not text:  # nothing was said, so nothing is remembered
+                del self._messages[-1]
+                click.echo()
+                return
         except RequestError as error:
             del self._messages[-1]
             click.echo(f"{error}; or /reset to start anew", err=True)
             return
         click.echo(text if self._listener.show else "")
         self._messages.append({"role": "assistant", "content": text})
+        if self._last is not None and self._last.finish_reason is FinishReason.LENGTH:
+            click.echo(f"[{self._cut(self._last)}]", err=True)
+
+    def _cut(self, output: RequestOutput) -> str:
+        context = self._llm.engine.max_context
+        if len(output.prompt_token_ids) + len(output.token_ids) >= context:
+            return f"the context of {context} tokens is full; /reset starts anew"
+        return f"cut at {self._params.max_tokens} tokens; --max-tokens allows more"

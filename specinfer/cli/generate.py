@@ -47,6 +47,8 @@ def generate(
     Without PROMPT and --file the prompt is read from standard input. A model with a chat template is asked
     through it unless --raw says otherwise.
     """
+    if show_trees and json_output:
+        raise click.UsageError("--show-trees and --json are given; give one of them")
     text = _prompt(prompt, file)
     params = sampling_params(options)
     llm = build_llm(options)
@@ -57,7 +59,7 @@ def generate(
         raise RequestError("--system needs a chat template: leave --raw out, or use a model that has one")
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})
-    listener = Listener(llm, show=show_trees and not json_output, trace=trace)
+    listener = Listener(llm, show=show_trees, trace=trace)
     try:
         outputs = llm.stream_chat(messages, params) if chat else llm.stream(text, params)
         output = stream(outputs, echo=not json_output and not show_trees)
@@ -67,29 +69,29 @@ def generate(
         click.echo(json.dumps(as_json(output)))
         return
     click.echo(output.text if show_trees else "")
-    click.echo(f"[{summary(output)}]", err=True)
+    click.echo(f"[{summary(output, params)}]", err=True)
 
 
-def _prompt(prompt: str | None, file: Path | None) -> str:
-    if prompt is not None and file is not None:
+def _prompt(argument: str | None, file: Path | None) -> str:
+    """The prompt from wherever it was given; raises RequestError when it is empty or not UTF-8 text."""
+    if argument is not None and file is not None:
         raise click.UsageError("a prompt and --file are given; give one of them")
-    if prompt is not None:
-        return _not_empty(prompt, "the prompt")
-    if file is None and sys.stdin.isatty():
+    if argument is not None:
+        # What is not UTF-8 on the command line arrives as lone surrogates; this gives the bytes back.
+        data, where = argument.encode("utf-8", "surrogateescape"), "the prompt"
+    elif file is not None and str(file) != "-":
+        try:
+            data, where = file.read_bytes(), str(file)
+        except OSError as error:
+            raise RequestError(f"cannot read the prompt from {file}: {error.strerror}") from None
+    elif file is None and sys.stdin.isatty():
         raise click.UsageError("no prompt: give it as an argument, with --file, or on standard input")
-    if file is None or str(file) == "-":
-        return _not_empty(sys.stdin.read(), "standard input")
+    else:
+        data, where = sys.stdin.buffer.read(), "standard input"
     try:
-        return _not_empty(file.read_text(encoding="utf-8"), str(file))
-    except OSError as error:
-        raise RequestError(f"cannot read the prompt from {file}: {error.strerror}") from None
+        text = data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise RequestError(
-            f"cannot read the prompt from {file}: not UTF-8 text at byte {error.start}"
-        ) from None
-
-
-def _not_empty(text: str, where: str) -> str:
+        raise RequestError(f"{where} is not UTF-8 text at byte {error.start}; convert it to UTF-8") from None
     if not text.strip():
         raise RequestError(f"{where} is empty; give at least one word")
     return text

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from specinfer.errors import ConfigError
-from specinfer.tree.expansion import Expansion
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
@@ -63,8 +62,7 @@ def speculation_options(command: _Command) -> _Command:
             ),
             click.option(
                 "--expansion",
-                default="1,1,3,1,1",
-                show_default=True,
+                show_default="1,1,3,1,1",
                 metavar="K1,K2,...",
                 help="Children of each frontier node of a draft's tree, level by level.",
             ),
@@ -128,9 +126,6 @@ def build_llm(options: dict[str, Any], **more: Any) -> LLM:
     """
     options = {**options, **more}
     model = options.pop("model")
-    expansion = Expansion.parse(
-        options.pop("expansion")
-    )  # before torch is loaded: a slip is answered at once
     if (memory := options.pop("kv_cache_memory", None)) is not None:
         options["kv_cache_memory"] = parse_size(memory)
     if options.get("ngram") is None:
@@ -138,8 +133,11 @@ def build_llm(options: dict[str, Any], **more: Any) -> LLM:
     given = {name: value for name, value in options.items() if value is not None}
     from specinfer.config import EngineConfig
 
-    EngineConfig.from_options(model, {**given, "expansion": expansion})
+    EngineConfig.from_options(model, given)  # before torch is loaded: a slip is answered at once
+    for name in ("expansion", "draw"):
+        if name in given and not given.get("drafts"):
+            raise ConfigError(f"--{name} is for draft models, and none is named; add --draft MODEL")
     from specinfer.llm import LLM
     from specinfer.progress import ProgressBar
 
-    return LLM(model, progress=ProgressBar(), **given, expansion=expansion)
+    return LLM(model, progress=ProgressBar(), **given)

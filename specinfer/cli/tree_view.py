@@ -50,7 +50,8 @@ def draw_tree(event: TreeEvent, token_text: Callable[[int], str]) -> list[Line]:
     names = proposed_by(tree)
     accepted = set(acceptance.path)
     last = acceptance.path[-1] if acceptance.path else 0
-    title = f"step {event.step}: {len(accepted)} of {tree.num_nodes - 1} accepted"
+    guesses = tree.num_nodes - 1
+    title = f"step {event.step}: {f'{len(accepted)} of {guesses} accepted' if guesses else 'no guesses'}"
     lines = [Line("", title, ""), Line("", _quoted(token_text(tree.token_ids[0])), "")]
 
     def below(node: int, indent: str) -> None:

@@ -10,8 +10,8 @@ followed by a tree, and the frontier of a draft's half-grown tree are all of thi
 
 A row's result must not depend on the rows beside it, or greedy text would change where two logits are
 close. Two things would make it: a product of one row takes another kernel than a product of several, so
-one row is run as two; and a softmax over S positions adds in an order that depends on S, so S is padded
-with hidden positions to a multiple of PAD.
+one row is run as two; and sums over S positions are made in an order that depends on S, so S is padded
+with hidden positions to whole blocks of PAD: every block is then summed in the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specinfer.attention.backend import AttentionBatch, Segment
 
-PAD = 64  # a multiple of every vector width; the KV cache has as many spare slots at its end
+PAD = 512  # the block of keys in torch's CPU attention; the KV cache has as many spare slots at its end
 
 
 @dataclass(frozen=True, slots=True)

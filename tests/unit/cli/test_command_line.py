@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specinfer import cli
+from specinfer import LLM, SamplingParams, cli
+from specinfer.cli.answering import Listener
+from specinfer.engine.engine import Engine
+from specinfer.engine.trace import TreeEvent
+from specinfer.errors import IntegrityError
+from specinfer.request import RequestOutput
+from specinfer.tree.token_tree import single_node
+from specinfer.verify.acceptance import Acceptance
 from tests.tiny_models import write_byte_tokenizer, write_similar_llama, write_tiny_llama
 
 
@@ -29,6 +39,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.gguf").write_text("a poem, not a model")
     (folder / "latin1.txt").write_bytes(b"caf\xe9")
     return folder
+
+
+def write_template(folder: Path) -> None:
+    """Give a model a chat template: every message on a line of its own."""
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def run(
@@ -61,6 +78,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "min_p": (["--min-p", "2", "hi"], "min_p is 2.0"),
     "max_tokens": (["--max-tokens", "0", "hi"], "max_tokens is 0; allowed: an integer >= 1"),
     "min over max": (["--min-tokens", "9", "--max-tokens", "3", "hi"], "more than max_tokens (3)"),
+    "expansion without a draft": (["--expansion", "2,2", "hi"], "--expansion is for draft models"),
+    "draw without a draft": (["--draw", "top_k", "hi"], "--draw is for draft models"),
     "wrong pair": (["--verifier", "mss", "--draw", "coupled", "hi"], "would change the output law"),
     "verifier": (["--verifier", "luck", "hi"], "verifier is 'luck'; allowed: coupled, mss"),
     "dtype": (["--dtype", "int3", "hi"], "dtype is 'int3'; allowed: auto, bfloat16, float32"),
@@ -70,9 +89,13 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no such option": (["--warp", "9", "hi"], "No such option '--warp'"),
     "unreadable file": (["--file", "{models}/none.txt"], "cannot read the prompt from"),
     "file of another encoding": (["--file", "{models}/latin1.txt"], "not UTF-8 text at byte 3"),
+    "prompt of another encoding": (["caf\udce9"], "the prompt is not UTF-8 text at byte 3"),
+    "folder as a file": (["--file", "{models}"], "Is a directory"),
     "prompt twice": (["--file", "{models}/latin1.txt", "hi"], "give one of them"),
     "chat without a template": (["--chat", "hi"], "no chat template"),
     "trace": (["--trace", "{models}/none/trace.jsonl", "hi"], "cannot write the trace"),
+    "trace to a full disk": (["--trace", "/dev/full", "--json", "hi"], "No space left on device"),
+    "trees and JSON": (["--json", "--show-trees", "hi"], "give one of them"),
 }
 
 
@@ -110,6 +133,7 @@ def test_generate_streams_the_text_and_reports_on_standard_error(
     assert status == 0
     assert "12 tokens" in err
     assert "tokens per step" not in err
+    assert "seed 4" in err
     status, speculative, err = run(monkeypatch, capsys, *common, "--draft", models / "draft", "--ngram")
     assert (status, speculative) == (0, plain)
     assert "tokens per step" in err
@@ -136,7 +160,7 @@ def test_show_trees_draws_every_step(
     arguments = ["-m", models / "target", "--draft", models / "draft", "--max-tokens", 9, "abcabc"]
     status, out, _ = run(monkeypatch, capsys, "generate", "--show-trees", *arguments)
     assert status == 0
-    assert "step 1: 0 of 0 accepted" in out
+    assert "step 1: no guesses" in out
     assert "(draft)" in out
     assert "\x1b[" not in out  # no colour where nobody sees it
 
@@ -144,10 +168,8 @@ def test_show_trees_draws_every_step(
 def test_a_prompt_on_standard_input(
     models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import io
-
     given = run(monkeypatch, capsys, "generate", "-m", models / "target", "--max-tokens", 5, "abc")[1]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("abc"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"abc")))
     piped = run(monkeypatch, capsys, "generate", "-m", models / "target", "--max-tokens", 5)[1]
     assert piped == given
 
@@ -163,18 +185,60 @@ def test_chat_needs_a_template_and_says_what_else_to_use(
 def test_chat_remembers_and_obeys_its_commands(
     models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
-    (models / "draft" / "tokenizer_config.json").write_text(json.dumps(config))
-    lines = iter(["ab", "/stats", "/trees on", "ab", "/reset", "/help", "x" * 80, "/exit"])
+    write_template(models / "draft")
+    lines = iter(["ab", "/stats", "/trees on", "ab", "/reset", "/help", "x" * 60, "x" * 80, "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    status, out, err = run(monkeypatch, capsys, "chat", "-m", models / "draft", "--max-tokens", 4)
+    asked: list[list[str]] = []
+    stream_chat = LLM.stream_chat
+
+    def listen(self: LLM, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[RequestOutput]:
+        asked.append([message["role"] for message in messages])
+        return stream_chat(self, messages, params)
+
+    monkeypatch.setattr(LLM, "stream_chat", listen)
+    chat = ["chat", "-m", models / "draft", "--max-tokens", 4, "--ignore-eos", "--system", "s"]
+    status, out, err = run(monkeypatch, capsys, *chat)
     assert status == 0
+    first = ["system", "user"]
+    assert asked == [first, [*first, "assistant", "user"], first, [*first, "assistant", "user"]]
     assert "4 tokens" in err
+    assert "[cut at 4 tokens; --max-tokens allows more]" in err
+    assert "[the context of 64 tokens is full; /reset starts anew]" in err  # the long question left no room
     assert "trees are on" in err
     assert "step " in out
     assert "the conversation is forgotten" in err
     assert "or /reset to start anew" in err  # the question that did not fit
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_conversation(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_template(models / "draft")
+    lines = iter(["ab", "cd"])
+
+    def ask(prompt: str) -> str:
+        line = next(lines, None)
+        if line is None:
+            raise EOFError  # Ctrl-D
+        return line
+
+    steps = iter([False, False, True])  # the third step is interrupted, the later ones are not
+    step = Engine.step
+
+    def interrupted(self: Engine) -> list[RequestOutput]:
+        if next(steps, False):
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr(Engine, "step", interrupted)
+    chat = ["chat", "-m", models / "draft", "--max-tokens", 4, "--ignore-eos", "--no-ngram"]
+    status, out, err = run(monkeypatch, capsys, *chat)
+    assert status == 0
+    first, rest = out.split(" [stopped]\n")
+    assert first
+    assert rest.strip("\n")
+    assert "Traceback" not in err
 
 
 def test_pull_lists_the_catalogue(
@@ -190,9 +254,6 @@ def test_pull_lists_the_catalogue(
 def test_an_internal_error_says_so(
     models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from specinfer.engine.engine import Engine
-    from specinfer.errors import IntegrityError
-
     def broken(self: Engine) -> None:
         raise IntegrityError("two and two make five")
 
@@ -226,12 +287,61 @@ def test_ctrl_c_ends_cleanly(models: Path) -> None:
         out, err = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "Traceback" not in err
-    assert (out, err.strip()) == ("", "")
+    assert (out, err) == ("", "\n")
 
 
-def test_a_closed_pipe_is_no_error(models: Path) -> None:
-    code = f"{sys.executable} -m specinfer pull --list | true"
-    done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {code}"], capture_output=True, text=True, check=False
+def shell(models: Path, command: str, **environment: str) -> tuple[str, str]:
+    """Standard output and standard error of a command line in bash; $generate answers 40 tokens."""
+    generate = f"{sys.executable} -m specinfer generate -m {models}/other --raw --max-tokens 40 --ignore-eos"
+    variables = {**os.environ, "generate": generate, **environment}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=variables)
+    return done.stdout, done.stderr
+
+
+def test_a_closed_pipe_is_silent(models: Path) -> None:
+    out, err = shell(models, "$generate --show-trees --temperature 2 --seed 1 hi | head -n 1")
+    assert (out, err) == ("step 1: no guesses\n", "")
+
+
+def test_a_full_disk_is_one_line(models: Path) -> None:
+    out, err = shell(models, "$generate hi > /dev/full; echo status $?")
+    assert (out, err) == (
+        "status 2\n",
+        "specinfer: error: standard output: No space left on device\n",
     )
-    assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_that_lacks_a_character_is_no_error(models: Path) -> None:
+    command = "$generate --temperature 2 --seed 1 hi; echo; echo status $?"
+    rich, _ = shell(models, command, PYTHONIOENCODING="utf-8")
+    poor, err = shell(models, command, PYTHONIOENCODING="ascii")
+    assert "\ufffd" in rich
+    assert poor == rich.replace("\ufffd", "?")
+    assert "40 tokens" in err
+
+
+def test_without_a_command_it_shows_the_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(monkeypatch, capsys)
+    assert (status, err) == (0, "")
+    assert "Commands:\n  generate  Answer a prompt.\n" in out
+
+
+def test_no_colour_where_the_user_wants_none(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    event = TreeEvent(1, "r", single_node(65), Acceptance((), 66))
+    llm = LLM(str(models / "target"))
+
+    def drawn() -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", terminal := io.StringIO())
+            patch.setattr(terminal, "isatty", lambda: True)
+            Listener(llm, show=True, trace=None)
+            assert llm.engine.on_tree is not None
+            llm.engine.on_tree(event)
+            return terminal.getvalue()
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[36;1m" in drawn()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[" not in drawn()

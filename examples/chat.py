@@ -1,0 +1,13 @@
+"""A conversation: the messages so far go back to the model with each question."""
+
+from specinfer import LLM, SamplingParams
+
+llm = LLM("smollm2-135m", ngram=True)
+params = SamplingParams(temperature=0, max_tokens=96)
+messages = [{"role": "system", "content": "Answer in one short sentence."}]
+
+for question in ("Name a river in Egypt.", "Where does it end?"):
+    messages.append({"role": "user", "content": question})
+    [output] = llm.chat(messages, params)
+    messages.append({"role": "assistant", "content": output.text})
+    print(f"> {question}\n{output.text}\n")

@@ -1,0 +1,69 @@
+"""A row's logits are the same to the last bit alone, among the rows of a tree, and in a batch (bf16, CPU)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specinfer.attention.sdpa import SdpaBackend
+from specinfer.models.linear import packs
+from specinfer.models.weights import load_model
+from specinfer.runtime import batch
+from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.runner import ModelRunner
+from specinfer.tree.mask import ancestor_matrix
+from tests.tiny_models import write_tiny_llama
+
+CPU = torch.device("cpu")
+TREE = 12  # a root and eleven children
+LENGTHS = range(12, 620, 17)  # of the text; trees cross every multiple of 64 and of 512 somewhere
+
+pytestmark = pytest.mark.skipif(
+    not packs(torch.bfloat16, CPU),
+    reason="this CPU does not multiply bfloat16 natively; no rows are promised",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = {"hidden_size": 384, "num_heads": 6, "num_kv_heads": 1, "intermediate_size": 256}
+    return write_tiny_llama(
+        tmp_path_factory.mktemp("rows"), num_layers=1, max_context=1024, spread=0.1, **shape
+    )
+
+
+def differing_lengths(folder: Path) -> list[int]:
+    """The text lengths at which the root's logits in a tree are not those of the root alone."""
+    model = load_model(folder, dtype=torch.bfloat16, device=CPU)
+    runner = ModelRunner(model, SdpaBackend(), num_blocks=4, block_size=1024)
+    text = [(7 * i * i + 3 * i) % 64 for i in range(1024)]
+    runner.forward([chain_rows(text, 0, [1], logits=False)])
+    differing = []
+    for length in LENGTHS:
+        alone = runner.forward([chain_rows(text[length : length + 1], length, [1], logits=True)])[0]
+        positions = [length] + [length + 1] * (TREE - 1)
+        tree = Rows(
+            token_ids=[text[length], *range(TREE - 1)],
+            positions=positions,
+            start=length,
+            block_table=[1],
+            sees=ancestor_matrix([-1] + [0] * (TREE - 1)),
+            tail_positions=positions,
+            logits_from=0,
+        )
+        other = chain_rows([1, 2, 3, 4, 5], 0, [3], logits=True)
+        if not torch.equal(alone, runner.forward([other, tree])[1]):
+            differing.append(length)
+        runner.forward([chain_rows(text[length:], length, [1], logits=False)])  # put the text back
+    return differing
+
+
+def test_a_root_is_the_same_alone_and_in_a_tree_at_every_length(folder: Path) -> None:
+    assert differing_lengths(folder) == []
+
+
+def test_a_smaller_padding_would_be_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "PAD", 1)
+    assert differing_lengths(folder)
