@@ -79,11 +79,12 @@ def main() -> None:
         _complain(f"internal error: {error}; please report it")
         status = BUG
     except BrokenPipeError:  # whoever read our output has gone (`| head`)
-        _output_works()
+        _drop_output()
         status = 1
     except OSError as error:  # a full disk, a folder that may not be written
-        where = error.filename or ("" if _output_works() else "standard output")
-        _complain(f"{where}: {error.strerror}" if where else str(error))
+        reason = error.strerror or str(error)
+        _complain(f"{error.filename}: {reason}" if error.filename else reason)
+        _drop_output()
         status = 2
     sys.exit(status if isinstance(status, int) else 0)
 
@@ -92,11 +93,9 @@ def _complain(message: str) -> None:
     click.echo(f"specinfer: error: {' '.join(message.split())}", err=True)
 
 
-def _output_works() -> bool:
-    """Whether standard output takes what is left; else that is dropped, or Python would complain at exit."""
+def _drop_output() -> None:
+    """Where standard output takes no more, drop what is left, or Python would complain at exit."""
     try:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
-    return True

@@ -70,7 +70,9 @@ def _table(plain: list[RequestOutput], speculative: list[RequestOutput]) -> None
     click.echo(f"\nspeedup: {rates[1] / rates[0]:.2f}x (medians of {ROUNDS} rounds, after the prompt)")
     click.echo(f"identical texts: {'yes' if identical else 'NO'}")
     click.echo("The guesses are looked up in the text itself, so answers that repeat it gain, others little.")
-    click.echo("See the trees: specinfer generate --show-trees 'Count to twenty, twice.'")
+    click.echo(
+        "See the trees: specinfer generate --show-trees 'Write the colours red, green, blue four times.'"
+    )
 
 
 def _rate(output: RequestOutput) -> float:
