@@ -58,8 +58,15 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """The token ids of a text, with the model's begin-of-text token where it wants one.
 
-        Special tokens written out in the text ("<|im_end|>") are read as special tokens.
+        Special tokens written out in the text ("<|im_end|>") are read as special tokens. Raises RequestError
+        on a text that is not valid Unicode.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"character {error.start} of the text is half of a surrogate pair; give valid Unicode text"
+            ) from None
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
         return ids
 

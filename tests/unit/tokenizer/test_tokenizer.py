@@ -136,3 +136,9 @@ def test_torch_and_the_hub_client_stay_out():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
     assert not {"torch", "huggingface_hub", "gguf", "rich", "transformers"} & set(loaded)
+
+
+def test_text_that_is_not_unicode_is_refused(tmp_path):
+    tokenizer = Tokenizer.load(write_folder(tmp_path))
+    with pytest.raises(RequestError, match="character 1 of the text is half of a surrogate pair"):
+        tokenizer.encode("a\ud800")
