@@ -27,7 +27,7 @@ from tests.engines import Tiny, write_tiny
 
 VOCAB = 6
 PROMPT = [1, 4, 2, 1, 4]
-REQUESTS = 6000
+REQUESTS = 3000
 
 
 @pytest.fixture(scope="module")
