@@ -31,11 +31,11 @@ help: ## this list
 demo: $(RUN) ## install, fetch a small model, and show speculation at work
 	@$(BIN)/specinfer demo $(ARGS)
 
-test: lint ## lint, types and the whole test suite: what CI runs
-	$(BIN)/python -m pytest $(ARGS)
+test: lint test-fast ## lint, types and the whole test suite: what CI runs
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
-test-fast: $(DEV) ## the tests that need no real model and no minutes
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+test-fast: $(DEV) ## the tests that need no real model and no minutes, a process per core
+	$(BIN)/python -m pytest -m "not slow" --numprocesses logical $(ARGS)
 
 lint: $(DEV) ## ruff and mypy --strict
 	$(BIN)/python -m ruff check .
