@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from specinfer.config import EngineConfig
     from specinfer.errors import SpecInferError, UserError
     from specinfer.llm import LLM
-    from specinfer.request import FinishReason, RequestOutput, SamplingParams, SpeculationFigures
+    from specinfer.request import FinishReason, RequestOutput, SpeculationFigures
+    from specinfer.sampling_params import SamplingParams
     from specinfer.speculate.speculator import Speculator
     from specinfer.tree.token_tree import TokenTree
 
@@ -20,7 +21,7 @@ _HOMES = {
     "FinishReason": "specinfer.request",
     "LLM": "specinfer.llm",
     "RequestOutput": "specinfer.request",
-    "SamplingParams": "specinfer.request",
+    "SamplingParams": "specinfer.sampling_params",
     "SpecInferError": "specinfer.errors",
     "SpeculationFigures": "specinfer.request",
     "Speculator": "specinfer.speculate.speculator",

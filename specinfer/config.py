@@ -27,6 +27,14 @@ DRAFT_DRAWS: dict[str, dict[str, DrawRule]] = {
 }
 
 
+def draw_rule(verifier: Verifier | None, usual: DrawRule | None = None) -> DrawRule:
+    """How a draft draws for `verifier`: as usual where that is lossless, else by the verifier's own rule."""
+    if verifier is None and usual is not None:
+        return usual
+    rules = tuple(DRAFT_DRAWS[verifier or "coupled"].values())
+    return usual if usual in rules else rules[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
     """Who guesses, in which shape, and how the guesses are verified."""
@@ -37,6 +45,13 @@ class SpeculationConfig:
     ngram_max: int = 4  # and at most; longer matches are tried first
     ngram_branches: int = 1  # earlier occurrences that become branches
     ngram_depth: int = 7  # tokens of a branch
+    suffix: bool = False  # look the last tokens up in this text and in earlier answers
+    suffix_depth: int = 16  # tokens of a guess
+    suffix_nodes: int = 32  # of a guessed tree, the root included
+    suffix_memory: int = 200_000  # tokens kept of earlier answers, over all cache salts
+    prediction_depth: int = 15  # tokens guessed at once from a request's `prediction`
+    prediction_branches: int = 4  # ways to go on that are guessed after a difference
+    forced_depth: int = 16  # tokens guessed at once where a grammar leaves no choice
     expansion: Expansion = field(default_factory=lambda: Expansion((1, 1, 3, 1, 1)))
     max_nodes: int = 64  # of one request's tree in one step, the root included
     verifier: Verifier = "coupled"
@@ -45,8 +60,9 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "drafts", _names("drafts", self.drafts))
         object.__setattr__(self, "expansion", _expansion(self.expansion))
-        if not isinstance(self.ngram, bool):
-            raise ConfigError(f"ngram is {self.ngram!r}; allowed: True or False")
+        for name, switch in (("ngram", self.ngram), ("suffix", self.suffix)):
+            if not isinstance(switch, bool):
+                raise ConfigError(f"{name} is {switch!r}; allowed: True or False")
         _choice("verifier", self.verifier, tuple(DRAFT_DRAWS))
         if self.draw is not None and self.draw not in tuple(DRAFT_DRAWS[self.verifier]):
             raise ConfigError(
@@ -58,17 +74,23 @@ class SpeculationConfig:
         _at_least("ngram_max", self.ngram_max, self.ngram_min)
         _at_least("ngram_branches", self.ngram_branches, 1)
         _at_least("ngram_depth", self.ngram_depth, 1)
+        _at_least("suffix_depth", self.suffix_depth, 1)
+        _at_least("suffix_nodes", self.suffix_nodes, 2)
+        _at_least("suffix_memory", self.suffix_memory, 0)
+        _at_least("prediction_depth", self.prediction_depth, 1)
+        _at_least("prediction_branches", self.prediction_branches, 1)
+        _at_least("forced_depth", self.forced_depth, 1)
 
     @property
     def draw_rule(self) -> DrawRule:
         """The rule the draft models draw by."""
         rules = DRAFT_DRAWS[self.verifier]
-        return rules[self.draw] if self.draw is not None else next(iter(rules.values()))
+        return rules[self.draw] if self.draw is not None else draw_rule(self.verifier)
 
     @property
     def enabled(self) -> bool:
         """Whether anybody guesses."""
-        return bool(self.drafts) or self.ngram
+        return bool(self.drafts) or self.ngram or self.suffix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +99,14 @@ class CacheConfig:
 
     block_size: int = 16  # cache positions per block
     memory: int | None = None  # bytes for all KV caches together; None: from what is free
+    prefix_reuse: bool = True  # requests that begin alike, with the same cache_salt, share blocks
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
         if self.memory is not None:
             _at_least("kv_cache_memory", self.memory, 1)
+        if not isinstance(self.prefix_reuse, bool):
+            raise ConfigError(f"prefix_reuse is {self.prefix_reuse!r}; allowed: True or False")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

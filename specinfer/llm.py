@@ -6,6 +6,7 @@ import itertools
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from specinfer.config import EngineConfig
@@ -13,9 +14,11 @@ from specinfer.engine.build import Models, build_engine, load_models
 from specinfer.engine.engine import Engine
 from specinfer.errors import RequestError
 from specinfer.progress import Progress
-from specinfer.request import Request, RequestOutput, SamplingParams
+from specinfer.request import Request, RequestOutput
+from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.speculator import Speculator
 from specinfer.tokenizer import Tokenizer
+from specinfer.verify.noise import completion_seed
 
 Prompt = str | Sequence[int]  # text, or token ids
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -76,10 +79,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts, batched as they fit; outputs in the order of the prompts.
 
-        `params` is one for all or one per prompt. `on_output` sees every request's progress after each of
-        its steps. Raises RequestError for the first prompt that cannot be served, before any is run.
+        `params` is one for all or one per prompt; where it asks for n completions, an output has all of
+        them in `outputs`. `on_output` sees every completion's progress after each of its steps. A request
+        whose parameters leave no token to choose ends with finish reason "error" and stops no other. Raises
+        RequestError for the first prompt that cannot be served, before any is run.
         """
-        return self._run(self._requests([self._encode(p) for p in _as_list(prompts)], params), on_output)
+        return self._answer([self._encode(p) for p in _as_list(prompts)], params, on_output)
 
     def chat(
         self,
@@ -92,10 +97,13 @@ class LLM:
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
         prompts = [self.tokenizer.encode_chat(c) for c in conversations]  # type: ignore[arg-type]
-        return self._run(self._requests(prompts, params), on_output)
+        return self._answer(prompts, params, on_output)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Answer one prompt, yielding its output after each step that adds to it; `new_text` is what came."""
+        """Answer one prompt, yielding its output after each step that adds to it; `new_text` is what came.
+
+        Of n completions each yields its own outputs, told apart by `index`.
+        """
         return self._stream(self._requests([self._encode(prompt)], params)[0])
 
     def stream_chat(
@@ -104,45 +112,47 @@ class LLM:
         """Answer one conversation as `stream` answers a prompt."""
         return self._stream(self._requests([self.tokenizer.encode_chat(messages)], params)[0])
 
-    def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        inbox = self._open(request)
-        try:
-            while True:
-                while inbox:
-                    output = inbox.popleft()
-                    yield output
-                    if output.finished:
-                        return
-                self._step()
-        finally:
-            self._close(request)  # a caller that stops listening leaves nothing behind
-
-    def _run(
-        self, requests: Sequence[Request], on_output: Callable[[RequestOutput], None] | None
+    def _answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        on_output: Callable[[RequestOutput], None] | None,
     ) -> list[RequestOutput]:
+        """One output per prompt, its other completions within it."""
+        groups = self._requests(prompts, params)
+        done: dict[str, RequestOutput] = {}
+        for output in self._stream([request for group in groups for request in group]):
+            if on_output is not None:
+                on_output(output)
+            if output.finished:
+                done[output.request_id] = output
+        answers = [[done[request.request_id] for request in group] for group in groups]
+        return [replace(first, others=tuple(others)) for first, *others in answers]
+
+    def _stream(self, requests: Sequence[Request]) -> Iterator[RequestOutput]:
+        """Every output of `requests` as it comes, until all have finished."""
         for request in requests:
             self.engine.check(request)
-        done: dict[str, RequestOutput] = {}
+        inbox: deque[RequestOutput] = deque()
+        running = len(requests)
         try:
-            inboxes = [self._open(request) for request in requests]
-            while len(done) < len(requests):
-                self._step()
-                for inbox in inboxes:
-                    while inbox:
-                        output = inbox.popleft()
-                        if on_output is not None:
-                            on_output(output)
-                        if output.finished:
-                            done[output.request_id] = output
+            for request in requests:
+                self._open(request, inbox)
+            while running:
+                while inbox:
+                    output = inbox.popleft()
+                    running -= output.finished
+                    yield output
+                if running:
+                    self._step()
         finally:
             for request in requests:
-                self._close(request)
-        return [done[request.request_id] for request in requests]
+                self._close(request)  # a caller that stops listening leaves nothing behind
 
-    def _open(self, request: Request) -> deque[RequestOutput]:
-        """Queue a request; its outputs arrive in the returned inbox, whoever makes the engine step."""
+    def _open(self, request: Request, inbox: deque[RequestOutput]) -> None:
+        """Queue a request; its outputs arrive in `inbox`, whoever makes the engine step."""
         self.engine.add(request)
-        return self._inboxes.setdefault(request.request_id, deque())
+        self._inboxes[request.request_id] = inbox
 
     def _step(self) -> None:
         for output in self.engine.step():
@@ -161,21 +171,32 @@ class LLM:
 
     def _requests(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Request]:
+    ) -> list[list[Request]]:
+        """For every prompt its n requests."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise RequestError(
                 f"{len(params)} sampling parameters for {len(prompts)} prompts; give one, or one per prompt"
             )
+        return [self._completions(tuple(prompt), p) for prompt, p in zip(prompts, params, strict=True)]
+
+    def _completions(self, prompt: tuple[int, ...], params: SamplingParams) -> list[Request]:
+        number = next(self._numbers)
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        guess = params.prediction or ()
+        if isinstance(guess, str):
+            guess = tuple(self.tokenizer.encode(guess, add_special=False))
         return [
             Request(
-                request_id=f"request-{next(self._numbers)}",
-                prompt_token_ids=tuple(prompt),
-                params=p,
-                seed=p.seed if p.seed is not None else secrets.randbits(63),
+                request_id=f"request-{number}" if params.n == 1 else f"request-{number}-{index}",
+                prompt_token_ids=prompt,
+                params=params,
+                seed=completion_seed(seed, index),
+                prediction=guess,
+                index=index,
             )
-            for prompt, p in zip(prompts, params, strict=True)
+            for index in range(params.n)
         ]
 
 

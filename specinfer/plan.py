@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specinfer.processors.pipeline import Processors
 from specinfer.request import Request
 
 
@@ -30,11 +31,18 @@ class PlanEntry:
     max_depth: int  # levels below the root worth guessing: what max_tokens and the context leave
     block_table: Sequence[int]  # enough blocks for end - 1 + max(max_nodes, 1) positions
     incarnation: int  # grows at each preemption: KV written under another number is gone
+    processors: Processors | None = None  # what the request's parameters make of logits; None: nothing
+    guessers: tuple[str, ...] | None = None  # the speculators that may guess for it; None: all
 
     @property
     def has_tree(self) -> bool:
         """Whether this entry ends in a tree, and so yields tokens."""
         return self.max_nodes > 0
+
+    @property
+    def active_processors(self) -> Processors | None:
+        """The processors, where they may change a row of logits in this step."""
+        return None if self.processors is None or self.processors.idle else self.processors
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,87 +1,12 @@
-"""What a caller asks (SamplingParams, Request) and what comes back (RequestOutput)."""
+"""What the engine is asked (Request) and what comes back (RequestOutput)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
-from specinfer.errors import RequestError
-
-GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the law is a point mass in float32 anyway
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How the next token is chosen from the target's law, and when to stop.
-
-    Raises RequestError on a value outside its range. `temperature=0` is greedy. The filters apply in
-    the order temperature, top_k, top_p, min_p, each to the law the one before it left, as in vLLM.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0  # 0 keeps every token
-    top_p: float = 1.0
-    min_p: float = 0.0  # keep tokens with p >= min_p * max p
-    seed: int | None = None  # None: drawn per request, reported in the output
-    max_tokens: int = 128
-    min_tokens: int = 0  # no end of text, stop token or stop string before this many tokens
-    stop: tuple[str, ...] = ()  # cut before the first of these strings
-    stop_token_ids: tuple[int, ...] = ()  # end after one of these; the token is kept out of the text
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", _items("stop", self.stop, "non-empty strings"))
-        ids = _items("stop_token_ids", self.stop_token_ids, "token ids >= 0")
-        object.__setattr__(self, "stop_token_ids", ids)
-        _number("temperature", self.temperature, lambda t: t >= 0, "a finite number >= 0")
-        _number("top_p", self.top_p, lambda p: 0 < p <= 1, "a number in (0, 1]; 1 keeps every token")
-        _number("min_p", self.min_p, lambda p: 0 <= p <= 1, "a number in [0, 1]; 0 keeps every token")
-        _integer("top_k", self.top_k, lambda k: k >= 0, "an integer >= 0; 0 keeps every token")
-        _integer("max_tokens", self.max_tokens, lambda n: n > 0, "an integer >= 1")
-        _integer("min_tokens", self.min_tokens, lambda n: n >= 0, "an integer >= 0")
-        if self.seed is not None:
-            _integer("seed", self.seed, lambda s: 0 <= s < 1 << 63, "an integer in [0, 2**63)")
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos is {self.ignore_eos!r}; allowed: True or False")
-        if self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); lower it"
-            )
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise RequestError(f"stop is {list(self.stop)!r}; allowed: non-empty strings")
-        if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in self.stop_token_ids):
-            raise RequestError(f"stop_token_ids is {list(self.stop_token_ids)!r}; allowed: token ids >= 0")
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the target's choice is its argmax."""
-        return self.temperature < GREEDY_BELOW
-
-
-def _number(name: str, value: object, ok: Callable[[float], bool], allowed: str) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or not ok(value)
-    ):
-        raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
-
-
-def _integer(name: str, value: object, ok: Callable[[int], bool], allowed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not ok(value):
-        raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
-
-
-def _items(name: str, values: object, allowed: str) -> tuple[Any, ...]:
-    if not isinstance(values, Iterable):
-        raise RequestError(f"{name} is {values!r}; allowed: {allowed}")
-    return tuple(values)
+from specinfer.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +17,8 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int  # params.seed, or the one drawn for this request
+    prediction: tuple[int, ...] = ()  # params.prediction as token ids
+    index: int = 0  # which of the prompt's n completions
 
 
 class FinishReason(StrEnum):
@@ -100,6 +27,19 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end of text, a stop token or a stop string
     LENGTH = "length"  # max_tokens, or the model's context is full
     ABORT = "abort"  # the caller went away
+    ERROR = "error"  # its own parameters left no token to choose; `RequestOutput.error` says why
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely one token was at one place."""
+
+    logprob: float  # natural logarithm; -inf where the law excludes it
+    rank: int  # 1 for the most likely
+    text: str  # the token alone, decoded
+
+
+Logprobs = Mapping[int, Logprob]  # token id -> its figures, at one position; the chosen token's come first
 
 
 @dataclass(slots=True)
@@ -171,8 +111,29 @@ class RequestOutput:
     figures: SpeculationFigures
     timing: Timing
     new_text: str = ""  # what the last step added to `text` (streams)
+    index: int = 0  # which of the prompt's n completions
+    logprobs: tuple[Logprobs, ...] | None = None  # [output tokens], if asked for
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None  # [prompt tokens], None first, if asked for
+    cached_tokens: int = 0  # prompt tokens whose KV another request had left behind
+    error: str | None = None  # why it ended, where finish_reason is "error"
+    others: tuple[RequestOutput, ...] = ()  # the prompt's other completions, when n > 1
 
     @property
     def finished(self) -> bool:
         """Whether no more text will come."""
         return self.finish_reason is not None
+
+    @property
+    def outputs(self) -> tuple[RequestOutput, ...]:
+        """All n completions of the prompt, this one first."""
+        return (self, *self.others)
+
+    @property
+    def accepted_prediction_tokens(self) -> int:
+        """Tokens of `params.prediction` that became text."""
+        return self.figures.credit.get("prediction", 0)
+
+    @property
+    def rejected_prediction_tokens(self) -> int:
+        """Tokens of `params.prediction` that were tried and did not."""
+        return self.figures.drafted.get("prediction", 0) - self.accepted_prediction_tokens

@@ -16,10 +16,10 @@ from specinfer.engine.build import Models
 from specinfer.llm import LLM
 from specinfer.models.decoder import LanguageModel
 from specinfer.models.weights import load_model
-from specinfer.request import SamplingParams
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner, as_rows
 from specinfer.runtime.sampling import target_law
+from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.coupled import coupled_choice
 

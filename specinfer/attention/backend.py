@@ -36,7 +36,7 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """Computes softmax(q k / scale + mask) v per segment; a pure function of its arguments."""
+    """Computes softmax(q k * scale + mask) v per segment; a pure function of its arguments."""
 
     def attend(
         self,

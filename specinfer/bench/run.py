@@ -24,7 +24,8 @@ from specinfer.bench.dataset import Conversation, Dataset
 from specinfer.engine.metrics import Stage
 from specinfer.errors import RequestError
 from specinfer.llm import LLM
-from specinfer.request import Request, RequestOutput, SamplingParams, SpeculationFigures
+from specinfer.request import Request, RequestOutput, SpeculationFigures
+from specinfer.sampling_params import SamplingParams
 
 Key = tuple[int, int]  # conversation, turn
 _WARM_UP_TOKENS = 16

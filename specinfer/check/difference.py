@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from specinfer.check.target_alone import TargetAlone
-from specinfer.request import RequestOutput, SamplingParams
+from specinfer.request import RequestOutput
 from specinfer.runtime.sampling import target_law
+from specinfer.sampling_params import SamplingParams
 from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.noise import exponentials
 

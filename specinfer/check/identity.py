@@ -11,7 +11,8 @@ from specinfer.check.target_alone import TargetAlone
 from specinfer.check.verdict import Verdict
 from specinfer.llm import LLM
 from specinfer.progress import Progress
-from specinfer.request import RequestOutput, SamplingParams, SpeculationFigures
+from specinfer.request import RequestOutput, SpeculationFigures
+from specinfer.sampling_params import SamplingParams
 
 SAMPLING: Final = {
     "greedy": SamplingParams(temperature=0.0),

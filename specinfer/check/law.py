@@ -33,8 +33,9 @@ from specinfer.check.target_alone import TargetAlone
 from specinfer.check.verdict import Verdict
 from specinfer.llm import LLM
 from specinfer.progress import Progress
-from specinfer.request import SamplingParams, SpeculationFigures
+from specinfer.request import SpeculationFigures
 from specinfer.runtime.sampling import target_law
+from specinfer.sampling_params import SamplingParams
 
 THRESHOLD: Final = 1e-4
 BINS: Final = 10

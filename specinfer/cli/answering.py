@@ -19,7 +19,8 @@ from specinfer.errors import ConfigError
 if TYPE_CHECKING:
     from specinfer.engine.trace import TreeEvent
     from specinfer.llm import LLM
-    from specinfer.request import RequestOutput, SamplingParams
+    from specinfer.request import RequestOutput
+    from specinfer.sampling_params import SamplingParams
 
 
 class Listener:

@@ -51,7 +51,7 @@ def bench(
     """
     from specinfer.bench.dataset import built_in, read_dataset
     from specinfer.bench.report import check_writable
-    from specinfer.request import SamplingParams
+    from specinfer.sampling_params import SamplingParams
 
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=max_tokens, seed=seed

@@ -22,7 +22,8 @@ from specinfer.request import FinishReason
 if TYPE_CHECKING:
     from specinfer.cli.answering import Listener
     from specinfer.llm import LLM
-    from specinfer.request import RequestOutput, SamplingParams
+    from specinfer.request import RequestOutput
+    from specinfer.sampling_params import SamplingParams
 
 HELP = "/exit ends, /reset forgets the conversation, /stats shows figures, /trees on|off draws token trees"
 

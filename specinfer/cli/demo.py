@@ -11,7 +11,8 @@ from specinfer.cli.options import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
-    from specinfer.request import RequestOutput, SamplingParams
+    from specinfer.request import RequestOutput
+    from specinfer.sampling_params import SamplingParams
 
 # Rewriting repeats most of the prompt: the kind of request where looking guesses up in the text pays. A
 # story would gain next to nothing, and the demo says so.
@@ -29,7 +30,7 @@ def demo() -> None:
     from specinfer.config import EngineConfig
     from specinfer.llm import LLM
     from specinfer.progress import ProgressBar
-    from specinfer.request import SamplingParams
+    from specinfer.sampling_params import SamplingParams
 
     speculative = LLM(DEFAULT_MODEL, progress=ProgressBar(), ngram=True, max_context=2048)
     plain = LLM.from_models(

@@ -12,7 +12,7 @@ from specinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
-    from specinfer.request import SamplingParams
+    from specinfer.sampling_params import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -114,7 +114,7 @@ SAMPLING = (
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:
     """Take the sampling options out of `options`; raises RequestError for a value that is not allowed."""
-    from specinfer.request import SamplingParams
+    from specinfer.sampling_params import SamplingParams
 
     return SamplingParams(**{name: options.pop(name) for name in SAMPLING if name in options})
 

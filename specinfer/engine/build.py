@@ -9,6 +9,7 @@ import torch
 
 from specinfer.attention.sdpa import SdpaBackend
 from specinfer.config import EngineConfig, SpeculationConfig
+from specinfer.engine.admission import Admission
 from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.scheduler import Scheduler
@@ -19,12 +20,16 @@ from specinfer.models.weights import estimate_bytes, load_config, load_model
 from specinfer.progress import Progress, Silence
 from specinfer.runtime import memory
 from specinfer.runtime.runner import ModelRunner
+from specinfer.speculate.budget import TreeBudget
 from specinfer.speculate.draft_model import DraftModel
 from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.forced import GrammarSpeculator
 from specinfer.speculate.ngram import NgramSpeculator
+from specinfer.speculate.prediction import PredictionSpeculator
 from specinfer.speculate.speculator import Speculator
+from specinfer.speculate.suffix import SuffixSpeculator
 from specinfer.tokenizer import Tokenizer
-from specinfer.verify.pairs import Verifier, check_pair
+from specinfer.verify.pairs import Verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +78,13 @@ def build_engine(config: EngineConfig, models: Models, extra: Sequence[Speculato
         raise ConfigError(
             f"max_context is {limits.max_context}; {config.model} has a context of {own_limit}: lower it"
         )
-    # What a caller's own speculator proposes is not known, so it may fill the budget.
-    tree_nodes = speculation.max_nodes if extra else min(_tree_nodes(speculation), speculation.max_nodes)
+    budget = TreeBudget(speculation, tuple(models.drafts), [s.name for s in extra])
     loaded = (models.target, *models.drafts.values())
     blocks = memory.num_blocks(
         [(m.config, m.dtype) for m in loaded],
         block_size=config.cache.block_size,
-        wanted_positions=limits.max_batch_size * (max_context + tree_nodes),
-        needed_positions=min(max_context, 128) + tree_nodes,
+        wanted_positions=limits.max_batch_size * (max_context + budget.usual_nodes),
+        needed_positions=min(max_context, 128) + budget.usual_nodes,
         limit=config.cache.memory,
         device=models.target.device,
     )
@@ -88,19 +92,44 @@ def build_engine(config: EngineConfig, models: Models, extra: Sequence[Speculato
     def runner(model: LanguageModel) -> ModelRunner:
         return ModelRunner(model, SdpaBackend(), num_blocks=blocks, block_size=config.cache.block_size)
 
-    verifier = Verifier(speculation.verifier)
-    speculators: list[Speculator] = []
-    for name, model in models.drafts.items():
-        check_pair(verifier, [speculation.draw_rule], name)
-        speculators.append(
-            DraftModel(
-                name,
-                runner(model),
-                speculation.expansion,
-                speculation.draw_rule,
-                max_rows=limits.max_step_tokens,
-            )
+    drafts = [
+        DraftModel(
+            name,
+            runner(model),
+            speculation.expansion,
+            speculation.draw_rule,
+            max_rows=limits.max_step_tokens,
         )
+        for name, model in models.drafts.items()
+    ]
+    pool = BlockPool(blocks, config.cache.block_size)
+    return Engine(
+        target=runner(models.target),
+        speculator=Ensemble([*_asked_first(speculation), *drafts, *_asked_last(speculation), *extra]),
+        tokenizer=models.tokenizer,
+        admission=Admission(
+            models.tokenizer,
+            budget,
+            vocab=models.target.config.vocab_size,
+            max_context=max_context,
+            capacity=blocks * config.cache.block_size,
+        ),
+        scheduler=Scheduler(limits, pool, tree_nodes=speculation.max_nodes, max_context=max_context),
+        verifier=Verifier(speculation.verifier),
+    )
+
+
+def _asked_first(speculation: SpeculationConfig) -> list[Speculator]:
+    """Who guesses from what a request brings along: surest first, as the first gets the nodes."""
+    return [
+        GrammarSpeculator(depth=speculation.forced_depth),
+        PredictionSpeculator(depth=speculation.prediction_depth, branches=speculation.prediction_branches),
+    ]
+
+
+def _asked_last(speculation: SpeculationConfig) -> list[Speculator]:
+    """Who guesses from texts: cheap, and with what the drafts left over."""
+    speculators: list[Speculator] = []
     if speculation.ngram:
         speculators.append(
             NgramSpeculator(
@@ -110,17 +139,15 @@ def build_engine(config: EngineConfig, models: Models, extra: Sequence[Speculato
                 depth=speculation.ngram_depth,
             )
         )
-    speculators.extend(extra)
-    pool = BlockPool(blocks, config.cache.block_size)
-    return Engine(
-        target=runner(models.target),
-        speculator=Ensemble(speculators),
-        tokenizer=models.tokenizer,
-        scheduler=Scheduler(limits, pool, tree_nodes=tree_nodes, max_context=max_context),
-        pool=pool,
-        verifier=verifier,
-        max_context=max_context,
-    )
+    if speculation.suffix:
+        speculators.append(
+            SuffixSpeculator(
+                max_depth=speculation.suffix_depth,
+                max_nodes=speculation.suffix_nodes,
+                memory=speculation.suffix_memory,
+            )
+        )
+    return speculators
 
 
 def pick_device(name: str) -> torch.device:
@@ -149,12 +176,6 @@ def _draft_names(drafts: tuple[str, ...]) -> dict[str, str]:
     if len(drafts) == 1:
         return {"draft": drafts[0]}
     return {f"draft{i}": model for i, model in enumerate(drafts, start=1)}
-
-
-def _tree_nodes(speculation: SpeculationConfig) -> int:
-    """The most nodes a step's tree can have, the root included."""
-    nodes = 1 + len(speculation.drafts) * (speculation.expansion.num_nodes - 1)
-    return nodes + (speculation.ngram_branches * speculation.ngram_depth if speculation.ngram else 0)
 
 
 def _check_vocabulary(target: ModelFiles, tokenizer: Tokenizer, draft: ModelFiles) -> None:

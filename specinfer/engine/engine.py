@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.engine.kv_blocks import BlockPool
+from specinfer.engine.admission import Admission
 from specinfer.engine.metrics import Stage, StageClock
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.sequence import SequenceState
 from specinfer.engine.trace import TreeEvent
 from specinfer.engine.transcript import Transcript
 from specinfer.engine.verification import TargetLaws, verify_tree
-from specinfer.errors import RequestError
+from specinfer.errors import RequestError, UserError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request, RequestOutput
 from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.logprobs import raw_logprobs, report
 from specinfer.runtime.runner import ModelRunner, Move, as_rows
 from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.tokenizer import Tokenizer
@@ -40,7 +41,14 @@ class _Running:
 
     sequence: SequenceState
     transcript: Transcript
-    ending: NDArray[np.int64]  # token ids that may end the text
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What the target made of one request's tree."""
+
+    acceptance: Acceptance
+    laws: TargetLaws
 
 
 class Engine:
@@ -52,21 +60,24 @@ class Engine:
         target: ModelRunner,
         speculator: Speculator,
         tokenizer: Tokenizer,
+        admission: Admission,
         scheduler: Scheduler,
-        pool: BlockPool,
         verifier: Verifier,
-        max_context: int,
     ) -> None:
         self._target = target
         self._speculator = speculator
         self._tokenizer = tokenizer
+        self._admission = admission
         self._scheduler = scheduler
-        self._pool = pool
         self._verifier = verifier
-        self.max_context = max_context
         self._requests: dict[str, _Running] = {}
         self.clock = StageClock()
         self.on_tree: Callable[[TreeEvent], None] | None = None
+
+    @property
+    def max_context(self) -> int:
+        """The most tokens a request can have, prompt and output together."""
+        return self._admission.max_context
 
     @property
     def has_work(self) -> bool:
@@ -80,45 +91,21 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise RequestError when the request can never be served here."""
-        prompt, params = len(request.prompt_token_ids), request.params
-        vocab = self._target.model.config.vocab_size
-        if prompt == 0:
-            raise RequestError("the prompt is empty; give at least one token of text")
-        if prompt >= self.max_context:
-            raise RequestError(
-                f"the prompt has {prompt} tokens; allowed: at most {self.max_context - 1}, since the context "
-                f"is {self.max_context} and an answer needs at least one; shorten the prompt"
-            )
-        outside = [t for t in (*request.prompt_token_ids, *params.stop_token_ids) if not 0 <= t < vocab]
-        if outside:
-            raise RequestError(f"token id {outside[0]} is outside the model's vocabulary of {vocab} tokens")
-        longest = min(prompt + params.max_tokens, self.max_context)
-        capacity = self._pool.num_blocks * self._pool.block_size
-        if longest > capacity:
-            raise RequestError(
-                f"{prompt} prompt tokens and max_tokens {params.max_tokens} need {longest} KV cache "
-                f"positions; the cache has {capacity}; lower max_tokens or raise kv_cache_memory"
-            )
+        self._admission.check(request)
 
     def add(self, request: Request) -> None:
         """Queue a request; raises RequestError as `check` does, or when its id is in use."""
-        self.check(request)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
-        params = request.params
-        ending = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            ending |= self._tokenizer.eos_token_ids
+        sequence, ending = self._admission.admit(request)
         transcript = Transcript(
             request,
             self._tokenizer,
-            ending=frozenset(ending),
-            max_context=self.max_context,
+            ending=ending,
+            max_context=self._admission.max_context,
             now=time.perf_counter(),
         )
-        sequence = SequenceState(request)
-        barred = np.array(sorted(ending), dtype=np.int64)
-        self._requests[request.request_id] = _Running(sequence, transcript, barred)
+        self._requests[request.request_id] = _Running(sequence, transcript)
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -143,39 +130,59 @@ class Engine:
         clock.lap(Stage.PROPOSE)
         logits = self._forward(plan, trees)
         clock.lap(Stage.FORWARD)
-        acceptances = self._verify(plan, trees, logits)
+        verdicts = self._verify(plan, trees, logits)
         clock.lap(Stage.VERIFY)
-        outputs = self._commit(plan, trees, acceptances)
+        outputs = self._commit(plan, trees, verdicts)
         clock.lap(Stage.COMMIT)
         return outputs
 
-    def _forward(self, plan: StepPlan, trees: Sequence[TokenTree]) -> NDArray[np.float32]:
-        """The target's logits after every node of every tree, tree after tree, [sum of nodes, vocab]."""
+    def _forward(self, plan: StepPlan, trees: Sequence[TokenTree]) -> list[NDArray[np.float32]]:
+        """The target's logits after every node of each tree, [nodes, vocab]; prompts are scored besides."""
         upcoming = iter(trees)
-        rows = [
-            _tree_rows(entry, next(upcoming))
-            if entry.has_tree
-            else chain_rows(
-                entry.token_ids[entry.start : entry.end], entry.start, entry.block_table, logits=False
-            )
-            for entry in plan.entries
-        ]
-        return as_rows(self._target.forward(rows))
+        rows: list[Rows] = []
+        nodes: list[int] = []  # 0 where an entry has no tree
+        for entry in plan.entries:
+            tree = next(upcoming) if entry.has_tree else None
+            part = _rows(entry, tree)
+            rows.append(replace(part, logits_from=0) if _scores_prompt(entry) else part)
+            nodes.append(tree.num_nodes if tree is not None else 0)
+        logits = as_rows(self._target.forward(rows))
+        of_trees: list[NDArray[np.float32]] = []
+        first = 0
+        for entry, part, in_tree in zip(plan.entries, rows, nodes, strict=True):
+            end = first + len(part.token_ids) - part.logits_from
+            self._score_prompt(entry, logits[first : end - in_tree])
+            if in_tree:
+                of_trees.append(logits[end - in_tree : end])
+            first = end
+        return of_trees
+
+    def _score_prompt(self, entry: PlanEntry, logits_TV: NDArray[np.float32]) -> None:
+        """Report how likely the prompt's tokens behind `entry.start` were, one per row."""
+        top = entry.request.params.prompt_logprobs
+        if top is None:
+            return
+        transcript = self._requests[entry.request.request_id].transcript
+        first = entry.start + 1
+        for row, position in zip(logits_TV, range(first, len(entry.request.prompt_token_ids)), strict=False):
+            token = entry.token_ids[position]
+            transcript.score_prompt(position, report(raw_logprobs(row), token, top, self._tokenizer))
 
     def _verify(
-        self, plan: StepPlan, trees: Sequence[TokenTree], logits: NDArray[np.float32]
-    ) -> list[Acceptance]:
-        acceptances: list[Acceptance] = []
-        first = 0
-        for entry, tree in zip(plan.tree_entries, trees, strict=True):
-            ending = self._requests[entry.request.request_id].ending
-            laws = TargetLaws(entry, tree, logits[first : first + tree.num_nodes], ending)
-            acceptances.append(verify_tree(tree, laws, self._verifier))
-            first += tree.num_nodes
-        return acceptances
+        self, plan: StepPlan, trees: Sequence[TokenTree], logits: Sequence[NDArray[np.float32]]
+    ) -> list[_Verdict | UserError]:
+        """What became of each tree; an error is its own request's and stops no other."""
+        verdicts: list[_Verdict | UserError] = []
+        for entry, tree, logits_NV in zip(plan.tree_entries, trees, logits, strict=True):
+            laws = TargetLaws(entry, tree, logits_NV)
+            try:
+                verdicts.append(_Verdict(verify_tree(tree, laws, self._verifier), laws))
+            except UserError as error:
+                verdicts.append(error)
+        return verdicts
 
     def _commit(
-        self, plan: StepPlan, trees: Sequence[TokenTree], acceptances: Sequence[Acceptance]
+        self, plan: StepPlan, trees: Sequence[TokenTree], verdicts: Sequence[_Verdict | UserError]
     ) -> list[RequestOutput]:
         """Accepted paths become text and their KV part of the sequence; requests that end leave."""
         now = time.perf_counter()
@@ -184,26 +191,45 @@ class Engine:
         outputs: list[RequestOutput] = []
         for entry in plan.entries:
             self._requests[entry.request.request_id].sequence.computed = entry.end
-        for entry, tree, acceptance in zip(plan.tree_entries, trees, acceptances, strict=True):
+        for entry, tree, verdict in zip(plan.tree_entries, trees, verdicts, strict=True):
             request_id = entry.request.request_id
             running = self._requests[request_id]
-            if self.on_tree is not None:
-                self.on_tree(TreeEvent(self.clock.steps, request_id, tree, acceptance))
-            committed = running.transcript.commit(tree, acceptance, now)
-            running.sequence.token_ids.extend(committed)
+            committed = self._extend_text(running, tree, verdict, now)
             finished = running.transcript.finish_reason is not None
             outcomes.append(Outcome(request_id, committed, finished))
             if finished:
                 # In this order an interrupt between the two leaves nothing that `abort` does not mend.
                 self._scheduler.remove(running.sequence)
                 del self._requests[request_id]
-            else:
-                running.sequence.computed += len(acceptance.path)
-                moves.extend(_path_move(entry, acceptance.path))
+            elif isinstance(verdict, _Verdict):
+                path = verdict.acceptance.path
+                running.sequence.computed += len(path)
+                moves.extend(_path_move(entry, path))
             outputs.append(running.transcript.output())
         self._target.move(moves)
         self._speculator.observe(outcomes)
         return outputs
+
+    def _extend_text(
+        self, running: _Running, tree: TokenTree, verdict: _Verdict | UserError, now: float
+    ) -> tuple[int, ...]:
+        """Add what the target said to the request's text; returns the tokens that became part of it."""
+        sequence, transcript = running.sequence, running.transcript
+        if isinstance(verdict, UserError):
+            transcript.fail(str(verdict), now)
+            return ()
+        acceptance, laws = verdict.acceptance, verdict.laws
+        if self.on_tree is not None:
+            self.on_tree(TreeEvent(self.clock.steps, sequence.request.request_id, tree, acceptance))
+        committed = transcript.commit(tree, acceptance, now)
+        if (top := sequence.request.params.logprobs) is not None:
+            # strict=False: a text that ends in mid-path has fewer tokens than the path has nodes.
+            for node, token in zip((0, *acceptance.path), committed, strict=False):
+                transcript.logprobs.append(report(laws.logprobs(node), token, top, self._tokenizer))
+        sequence.token_ids.extend(committed)
+        if sequence.processors is not None and transcript.finish_reason is None:
+            sequence.processors.commit(committed)
+        return committed
 
     def check_integrity(self) -> None:
         """Raise when scheduler, blocks and requests disagree."""
@@ -212,13 +238,12 @@ class Engine:
         assert known == {id(s) for s in (*self._scheduler.running, *self._scheduler.waiting)}
 
 
-def _tree_rows(entry: PlanEntry, tree: TokenTree) -> Rows:
-    """The uncached text up to the root, then the other nodes; logits from the root on."""
+def _rows(entry: PlanEntry, tree: TokenTree | None) -> Rows:
+    """The uncached text up to the root, then the tree's other nodes; logits from the root on."""
     chain, root = entry.end - entry.start, entry.end - 1
-    if tree.num_nodes == 1:
-        return chain_rows(
-            entry.token_ids[entry.start : entry.end], entry.start, entry.block_table, logits=True
-        )
+    if tree is None or tree.num_nodes == 1:
+        text = entry.token_ids[entry.start : entry.end]
+        return chain_rows(text, entry.start, entry.block_table, logits=tree is not None)
     positions = [*range(entry.start, root), *(root + depth for depth in tree.depths())]
     return Rows(
         token_ids=[*entry.token_ids[entry.start : root], *tree.token_ids],
@@ -229,6 +254,12 @@ def _tree_rows(entry: PlanEntry, tree: TokenTree) -> Rows:
         tail_positions=positions,
         logits_from=chain - 1,
     )
+
+
+def _scores_prompt(entry: PlanEntry) -> bool:
+    """Whether the caller wants to know how likely tokens of the prompt were that follow this entry's rows."""
+    request = entry.request
+    return request.params.prompt_logprobs is not None and entry.start < len(request.prompt_token_ids) - 1
 
 
 def _path_move(entry: PlanEntry, path: Sequence[int]) -> list[Move]:

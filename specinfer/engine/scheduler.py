@@ -85,7 +85,7 @@ class Scheduler:
             depth = sequence.room(self._max_context) - 1
             # A prefill ends in a one-node tree: the first token does not wait for the speculators.
             prefill = uncomputed > 1 or sequence.num_output == 0
-            nodes = 1 if prefill or depth < 1 else min(self._tree_nodes, rows)
+            nodes = 1 if prefill or depth < 1 else min(self._tree_nodes, sequence.tree_nodes, rows)
         if not self._pool.extend(sequence.block_table, end - 1 + max(nodes, 1)):
             if nodes <= 1 or not self._pool.extend(sequence.block_table, end):
                 return None
@@ -99,6 +99,8 @@ class Scheduler:
             max_depth=depth if nodes > 1 else 0,
             block_table=tuple(sequence.block_table),
             incarnation=sequence.incarnation,
+            processors=sequence.processors,
+            guessers=sequence.guessers,
         )
 
     def _preempt(self, sequence: SequenceState) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from specinfer.processors.pipeline import Processors
 from specinfer.request import Request
 
 
@@ -19,6 +20,9 @@ class SequenceState:
     """
 
     request: Request
+    tree_nodes: int = 1 << 30  # of its trees at most, the root included
+    guessers: tuple[str, ...] | None = None  # the speculators that may guess for it; None: all
+    processors: Processors | None = None  # what its parameters make of logits; None: nothing
     token_ids: list[int] = field(init=False)
     computed: int = 0
     block_table: list[int] = field(default_factory=list)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from specinfer.engine.trace import proposed_by
-from specinfer.request import FinishReason, Request, RequestOutput, SpeculationFigures, Timing
+from specinfer.request import FinishReason, Logprobs, Request, RequestOutput, SpeculationFigures, Timing
 from specinfer.tokenizer import Detokenizer, Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
@@ -27,7 +27,11 @@ class Transcript:
         self._shown = 0  # characters of _text already handed out
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
         self.figures = SpeculationFigures()
+        self.logprobs: list[Logprobs] = []  # of the output's tokens, where asked for
+        self.cached_tokens = 0  # of the prompt, whose KV was there already
+        self._prompt_logprobs: list[Logprobs | None] = [None] * len(request.prompt_token_ids)
         self._arrived = now
         self._first_token: float | None = None
         self._finished: float | None = None
@@ -49,6 +53,16 @@ class Transcript:
             self._finished = now
         return tuple(tokens[:kept])
 
+    def score_prompt(self, position: int, logprobs: Logprobs) -> None:
+        """Report how likely the prompt's token at `position` was; saying it twice changes nothing."""
+        self._prompt_logprobs[position] = logprobs
+
+    def fail(self, error: str, now: float) -> None:
+        """End the request where it stands, because its own parameters allow it no further."""
+        self.error = error
+        self._end(FinishReason.ERROR, flush=True)
+        self._finished = now
+
     def abort(self, now: float) -> None:
         """End the request where it stands."""
         self._end(FinishReason.ABORT, flush=True)
@@ -56,6 +70,7 @@ class Transcript:
 
     def output(self) -> RequestOutput:
         """The answer so far; `new_text` is what came since the last call."""
+        params = self.request.params
         visible = len(self._text) if self.finish_reason is not None else self._safe_length()
         new_text, self._shown = self._text[self._shown : visible], max(self._shown, visible)
         return RequestOutput(
@@ -68,6 +83,11 @@ class Transcript:
             figures=self.figures,
             timing=Timing(self._arrived, self._first_token, self._finished),
             new_text=new_text,
+            index=self.request.index,
+            logprobs=None if params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if params.prompt_logprobs is None else tuple(self._prompt_logprobs),
+            cached_tokens=self.cached_tokens,
+            error=self.error,
         )
 
     def _push(self, token: int) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.errors import IntegrityError
-from specinfer.request import SamplingParams
+from specinfer.sampling_params import SamplingParams
 from specinfer.verify.coupled import coupled_top_k
 from specinfer.verify.law import Law, inverse_temperature, most_likely
 
@@ -52,6 +52,11 @@ def target_law(logits: NDArray[np.float32], params: SamplingParams) -> Law:
     if ids is None:
         return Law(logits, None, top, params.temperature, vocab)
     return _supported(logits, ids, params.temperature)
+
+
+def point_mass(token: int, vocab: int) -> Law:
+    """The law that leaves no choice."""
+    return Law(np.zeros(1, dtype=np.float32), np.array([token]), 0, 1.0, vocab)
 
 
 def coupled_children(

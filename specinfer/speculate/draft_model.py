@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from specinfer.config import draw_rule
 from specinfer.plan import PlanEntry
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner, Move, as_rows
@@ -84,7 +86,7 @@ class DraftModel:
         while growing:
             logits = self._runner.forward(rows)
             sites = [site for growth in growing for site in self._sites(growth)]
-            draw_children(as_rows(logits), sites, self._rule, self.name)
+            draw_children(as_rows(logits), sites, self.name)
             for growth in growing:
                 growth.descend()
             growing = [g for g in growing if self._wants_more(g)]
@@ -112,7 +114,7 @@ class DraftModel:
 
     def _wants_more(self, growth: _Growth) -> bool:
         entry, depth = growth.entry, growth.depth
-        limit = min(self._expansion.depth, entry.max_depth, self._max_context - entry.end)
+        limit = min(self._expansion_for(entry).depth, entry.max_depth, self._max_context - entry.end)
         return depth < limit and bool(growth.frontier) and not growth.builder.full
 
     def _read_text(self, growth: _Growth) -> Rows:
@@ -132,13 +134,26 @@ class DraftModel:
         return chain_rows(entry.token_ids[start : entry.end], start, entry.block_table, logits=True)
 
     def _sites(self, growth: _Growth) -> list[Site]:
-        request = growth.entry.request
-        width = self._expansion.widths[growth.depth]
-        position = growth.entry.end + growth.depth
+        entry, builder = growth.entry, growth.builder
+        request, params = entry.request, entry.request.params
+        processors = entry.active_processors
         return [
-            Site(growth.builder, node, width, request.params, request.seed, position, growth.uniform)
+            Site(
+                builder,
+                node,
+                width=self._expansion_for(entry).widths[growth.depth],
+                params=params,
+                seed=request.seed,
+                position=entry.end + growth.depth,
+                uniforms=growth.uniform,
+                rule=draw_rule(params.speculation.verifier, self._rule),
+                processed=partial(processors.apply, path=builder.path_tokens(node)) if processors else None,
+            )
             for node in growth.frontier
         ]
+
+    def _expansion_for(self, entry: PlanEntry) -> Expansion:
+        return entry.request.params.speculation.expansion or self._expansion
 
 
 def _frontier_rows(growth: _Growth) -> Rows:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.request import SamplingParams
 from specinfer.runtime.sampling import coupled_children, target_law
+from specinfer.sampling_params import SamplingParams
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.verify.law import inverse_cdf, most_likely
 
@@ -33,20 +33,27 @@ class Site:
     seed: int
     position: int  # absolute position of the children's tokens
     uniforms: Callable[[], float]  # the next number in [0, 1) of this tree's own stream
+    rule: DrawRule
+    processed: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None  # of logits
 
 
-def draw_children(
-    logits_FV: NDArray[np.float32], sites: Sequence[Site], rule: DrawRule, speculator: str
-) -> None:
-    """Add the children of every site to its tree; row f of `logits_FV` belongs to sites[f]."""
+def draw_children(logits_FV: NDArray[np.float32], sites: Sequence[Site], speculator: str) -> None:
+    """Add the children of every site to its tree; row f of `logits_FV` belongs to sites[f].
+
+    A site whose parameters leave no token gets none.
+    """
     for row, site in zip(logits_FV, sites, strict=True):
-        if site.params.greedy or rule is DrawRule.POINT_MASS:
+        if site.processed is not None:
+            row = site.processed(row)
+            if row.max() == -np.inf:
+                continue
+        if site.params.greedy or site.rule is DrawRule.POINT_MASS:
             _add(site, most_likely(row, site.width), DrawRule.POINT_MASS, speculator)
-        elif rule is DrawRule.COUPLED:
+        elif site.rule is DrawRule.COUPLED:
             tokens = coupled_children(row, site.params, site.seed, site.position, site.width)
-            _add(site, tokens, rule, speculator)
+            _add(site, tokens, site.rule, speculator)
         else:
-            _sample(site, target_law(row, site.params).dense(), rule, speculator)
+            _sample(site, target_law(row, site.params).dense(), site.rule, speculator)
 
 
 def _add(site: Site, tokens: NDArray[np.int64], rule: DrawRule, speculator: str) -> None:

@@ -104,6 +104,12 @@ class Tokenizer:
         token: str | None = self._backend.id_to_token(token_id) if token_id >= 0 else None
         return token
 
+    def text_of(self, token_id: int) -> str:
+        """One token as text; a special token by its name, a part of a character as U+FFFD."""
+        if self.is_special(token_id):
+            return self.id_to_token(token_id) or ""
+        return self.token_bytes[token_id].decode("utf-8", "replace")
+
     def is_special(self, token_id: int) -> bool:
         """Whether the token is one that `decode` leaves out."""
         return token_id in self.token_bytes.special_ids

@@ -148,6 +148,14 @@ class TreeBuilder:
         """The child of `parent` that holds `token`, if there is one."""
         return self._children[parent].get(token)
 
+    def path_tokens(self, node: int) -> tuple[int, ...]:
+        """The token ids from below the root down to `node`; empty for the root."""
+        tokens: list[int] = []
+        while node > 0:
+            tokens.append(self.token_ids[node])
+            node = self.parents[node]
+        return tuple(reversed(tokens))
+
     @property
     def full(self) -> bool:
         """Whether no further node fits."""

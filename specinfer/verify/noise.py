@@ -54,6 +54,11 @@ def draft_stream(speculator: str, root_position: int) -> int:
     return key_of(name, root_position) | _DRAFT_BIT
 
 
+def completion_seed(seed: int, index: int) -> int:
+    """The seed of the index-th of n completions: the request's own for the first, then unrelated ones."""
+    return seed if index == 0 else key_of(seed, index) >> 1
+
+
 def uniform(seed: int, position: int, index: int, *, stream: int = _VERIFY_STREAM) -> float:
     """A number in [0, 1), a multiple of 2**-53, so 0 is possible.
 

@@ -16,8 +16,8 @@ from itertools import product
 
 import numpy as np
 
-from specinfer.request import SamplingParams
 from specinfer.runtime.sampling import target_law
+from specinfer.sampling_params import SamplingParams
 from specinfer.tree.token_tree import DrawRule, TreeBuilder, merge
 from specinfer.verify import verify_multistep
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from specinfer.request import SamplingParams
 from specinfer.runtime.sampling import coupled_children, target_law
+from specinfer.sampling_params import SamplingParams
 from specinfer.tree.token_tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.verify import coupled_choice, noise, reference, verify_coupled
 

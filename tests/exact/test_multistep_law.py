@@ -7,7 +7,7 @@ as the text takes, and the probabilities are added up in float64.
 import numpy as np
 import pytest
 
-from specinfer.request import SamplingParams
+from specinfer.sampling_params import SamplingParams
 from specinfer.tree.token_tree import DrawRule, TreeBuilder
 from specinfer.verify import UniformCoin, reference, verify_multistep
 

@@ -18,10 +18,10 @@ import pytest
 from scipy import stats
 
 from specinfer.attention.sdpa import SdpaBackend
-from specinfer.request import SamplingParams
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner, as_rows
 from specinfer.runtime.sampling import target_law
+from specinfer.sampling_params import SamplingParams
 from specinfer.tree import DrawRule
 from tests.engines import Tiny, write_tiny
 
@@ -99,7 +99,7 @@ def test_the_same_count_catches_a_biased_engine(tiny: Tiny, monkeypatch: pytest.
     from specinfer.speculate import draft_model, draws
     from specinfer.verify.law import most_likely
 
-    def top_k_called_samples(logits: Any, sites: Any, rule: DrawRule, speculator: str) -> None:
+    def top_k_called_samples(logits: Any, sites: Any, speculator: str) -> None:
         for row, site in zip(logits, sites, strict=True):
             law = target_law(row, site.params).dense()
             for token in most_likely(row, site.width).tolist():

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.request import SamplingParams, SpeculationFigures, Timing
+from specinfer.request import SpeculationFigures, Timing
+from specinfer.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

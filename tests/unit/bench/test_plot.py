@@ -12,7 +12,7 @@ from specinfer.bench.dataset import Dataset
 from specinfer.bench.report import as_json
 from specinfer.bench.run import Load, compare
 from specinfer.errors import ConfigError
-from specinfer.request import SamplingParams
+from specinfer.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])

@@ -20,7 +20,7 @@ from specinfer.bench.report import (
 )
 from specinfer.bench.run import Load, compare
 from specinfer.errors import ConfigError
-from specinfer.request import SamplingParams
+from specinfer.sampling_params import SamplingParams
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
 

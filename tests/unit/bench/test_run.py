@@ -10,7 +10,7 @@ import pytest
 from specinfer.bench.dataset import Conversation, Dataset
 from specinfer.bench.run import Load, compare
 from specinfer.errors import RequestError
-from specinfer.request import SamplingParams
+from specinfer.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SEEDED = SamplingParams(temperature=1, seed=40, max_tokens=12)

@@ -13,9 +13,10 @@ import torch
 from specinfer.attention.sdpa import SdpaBackend
 from specinfer.check.difference import find_difference, first_difference, rounding
 from specinfer.check.target_alone import TargetAlone
-from specinfer.request import RequestOutput, SamplingParams, SpeculationFigures, Timing
+from specinfer.request import RequestOutput, SpeculationFigures, Timing
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner, as_rows
+from specinfer.sampling_params import SamplingParams
 from tests.engines import write_tiny
 
 GREEDY = SamplingParams(temperature=0)

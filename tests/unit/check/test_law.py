@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from specinfer.check.law import chi_square, places
-from specinfer.request import SamplingParams
+from specinfer.sampling_params import SamplingParams
 
 
 class Stated:

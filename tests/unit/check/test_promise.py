@@ -10,8 +10,9 @@ import pytest
 from specinfer.check.promise import Effort, check_bookkeeping, check_promise, with_verifier
 from specinfer.config import SpeculationConfig
 from specinfer.engine import engine as engine_module
-from specinfer.request import Request, SamplingParams
+from specinfer.request import Request
 from specinfer.runtime.sampling import target_law
+from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import draft_model
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.verify.acceptance import Acceptance
@@ -72,15 +73,15 @@ def test_a_draw_called_what_it_is_not_fails_where_laws_are_counted(
     # The classic mistake: the draft's most likely tokens, verified as if they had been sampled.
     honest = draft_model.draw_children
 
-    def most_likely_called_samples(logits: Any, sites: Any, rule: DrawRule, speculator: str) -> None:
-        if rule is not DrawRule.WITHOUT_REPLACEMENT:
-            honest(logits, sites, rule, speculator)
+    def most_likely_called_samples(logits: Any, sites: Any, speculator: str) -> None:
+        if any(site.rule is not DrawRule.WITHOUT_REPLACEMENT for site in sites):
+            honest(logits, sites, speculator)
             return
         for row, site in zip(logits, sites, strict=True):
             law = target_law(row, site.params).dense()
             for token in most_likely(row, site.width).tolist():
                 if law[token] > 0:
-                    site.builder.add(site.node, token, speculator, rule, law)
+                    site.builder.add(site.node, token, speculator, site.rule, law)
 
     monkeypatch.setattr(draft_model, "draw_children", most_likely_called_samples)
     found = verdicts(tiny, ngram=False)
@@ -115,7 +116,7 @@ def test_a_lost_block_and_a_request_left_behind_are_found(tiny: Tiny) -> None:
     assert "engine 2 has work left" in left.words
     llm.engine.abort("left")
     blocks: list[int] = []
-    assert llm.engine._pool.extend(blocks, 1)
+    assert llm.engine._scheduler._pool.extend(blocks, 1)
     lost = check_bookkeeping([llm])
     assert not lost.passed
     assert "an invariant is broken" in lost.words

@@ -279,8 +279,14 @@ def test_help_and_version_come_without_torch() -> None:
 def test_ctrl_c_ends_cleanly(models: Path) -> None:
     command = [sys.executable, "-m", "specinfer", "generate", "-m", str(models / "target")]
     # A short context cannot hold an endless answer, so the prompt is awaited on a pipe that stays open.
+    # Tests that run in the background (`make test &`) ignore SIGINT, and their children would inherit that.
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         time.sleep(1.5)
         process.send_signal(signal.SIGINT)

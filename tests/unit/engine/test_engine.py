@@ -8,7 +8,8 @@ import pytest
 
 from specinfer.errors import ConfigError, RequestError
 from specinfer.llm import LLM
-from specinfer.request import FinishReason, Request, SamplingParams
+from specinfer.request import FinishReason, Request
+from specinfer.sampling_params import SamplingParams
 from tests.engines import Tiny, slow_generate, write_tiny
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41], list(range(5, 45)), [7, 7, 7, 7]]

@@ -10,7 +10,8 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.sequence import SequenceState
 from specinfer.errors import IntegrityError
 from specinfer.plan import StepPlan
-from specinfer.request import Request, SamplingParams
+from specinfer.request import Request
+from specinfer.sampling_params import SamplingParams
 
 
 def scheduler(

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from specinfer.engine.transcript import Transcript
-from specinfer.request import FinishReason, Request, SamplingParams
+from specinfer.request import FinishReason, Request
+from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.token_tree import single_node

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from specinfer.errors import IntegrityError
-from specinfer.request import SamplingParams
 from specinfer.runtime.sampling import coupled_children, target_law
+from specinfer.sampling_params import SamplingParams
 from specinfer.verify import coupled_choice, most_likely
 
 

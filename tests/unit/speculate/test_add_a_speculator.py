@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from specinfer.attention.sdpa import SdpaBackend
-from specinfer.config import SchedulerConfig
+from specinfer.config import SchedulerConfig, SpeculationConfig
+from specinfer.engine.admission import Admission
 from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.scheduler import Scheduler
-from specinfer.request import Request, RequestOutput, SamplingParams
+from specinfer.request import Request, RequestOutput
 from specinfer.runtime.runner import ModelRunner
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.budget import TreeBudget
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.verify.pairs import Verifier
@@ -74,10 +77,15 @@ def answer(tiny: Tiny, speculator: Speculator, verifier: Verifier, request: Requ
         target=ModelRunner(tiny.target, SdpaBackend(), num_blocks=8, block_size=16),
         speculator=Ensemble([speculator]),
         tokenizer=tiny.tokenizer,
+        admission=Admission(
+            tiny.tokenizer,
+            TreeBudget(SpeculationConfig(max_nodes=4), [], [speculator.name]),
+            vocab=tiny.target.config.vocab_size,
+            max_context=64,
+            capacity=128,
+        ),
         scheduler=Scheduler(SchedulerConfig(), pool, tree_nodes=4, max_context=64),
-        pool=pool,
         verifier=verifier,
-        max_context=64,
     )
     engine.add(request)
     while True:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specinfer.request import SamplingParams
 from specinfer.runtime.sampling import target_law
+from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.draws import Site, draw_children
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.verify.coupled import coupled_choice
@@ -21,8 +21,8 @@ def draw(
     builder = TreeBuilder(root=0, max_nodes=max_nodes)
     source = iter(uniforms or [])
     params = SamplingParams(temperature=temperature)
-    site = Site(builder, 0, width, params, seed, 17, lambda: next(source))
-    draw_children(LOGITS, [site], rule, "draft")
+    site = Site(builder, 0, width, params, seed, 17, lambda: next(source), rule)
+    draw_children(LOGITS, [site], "draft")
     return builder
 
 

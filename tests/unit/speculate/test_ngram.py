@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.plan import PlanEntry
-from specinfer.request import Request, SamplingParams
+from specinfer.request import Request
+from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.ngram import NgramSpeculator
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import DrawRule, TokenTree

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from specinfer.request import SamplingParams
 from specinfer.runtime.sampling import target_law
+from specinfer.sampling_params import SamplingParams
 from specinfer.tree.token_tree import TokenTree
 from specinfer.verify import Acceptance, Law, coupled_choice, coupled_top_k, noise, reference, verify_coupled
 

@@ -1,0 +1,285 @@
+"""Tokens per step when the caller guesses the answer: forty code edits, the old file as the prediction.
+
+    python benchmarks/prediction.py --model TARGET --out RESULT.md
+
+Each edit of benchmarks/code_edits/ is a file and one asked change. It is answered twice, greedily, one
+request at a time: without any speculation, and with the file as it was as the prediction and no other
+speculator. The two take turns at going first, since a machine's speed drifts. Rates count what comes after
+the first token, so that neither gains by a prompt the cache knows already.
+
+Finished edits are kept in a JSON file beside the Markdown, so an interrupted run goes on where it was; an
+edit whose prompt has changed since is run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import json
+import os
+import statistics
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from provenance import provenance_lines
+
+from specinfer import LLM, RequestOutput, SamplingParams
+from specinfer.bench.provenance import commit
+from specinfer.check.difference import find_difference
+from specinfer.check.target_alone import TargetAlone
+
+EDITS = Path(__file__).parent / "code_edits"
+SPECULATOR = "prediction"  # its name in the figures
+GOAL = 5.0  # tokens per step
+LONGEST_PROMPT = 2048  # tokens
+FENCE = "```"
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A file and the change that is asked of it."""
+
+    file: str
+    source: str
+    ask: str
+
+    @property
+    def prompt(self) -> str:
+        """The question as it is put."""
+        return (
+            f"{self.ask}\n\nThis is {self.file}:\n\n{FENCE}\n{self.source}{FENCE}\n\n"
+            "Answer with the whole changed file and nothing else."
+        )
+
+    @property
+    def digest(self) -> str:
+        """Tells whether a result belongs to this prompt."""
+        return hashlib.sha256(self.prompt.encode()).hexdigest()[:16]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="the target: folder, GGUF file or name")
+    parser.add_argument("--limit", type=int, help="only the first edits (default: all)")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of an answer (default 1024)")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="Markdown file; its results lie beside it as .json"
+    )
+    args = parser.parse_args()
+    if args.limit is not None and args.limit < 1:
+        parser.error(f"--limit is {args.limit}; allowed: an integer >= 1")
+
+    everything = read_edits()
+    edits = everything[: args.limit]
+    results_file = args.out.with_suffix(".json")
+    settings = {"model": Path(args.model).name, "max_tokens": args.max_tokens}
+    results = read_results(results_file, settings, everything)
+    params = SamplingParams(temperature=0, seed=0, max_tokens=args.max_tokens)
+    llm: LLM | None = None
+    for number, edit in enumerate(edits):
+        if edit.file in results:
+            continue
+        if llm is None:
+            llm = LLM(args.model, max_batch_size=1, max_context=LONGEST_PROMPT + args.max_tokens)
+            _ask(llm, edit, replace(params, max_tokens=min(16, args.max_tokens)))  # warms up
+        results[edit.file] = result = measure(llm, edit, params, prediction_first=number % 2 == 1)
+        print(_row(edit, result), flush=True)
+        _write(results_file, json.dumps({"settings": settings, "edits": results}, indent=1) + "\n")
+        _write(args.out, markdown(edits, results, settings))
+    _write(args.out, markdown(edits, results, settings))
+    print("\n".join(_summary(edits, results)))
+    wrong = [edit.file for edit in edits if unexplained(results[edit.file])]
+    raise SystemExit(1 if wrong else 0)
+
+
+def read_edits() -> list[Edit]:
+    """All edits, in the order of edits.toml."""
+    listed = tomllib.loads((EDITS / "edits.toml").read_text(encoding="utf-8"))["edit"]
+    return [
+        Edit(item["file"], (EDITS / item["file"]).read_text(encoding="utf-8"), item["ask"].strip())
+        for item in listed
+    ]
+
+
+def measure(llm: LLM, edit: Edit, params: SamplingParams, *, prediction_first: bool) -> dict[str, Any]:
+    """One edit without and with its prediction, as plain JSON values."""
+    both = {"plain": params, "predicted": replace(params, prediction=edit.source)}
+    order = reversed(both) if prediction_first else iter(both)
+    outputs = {side: _ask(llm, edit, both[side]) for side in order}
+    plain, predicted = outputs["plain"], outputs["predicted"]
+    difference = find_difference(TargetAlone(llm.models.target), params, plain, predicted)
+    removed, added = changed_lines(edit.source, predicted.text)
+    return {
+        "digest": edit.digest,
+        "commit": commit(),
+        "prompt_tokens": len(plain.prompt_token_ids),
+        "plain": _side(plain),
+        "predicted": _side(predicted),
+        "difference": None
+        if difference is None
+        else {**difference.to_json(), "text": str(difference), "same_text": plain.text == predicted.text},
+        "lines_removed": removed,
+        "lines_added": added,
+    }
+
+
+def changed_lines(source: str, answer: str) -> tuple[int, int]:
+    """Lines of the source that the answer lacks, and lines it has instead or besides.
+
+    Of an answer with a Markdown fence only what is between its first fence and its last counts; one that
+    was cut short may have no closing fence.
+    """
+    lines = answer.splitlines()
+    fences = [i for i, line in enumerate(lines) if line.startswith(FENCE)]
+    if fences:
+        lines = lines[fences[0] + 1 : fences[-1] if len(fences) > 1 else None]
+    matcher = difflib.SequenceMatcher(None, source.splitlines(), lines, autojunk=False)
+    changes = [op for op in matcher.get_opcodes() if op[0] != "equal"]
+    return sum(i2 - i1 for _, i1, i2, _, _ in changes), sum(j2 - j1 for _, _, _, j1, j2 in changes)
+
+
+def read_results(path: Path, settings: Mapping[str, Any], edits: Sequence[Edit]) -> dict[str, Any]:
+    """What earlier runs measured of these edits; the results of changed prompts are left out."""
+    if not path.exists():
+        return {}
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    if stored["settings"] != settings:
+        raise SystemExit(f"{path} holds edits of {stored['settings']}, not {settings}; give another --out")
+    found = stored["edits"]
+    return {e.file: found[e.file] for e in edits if found.get(e.file, {}).get("digest") == e.digest}
+
+
+def unexplained(result: Mapping[str, Any]) -> bool:
+    """Whether the two texts differ, and by more than rounding does."""
+    return result["difference"] is not None and not result["difference"]["explained"]
+
+
+def markdown(edits: Sequence[Edit], results: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """The results as a page."""
+    measured_at = {results[edit.file]["commit"] for edit in edits if edit.file in results}
+    commits = sorted(sha or "not a checkout" for sha in measured_at)
+    return "\n".join(
+        [
+            f"# Code edits with the old file as the prediction: {settings['model']}",
+            "",
+            f"Greedy, one request at a time, at most {settings['max_tokens']} tokens; no draft model and no "
+            "other speculator. A step is one pass of the target after the prefill; without a prediction it "
+            "gives one token. Lines: those of the file that the answer lacks, and those it has instead.",
+            "",
+            *_summary(edits, results),
+            "",
+            "| file | lines | changed | answer tokens | ended | tokens/s without | tokens/s with | speedup "
+            "| tokens per step | accepted | rejected | identical |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
+            *(_row(edit, results[edit.file]) for edit in edits if edit.file in results),
+            "",
+            *provenance_lines(),
+            *([f"- edits measured at: {', '.join(commits)}"] if measured_at != {commit()} else []),
+            "",
+        ]
+    )
+
+
+def _summary(edits: Sequence[Edit], results: Mapping[str, Any]) -> list[str]:
+    """The figures over all edits measured so far, as Markdown lines."""
+    done = {edit.file: results[edit.file] for edit in edits if edit.file in results}
+    if not done:
+        return ["- no edit measured yet"]
+    plain, predicted = (_total([r[side] for r in done.values()]) for side in ("plain", "predicted"))
+    per_edit = [_per_step(r["predicted"]) for r in done.values()]
+    differing = {file: r["difference"] for file, r in done.items() if r["difference"] is not None}
+    same_text = sum(d["same_text"] for d in differing.values())
+    proposed = predicted["accepted"] + predicted["rejected"]
+    copied = [file for file, r in done.items() if not r["lines_removed"] and not r["lines_added"]]
+    return [
+        f"- edits: {len(done)} of {len(edits)}",
+        f"- **tokens per step: {_per_step(predicted):.2f}** over all steps; per edit: mean "
+        f"{statistics.fmean(per_edit):.2f}, median {statistics.median(per_edit):.2f}, least "
+        f"{min(per_edit):.2f}; {sum(x >= GOAL for x in per_edit)} edits at {GOAL:g} or more",
+        f"- tokens/s: {_rate(plain):.1f} without, {_rate(predicted):.1f} with the prediction: "
+        f"{_ratio(_rate(predicted), _rate(plain)):.2f} times",
+        f"- prediction tokens: {predicted['accepted']} accepted, {predicted['rejected']} rejected "
+        f"({_ratio(predicted['accepted'], proposed):.0%} of the proposed were accepted)",
+        f"- identical texts: {len(done) - len(differing) + same_text} of {len(done)}",
+        *(
+            f"  - {file}, {d['text']}: {'rounding' if d['explained'] else 'NOT EXPLAINED'}"
+            for file, d in differing.items()
+        ),
+        f"- answers that leave the file as it was: {', '.join(copied) or 'none'}",
+    ]
+
+
+def _row(edit: Edit, result: Mapping[str, Any]) -> str:
+    plain, predicted, difference = result["plain"], result["predicted"], result["difference"]
+    identical = "yes" if difference is None or difference["same_text"] else "no"
+    cells = (
+        edit.file,
+        len(edit.source.splitlines()),
+        f"-{result['lines_removed']} +{result['lines_added']}",
+        predicted["tokens"],
+        predicted["finish_reason"],
+        f"{_rate(plain):.1f}",
+        f"{_rate(predicted):.1f}",
+        f"{_ratio(_rate(predicted), _rate(plain)):.2f}",
+        f"{_per_step(predicted):.2f}",
+        predicted["accepted"],
+        predicted["rejected"],
+        identical,
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _ask(llm: LLM, edit: Edit, params: SamplingParams) -> RequestOutput:
+    [output] = llm.chat([[{"role": "user", "content": edit.prompt}]], params)
+    return output
+
+
+def _side(output: RequestOutput) -> dict[str, Any]:
+    figures, timing = output.figures, output.timing
+    assert timing.first_token is not None
+    assert timing.finished is not None
+    assert output.finish_reason is not None
+    accepted = figures.credit.get(SPECULATOR, 0)
+    return {
+        "tokens": len(output.token_ids),
+        "finish_reason": output.finish_reason.value,
+        "steps": figures.steps,
+        "step_tokens": figures.output_tokens,  # without the first, which comes with the prefill
+        "seconds": timing.finished - timing.first_token,
+        "accepted": accepted,
+        "rejected": figures.drafted.get(SPECULATOR, 0) - accepted,
+    }
+
+
+def _total(sides: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    names = ("tokens", "steps", "step_tokens", "seconds", "accepted", "rejected")
+    return {name: sum(side[name] for side in sides) for name in names}
+
+
+def _per_step(side: Mapping[str, Any]) -> float:
+    return _ratio(side["step_tokens"], side["steps"])
+
+
+def _rate(side: Mapping[str, Any]) -> float:
+    return _ratio(side["step_tokens"], side["seconds"])
+
+
+def _ratio(a: float, b: float) -> float:
+    """a / b; 0 where nothing was counted, as for an answer of one token."""
+    return a / b if b else 0.0
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_suffix(path.suffix + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What a request needs before it may run: checks that never cost another request anything, processors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+import numpy as np
+
+from specinfer.engine.sequence import SequenceState
+from specinfer.errors import RequestError
+from specinfer.processors.bad_words import tokenize_bad_words
+from specinfer.processors.grammar import GrammarCompiler
+from specinfer.processors.pipeline import Processors
+from specinfer.request import Request
+from specinfer.speculate.budget import TreeBudget
+from specinfer.tokenizer import Tokenizer
+
+
+class Admission:
+    """Checks requests against one engine, and turns them into sequences ready to be scheduled."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, budget: TreeBudget, *, vocab: int, max_context: int, capacity: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._budget = budget
+        self._vocab = vocab
+        self.max_context = max_context  # prompt and output tokens of one request
+        self._capacity = capacity  # positions of the KV cache
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self._tokenizer, self._vocab)
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError when the request can never be served here."""
+        prompt, params = len(request.prompt_token_ids), request.params
+        if prompt == 0:
+            raise RequestError("the prompt is empty; give at least one token of text")
+        if prompt >= self.max_context:
+            raise RequestError(
+                f"the prompt has {prompt} tokens; allowed: at most {self.max_context - 1}, since the context "
+                f"is {self.max_context} and an answer needs at least one; shorten the prompt"
+            )
+        self._check_ids("the prompt", request.prompt_token_ids)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("prediction", request.prediction)
+        longest = min(prompt + params.max_tokens, self.max_context)
+        if longest > self._capacity:
+            raise RequestError(
+                f"{prompt} prompt tokens and max_tokens {params.max_tokens} need {longest} KV cache "
+                f"positions; the cache has {self._capacity}; lower max_tokens or raise kv_cache_memory"
+            )
+        self._budget.check(request)
+        self._check_first_token(request)
+
+    def admit(self, request: Request) -> tuple[SequenceState, frozenset[int]]:
+        """The request as the scheduler sees it, and the token ids that may end its text.
+
+        Raises RequestError as `check` does.
+        """
+        self.check(request)
+        processors = self._processors(request)
+        sequence = SequenceState(
+            request,
+            tree_nodes=self._budget.nodes(request),
+            guessers=self._budget.guessers(request),
+            processors=processors,
+        )
+        return sequence, processors.ending
+
+    def _processors(self, request: Request) -> Processors:
+        params = request.params
+        ending = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            ending |= self._tokenizer.eos_token_ids
+        form = params.structured_output
+        return Processors(
+            params,
+            request.prompt_token_ids,
+            vocab=self._vocab,
+            ending=ending,
+            bad_words=tokenize_bad_words(
+                params.bad_words, lambda text: self._tokenizer.encode(text, add_special=False)
+            ),
+            grammar=None if form is None else self._grammars.compile(form).state(),
+        )
+
+    def _check_first_token(self, request: Request) -> None:
+        """Parameters that exclude every first token contradict each other; that shows at once."""
+        processors = self._processors(request)
+        bans = processors.bans
+        if bans and processors.apply(np.zeros(self._vocab, dtype=np.float32), ()).max() == -np.inf:
+            raise RequestError(f"{' and '.join(bans)} leave no token to begin with; relax one of them")
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token in token_ids:
+            if not 0 <= token < self._vocab:
+                raise RequestError(
+                    f"{name} has token id {token}, outside the model's vocabulary of {self._vocab} tokens"
+                )

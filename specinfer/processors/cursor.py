@@ -1,0 +1,117 @@
+"""Cursor: a matcher that goes to and fro below a text, and is mended when it breaks.
+
+Matchers of one grammar share the automaton they build as they go. It has a limited size, and one that is
+full stays so for all of them: a request that fills it must not fail the others, nor may a grammar wear out
+with use. So a matcher that breaks is replaced by one with a new automaton, and asked once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from specinfer.errors import RequestError
+from specinfer.processors.library_vocabulary import LibraryVocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_DEAD_END = "NoExtension"  # how the library's complaint begins when nothing can follow
+_Answer = TypeVar("_Answer")
+
+
+class MatcherSource:
+    """Makes matchers that share one automaton, until that is worn."""
+
+    def __init__(self, grammar: str, vocabulary: LibraryVocabulary, parameter: str) -> None:
+        self.vocabulary = vocabulary
+        self.parameter = parameter  # for messages
+        self._grammar = grammar
+        self._first: LLMatcher | None = None
+
+    @property
+    def first(self) -> LLMatcher:
+        """The matcher the others are copied from, at the start of the text; made when first asked for."""
+        if self._first is None:
+            self._first = self.vocabulary.matcher(self._grammar)
+        return self._first
+
+    def replace(self, worn: LLMatcher) -> None:
+        """Begin a new automaton, unless `worn` is not the present one any more."""
+        if worn is self._first:
+            self._first = None
+
+
+class Cursor:
+    """A place in a grammar: the committed text, and any path of tokens below it."""
+
+    def __init__(self, source: MatcherSource) -> None:
+        self._source = source
+        self._first = source.first
+        self._matcher = self._first.deep_copy()
+        self._path: list[int] = []  # what the matcher has consumed after the committed text
+        self.committed: list[int] = []
+
+    def ask(self, path: Sequence[int], question: Callable[[LLMatcher], _Answer]) -> _Answer | None:
+        """What `question` makes of the matcher after the committed text and `path`.
+
+        None when `path` is not allowed, or turns out to be a dead end. `question` may compute, but not
+        consume. Raises RequestError when the grammar is too complex to follow there.
+        """
+        for is_last in (False, True):
+            answer = question(self._matcher) if self._go_to(path) else None
+            if not self._matcher.is_error():
+                return answer
+            said = complaint(self._matcher)
+            if said.startswith(_DEAD_END):
+                self._start_again()
+                return None
+            self._source.replace(self._first)
+            self._start_again()
+            if is_last:
+                raise RequestError(
+                    f"{self._source.parameter} is too complex to follow ({said}); make it smaller: fewer "
+                    "nested repeats, tighter bounds"
+                )
+        raise AssertionError("the second time ends the loop")
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Move the committed text on; the tokens must be allowed."""
+        if self._path[: len(tokens)] != list(tokens):
+            legal = self.ask(tokens, lambda matcher: True)
+            assert legal, f"tokens {list(tokens)} are not allowed by {self._source.parameter}"
+        del self._path[: len(tokens)]
+        self.committed += tokens
+
+    def _go_to(self, path: Sequence[int]) -> bool:
+        """Put the matcher after `path`; False when it is not allowed, or the matcher broke on the way."""
+        shared = 0
+        while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
+            shared += 1
+        if len(self._path) > shared:
+            self._matcher.rollback(len(self._path) - shared)
+            del self._path[shared:]
+        rest = list(path[shared:])
+        if not all(map(self._source.vocabulary.is_text, rest)):
+            return False
+        consumed = self._matcher.try_consume_tokens(rest) if rest else 0
+        self._path += rest[:consumed]
+        return consumed == len(rest) and not self._matcher.is_error()
+
+    def _start_again(self) -> None:
+        self._first = self._source.first
+        self._matcher = self._first.deep_copy()
+        self._path.clear()
+        if self.committed:
+            self._matcher.consume_tokens(self.committed)
+
+
+def complaint(matcher: LLMatcher) -> str:
+    """What the library says, in one line, without the excerpt of our own notation below it."""
+    said = matcher.get_error().replace("<non-verbose/>", "").partition("\n   1 |")[0]
+    return shortened(" ".join(said.split()))
+
+
+def shortened(text: str) -> str:
+    """A text that is short enough for a message."""
+    return text if len(text) <= 160 else text[:157] + "..."

@@ -1,0 +1,254 @@
+"""GBNF: grammars with `::=`, as llama.cpp writes them, read and written anew as Lark for the library.
+
+    root ::= "yes" | "no" | list
+    list ::= "[" [0-9]+ ("," [0-9]+)* "]"
+
+The library's Lark splits a text into lexemes greedily, so that `[a-z]+ "x"` matches nothing there. GBNF
+knows no lexemes: a grammar whose rules do not need themselves becomes one regular expression, and any other
+one is written character by character. Both describe exactly the texts of the grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from specinfer.errors import RequestError
+from specinfer.processors.rules import (
+    Choice,
+    Expression,
+    Literal,
+    Pattern,
+    Reference,
+    Repeat,
+    Rules,
+    Sequence,
+    in_use,
+    references,
+)
+
+START = "root"
+MAX_REGEX = 32 * 1024  # characters; a larger regular grammar is written as rules
+_RULE = re.compile(r"([A-Za-z][\w-]*)\s*::=")
+_NAME = re.compile(r"[A-Za-z][\w-]*")
+_SPACE = re.compile(r"(?:\s|#[^\n]*)*")
+_BOUNDS = re.compile(r"\{\s*(\d+)\s*(,?)\s*(\d*)\s*\}")
+_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|([\s\S]))")
+_LETTERS = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-", "^": "^"}
+
+
+def read_gbnf(text: str) -> dict[str, Expression]:
+    """The rules of a GBNF grammar, `root` among them.
+
+    Raises RequestError, with the line, on text that is no such grammar, and on a rule that is missing.
+    """
+    rules = _Reader(text).rules()
+    if START not in rules:
+        raise RequestError(f"grammar has no rule {START}; the text starts with it, add one")
+    for name, body in rules.items():
+        for other in references(body):
+            if other not in rules:
+                raise RequestError(f"grammar: rule {name} uses {other}, which is not defined; define it")
+    return rules
+
+
+def to_lark(rules: Rules) -> str:
+    """A Lark grammar for the same texts."""
+    names = in_use(rules, START)
+    recursive = any(name in _below(rules, name) for name in names)
+    regex = None if recursive else _regex(rules[START], rules, {})
+    if regex is not None:
+        return f"start: /{regex}/"
+    short = {name: "start" if name == START else f"r{i}" for i, name in enumerate(names)}
+    return "\n".join(f"{short[name]}: {_lark(rules[name], short)}" for name in names)
+
+
+def _below(rules: Rules, name: str) -> set[str]:
+    """The rules that `name` mentions, directly or not; itself only when it is recursive."""
+    return {found for other in references(rules[name]) for found in in_use(rules, other)}
+
+
+def _regex(body: Expression, rules: Rules, known: dict[str, str]) -> str | None:
+    """The regular expression of a body, or None when it becomes too long; `known` gains finished rules."""
+    match body:
+        case Literal(text):
+            written = "".join(escaped(c) for c in text)
+        case Pattern(regex):
+            written = regex
+        case Reference(name):
+            if name not in known:
+                inner = _regex(rules[name], rules, known)
+                if inner is None:
+                    return None
+                known[name] = f"(?:{inner})"
+            written = known[name]
+        case Sequence(parts) | Choice(parts):
+            inners = [_regex(part, rules, known) for part in parts]
+            if None in inners:
+                return None
+            sign = "" if isinstance(body, Sequence) else "|"
+            written = f"(?:{sign.join(str(inner) for inner in inners)})"
+        case Repeat(item, low, high):
+            inner = _regex(item, rules, known)
+            if inner is None:
+                return None
+            written = f"(?:{inner}){{{low},{'' if high is None else high}}}"
+    return written if len(written) <= MAX_REGEX else None
+
+
+def _lark(body: Expression, short: dict[str, str]) -> str:
+    match body:
+        case Literal(text):  # character by character: no lexeme is longer than another
+            return "(" + " ".join(json.dumps(c, ensure_ascii=False) for c in text) + ")" if text else '""'
+        case Pattern(regex):
+            return f"/{regex}/"
+        case Reference(name):
+            return short[name]
+        case Sequence(items):
+            return "(" + " ".join(_lark(item, short) for item in items) + ")" if items else '""'
+        case Choice(options):
+            return "(" + " | ".join(_lark(option, short) for option in options) + ")"
+        case Repeat(item, 0, 1):
+            return f"({_lark(item, short)})?"
+        case Repeat(item, low, None) if low < 2:
+            return f"({_lark(item, short)}){'+' if low else '*'}"
+        case Repeat(item, low, high):
+            return f"({_lark(item, short)}){{{low},{'' if high is None else high}}}"
+
+
+def escaped(c: str) -> str:
+    """A character as it stands in a regular expression, inside a class or outside."""
+    return c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}"
+
+
+class _Reader:
+    """Reads a grammar from left to right; `at` is the next character."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+
+    def rules(self) -> dict[str, Expression]:
+        found: dict[str, Expression] = {}
+        self._skip()
+        while self.at < len(self.text):
+            head = _RULE.match(self.text, self.at)
+            if head is None:
+                raise self._error("expected a rule, name ::= ...")
+            if head[1] in found:
+                raise self._error(f"rule {head[1]} is defined twice")
+            self.at = head.end()
+            found[head[1]] = self._choice()
+        return found
+
+    def _choice(self) -> Expression:
+        options = [self._sequence()]
+        while self._next("|"):
+            options.append(self._sequence())
+        return options[0] if len(options) == 1 else Choice(tuple(options))
+
+    def _sequence(self) -> Expression:
+        items: list[Expression] = []
+        while (item := self._item()) is not None:
+            items.append(item)
+        return items[0] if len(items) == 1 else Sequence(tuple(items))
+
+    def _item(self) -> Expression | None:
+        self._skip()
+        item: Expression
+        if self._next('"'):
+            item = Literal("".join(self._characters('"')))
+        elif self._next("["):
+            item = self._character_class()
+        elif self._next("."):
+            item = Pattern("(?s:.)")
+        elif self._next("("):
+            item = self._choice()
+            if not self._next(")"):
+                raise self._error("expected )")
+        else:
+            name = _NAME.match(self.text, self.at)
+            if name is None or _RULE.match(self.text, self.at):
+                if self.at < len(self.text) and name is None and self.text[self.at] not in "|)":
+                    raise self._error(f"{self.text[self.at]!r} is not understood")
+                return None
+            self.at = name.end()
+            item = Reference(name[0])
+        return self._repeated(item)
+
+    def _repeated(self, item: Expression) -> Expression:
+        self._skip()
+        bounds = _BOUNDS.match(self.text, self.at)
+        if bounds is not None:
+            low = int(bounds[1])
+            high = int(bounds[3]) if bounds[3] else None if bounds[2] else low
+            if high is not None and high < low:
+                raise self._error(f"{bounds[0]} asks for more than it allows")
+            self.at = bounds.end()
+            return self._repeated(Repeat(item, low, high))
+        for sign, low, high in (("*", 0, None), ("+", 1, None), ("?", 0, 1)):
+            if self._next(sign):
+                return self._repeated(Repeat(item, low, high))
+        return item
+
+    def _character_class(self) -> Expression:
+        negated = self._next_here("^")
+        ranges: list[str] = []
+        characters = self._characters("]", ranges_apart=True)
+        i = 0
+        while i < len(characters):
+            first = last = characters[i]
+            if characters[i + 1 : i + 2] == [""] and i + 2 < len(characters):
+                last = characters[i + 2]
+                i += 2
+            if last < first:
+                raise self._error(f"the range {first}-{last} is the wrong way round")
+            ranges.append(escaped(first) if first == last else f"{escaped(first)}-{escaped(last)}")
+            i += 1
+        if not ranges:
+            raise self._error("an empty character class matches nothing")
+        return Pattern(f"[{'^' if negated else ''}{''.join(ranges)}]")
+
+    def _characters(self, end: str, *, ranges_apart: bool = False) -> list[str]:
+        """The characters up to `end`, escapes undone; a bare - between two is "" where ranges count."""
+        found: list[str] = []
+        while not self._next_here(end):
+            if self.at >= len(self.text):
+                raise self._error(f"expected {end}")
+            escape = _ESCAPE.match(self.text, self.at)
+            c = self.text[self.at]
+            if escape is not None:
+                c = self._escaped(escape)
+                self.at = escape.end()
+            else:
+                self.at += 1
+                if c == "-" and ranges_apart and found and self.text[self.at : self.at + 1] != end:
+                    c = ""
+            found.append(c)
+        return found
+
+    def _escaped(self, escape: re.Match[str]) -> str:
+        digits = escape[1] or escape[2] or escape[3]
+        if digits is None and escape[4] in _LETTERS:
+            return _LETTERS[escape[4]]
+        code = int(digits, 16) if digits else 0xD800
+        if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+            raise self._error(f"{escape[0]!r} is no escape for a character")
+        return chr(code)
+
+    def _next(self, sign: str) -> bool:
+        self._skip()
+        return self._next_here(sign)
+
+    def _next_here(self, sign: str) -> bool:
+        found = self.text.startswith(sign, self.at)
+        self.at += len(sign) * found
+        return found
+
+    def _skip(self) -> None:
+        space = _SPACE.match(self.text, self.at)
+        assert space is not None
+        self.at = space.end()
+
+    def _error(self, what: str) -> RequestError:
+        line = self.text.count("\n", 0, self.at) + 1
+        return RequestError(f"grammar, line {line}: {what}; write GBNF rules, or a Lark grammar")

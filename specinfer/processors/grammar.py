@@ -1,0 +1,275 @@
+"""Grammar: which tokens may follow a text, at every node of a token tree.
+
+A request's cursor stands at the end of a path below the committed text. To look at another node it rolls
+back to where the two paths part and consumes the rest, microseconds a token, so that a walk down a tree, or
+siblings asked one after the other, cost little more than their masks; these are kept until the next commit.
+
+A mask holds every token whose bytes the grammar permits, so the target is free to spell a forced text as it
+likes; `forced` guesses the canonical spelling. (The library would rather mask all other spellings away: its
+option no_forcing stops that, and a second matcher without the option makes the guesses.)
+
+The library is llguidance; why, and what was measured, is in docs/log.md. It is imported when the first
+grammar is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specinfer.errors import RequestError
+from specinfer.processors.cursor import Cursor, MatcherSource, complaint, shortened
+from specinfer.processors.gbnf import START as GBNF_START
+from specinfer.processors.gbnf import escaped, read_gbnf, to_lark
+from specinfer.processors.lark_rules import START as LARK_START
+from specinfer.processors.lark_rules import read_lark
+from specinfer.processors.library_vocabulary import LibraryVocabulary
+from specinfer.processors.regex_repeats import largest_repeat
+from specinfer.processors.rules import endless_rule
+from specinfer.processors.schema_recursion import endless_reference
+from specinfer.structured_output import OutputKind, StructuredOutput
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from specinfer.tokenizer import Tokenizer
+
+MAX_REPEAT = 100_000  # of a part of a regex, counted repeats in one another multiplied
+CACHED_GRAMMARS = 32
+CACHED_MASKS = 256  # of one request, within one step
+TRIAL_TOKENS = 32  # how far a new grammar is tried, each of TRIALS times
+TRIALS = 2
+
+# Between the parts of a JSON text: nothing, one space, or a line break with indentation. Without a bound a
+# model that has lost its thread writes spaces until max_tokens.
+WHITESPACE = r" |\n[ \t]{0,32}"
+
+_NO_FORCING = '%llguidance {"no_forcing": true}'
+_GBNF_RULE = re.compile(r"^\s*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
+_OURS = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?")  # places in what we wrote
+_HINTS = {
+    OutputKind.REGEX: "allowed: Rust's regex syntax without look-around, back-references and \\b",
+    OutputKind.GRAMMAR: "allowed: a Lark grammar with a rule start, or GBNF rules with a rule root",
+    OutputKind.CHOICE: "allowed: fewer or shorter strings",
+    OutputKind.JSON_SCHEMA: "change or drop that part of the schema",
+    OutputKind.JSON_OBJECT: "give a JSON schema",
+}
+
+
+class GrammarCompiler:
+    """Compiles the forms that requests ask for, against one model's vocabulary. Safe to share by threads.
+
+    `vocab_size` is the number of the target's logits; ids beyond the tokenizer's are never allowed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._vocabulary = LibraryVocabulary(tokenizer, vocab_size)
+        self._grammars: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, spec: StructuredOutput) -> Grammar:
+        """The grammar of a form; the last 32 are kept.
+
+        Raises RequestError, naming the parameter, on a form that is malformed, uses what is not supported,
+        can never be met, or is too large to follow.
+        """
+        with self._lock:
+            if spec not in self._grammars:
+                self._grammars[spec] = Grammar(spec, self._vocabulary)
+                if len(self._grammars) > CACHED_GRAMMARS:
+                    self._grammars.popitem(last=False)
+            self._grammars.move_to_end(spec)
+            return self._grammars[spec]
+
+
+class Grammar:
+    """One compiled form; gives each request its own `GrammarState`."""
+
+    def __init__(self, spec: StructuredOutput, vocabulary: LibraryVocabulary) -> None:
+        self.spec = spec
+        self.vocabulary = vocabulary
+        lark = _lark(spec)
+        self.exact = MatcherSource(f"{lark}\n{_NO_FORCING}", vocabulary, spec.parameter)
+        self.guide = MatcherSource(lark, vocabulary, spec.parameter)
+        if self.exact.first.is_error():
+            said = complaint(self.exact.first)
+            if spec.kind is not OutputKind.GRAMMAR:
+                said = _OURS.sub("", said)
+            raise RequestError(f"{spec.parameter} cannot be used: {said}; {_HINTS[spec.kind]}")
+        _refuse_endless(spec)
+        self._try_out()
+
+    def state(self) -> GrammarState:
+        """The position of a new request: at the start of its text."""
+        return GrammarState(self)
+
+    def _try_out(self) -> None:
+        """Follow the grammar a little way: what explodes or cannot be met mostly shows at once."""
+        for trial in range(TRIALS):
+            state, choices = GrammarState(self), np.random.default_rng(trial)
+            text: list[int] = []
+            for _ in range(TRIAL_TOKENS):
+                allowed = np.flatnonzero(state.allowed(()))
+                if not allowed.size:
+                    tail = self.vocabulary.tokenizer.decode(text)
+                    raise RequestError(
+                        f"{self.spec.parameter} cannot be met: nothing can follow {shortened(repr(tail))}; "
+                        "take out what contradicts itself"
+                    )
+                token = int(choices.choice(allowed))
+                if token in self.vocabulary.end_ids:
+                    break
+                state.commit([token])
+                text.append(token)
+
+
+class GrammarState:
+    """One request's position in its grammar: the committed text, and looks ahead of it.
+
+    A path is a sequence of token ids that would follow the committed text. Nothing but `commit` moves the
+    position. An end-of-text token is allowed where the text may end, and nothing is after it. When a path
+    is itself not allowed, or a vocabulary that lacks bytes cannot write what must come, nothing is.
+    Every method raises RequestError when the grammar turns out too complex to follow at that place.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._vocabulary = grammar.vocabulary
+        self._cursor = Cursor(grammar.exact)
+        self._guide: Cursor | None = None  # made when forced text is first asked for
+        self._ended = False
+        self._masks: dict[tuple[int, ...], NDArray[np.bool_]] = {}
+
+    def allowed(self, path: Sequence[int] = ()) -> NDArray[np.bool_]:
+        """Which tokens may follow the committed text and then `path`: [vocab_size], read-only, kept."""
+        key = tuple(path)
+        mask = self._masks.get(key)
+        if mask is None:
+            if len(self._masks) >= CACHED_MASKS:
+                del self._masks[next(iter(self._masks))]
+            mask = None if self._ended else self._cursor.ask(key, self._mask)
+            if mask is None:
+                mask = np.zeros(self._vocabulary.size, dtype=np.bool_)
+            mask.flags.writeable = False
+            self._masks[key] = mask
+        return mask
+
+    def permits(self, path: Sequence[int], token: int) -> bool:
+        """Whether `token` may follow the committed text and then `path`, without making a mask of it."""
+        mask = self._masks.get(tuple(path))
+        if mask is not None:
+            return 0 <= token < mask.size and bool(mask[token])
+        if self._ended:
+            return False
+        if token in self._vocabulary.end_ids:
+            return self._cursor.ask(path, lambda matcher: matcher.is_accepting()) is True
+        return self._cursor.ask([*path, token], lambda matcher: True) is True
+
+    def forced(self, path: Sequence[int], limit: int) -> tuple[int, ...]:
+        """At most `limit` tokens that the grammar forces after `path`, as the tokenizer writes that text.
+
+        Empty when there is a choice, or when the forced text may go on inside a longer token. A good
+        guess and no more: other tokens may spell the same text.
+        """
+        if limit <= 0 or self._ended:
+            return ()
+        if self._guide is None:
+            self._guide = Cursor(self._grammar.guide)
+            self._guide.commit(self._cursor.committed)
+        found = self._guide.ask(path, _forced_tokens)
+        while found and self._cursor.ask([*path, *found], lambda matcher: True) is None:
+            del found[-1]
+        return tuple(found[:limit]) if found else ()
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """The tokens became text; each was allowed after the ones before it."""
+        assert not (self._ended and tokens), "nothing follows the end of the text"
+        text = [token for token in tokens if token not in self._vocabulary.end_ids]
+        ends = len(text) < len(tokens)
+        assert list(tokens[: len(text)]) == text, "nothing follows the end of the text"
+        assert len(tokens) - len(text) <= 1, "nothing follows the end of the text"
+        self._cursor.commit(text)
+        if self._guide is not None:
+            self._guide.commit(text)
+        if ends:
+            may_end = self._cursor.ask((), lambda matcher: matcher.is_accepting())
+            assert may_end, f"the text may not end here, yet token {tokens[-1]} ended it"
+            self._ended = True
+        done = tuple(tokens)
+        kept = {path[len(done) :]: mask for path, mask in self._masks.items() if path[: len(done)] == done}
+        self._masks = {} if ends else kept
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text is complete: nothing may follow but its end, or the end is there."""
+        return self._ended or self._cursor.ask((), lambda m: m.is_stopped() and m.is_accepting()) is True
+
+    def _mask(self, matcher: LLMatcher) -> NDArray[np.bool_]:
+        mask = np.zeros(self._vocabulary.size, dtype=np.bool_)
+        may_end = matcher.is_accepting()
+        if not matcher.is_stopped():
+            bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            mask = np.unpackbits(bits, count=mask.size, bitorder="little").view(np.bool_)
+            mask[self._vocabulary.textless] = False
+        mask[self._vocabulary.ends] = may_end
+        return mask
+
+
+def _forced_tokens(matcher: LLMatcher) -> list[int]:
+    return [] if matcher.is_stopped() else matcher.compute_ff_tokens()
+
+
+def _lark(spec: StructuredOutput) -> str:
+    """A form as a Lark grammar of the library's. Raises RequestError on what is refused beforehand."""
+    match spec.kind:
+        case OutputKind.REGEX:
+            repeat = largest_repeat(spec.source)
+            if repeat > MAX_REPEAT:
+                raise RequestError(
+                    f"regex repeats a part {repeat} times, counted repeats in one another multiplied; "
+                    f"allowed: at most {MAX_REPEAT}"
+                )
+            return _one_regex(spec.source)
+        case OutputKind.CHOICE:
+            return _one_regex("|".join("".join(map(escaped, choice)) for choice in json.loads(spec.source)))
+        case OutputKind.GRAMMAR:
+            return to_lark(read_gbnf(spec.source)) if _GBNF_RULE.search(spec.source) else spec.source
+        case OutputKind.JSON_OBJECT:
+            schema: Any = {"type": "object"}
+        case OutputKind.JSON_SCHEMA:
+            schema = json.loads(spec.source)
+    options = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+    return f"start: %json {json.dumps(schema | {'x-guidance': options})}"
+
+
+def _one_regex(regex: str) -> str:
+    from llguidance import regex_to_lark
+
+    return f"start: /{regex_to_lark(regex, '')}/"
+
+
+def _refuse_endless(spec: StructuredOutput) -> None:
+    """Raise RequestError on a form that no finite text has."""
+    if spec.kind is OutputKind.JSON_SCHEMA:
+        reference = endless_reference(json.loads(spec.source))
+        if reference is not None:
+            raise RequestError(
+                f"{spec.parameter} cannot be met: what $ref {shortened(reference)} stands for needs itself "
+                "without end; make it optional or give an alternative"
+            )
+    if spec.kind is OutputKind.GRAMMAR:
+        is_gbnf = _GBNF_RULE.search(spec.source)
+        rules = read_gbnf(spec.source) if is_gbnf else read_lark(spec.source)
+        name = endless_rule(rules, GBNF_START if is_gbnf else LARK_START) if rules is not None else None
+        if name is not None:
+            raise RequestError(
+                f"{spec.parameter} cannot be met: rule {name} needs itself without end; "
+                "give it an alternative"
+            )

@@ -1,0 +1,99 @@
+"""LibraryVocabulary: a tokenizer as llguidance wants it, the bytes of every id of the target's logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    from specinfer.tokenizer import Tokenizer
+
+_SPECIAL = b"\xff"  # how the library marks tokens that are not text
+
+# A state of a text in which every token of one of these forms is legal takes them all at once, without a
+# look at each. Short forms serve JSON strings of bounded length, of which the library's own set has none.
+_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_CHARACTER}{{1,{n}}}" for n in (2, 4, 7, 10, 30)), f"{_CHARACTER}+"]
+
+
+class LibraryVocabulary:
+    """The tokens of one model, and matchers for grammars over them.
+
+    The end of the text is one id of ours, after all others, in place of the model's end-of-text ids: a
+    grammar cannot name these. Other special tokens have no bytes; a Lark grammar may name them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.size = vocab_size
+        self.end_ids = frozenset(i for i in tokenizer.eos_token_ids if i < vocab_size)
+        self.ends = np.array(sorted(self.end_ids), dtype=np.int64)
+        self._tokens = [self._bytes_of(i) for i in range(vocab_size)]
+        self.textless = np.array([i for i, token in enumerate(self._tokens) if not token], dtype=np.int64)
+        self._library: tuple[LLTokenizer, LLParserLimits] | None = None
+
+    def is_text(self, token: int) -> bool:
+        """Whether the id stands for something a grammar can ask for: bytes, or a special token by name."""
+        return 0 <= token < self.size and bool(self._tokens[token])
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """A matcher at the start of a text, for a Lark grammar; in an error state if that is no good."""
+        from llguidance import LLMatcher
+
+        tokenizer, limits = self._prepared()
+        return LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits)
+
+    def _prepared(self) -> tuple[LLTokenizer, LLParserLimits]:
+        if self._library is None:
+            from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
+
+            # About a tenth of a second of work when a grammar is compiled, a few milliseconds at a node.
+            limits = LLParserLimits(
+                initial_lexer_fuel=200_000,
+                step_lexer_fuel=50_000,
+                max_lexer_states=20_000,
+                max_grammar_size=100_000,
+                verbose_errors=False,
+            )
+            wrapped = TokenizerWrapper(_Encoder(self.tokenizer, [*self._tokens, b""]))
+            tokens = LLTokenizer(wrapped, n_vocab=self.size + 1, eos_token=self.size, slices=_SLICES)
+            self._library = tokens, limits
+        return self._library
+
+    def _bytes_of(self, token: int) -> bytes:
+        if token in self.end_ids:
+            return b""
+        if self.tokenizer.is_special(token):
+            return _SPECIAL + (self.tokenizer.id_to_token(token) or "").encode()
+        found = self.tokenizer.token_bytes[token]
+        return b"" if found.startswith(_SPECIAL) else found  # 0xFF is in no UTF-8 text
+
+
+class _Encoder:
+    """How the library asks for the canonical tokens of a text; it must get tokens of exactly its bytes."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes]) -> None:
+        self._tokenizer = tokenizer
+        self.tokens = tokens
+        self.eos_token_id = len(tokens) - 1
+        self._byte_ids = {token[0]: i for i, token in enumerate(tokens) if len(token) == 1}
+
+    def __call__(self, text: str) -> list[int]:
+        """The ids of a text from the middle of an answer."""
+        wanted = text.encode()
+        # SentencePiece puts a space before a text; what follows a line break is spared it.
+        for before in ("", "\n"):
+            ids = self._tokenizer.encode(before + text, add_special=False)
+            for skipped in range(3 if before else 1):
+                if self._spell(ids[skipped:]) == wanted:
+                    return ids[skipped:]
+        # The text has the name of a special token in it, say; byte by byte it is text again.
+        return [self._byte_ids[byte] for byte in wanted if byte in self._byte_ids]
+
+    def _spell(self, ids: list[int]) -> bytes:
+        return b"".join([self.tokens[i] if i < len(self.tokens) else b"" for i in ids])

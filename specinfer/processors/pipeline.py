@@ -1,0 +1,125 @@
+"""What one request's parameters make of a row of logits, before temperature and filters.
+
+    structured output, allowed_token_ids, bad_words, min_tokens     some tokens become impossible: -inf
+    logit_bias                                                      added
+    repetition_penalty, frequency_penalty, presence_penalty         of tokens the text has already
+
+All of it may depend on the text, so at a node of a tree it is computed with the node's own path, and only at
+nodes somebody asks about: the target where its walk goes, a draft model where it draws (the sixth rule of
+docs/losslessness.md). The order and the meaning of each are vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specinfer.processors.bad_words import BadWords
+from specinfer.processors.grammar import GrammarState
+from specinfer.processors.penalties import Penalties
+from specinfer.sampling_params import SamplingParams
+
+
+class Processors:
+    """One request's processors, and what they must remember of its text.
+
+    `commit` tells them what became text; `apply` and `permits` change nothing that can be seen.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        *,
+        vocab: int,
+        ending: Iterable[int],
+        bad_words: Sequence[Sequence[int]] = (),
+        grammar: GrammarState | None = None,
+    ) -> None:
+        self._vocab = vocab
+        self._num_output = 0
+        self._min_tokens = params.min_tokens
+        self.ending = frozenset(ending)  # after one of these no text follows; barred before min_tokens
+        self._barred = np.array(sorted(self.ending), dtype=np.int64)
+        self._grammar = grammar
+        self._allowed: NDArray[np.bool_] | None = None
+        if params.allowed_token_ids is not None:
+            self._allowed = np.zeros(vocab, dtype=np.bool_)
+            self._allowed[list(params.allowed_token_ids)] = True
+        self._bad_words = BadWords(bad_words) if bad_words else None
+        biases = params.logit_bias or {}
+        self._biased = np.fromiter(biases.keys(), np.int64, len(biases))
+        self._biases = np.fromiter(biases.values(), np.float32, len(biases))
+        self._penalties = Penalties.of(params, prompt)
+
+    @property
+    def grammar(self) -> GrammarState | None:
+        """The form the text must have, if any."""
+        return self._grammar
+
+    @property
+    def idle(self) -> bool:
+        """Whether logits pass unchanged from here on, whatever the path."""
+        return (
+            self._grammar is None
+            and self._allowed is None
+            and self._bad_words is None
+            and self._penalties is None
+            and not self._biased.size
+            and self._num_output >= self._min_tokens
+        )
+
+    @property
+    def bans(self) -> list[str]:
+        """The parameters that may make a token impossible from here on, by name."""
+        names = {
+            "structured output": self._grammar is not None,
+            "allowed_token_ids": self._allowed is not None,
+            "bad_words": self._bad_words is not None,
+            "min_tokens": self._num_output < self._min_tokens,
+        }
+        return [name for name, is_there in names.items() if is_there]
+
+    def apply(self, logits_V: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float32]:
+        """The processed logits after the text and then the token ids `path`, [vocab].
+
+        `logits_V` is not mutated; it comes back itself where nothing applies. All are -inf where the
+        parameters leave no token.
+        """
+        if self.idle:
+            return logits_V
+        logits_V = logits_V.copy()
+        if self._grammar is not None:
+            logits_V[~self._grammar.allowed(path)] = -np.inf
+        if self._allowed is not None:
+            logits_V[~self._allowed] = -np.inf
+        if self._bad_words is not None:
+            logits_V[self._bad_words.completions(path)] = -np.inf
+        if self._num_output + len(path) < self._min_tokens:
+            logits_V[self._barred] = -np.inf
+        logits_V[self._biased] += self._biases
+        if self._penalties is not None:
+            self._penalties.apply(logits_V, path)
+        return logits_V
+
+    def permits(self, path: Sequence[int], token: int) -> bool:
+        """Whether `token` may follow the text and `path` at all: cheaper than a row of logits."""
+        if self._num_output + len(path) < self._min_tokens and token in self.ending:
+            return False
+        if self._allowed is not None and not self._allowed[token]:
+            return False
+        if self._bad_words is not None and token in self._bad_words.completions(path):
+            return False
+        return self._grammar is None or self._grammar.permits(path, token)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Take in the tokens that became text, in order."""
+        self._num_output += len(tokens)
+        if self._grammar is not None:
+            self._grammar.commit(tokens)
+        if self._bad_words is not None:
+            self._bad_words.commit(tokens)
+        if self._penalties is not None:
+            self._penalties.commit(tokens)

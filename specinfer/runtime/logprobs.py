@@ -1,0 +1,46 @@
+"""Log-probabilities that are reported to the caller."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specinfer.request import Logprob, Logprobs
+from specinfer.runtime.sampling import target_law
+from specinfer.sampling_params import SamplingParams
+from specinfer.tokenizer import Tokenizer
+from specinfer.verify.law import most_likely
+
+
+def raw_logprobs(logits_V: NDArray[np.float32]) -> NDArray[np.float64]:
+    """The model's own log-probabilities, [vocab]: no temperature, no processor, no filter."""
+    shifted = logits_V.astype(np.float64) - float(logits_V.max())
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
+
+
+def processed_logprobs(logits_V: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float64]:
+    """Log-probabilities of the law tokens are chosen from, [vocab]; -inf where it excludes them.
+
+    `logits_V` are the processed logits. At temperature 0, where that law is a point mass, they are taken at
+    temperature 1 without filters, as in vLLM: the argmax is the same, and a number says how close it was.
+    """
+    if params.greedy:
+        return raw_logprobs(logits_V)
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log(target_law(logits_V, params).dense()))
+
+
+def report(logprobs_V: NDArray[np.float64], chosen: int, top: int, tokenizer: Tokenizer) -> Logprobs:
+    """The figures of the chosen token and of the `top` likeliest, the chosen one first.
+
+    The rank of a token is one more than the number of likelier ones.
+    """
+    likeliest = most_likely(logprobs_V.astype(np.float32), top).tolist() if top else []
+    return {
+        token: Logprob(
+            logprob=float(logprobs_V[token]),
+            rank=int((logprobs_V > logprobs_V[token]).sum()) + 1,
+            text=tokenizer.text_of(token),
+        )
+        for token in dict.fromkeys([chosen, *likeliest])
+    }

@@ -1,0 +1,204 @@
+"""SamplingParams: how a request's tokens are chosen, when its text ends, what is reported about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from specinfer.errors import RequestError
+from specinfer.speculation_params import SpeculationParams
+from specinfer.structured_output import StructuredOutput, structured_output
+
+GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the law is a point mass in float32 anyway
+LogprobsMode = Literal["raw", "processed"]
+_MOST_LOGPROBS = 1000
+_LARGEST_BIAS = 100.0  # as in OpenAI's API: +-100 decides, and stays finite in float32 sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen from the target's law, when to stop, and what to report.
+
+    Raises RequestError on a value outside its range, or on values that contradict each other. The law of a
+    token is made in this order: structured output, allowed_token_ids, bad_words, min_tokens, logit_bias,
+    repetition_penalty, frequency_penalty, presence_penalty, temperature, top_k, top_p, min_p, each applied to
+    what the one before it left (docs/sampling.md). `temperature=0` is greedy.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0 keeps every token
+    top_p: float = 1.0
+    min_p: float = 0.0  # keep tokens with p >= min_p * max p
+    seed: int | None = None  # None: drawn per request, reported in the output
+    n: int = 1  # independent completions of the prompt; they share its KV
+    best_of: None = None  # refused: named here so that the refusal can say why
+
+    presence_penalty: float = 0.0  # taken once from the logit of every token of the output so far
+    frequency_penalty: float = 0.0  # taken for each time it occurs there
+    repetition_penalty: float = 1.0  # divides logits > 0 of tokens of prompt and output, multiplies others
+    logit_bias: Mapping[int, float] | None = None  # token id -> added to its logit
+    bad_words: tuple[str, ...] = ()  # texts whose last token is banned where it would complete them
+    allowed_token_ids: tuple[int, ...] | None = None  # nothing else is ever chosen
+
+    # Structured output, at most one of four; kept as given, `structured_output` is what they mean.
+    response_format: Mapping[str, Any] | None = None  # OpenAI's: json_object, json_schema, text
+    regex: str | None = None  # the whole answer matches
+    choice: tuple[str, ...] | None = None  # the answer is one of these
+    grammar: str | None = None  # Lark or EBNF
+
+    max_tokens: int = 128
+    min_tokens: int = 0  # no end of text, stop token or stop string before this many tokens
+    stop: tuple[str, ...] = ()  # cut before the first of these strings
+    stop_token_ids: tuple[int, ...] = ()  # end after one of these; the token is kept out of the text
+    ignore_eos: bool = False
+
+    logprobs: int | None = None  # per output token: the chosen one's and this many likeliest ones'
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, the first excepted
+    logprobs_mode: LogprobsMode = "raw"  # of the model's law, or of the law after all parameters
+
+    # None of these changes the law of the text. `speculation` may also be a bool or a mapping.
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    prediction: str | tuple[int, ...] | None = None  # the caller's guess of the answer: text or token ids
+    cache_salt: str | None = None  # requests share prefixes and earlier texts only with equals
+
+    structured_output: StructuredOutput | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._check_law()
+        self._check_processors()
+        self._check_end()
+        self._check_reports()
+        self._check_speculation()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the target's choice is its argmax."""
+        return self.temperature < GREEDY_BELOW
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_law(self) -> None:
+        _number("temperature", self.temperature, lambda t: t >= 0, "a finite number >= 0")
+        _number("top_p", self.top_p, lambda p: 0 < p <= 1, "a number in (0, 1]; 1 keeps every token")
+        _number("min_p", self.min_p, lambda p: 0 <= p <= 1, "a number in [0, 1]; 0 keeps every token")
+        _integer("top_k", self.top_k, lambda k: k >= 0, "an integer >= 0; 0 keeps every token")
+        _integer("n", self.n, lambda n: 1 <= n <= 1024, "an integer in [1, 1024]")
+        if self.best_of is not None:
+            raise RequestError(
+                f"best_of is {self.best_of!r}; it is not offered: set n and logprobs, and choose the answer "
+                "you like best"
+            )
+        if self.seed is not None:
+            _integer("seed", self.seed, lambda s: 0 <= s < 1 << 63, "an integer in [0, 2**63)")
+
+    def _check_processors(self) -> None:
+        within = "a number in [-2, 2]; 0 switches it off"
+        _number("presence_penalty", self.presence_penalty, lambda x: -2 <= x <= 2, within)
+        _number("frequency_penalty", self.frequency_penalty, lambda x: -2 <= x <= 2, within)
+        _number(
+            "repetition_penalty", self.repetition_penalty, lambda x: x > 0, "a number > 0; 1 switches it off"
+        )
+        if self.logit_bias is not None:
+            self._set("logit_bias", _biases(self.logit_bias))
+        self._set("bad_words", _strings("bad_words", self.bad_words))
+        if any(not word.strip() for word in self.bad_words):
+            raise RequestError(f"bad_words is {list(self.bad_words)!r}; allowed: strings that are not blank")
+        if self.allowed_token_ids is not None:
+            ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            self._set("allowed_token_ids", ids)
+            if not ids:
+                raise RequestError("allowed_token_ids is empty; allowed: at least one token id, or None")
+        if self.choice is not None:
+            self._set("choice", _strings("choice", self.choice))
+        meant = structured_output(self.response_format, self.regex, self.choice, self.grammar)
+        self._set("structured_output", meant)
+        if meant is not None and self.ignore_eos:
+            raise RequestError(
+                f"ignore_eos contradicts {meant.parameter}, after which nothing may follow; drop one of them"
+            )
+
+    def _check_end(self) -> None:
+        self._set("stop", _strings("stop", self.stop))
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        _integer("max_tokens", self.max_tokens, lambda n: n > 0, "an integer >= 1")
+        _integer("min_tokens", self.min_tokens, lambda n: n >= 0, "an integer >= 0")
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos is {self.ignore_eos!r}; allowed: True or False")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); lower it"
+            )
+
+    def _check_reports(self) -> None:
+        allowed = f"an integer in [0, {_MOST_LOGPROBS}], or None for none"
+        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if value is not None:
+                _integer(name, value, lambda k: 0 <= k <= _MOST_LOGPROBS, allowed)
+        if self.logprobs_mode not in get_args(LogprobsMode):
+            raise RequestError(f"logprobs_mode is {self.logprobs_mode!r}; allowed: raw, processed")
+
+    def _check_speculation(self) -> None:
+        self._set("speculation", SpeculationParams.of(self.speculation))
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            self._set("prediction", _token_ids("prediction", self.prediction))
+        if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
+            raise RequestError(f"cache_salt is {self.cache_salt!r}; allowed: a non-empty string, or None")
+
+
+def _number(name: str, value: object, ok: Callable[[float], bool], allowed: str) -> None:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or not ok(value)
+    ):
+        raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def _integer(name: str, value: object, ok: Callable[[int], bool], allowed: str) -> None:
+    if not _is_integer(value) or not ok(value):  # type: ignore[arg-type]
+        raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _strings(name: str, values: object) -> tuple[str, ...]:
+    allowed = "non-empty strings"
+    items = (values,) if isinstance(values, str) else _items(name, values, allowed)
+    if any(not isinstance(s, str) or not s for s in items):
+        raise RequestError(f"{name} is {list(items)!r}; allowed: {allowed}")
+    return items
+
+
+def _token_ids(name: str, values: object) -> tuple[int, ...]:
+    allowed = "token ids >= 0"
+    items = _items(name, values, allowed)
+    if any(not _is_integer(t) or t < 0 for t in items):
+        raise RequestError(f"{name} is {list(items)!r}; allowed: {allowed}")
+    return items
+
+
+def _items(name: str, values: object, allowed: str) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping)):
+        raise RequestError(f"{name} is {values!r}; allowed: {allowed}")
+    return tuple(values)
+
+
+def _biases(given: object) -> dict[int, float]:
+    """Token id -> bias; JSON has only strings for keys, so digits are taken for ids."""
+    allowed = f"token ids, each with a number in [-{_LARGEST_BIAS:g}, {_LARGEST_BIAS:g}]"
+    if not isinstance(given, Mapping):
+        raise RequestError(f"logit_bias is {given!r}; allowed: a mapping of {allowed}")
+    biases: dict[int, float] = {}
+    for key, bias in given.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        if not _is_integer(token) or token < 0:
+            raise RequestError(f"logit_bias has the key {key!r}; allowed: {allowed}")
+        _number(f"logit_bias of token {token}", bias, lambda b: abs(b) <= _LARGEST_BIAS, allowed)
+        biases[token] = float(bias)
+    return biases

@@ -1,0 +1,149 @@
+"""Where an answer stands in a prediction of it, and where it may go on after it has left it.
+
+An edited file is the old one with stretches replaced, inserted or deleted. While the answer follows the
+prediction there is one place to go on. Where it leaves it, several places may be where it comes back: where
+its last tokens stand again (a deletion), where it left (an insertion), as many tokens later as it has said
+since (a replacement). They are all guessed, until the answer has followed one of them far enough.
+
+    prediction   a b c d x e f g h         answer so far   a b c d z e
+                         |   |                                     | |
+                    anchor   at              `since` = 2 tokens after the anchor, of which `run` = 1 agrees
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+TRUSTED = 4  # agreeing tokens in a row that make a place certain
+LONGEST_MATCH = 16  # tokens; a longer match is no better a place
+LONGEST_REPLACED = 8  # tokens; longer replacements are not expected again
+NEAR = 16  # places looked at on either side of the anchor
+SIDE_DEPTH = 4  # tokens of every guess but the first: enough to be trusted, cheap enough to be wrong
+_LENGTHS = (3, 1)  # of the n-grams by which a place is found, longest first
+
+
+class Alignment:
+    """One answer's place in its prediction; `advance` follows the answer, `guesses` says what comes next.
+
+    A short stretch that was replaced is expected to be replaced again wherever it stands, until the
+    answer keeps it once: names are changed everywhere.
+    """
+
+    def __init__(self, prediction: Sequence[int]) -> None:
+        self._prediction = prediction
+        self._stops: dict[tuple[int, ...], list[int]] = {}  # n-gram -> the positions after it, ascending
+        for n in _LENGTHS:
+            for stop in range(n, len(prediction) + 1):
+                self._stops.setdefault(tuple(prediction[stop - n : stop]), []).append(stop)
+        self._at = 0  # the answer is thought to go on here
+        self._run = TRUSTED  # tokens that say so; 0: nowhere is better than elsewhere. An answer begins at 0
+        self._anchor = 0  # the last certain place
+        self._since = 0  # tokens of the answer after the anchor
+        self._tail: list[int] = []  # the answer's last tokens
+        self._replaced: dict[tuple[int, ...], tuple[int, ...]] = {}  # what the prediction said -> the answer
+        self.read = 0  # tokens of the answer seen
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Follow the answer by these tokens."""
+        for token in tokens:
+            self._tail.append(token)
+            del self._tail[:-LONGEST_MATCH]
+            self._since += 1
+            if self._run and self._at < len(self._prediction) and self._prediction[self._at] == token:
+                self._at += 1
+                self._run += 1
+                self._expect_what_was_kept()
+            else:
+                self._at, self._run = next(iter(self._meetings()), (self._anchor, 0))
+            if self._run >= TRUSTED:
+                self._expect_what_was_replaced()
+                self._anchor, self._since = self._at, 0
+        self.read += len(tokens)
+
+    def guesses(self, depth: int, branches: int) -> list[list[int]]:
+        """What may come next, likeliest first: at most `branches` guesses.
+
+        The first has at most `depth` tokens. Each other one has at most SIDE_DEPTH, or as many beyond
+        the tokens it shares with the first.
+        """
+        guesses: list[list[int]] = []
+        for place in self._places(branches):
+            reach = depth if not guesses else min(depth, SIDE_DEPTH)
+            guess, shared = self._replacing(place, reach)
+            plain = list(self._prediction[place : place + min(reach, shared + SIDE_DEPTH)])
+            guesses.extend([guess] if plain == guess[: len(plain)] else [guess, plain])
+        return guesses[:branches]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the place does not agree with the answer."""
+        size = len(self._prediction)
+        assert 0 <= self._anchor <= size, (self._anchor, size)
+        assert 0 <= self._at <= size, (self._at, size)
+        known = min(self._run, self._at, len(self._tail), self.read)
+        assert list(self._prediction[self._at - known : self._at]) == self._tail[len(self._tail) - known :]
+        assert (self._since == 0) == (self._run >= TRUSTED), "the anchor moves with a certain place"
+
+    def _places(self, count: int) -> list[int]:
+        """Where the answer may go on, no next token twice; one place when it is certain."""
+        if self._run >= TRUSTED:
+            return [self._at] if self._at < len(self._prediction) else []
+        met = [place for place, _ in self._meetings()]
+        likely = [self._at] if self._run else []
+        inserted, replaced = self._anchor, self._anchor + self._since
+        chosen: dict[int, int] = {}  # next token -> the best place it stands at
+        for place in [*likely, *met[:2], inserted, replaced, *met[2:]]:
+            if place < len(self._prediction) and len(chosen) < count:
+                chosen.setdefault(self._prediction[place], place)
+        return list(chosen.values())
+
+    def _meetings(self) -> list[tuple[int, int]]:
+        """Places after the answer's last tokens, with the tokens that match.
+
+        The longest match comes first, then what lies at or after the anchor, then what lies nearest.
+        """
+        found: dict[int, int] = {}
+        for n in _LENGTHS:
+            stops = self._stops.get(tuple(self._tail[-n:]), []) if n <= len(self._tail) else []
+            middle = bisect_left(stops, self._anchor)
+            for stop in stops[max(0, middle - NEAR) : middle + NEAR]:
+                if stop not in found:
+                    found[stop] = self._matched(stop)
+        anchor = self._anchor
+        return sorted(found.items(), key=lambda place: (-place[1], place[0] < anchor, abs(place[0] - anchor)))
+
+    def _matched(self, stop: int) -> int:
+        matched, most = 0, min(stop, len(self._tail))
+        while matched < most and self._prediction[stop - 1 - matched] == self._tail[-1 - matched]:
+            matched += 1
+        return matched
+
+    def _expect_what_was_replaced(self) -> None:
+        """The answer is back: what it said in place of what stretch?"""
+        old, new = self._at - self._run - self._anchor, self._since - self._run
+        if 0 < old <= LONGEST_REPLACED and 0 < new <= LONGEST_REPLACED and self._since <= len(self._tail):
+            was = tuple(self._prediction[self._anchor : self._anchor + old])
+            end = len(self._tail)
+            self._replaced[was] = tuple(self._tail[end - self._since : end - self._run])
+
+    def _expect_what_was_kept(self) -> None:
+        for was in list(self._replaced):
+            n = len(was)
+            if n <= min(self._run, self._at) and tuple(self._prediction[self._at - n : self._at]) == was:
+                del self._replaced[was]
+
+    def _replacing(self, place: int, reach: int) -> tuple[list[int], int]:
+        """What follows at `place` with known replacements made, and the tokens before the first of them."""
+        guess: list[int] = []
+        first: int | None = None
+        while len(guess) < reach and place < len(self._prediction):
+            for was, now in self._replaced.items():
+                if tuple(self._prediction[place : place + len(was)]) == was:
+                    first = len(guess) if first is None else first
+                    guess.extend(now)
+                    place += len(was)
+                    break
+            else:
+                guess.append(self._prediction[place])
+                place += 1
+        return guess[:reach], reach if first is None else first

@@ -1,0 +1,38 @@
+"""Guesses what a request's grammar leaves no choice about: brackets, keys, quotes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specinfer.plan import PlanEntry
+from specinfer.speculate.speculator import Outcome
+from specinfer.tree import TokenTree, TreeBuilder
+
+
+class GrammarSpeculator:
+    """Proposes the text the grammar forces, as the tokenizer writes it; needs no model and no memory.
+
+    The bytes are certain, the cut into tokens is a guess: the target has the last word, as always.
+    """
+
+    name = "grammar"
+
+    def __init__(self, *, depth: int) -> None:
+        self._depth = depth
+
+    def propose(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
+        """One chain of forced tokens per entry, point masses; the root alone where there is a choice."""
+        return [self._tree(entry) for entry in entries]
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Nothing to learn: the request's own grammar keeps its place."""
+
+    def _tree(self, entry: PlanEntry) -> TokenTree:
+        builder = TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes)
+        grammar = entry.processors.grammar if entry.processors is not None else None
+        limit = min(self._depth, entry.max_depth, entry.max_nodes - 1)
+        node: int | None = 0
+        for token in grammar.forced((), limit) if grammar is not None and limit > 0 else ():
+            assert node is not None
+            node = builder.add(node, token, self.name)
+        return builder.build()

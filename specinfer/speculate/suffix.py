@@ -1,0 +1,167 @@
+"""Suffix speculation: what followed these tokens in this text and in earlier answers of the same caller.
+
+Every place where the last tokens stood before votes for what followed there, and longer matches weigh more.
+The votes make a tree: its likeliest nodes are added one by one (SuffixDecoding, arXiv 2411.04975).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specinfer.errors import ConfigError
+from specinfer.plan import PlanEntry
+from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.suffix_index import SuffixIndex
+from specinfer.speculate.suffix_store import SuffixStore
+from specinfer.tree import TokenTree, TreeBuilder
+from specinfer.tree.token_tree import single_node
+
+LONGEST_MATCH = 32  # tokens; a longer match is no better a guess
+VOTERS = 16  # places looked at, in the own text and in the store each
+
+
+@dataclass(slots=True)
+class _Running:
+    """One request's own text: its prompt and what was committed."""
+
+    key: str | None
+    prompt: int  # tokens of the prompt
+    text: SuffixIndex = field(default_factory=SuffixIndex)
+
+
+@dataclass(frozen=True, slots=True)
+class _Vote:
+    """What followed at one place, as far as its match supports a guess."""
+
+    tokens: Sequence[int]
+    weight: int
+
+
+class SuffixSpeculator:
+    """Guesses from the request's own text, and from answers of finished requests with its cache key.
+
+    `params.cache_salt` is the key; requests without one share the answers of None, and nothing else.
+    A request's own prompt and output are always looked at, which covers a conversation, since its
+    prompt repeats the earlier turns. Its output enters the shared store when it ends, with the last
+    tokens of its prompt before it, so that the beginning of an answer is found as well.
+
+    A place that matches n tokens votes `depth_factor` * n tokens deep, at most `max_depth`, with weight
+    n squared. A node's probability is its share of all weights: the likeliest nodes are proposed, at
+    most `max_nodes` with the root, none below `min_probability`. `memory` bounds the tokens kept of
+    finished requests, over all keys; the oldest answers leave whole. Raises ConfigError on an option
+    outside its range.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_depth: int = 16,
+        max_nodes: int = 32,
+        min_probability: float = 0.05,
+        depth_factor: float = 4.0,
+        memory: int = 200_000,
+        name: str = "suffix",
+    ) -> None:
+        for option, value, good, allowed in (
+            ("max_depth", max_depth, max_depth >= 1, "1 or more"),
+            ("max_nodes", max_nodes, max_nodes >= 1, "1 or more, the root included"),
+            ("min_probability", min_probability, 0 <= min_probability <= 1, "0 to 1"),
+            ("depth_factor", depth_factor, 0 < depth_factor < math.inf, "a finite number above 0"),
+            ("memory", memory, memory >= 0, "0 or more tokens"),
+        ):
+            if not good:
+                raise ConfigError(f"{option} of the suffix speculator is {value}; allowed: {allowed}")
+        self.name = name
+        self._max_depth = max_depth
+        self._max_nodes = max_nodes
+        self._min_probability = min_probability
+        self._depth_factor = depth_factor
+        self._store = SuffixStore(memory)
+        self._running: dict[str, _Running] = {}
+
+    def propose(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
+        """One tree per entry, best first, all point masses."""
+        return [self._tree(entry) for entry in entries]
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Add what was committed to the texts; the answers of requests that ended go to the store."""
+        for outcome in outcomes:
+            running = self._running.get(outcome.request_id)
+            if running is None:
+                continue  # never asked about it, so its text and key are not known
+            running.text.extend(outcome.committed)
+            if outcome.finished:
+                del self._running[outcome.request_id]
+                text = running.text.newest_text()
+                if len(text) > running.prompt:
+                    self._store.add(running.key, text[max(0, running.prompt - LONGEST_MATCH) :])
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a text or the store is inconsistent."""
+        self._store.check_integrity()
+        for running in self._running.values():
+            running.text.check_integrity()
+
+    def _tree(self, entry: PlanEntry) -> TokenTree:
+        text, end = entry.token_ids, entry.end
+        request = entry.request
+        running = self._running.get(request.request_id)
+        if running is None:
+            running = _Running(request.params.cache_salt, len(request.prompt_token_ids))
+            self._running[request.request_id] = running
+        if running.text.num_tokens < end:
+            running.text.extend(text[running.text.num_tokens : end])
+        depth = min(self._max_depth, entry.max_depth)
+        max_nodes = min(self._max_nodes, entry.max_nodes)
+        if depth < 1 or max_nodes < 2:
+            return single_node(text[end - 1])
+        return self._grow(self._votes(running, depth), text[end - 1], max_nodes)
+
+    def _votes(self, running: _Running, depth: int) -> list[_Vote]:
+        tail = running.text.tail(LONGEST_MATCH)
+        votes: list[_Vote] = []
+        for index in (running.text, self._store.of(running.key)):
+            if index is None:
+                continue
+            for position, matched in index.occurrences(tail, VOTERS):
+                reach = min(depth, max(1, int(self._depth_factor * matched)))
+                tokens = index.following(position, reach)
+                votes.append(_Vote(_looped(tokens, reach) if index is running.text else tokens, matched**2))
+        return votes
+
+    def _grow(self, votes: list[_Vote], root: int, max_nodes: int) -> TokenTree:
+        """The nodes most votes go through, best first; the earlier voter is better when votes are equal."""
+        builder = TreeBuilder(root, max_nodes)
+        least = self._min_probability * sum(vote.weight for vote in votes)
+        waiting: list[tuple[float, int, int, int, int, list[_Vote]]] = []  # likeliest first, then oldest
+        made = 0
+        node, depth, through = 0, 0, votes
+        while not builder.full:
+            below: dict[int, list[_Vote]] = {}
+            for vote in through:
+                if depth < len(vote.tokens):
+                    below.setdefault(vote.tokens[depth], []).append(vote)
+            for token, voters in below.items():
+                weight = sum(vote.weight for vote in voters)
+                if weight >= least:
+                    made += 1
+                    heapq.heappush(waiting, (-weight, made, node, depth + 1, token, voters))
+            if not waiting:
+                break
+            _, _, parent, depth, token, through = heapq.heappop(waiting)
+            added = builder.add(parent, token, self.name)
+            assert added is not None, "the tree was not full"
+            node = added
+        return builder.build()
+
+
+def _looped(tokens: array[int], reach: int) -> Sequence[int]:
+    """A guess that runs into the end of the text it comes from goes on into itself."""
+    period = len(tokens)
+    while len(tokens) < reach:
+        tokens.append(tokens[len(tokens) - period])
+    return tokens

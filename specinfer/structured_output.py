@@ -1,0 +1,158 @@
+"""StructuredOutput: the form a request's text must have, whichever parameter asked for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from specinfer.errors import RequestError
+
+MAX_SOURCE = 256 * 1024  # characters; a longer schema, regex, list or grammar is refused
+_FORMATS = (
+    '{"type": "text"}, {"type": "json_object"} or '
+    '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+)
+
+
+class OutputKind(StrEnum):
+    """What `StructuredOutput.source` holds."""
+
+    JSON_OBJECT = "json_object"  # nothing: any JSON object
+    JSON_SCHEMA = "json_schema"  # a JSON schema, as JSON
+    REGEX = "regex"  # a regular expression the whole text matches
+    CHOICE = "choice"  # a JSON list of strings, of which the text is one
+    GRAMMAR = "grammar"  # a Lark grammar, or a GBNF one (rules written with ::=)
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What a text has to look like; equal forms are equal and hash alike, so compiled ones can be kept."""
+
+    kind: OutputKind
+    source: str = ""
+
+    @property
+    def parameter(self) -> str:
+        """The sampling parameter that asked for it, for error messages."""
+        is_json = self.kind in (OutputKind.JSON_OBJECT, OutputKind.JSON_SCHEMA)
+        return "response_format" if is_json else self.kind.value
+
+
+def structured_output(
+    response_format: Mapping[str, Any] | None = None,
+    regex: str | None = None,
+    choice: Iterable[str] | None = None,
+    grammar: str | None = None,
+) -> StructuredOutput | None:
+    """The one form these parameters ask for, or None when the text is free.
+
+    `response_format` has OpenAI's shapes; `{"type": "text"}` asks for nothing, and `strict` is checked but
+    changes nothing, since every schema is followed to the letter. Whether the form can be compiled and met
+    shows when the model's tokenizer is known (processors/grammar.py). Raises RequestError on a value of
+    the wrong type or shape, and when more than one parameter is given.
+    """
+    given = {"response_format": response_format, "regex": regex, "choice": choice, "grammar": grammar}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise RequestError(f"{' and '.join(names)} are given together; allowed: one of them, drop the rest")
+    if response_format is not None:
+        return _from_response_format(response_format)
+    if regex is not None:
+        return StructuredOutput(OutputKind.REGEX, _source("regex", regex, "a regular expression"))
+    if choice is not None:
+        return _from_choice(choice)
+    if grammar is not None:
+        return StructuredOutput(
+            OutputKind.GRAMMAR, _source("grammar", grammar, "a Lark grammar, or EBNF rules with ::=")
+        )
+    return None
+
+
+def _from_response_format(value: object) -> StructuredOutput | None:
+    name = "response_format"
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{name} is {_short(value)}; allowed: {_FORMATS}")
+    match value.get("type"):
+        case "text":
+            _only_keys(name, value, {"type"})
+            return None
+        case "json_object":
+            _only_keys(name, value, {"type"})
+            return StructuredOutput(OutputKind.JSON_OBJECT)
+        case "json_schema":
+            _only_keys(name, value, {"type", "json_schema"})
+            return _from_json_schema(value.get("json_schema"))
+    raise RequestError(f"{name} has the type {_short(value.get('type'))}; allowed: {_FORMATS}")
+
+
+def _from_json_schema(value: object) -> StructuredOutput:
+    name = "response_format.json_schema"
+    if not isinstance(value, Mapping):
+        raise RequestError(f'{name} is {_short(value)}; allowed: {{"name": ..., "schema": {{...}}}}')
+    _only_keys(name, value, {"name", "description", "schema", "strict"})
+    title, description, strict = value.get("name"), value.get("description"), value.get("strict")
+    if not isinstance(title, str) or not title:
+        raise RequestError(f"{name}.name is {_short(title)}; allowed: a non-empty string")
+    if description is not None and not isinstance(description, str):
+        raise RequestError(f"{name}.description is {_short(description)}; allowed: a string, or leave it out")
+    if strict is not None and not isinstance(strict, bool):
+        raise RequestError(f"{name}.strict is {_short(strict)}; allowed: true or false, or leave it out")
+    schema = value.get("schema")
+    if not isinstance(schema, Mapping):
+        raise RequestError(f"{name}.schema is {_short(schema)}; allowed: a JSON schema, as an object")
+    if "x-guidance" in schema:
+        raise RequestError(f'{name}.schema has the key "x-guidance", which is no JSON schema; take it out')
+    try:
+        # Neither sorted nor spaced: the order of the properties is the order in which they are written.
+        source = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{name}.schema cannot be written as JSON ({error}); give plain values") from None
+    return StructuredOutput(OutputKind.JSON_SCHEMA, _source(f"{name}.schema", source, "a JSON schema"))
+
+
+def _from_choice(value: object) -> StructuredOutput:
+    allowed = "a list of one or more non-empty strings"
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise RequestError(f"choice is {_short(value)}; allowed: {allowed}")
+    options = list(value)
+    for option in options:
+        if not isinstance(option, str) or not option:
+            raise RequestError(f"choice holds {_short(option)}; allowed: {allowed}")
+    if not options:
+        raise RequestError(f"choice is empty; allowed: {allowed}")
+    for option in options:
+        _source("choice", option, allowed)
+    return StructuredOutput(
+        OutputKind.CHOICE, _source("choice", json.dumps(options, ensure_ascii=False), allowed)
+    )
+
+
+def _source(name: str, text: object, allowed: str) -> str:
+    if not isinstance(text, str) or not text:
+        raise RequestError(f"{name} is {_short(text)}; allowed: {allowed}")
+    if len(text) > MAX_SOURCE:
+        raise RequestError(f"{name} has {len(text)} characters; allowed: at most {MAX_SOURCE}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} has half of a surrogate pair at character {error.start}; give valid Unicode text"
+        ) from None
+    if "\0" in text:
+        raise RequestError(f"{name} holds a NUL character; write it as an escape")
+    return text
+
+
+def _only_keys(name: str, value: Mapping[str, Any], allowed: set[str]) -> None:
+    for key in value:
+        if key not in allowed:
+            raise RequestError(f"{name} has the key {_short(key)}; allowed: {', '.join(sorted(allowed))}")
+
+
+def _short(value: object) -> str:
+    """A value as it reads in one line of a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

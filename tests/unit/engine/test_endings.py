@@ -1,0 +1,77 @@
+"""Where a text may end, in engines: tokens that end it, min_tokens, in trees and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.errors import RequestError
+from tests.engines import Tiny, slow_generate, write_tiny
+
+PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3, 3, 3, 3]]
+ENDING = tuple(range(0, 64, 3))  # a third of all tokens: texts end soon, often in the middle of a path
+SPECULATION: dict[str, dict[str, Any]] = {
+    "none": {},
+    "chain": {"drafts": ["target"], "expansion": (1, 1, 1, 1)},
+    "tree": {"drafts": ["similar"], "ngram": True, "expansion": (3, 2, 1)},
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 2, 5, 12])
+@pytest.mark.parametrize("speculation", SPECULATION)
+def test_no_ending_before_min_tokens_and_none_missed_after_it(
+    tiny: Tiny, speculation: str, min_tokens: int
+) -> None:
+    llm = tiny.llm(**SPECULATION[speculation])
+    for seed in range(3):
+        params = SamplingParams(
+            temperature=1, seed=seed, max_tokens=24, min_tokens=min_tokens, stop_token_ids=ENDING
+        )
+        expected = [slow_generate(tiny.target, prompt, params, ENDING) for prompt in PROMPTS]
+        outputs = llm.generate(PROMPTS, params)
+        assert [list(output.token_ids) for output in outputs] == expected
+        assert all(len(output.token_ids) > min_tokens for output in outputs)
+        assert not any(set(output.token_ids[:-1]) & set(ENDING) for output in outputs)
+    llm.engine.check_integrity()
+
+
+def test_a_request_that_can_never_fit_its_cache_is_refused_at_once(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    slot = 2 * 2 * 2 * 8 * 4  # bytes of a position: K and V, 2 layers, 2 heads of 8, float32
+    tiny = write_tiny(tmp_path_factory.mktemp("long"), vocab_size=64, max_context=256)
+    llm = tiny.llm(kv_cache_memory=slot * 144, block_size=4)
+    (output,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=139))
+    assert len(output.token_ids) == 139  # 5 + 139 is all there is
+    with pytest.raises(RequestError, match="need 145 KV cache positions; the cache has 144"):
+        llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=140))
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("ending", ["finished", "aborted"])
+def test_speculators_keep_nothing_of_a_request_that_left(tiny: Tiny, ending: str) -> None:
+    llm = tiny.llm(drafts=["similar"], ngram=True)
+    told: list[tuple[str, bool]] = []
+    observe = llm.engine._speculator.observe
+
+    def heard(outcomes: Any) -> None:
+        told.extend((outcome.request_id, outcome.finished) for outcome in outcomes)
+        observe(outcomes)
+
+    llm.engine._speculator.observe = heard  # type: ignore[method-assign]
+    stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=12))
+    first = next(stream)
+    if ending == "finished":
+        assert [*stream][-1].finished
+    else:
+        stream.close()
+    assert [finished for name, finished in told if name == first.request_id].count(True) == 1
+    by_name = {s.name: s for s in llm.engine._speculator._speculators}  # type: ignore[attr-defined]
+    assert (by_name["0-similar"]._memory, by_name["ngram"]._indexes) == ({}, {})

@@ -1,0 +1,72 @@
+import pytest
+
+from specinfer.errors import RequestError
+from specinfer.processors.gbnf import read_gbnf, to_lark
+from specinfer.processors.rules import Choice, Literal, Pattern, Reference, Repeat, Sequence
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('"yes"', Literal("yes")),
+        ('"a" "b"', Sequence((Literal("a"), Literal("b")))),
+        ('"a" | "b"\n  | "c"', Choice((Literal("a"), Literal("b"), Literal("c")))),
+        ('"a"?', Repeat(Literal("a"), 0, 1)),
+        ('"a"*', Repeat(Literal("a"), 0, None)),
+        ('"a"+', Repeat(Literal("a"), 1, None)),
+        ('"a"{3}', Repeat(Literal("a"), 3, 3)),
+        ('"a"{3,}', Repeat(Literal("a"), 3, None)),
+        ('"a"{3,5}', Repeat(Literal("a"), 3, 5)),
+        ('("a" | "b")+', Repeat(Choice((Literal("a"), Literal("b"))), 1, None)),
+        ("other", Reference("other")),
+        ("[a-c]", Pattern("[a-c]")),
+        ("[^a-c_]", Pattern(r"[^a-c\x{5F}]")),
+        ("[-a]", Pattern(r"[\x{2D}a]")),
+        ("[a-]", Pattern(r"[a\x{2D}]")),
+        (r"[\]\\^]", Pattern(r"[\x{5D}\x{5C}\x{5E}]")),
+        (r"[\x00-\x1F\u00e9]", Pattern(r"[\x{0}-\x{1F}\x{E9}]")),
+        (".", Pattern("(?s:.)")),
+        (r'"\n\t\"\\\u00e9\x41\U0001F600"', Literal('\n\t"\\\u00e9A\U0001f600')),
+        ('"a" # a remark\n "b"', Sequence((Literal("a"), Literal("b")))),
+        ('""', Literal("")),
+    ],
+)
+def test_a_rule_is_read(body, expected):
+    assert read_gbnf(f'root ::= {body}\nother ::= "o"')["root"] == expected
+
+
+def test_rules_that_do_not_need_themselves_become_one_regular_expression():
+    rules = read_gbnf('root ::= "[" digits ("," digits)* "]"\ndigits ::= [0-9]{1,3}')
+    digits = "(?:(?:[0-9]){1,3})"
+    assert to_lark(rules) == rf"start: /(?:\x{{5B}}{digits}(?:(?:\x{{2C}}{digits})){{0,}}\x{{5D}})/"
+
+
+def test_a_recursive_grammar_is_written_character_by_character():
+    rules = read_gbnf('root ::= "((" root? "))" | word{2,}\nword ::= [a-z]+ "\\n"')
+    assert to_lark(rules) == (
+        'start: ((("(" "(") (start)? (")" ")")) | (r1){2,})\nr1: ((/[a-z]/)+ ("\\n"))'  #
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('other ::= "a"', "grammar has no rule root"),
+        ("root ::= lost", "rule root uses lost, which is not defined"),
+        ('root ::= "a', 'line 1: expected "'),
+        ('root ::= "a"\n\nroot ::= "b"', "line 3: rule root is defined twice"),
+        ('root ::= ("a"', r"line 1: expected \)"),
+        ("root ::= [a", "line 1: expected ]"),
+        ("root ::= []", "line 1: an empty character class"),
+        ("root ::= [z-a]", "line 1: the range z-a is the wrong way round"),
+        (r'root ::= "\q"', r"line 1: '\\\\q' is no escape"),
+        (r'root ::= "\ud800"', "is no escape for a character"),
+        ('root ::= "a"{3,2}', "asks for more than it allows"),
+        ('root ::= "a" $', r"line 1: '\$' is not understood"),
+        ('root ::= "a" )', "line 1: expected a rule"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_its_line(text, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        read_gbnf(text)
+    assert "\n" not in str(caught.value)

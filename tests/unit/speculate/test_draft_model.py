@@ -1,0 +1,125 @@
+"""What a draft model keeps in its own cache: a wrong position there costs guesses, never the text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specinfer import SamplingParams
+from specinfer.attention.sdpa import SdpaBackend
+from specinfer.plan import PlanEntry
+from specinfer.request import Request
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.runner import ModelRunner
+from specinfer.speculate.draft_model import DraftModel
+from specinfer.speculate.speculator import Outcome
+from specinfer.tree import DrawRule, TokenTree
+from specinfer.tree.expansion import Expansion
+from tests.engines import Tiny, write_tiny
+
+TEXT = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
+
+
+def draft(tiny: Tiny, *widths: int, max_rows: int = 64) -> DraftModel:
+    runner = ModelRunner(tiny.similar, SdpaBackend(), num_blocks=60, block_size=4)
+    return DraftModel("draft", runner, Expansion(widths), DrawRule.POINT_MASS, max_rows=max_rows)
+
+
+def entry(
+    text: list[int], *, max_nodes: int = 64, max_depth: int = 9, blocks: int = 0, incarnation: int = 0
+) -> PlanEntry:
+    """A decode step after `text`, whose blocks are 30 in a row from number `blocks` on."""
+    return PlanEntry(
+        request=Request("r", tuple(TEXT), GREEDY, seed=0),
+        token_ids=list(text),
+        start=len(text) - 1,
+        end=len(text),
+        max_nodes=max_nodes,
+        max_depth=max_depth,
+        block_table=tuple(range(blocks, blocks + 30)),
+        incarnation=incarnation,
+    )
+
+
+def guesses(model: DraftModel, step: PlanEntry) -> TokenTree:
+    (tree,) = model.propose([step])
+    return tree
+
+
+def test_a_path_through_later_siblings_leaves_a_cache_as_good_as_new(tiny: Tiny) -> None:
+    model = draft(tiny, 3, 2, 2)
+    #      0
+    #    / | \
+    #   1  2  3
+    #      ..  \\
+    #     .. . 8 9       committed: node 3, then its second child 9, then a bonus token of another's
+    tree = guesses(model, entry(TEXT))
+    assert tree.parents[:10] == (-1, 0, 0, 0, 1, 1, 2, 2, 3, 3)
+    committed = (tree.token_ids[3], tree.token_ids[9], 17)
+    model.observe([Outcome("r", committed, finished=False)])
+    text = [*TEXT, *committed]
+    assert guesses(model, entry(text)).token_ids == guesses(draft(tiny, 3, 2, 2), entry(text)).token_ids
+
+
+def test_only_what_the_cache_lacks_is_read_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = draft(tiny, 1, 1, 1)
+    first = guesses(model, entry(TEXT))
+    committed = (*first.token_ids[1:], 17)  # the third guess was never run, the bonus token not guessed
+    model.observe([Outcome("r", committed, finished=False)])
+    passes: list[list[Rows]] = []
+    forward = model._runner.forward
+
+    def counted(rows: list[Rows]) -> torch.Tensor:
+        passes.append(list(rows))
+        return forward(rows)
+
+    monkeypatch.setattr(model._runner, "forward", counted)
+    guesses(model, entry([*TEXT, *committed]))
+    assert [list(part.token_ids) for part in passes[0]] == [[first.token_ids[3], 17]]
+
+
+def test_a_preempted_request_is_read_anew_into_its_new_blocks(tiny: Tiny) -> None:
+    model = draft(tiny, 2, 2)
+    guesses(model, entry(TEXT))
+    model.observe([Outcome("r", (17,), finished=False)])
+    text = [*TEXT, 17]
+    moved = guesses(model, entry(text, blocks=30, incarnation=1))
+    assert moved.token_ids == guesses(draft(tiny, 2, 2), entry(text)).token_ids
+
+
+@pytest.mark.parametrize("max_rows", [1, 5, 11, 12])
+def test_a_long_text_is_read_in_chunks_of_at_most_max_rows(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, max_rows: int
+) -> None:
+    model = draft(tiny, 2, 2, max_rows=max_rows)
+    forward, lengths = model._runner.forward, []
+
+    def measured(rows: list[Rows]) -> torch.Tensor:
+        lengths.append(len(rows[0].token_ids))
+        return forward(rows)
+
+    monkeypatch.setattr(model._runner, "forward", measured)
+    tree = guesses(model, entry(TEXT))
+    assert max(lengths[:-1]) == max_rows  # the last pass is the frontier
+    assert tree.token_ids == guesses(draft(tiny, 2, 2), entry(TEXT)).token_ids
+
+
+def test_a_tree_is_no_deeper_than_the_step_and_the_drafts_context_allow(tiny: Tiny) -> None:
+    assert max(guesses(draft(tiny, 1, 1, 1), entry(TEXT, max_depth=2)).depths()) == 2
+    long = [t % 64 for t in range(94)]  # the draft's context is 96
+    assert max(guesses(draft(tiny, 1, 1, 1), entry(long)).depths()) == 2
+    assert guesses(draft(tiny, 1, 1, 1), entry([*long, 1, 2])).num_nodes == 1
+
+
+def test_a_request_that_ended_is_forgotten_and_its_id_may_come_again(tiny: Tiny) -> None:
+    model = draft(tiny, 2, 2)
+    guesses(model, entry(TEXT))
+    model.observe([Outcome("r", (), finished=True)])
+    other = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
+    assert guesses(model, entry(other)).token_ids == guesses(draft(tiny, 2, 2), entry(other)).token_ids

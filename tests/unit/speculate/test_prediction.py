@@ -1,0 +1,231 @@
+"""The prediction speculator: trees, limits and state; each letter is a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specinfer.errors import ConfigError
+from specinfer.plan import PlanEntry
+from specinfer.request import Request
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.alignment import SIDE_DEPTH
+from specinfer.speculate.prediction import PredictionSpeculator
+from specinfer.speculate.speculator import Outcome
+from specinfer.tree import DrawRule, TokenTree
+from specinfer.verify.pairs import Verifier
+from tests.engines import Tiny, slow_generate, write_tiny
+
+from .test_add_a_speculator import answer
+
+
+def letters(text: str) -> list[int]:
+    return [ord(c) for c in text]
+
+
+def entry(
+    prediction: Sequence[int],
+    output: Sequence[int] = (),
+    *,
+    request_id: str = "r",
+    max_nodes: int = 64,
+    max_depth: int = 100,
+    incarnation: int = 0,
+) -> PlanEntry:
+    """A request whose prompt is "?" and that has said `output` so far."""
+    prompt = (ord("?"),)
+    text = [*prompt, *output]
+    return PlanEntry(
+        request=Request(request_id, prompt, SamplingParams(), seed=0, prediction=tuple(prediction)),
+        token_ids=text,
+        start=len(text) - 1,
+        end=len(text),
+        max_nodes=max_nodes,
+        max_depth=max_depth,
+        block_table=(),
+        incarnation=incarnation,
+    )
+
+
+def shape(tree: TokenTree) -> tuple[str, tuple[int, ...]]:
+    """The tokens as letters, and the parents."""
+    tree.check_integrity()
+    return "".join(map(chr, tree.token_ids)), tree.parents
+
+
+def ask(
+    speculator: PredictionSpeculator, prediction: str, output: str, **how: int
+) -> tuple[str, tuple[int, ...]]:
+    [tree] = speculator.propose([entry(letters(prediction), letters(output), **how)])
+    speculator.check_integrity()
+    return shape(tree)
+
+
+def test_the_answer_begins_where_the_prediction_begins() -> None:
+    assert ask(PredictionSpeculator(depth=3), "abcdef", "") == ("?abc", (-1, 0, 1, 2))
+
+
+def test_an_answer_that_agrees_is_guessed_as_one_chain() -> None:
+    assert ask(PredictionSpeculator(depth=3), "abcdef", "ab") == ("bcde", (-1, 0, 1, 2))
+
+
+def test_after_a_difference_several_ways_to_go_on_make_a_tree() -> None:
+    #          X
+    #       /  |  \
+    #      e   f   .      stay (inserted), skip one (replaced)
+    #      |   |
+    #      f   g
+    assert ask(PredictionSpeculator(depth=2), "abcdefghij", "abcdX") == ("Xeffg", (-1, 0, 1, 0, 3))
+
+
+def test_ways_that_begin_alike_share_nodes() -> None:
+    #            ' '
+    #           /   \
+    #         n      o        the new name again, or the old one
+    #         |      |
+    #         e      l
+    speculator = PredictionSpeculator(depth=2)
+    assert ask(speculator, "an old 1; an old 2; an old 3", "an new 1; an ") == (" neol", (-1, 0, 1, 0, 3))
+    #     ' ' - s - a - y - ' ' - n - e
+    #                         \ - o - l
+    speculator = PredictionSpeculator(depth=6)
+    assert ask(speculator, "say old 1; say old 2", "say new 1; ") == (
+        " say neol",
+        (-1, 0, 1, 2, 3, 4, 5, 4, 7),
+    )
+
+
+def test_a_request_without_a_prediction_gets_the_root_and_keeps_no_state() -> None:
+    speculator = PredictionSpeculator()
+    trees = speculator.propose(
+        [entry((), letters("abc")), entry(letters("abcd"), letters("abc"), request_id="2")]
+    )
+    assert [shape(tree)[0] for tree in trees] == ["c", "cd"]
+    assert list(speculator._alignments) == ["2"]
+
+
+def test_depth_and_budget_are_limited_by_the_entry() -> None:
+    speculator = PredictionSpeculator(depth=5)
+    assert ask(speculator, "abcdefghij", "a", max_depth=2)[0] == "abc"
+    assert ask(speculator, "abcdefghij", "a", max_depth=0)[0] == "a"
+    assert ask(speculator, "abcdefghij", "a", max_nodes=1)[0] == "a"
+    assert ask(speculator, "abcdefghij", "abX", max_nodes=3)[0] == "Xcd"
+
+
+def test_it_may_be_asked_in_some_steps_only_and_survives_preemption() -> None:
+    prediction, output = "abcdefghijklmnopqrstuvw", "abcXYdefghiZmnop"
+    always, seldom = PredictionSpeculator(depth=4), PredictionSpeculator(depth=4)
+    for said in range(len(output)):
+        ask(always, prediction, output[:said])
+        always.observe([Outcome("r", (ord(output[said]),), finished=False)])
+        seldom.observe([Outcome("r", (ord(output[said]),), finished=False)])
+    assert ask(always, prediction, output) == ask(seldom, prediction, output) == ("pqrst", (-1, 0, 1, 2, 3))
+    assert ask(seldom, prediction, output + "q", incarnation=1)[0] == "qrstu"
+
+
+def test_requests_are_followed_apart_and_forgotten_when_they_end() -> None:
+    speculator = PredictionSpeculator(depth=2)
+    first = entry(letters("abcdef"), letters("abc"), request_id="1")
+    second = entry(letters("uvwxyz"), letters("u"), request_id="2")
+    assert [shape(t)[0] for t in speculator.propose([first, second])] == ["cde", "uvw"]
+    speculator.observe([Outcome("1", (1,), finished=True), Outcome("2", (1,), finished=False)])
+    assert list(speculator._alignments) == ["2"]
+    # Another request comes with the id of the finished one.
+    assert shape(speculator.propose([entry(letters("klm"), (), request_id="1")])[0])[0] == "?kl"
+
+
+def test_draws_are_point_masses_with_the_speculators_name() -> None:
+    [tree] = PredictionSpeculator(depth=2, name="guess").propose([entry(letters("ab"))])
+    assert [(d.parent, d.node, d.speculator, d.rule, d.law) for d in tree.draws] == [
+        (0, 1, "guess", DrawRule.POINT_MASS, None),
+        (1, 2, "guess", DrawRule.POINT_MASS, None),
+    ]
+
+
+def test_an_option_outside_its_range_is_refused() -> None:
+    with pytest.raises(ConfigError, match="depth of the prediction speculator is 0; allowed: 1 or more"):
+        PredictionSpeculator(depth=0)
+    with pytest.raises(ConfigError, match="branches of the prediction speculator is 0; allowed: 1 or more"):
+        PredictionSpeculator(branches=0)
+
+
+OLD = """\
+def total(items):
+    result = 0
+    for item in items:
+        print(item)
+        result += item.price
+    return result
+"""
+NEW = """\
+def total(items, rate):
+    amount = 0
+    for item in items:
+        amount += item.price * rate
+    return amount
+"""
+
+
+@pytest.mark.parametrize(
+    ("edit", "answer", "steps"),
+    [
+        ("nothing", OLD, 8),
+        ("a line deleted", OLD.replace("        print(item)\n", ""), 8),
+        ("a line inserted", OLD.replace("    return", "    print(result)\n    return"), 11),
+        ("a name changed everywhere", OLD.replace("result", "amount"), 12),
+        ("a fence around it", "```python\n" + OLD + "```", 21),
+        ("all of it", NEW, 26),
+    ],
+)
+def test_an_edited_file_takes_few_steps(edit: str, answer: str, steps: int) -> None:
+    """Letter by letter, a target that says the edited file; a step accepts at most 15 and adds one."""
+    speculator, said, taken = PredictionSpeculator(), 0, 0
+    while said < len(answer):
+        asked = entry(letters(OLD), letters(answer[:said]), max_depth=len(answer) - said)
+        [tree] = speculator.propose([asked])
+        children, node = tree.children(), 0
+        while said < len(answer) and (node := children[node].get(ord(answer[said]), -1)) >= 0:
+            said += 1
+        said, taken = min(said + 1, len(answer)), taken + 1
+    assert taken == steps, edit
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=30),
+    st.lists(st.integers(0, 3), max_size=30),
+    *(st.integers(1, 9), st.integers(1, 4), st.integers(1, 12), st.integers(0, 9)),
+)
+def test_trees_keep_the_limits(
+    prediction: list[int], output: list[int], depth: int, branches: int, nodes: int, room: int
+) -> None:
+    speculator = PredictionSpeculator(depth=depth, branches=branches)
+    [tree] = speculator.propose([entry(prediction, output, max_nodes=nodes, max_depth=room)])
+    tree.check_integrity()
+    speculator.check_integrity()
+    assert tree.num_nodes <= min(nodes, 1 + depth + (branches - 1) * SIDE_DEPTH)
+    assert max(tree.depths()) <= min(depth, room)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=16, max_context=64)
+
+
+@pytest.mark.parametrize("verifier", list(Verifier))
+def test_in_an_engine_a_prediction_with_errors_saves_steps_and_the_text_is_the_targets(
+    tiny: Tiny, verifier: Verifier
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30)
+    prompt = (1, 2, 3, 2)
+    expected = slow_generate(tiny.target, prompt, params)
+    wrong = (*expected[:5], 15, 15, *expected[8:14], *expected[20:])
+    speculator = PredictionSpeculator(depth=3)
+    output = answer(tiny, speculator, verifier, Request("r", prompt, params, seed=0, prediction=wrong))
+    assert list(output.token_ids) == expected
+    assert output.figures.credit == {"prediction": output.figures.accepted_tokens}
+    assert output.figures.accepted_tokens < output.figures.drafted["prediction"]
+    assert output.figures.tokens_per_step > 1.5
+    assert speculator._alignments == {}

@@ -1,0 +1,166 @@
+"""The forty code edits of benchmarks/prediction.py, and what it says of their results."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FILES = sorted(path for path in (BENCHMARKS / "code_edits").iterdir() if path.name != "edits.toml")
+SETTINGS = {"model": "small.gguf", "max_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    """The script; it finds its neighbours as it does when it is run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        spec = importlib.util.spec_from_file_location("prediction_benchmark", BENCHMARKS / "prediction.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, spec.name, module)  # dataclasses look there
+        spec.loader.exec_module(module)
+        yield module
+
+
+def test_there_are_forty_edits_of_forty_files(bench: ModuleType) -> None:
+    edits = bench.read_edits()
+    assert len(edits) == 40
+    assert sorted(edit.file for edit in edits) == sorted(path.name for path in FILES)
+    assert len({edit.source for edit in edits}) == len({edit.ask for edit in edits}) == 40
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_file_has_50_to_150_lines(path: Path) -> None:
+    text = path.read_text(encoding="ascii")
+    assert 50 <= len(text.splitlines()) <= 150
+    assert text.endswith("\n")
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.suffix == ".py"], ids=lambda path: path.name)
+def test_a_python_file_parses(path: Path) -> None:
+    assert ast.parse(path.read_text(encoding="utf-8")).body
+
+
+def test_no_two_files_are_made_from_one_template() -> None:
+    lines = {path.name: {x.strip() for x in path.read_text().splitlines() if len(x) > 20} for path in FILES}
+    names = list(lines)
+    alike = [
+        (a, b)
+        for i, a in enumerate(names)
+        for b in names[i + 1 :]
+        if len(lines[a] & lines[b]) > 0.2 * min(len(lines[a]), len(lines[b]))
+    ]
+    assert alike == []
+
+
+def test_every_request_names_something_in_its_file(bench: ModuleType) -> None:
+    for edit in bench.read_edits():
+        named = re.findall(r"`([^`]+)`", edit.ask)
+        assert any(name in edit.source for name in named), edit.file
+
+
+def test_the_question_holds_request_and_file(bench: ModuleType) -> None:
+    edit = bench.Edit("a.py", "x = 1\n", "Let x be 2.")
+    assert edit.prompt == (
+        "Let x be 2.\n\nThis is a.py:\n\n```\nx = 1\n```\n\n"
+        "Answer with the whole changed file and nothing else."
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("a\nb\nc\n", (0, 0)),
+        ("```python\na\nb\nc\n```", (0, 0)),
+        ("Here it is:\n\n```\na\nB\nc\n```\nDone.", (1, 1)),
+        ("```\na\nb\n", (1, 0)),  # cut short
+        ("```\na\nb\nx\ny\nc\n```", (0, 2)),
+        ("", (3, 0)),
+    ],
+)
+def test_changed_lines_looks_into_the_fence(
+    bench: ModuleType, answer: str, expected: tuple[int, int]
+) -> None:
+    assert bench.changed_lines("a\nb\nc\n", answer) == expected
+
+
+def side(tokens: int, steps: int, seconds: float, accepted: int = 0, rejected: int = 0) -> dict[str, Any]:
+    return {
+        "tokens": tokens + 1,
+        "finish_reason": "stop",
+        "steps": steps,
+        "step_tokens": tokens,
+        "seconds": seconds,
+        "accepted": accepted,
+        "rejected": rejected,
+    }
+
+
+def result(edit: Any, difference: dict[str, Any] | None, steps: int) -> dict[str, Any]:
+    return {
+        "digest": edit.digest,
+        "commit": "0123456789ab",
+        "prompt_tokens": 80,
+        "plain": side(60, 60, 6.0),
+        "predicted": side(60, steps, 2.0, accepted=60 - steps, rejected=steps),
+        "difference": difference,
+        "lines_removed": 1,
+        "lines_added": 2,
+    }
+
+
+def test_the_page_adds_up_steps_and_names_what_differs(bench: ModuleType) -> None:
+    edits = [
+        bench.Edit("a.py", "x\n", "ask"),
+        bench.Edit("b.py", "y\ny\n", "ask"),
+        bench.Edit("c.py", "", ""),
+    ]
+    rounding = {"explained": True, "same_text": False, "text": "at output token 7: 1 became 2"}
+    results = {"a.py": result(edits[0], None, 6), "b.py": result(edits[1], rounding, 24)}
+    page = bench.markdown(edits, results, SETTINGS)
+    assert "- edits: 2 of 3" in page
+    # 120 tokens in 30 steps; 10 and 2.5 by themselves
+    assert "**tokens per step: 4.00** over all steps; per edit: mean 6.25, median 6.25, least 2.50" in page
+    assert "1 edits at 5 or more" in page
+    assert "- tokens/s: 10.0 without, 30.0 with the prediction: 3.00 times" in page
+    assert "- prediction tokens: 90 accepted, 30 rejected (75% of the proposed were accepted)" in page
+    assert "- identical texts: 1 of 2\n  - b.py, at output token 7: 1 became 2: rounding" in page
+    assert "| b.py | 2 | -1 +2 | 61 | stop | 10.0 | 30.0 | 3.00 | 2.50 | 36 | 24 | no |" in page
+    assert "- edits measured at: 0123456789ab" in page
+
+
+@pytest.mark.parametrize(
+    ("difference", "expected"), [(None, False), ({"explained": True}, False), ({"explained": False}, True)]
+)
+def test_only_an_unexplained_difference_is_wrong(
+    bench: ModuleType, difference: dict[str, bool] | None, expected: bool
+) -> None:
+    assert bench.unexplained({"difference": difference}) is expected
+
+
+def test_a_rerun_keeps_results_of_prompts_that_are_the_same(bench: ModuleType, tmp_path: Path) -> None:
+    kept, changed = bench.Edit("a.py", "x\n", "ask"), bench.Edit("b.py", "y\n", "ask")
+    stored = {edit.file: result(edit, None, 6) for edit in (kept, changed)}
+    path = tmp_path / "results.json"
+    assert bench.read_results(path, SETTINGS, [kept]) == {}
+    path.write_text(json.dumps({"settings": SETTINGS, "edits": stored}))
+    now = [kept, bench.Edit("b.py", "y\n", "another ask")]
+    assert bench.read_results(path, SETTINGS, now) == {"a.py": stored["a.py"]}
+
+
+def test_results_of_another_model_are_refused(bench: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"settings": SETTINGS, "edits": {}}))
+    with pytest.raises(SystemExit, match="give another --out"):
+        bench.read_results(path, {**SETTINGS, "model": "large.gguf"}, [])

@@ -1,0 +1,92 @@
+import math
+
+import pytest
+
+from specinfer.errors import RequestError
+from specinfer.structured_output import MAX_SOURCE, OutputKind, StructuredOutput, structured_output
+
+
+def schema_format(schema, **more):
+    return {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema} | more}
+
+
+def test_nothing_asked_is_a_free_text():
+    assert structured_output() is None
+    assert structured_output(response_format={"type": "text"}) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "source", "parameter"),
+    [
+        ({"response_format": {"type": "json_object"}}, OutputKind.JSON_OBJECT, "", "response_format"),
+        (
+            {"response_format": schema_format({"required": ["b", "a"]}, strict=True, description="d")},
+            OutputKind.JSON_SCHEMA,
+            '{"required":["b","a"]}',
+            "response_format",
+        ),
+        ({"regex": "[0-9]+"}, OutputKind.REGEX, "[0-9]+", "regex"),
+        ({"choice": ("yes", "nein \u00fc")}, OutputKind.CHOICE, '["yes", "nein \u00fc"]', "choice"),
+        ({"grammar": 'root ::= "a"'}, OutputKind.GRAMMAR, 'root ::= "a"', "grammar"),
+    ],
+)
+def test_each_parameter_becomes_one_form(asked, kind, source, parameter):
+    form = structured_output(**asked)
+    assert form == StructuredOutput(kind, source)
+    assert form.parameter == parameter
+    assert hash(form) == hash(StructuredOutput(kind, source))
+
+
+def test_the_order_of_properties_is_kept_because_it_is_the_order_of_the_text():
+    one = structured_output(schema_format({"properties": {"b": {}, "a": {}}}))
+    other = structured_output(schema_format({"properties": {"a": {}, "b": {}}}))
+    assert one.source == '{"properties":{"b":{},"a":{}}}'
+    assert one != other
+
+
+CIRCULAR = {}
+CIRCULAR["again"] = CIRCULAR
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"regex": "a", "choice": ["a"]}, "regex and choice are given together"),
+        ({"response_format": "json"}, "response_format is 'json'; allowed: "),
+        ({"response_format": {"type": "xml"}}, "response_format has the type 'xml'; allowed: "),
+        ({"response_format": {"type": ["text"]}}, r"response_format has the type \['text'\]; allowed: "),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "has the key 'schema'; allowed: type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is None"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "name is None; allowed: a non-empty string",
+        ),
+        ({"response_format": schema_format([])}, r"json_schema.schema is \[\]; allowed: a JSON schema"),
+        ({"response_format": schema_format({}, strict="yes")}, "strict is 'yes'; allowed: true or false"),
+        ({"response_format": schema_format({}, description=3)}, "description is 3; allowed: a string"),
+        (
+            {"response_format": schema_format({}, streng=1)},
+            "has the key 'streng'; allowed: description, name",
+        ),
+        ({"response_format": schema_format({"x-guidance": {}})}, "x-guidance"),
+        ({"response_format": schema_format({"maximum": math.nan})}, "cannot be written as JSON"),
+        ({"response_format": schema_format({"const": {1, 2}})}, "cannot be written as JSON"),
+        ({"response_format": schema_format(CIRCULAR)}, "cannot be written as JSON"),
+        ({"regex": 3}, "regex is 3; allowed: a regular expression"),
+        ({"regex": ""}, "regex is ''; allowed: a regular expression"),
+        ({"regex": "a\ud800"}, "regex has half of a surrogate pair at character 1"),
+        ({"regex": "a\0"}, "regex holds a NUL character"),
+        ({"regex": "a" * (MAX_SOURCE + 1)}, f"regex has {MAX_SOURCE + 1} characters; allowed: at most"),
+        ({"choice": "yes"}, "choice is 'yes'; allowed: a list"),
+        ({"choice": {"yes": 1}}, "choice is {'yes': 1}; allowed: a list"),
+        ({"choice": []}, "choice is empty; allowed: a list"),
+        ({"choice": ["yes", ""]}, "choice holds ''; allowed: a list"),
+        ({"choice": ["yes", 1]}, "choice holds 1; allowed: a list"),
+        ({"grammar": b"a"}, "grammar is b'a'; allowed: a Lark grammar"),
+    ],
+)
+def test_what_is_wrong_is_named(asked, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        structured_output(**asked)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
