@@ -11,6 +11,7 @@ SpecInferError
 |   |-- DownloadError             the network or the disk failed while pulling
 |   |-- DatasetError              a prompt file
 |   |-- DrawRuleError             a draw rule its verifier cannot treat losslessly
+|   |-- SpeculatorError           a caller's speculator that breaks its contract
 |   `-- CapacityError             it does not fit in memory
 `-- IntegrityError                an invariant of ours is broken: a bug in specinfer
 """
@@ -60,6 +61,10 @@ class DatasetError(UserError):
 
 class DrawRuleError(UserError):
     """A draw cannot be verified losslessly by the chosen verifier."""
+
+
+class SpeculatorError(UserError):
+    """A speculator proposed what is no tree for its entry."""
 
 
 class CapacityError(UserError):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -164,7 +165,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
-            return prompt
+            return _token_ids(prompt)
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token of text")
         return self.tokenizer.encode(prompt)
@@ -202,6 +203,22 @@ class LLM:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt (a string, or token ids) or several, as several."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"the prompt is {prompts!r}; allowed: text, token ids, or a list of these")
+    several = list(prompts)
+    return [several] if several and _is_id(several[0]) else several  # type: ignore[list-item, return-value]
+
+
+def _is_id(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _token_ids(prompt: object) -> list[int]:
+    """Token ids of any integer type (numpy's, say) as Python's own."""
+    ids: list[Any] = list(prompt) if isinstance(prompt, Iterable) else [prompt]
+    for token in ids:
+        if not _is_id(token):
+            raise RequestError(f"a prompt has {token!r} among its token ids; allowed: text, or integers")
+    return [operator.index(token) for token in ids]

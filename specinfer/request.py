@@ -64,6 +64,12 @@ class SpeculationFigures:
         """Accepted plus bonus tokens per step; the paper's verified tokens."""
         return self.output_tokens / self.steps if self.steps else 0.0
 
+    def copy(self) -> SpeculationFigures:
+        """The figures as they are now."""
+        figures = SpeculationFigures()
+        figures.add(self)
+        return figures
+
     def add(self, other: SpeculationFigures) -> None:
         """Add another request's figures to these, in place."""
         self.steps += other.steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -15,6 +15,7 @@ GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the law is a point ma
 LogprobsMode = Literal["raw", "processed"]
 _MOST_LOGPROBS = 1000
 _LARGEST_BIAS = 100.0  # as in OpenAI's API: +-100 decides, and stays finite in float32 sums
+_LARGEST_REPETITION = 1000.0  # nor less than its inverse: logits stay finite in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +99,9 @@ class SamplingParams:
         within = "a number in [-2, 2]; 0 switches it off"
         _number("presence_penalty", self.presence_penalty, lambda x: -2 <= x <= 2, within)
         _number("frequency_penalty", self.frequency_penalty, lambda x: -2 <= x <= 2, within)
-        _number(
-            "repetition_penalty", self.repetition_penalty, lambda x: x > 0, "a number > 0; 1 switches it off"
-        )
+        least, most = 1 / _LARGEST_REPETITION, _LARGEST_REPETITION
+        within = f"a number in [{least:g}, {most:g}]; 1 switches it off"
+        _number("repetition_penalty", self.repetition_penalty, lambda x: least <= x <= most, within)
         if self.logit_bias is not None:
             self._set("logit_bias", _biases(self.logit_bias))
         self._set("bad_words", _strings("bad_words", self.bad_words))
@@ -152,7 +153,7 @@ def _number(name: str, value: object, ok: Callable[[float], bool], allowed: str)
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
-        or not math.isfinite(value)
+        or not abs(value) <= sys.float_info.max  # neither NaN nor infinite nor an integer beyond floats
         or not ok(value)
     ):
         raise RequestError(f"{name} is {value!r}; allowed: {allowed}")

@@ -63,7 +63,7 @@ class Admission:
         Raises RequestError as `check` does.
         """
         self.check(request)
-        processors = self._processors(request)
+        processors = self.processors(request)
         sequence = SequenceState(
             request,
             tree_nodes=self._budget.nodes(request),
@@ -72,7 +72,8 @@ class Admission:
         )
         return sequence, processors.ending
 
-    def _processors(self, request: Request) -> Processors:
+    def processors(self, request: Request) -> Processors:
+        """The request's processors at the start of its output."""
         params = request.params
         ending = set(params.stop_token_ids)
         if not params.ignore_eos:
@@ -91,7 +92,7 @@ class Admission:
 
     def _check_first_token(self, request: Request) -> None:
         """Parameters that exclude every first token contradict each other; that shows at once."""
-        processors = self._processors(request)
+        processors = self.processors(request)
         bans = processors.bans
         if bans and processors.apply(np.zeros(self._vocab, dtype=np.float32), ()).max() == -np.inf:
             raise RequestError(f"{' and '.join(bans)} leave no token to begin with; relax one of them")

@@ -105,7 +105,10 @@ def build_engine(config: EngineConfig, models: Models, extra: Sequence[Speculato
     pool = BlockPool(blocks, config.cache.block_size)
     return Engine(
         target=runner(models.target),
-        speculator=Ensemble([*_asked_first(speculation), *drafts, *_asked_last(speculation), *extra]),
+        speculator=Ensemble(
+            [*_asked_first(speculation), *drafts, *_asked_last(speculation), *extra],
+            vocab=models.target.config.vocab_size,
+        ),
         tokenizer=models.tokenizer,
         admission=Admission(
             models.tokenizer,
@@ -130,6 +133,14 @@ def _asked_first(speculation: SpeculationConfig) -> list[Speculator]:
 def _asked_last(speculation: SpeculationConfig) -> list[Speculator]:
     """Who guesses from texts: cheap, and with what the drafts left over."""
     speculators: list[Speculator] = []
+    if speculation.suffix:
+        speculators.append(
+            SuffixSpeculator(
+                max_depth=speculation.suffix_depth,
+                max_nodes=speculation.suffix_nodes,
+                memory=speculation.suffix_memory,
+            )
+        )
     if speculation.ngram:
         speculators.append(
             NgramSpeculator(
@@ -137,14 +148,6 @@ def _asked_last(speculation: SpeculationConfig) -> list[Speculator]:
                 longest=speculation.ngram_max,
                 branches=speculation.ngram_branches,
                 depth=speculation.ngram_depth,
-            )
-        )
-    if speculation.suffix:
-        speculators.append(
-            SuffixSpeculator(
-                max_depth=speculation.suffix_depth,
-                max_nodes=speculation.suffix_nodes,
-                memory=speculation.suffix_memory,
             )
         )
     return speculators

@@ -23,7 +23,7 @@ from specinfer.engine.transcript import Transcript
 from specinfer.engine.verification import TargetLaws, verify_tree
 from specinfer.errors import RequestError, UserError
 from specinfer.plan import PlanEntry, StepPlan
-from specinfer.request import Request, RequestOutput
+from specinfer.request import Logprobs, Request, RequestOutput
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.logprobs import raw_logprobs, report
 from specinfer.runtime.runner import ModelRunner, Move, as_rows
@@ -71,6 +71,7 @@ class Engine:
         self._scheduler = scheduler
         self._verifier = verifier
         self._requests: dict[str, _Running] = {}
+        self._outputs: list[RequestOutput] = []  # made and not yet returned: an interrupt loses none
         self.clock = StageClock()
         self.on_tree: Callable[[TreeEvent], None] | None = None
 
@@ -82,7 +83,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
-        return self._scheduler.has_work
+        return bool(self._outputs) or self._scheduler.has_work
 
     @property
     def preemptions(self) -> int:
@@ -110,6 +111,7 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request and free what it holds; None when it is not here (it may just have ended)."""
+        self._outputs = [output for output in self._outputs if output.request_id != request_id]
         running = self._requests.pop(request_id, None)
         if running is None:
             return None
@@ -119,12 +121,24 @@ class Engine:
         return running.transcript.output()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; the outputs of the requests that got tokens, in plan order."""
+        """Run one step; the outputs of the requests that got tokens, in plan order.
+
+        When anything raises, an interrupt included, the requests go on from what they have said so far.
+        """
+        try:
+            self._step()
+        except BaseException:
+            self._recover()
+            raise
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _step(self) -> None:
         clock = self.clock
         clock.start()
         plan = self._scheduler.schedule()
         if not plan.entries:
-            return []
+            return
         clock.lap(Stage.SCHEDULE)
         trees = self._speculator.propose(plan.tree_entries)
         clock.lap(Stage.PROPOSE)
@@ -132,9 +146,29 @@ class Engine:
         clock.lap(Stage.FORWARD)
         verdicts = self._verify(plan, trees, logits)
         clock.lap(Stage.VERIFY)
-        outputs = self._commit(plan, trees, verdicts)
+        self._commit(plan, trees, verdicts)
         clock.lap(Stage.COMMIT)
-        return outputs
+
+    def _recover(self) -> None:
+        """After a step that was cut short: texts are what was said, and nothing in a cache is trusted."""
+        for running in list(self._requests.values()):
+            sequence, transcript = running.sequence, running.transcript
+            request = sequence.request
+            sequence.token_ids[:] = [*request.prompt_token_ids, *transcript.token_ids]
+            if transcript.finish_reason is not None:
+                if not any(o.finished and o.request_id == request.request_id for o in self._outputs):
+                    self._outputs.append(transcript.output())
+                self._leave(running)
+                self._speculator.observe([Outcome(request.request_id, (), finished=True)])
+            else:
+                sequence.processors = self._admission.processors(request)
+                sequence.processors.commit(transcript.token_ids)
+        self._scheduler.restart()
+
+    def _leave(self, running: _Running) -> None:
+        # In this order an interrupt between the two leaves nothing that `abort` does not mend.
+        self._scheduler.remove(running.sequence)
+        del self._requests[running.sequence.request.request_id]
 
     def _forward(self, plan: StepPlan, trees: Sequence[TokenTree]) -> list[NDArray[np.float32]]:
         """The target's logits after every node of each tree, [nodes, vocab]; prompts are scored besides."""
@@ -183,12 +217,11 @@ class Engine:
 
     def _commit(
         self, plan: StepPlan, trees: Sequence[TokenTree], verdicts: Sequence[_Verdict | UserError]
-    ) -> list[RequestOutput]:
+    ) -> None:
         """Accepted paths become text and their KV part of the sequence; requests that end leave."""
         now = time.perf_counter()
         moves: list[Move] = []
         outcomes: list[Outcome] = []
-        outputs: list[RequestOutput] = []
         for entry in plan.entries:
             self._requests[entry.request.request_id].sequence.computed = entry.end
         for entry, tree, verdict in zip(plan.tree_entries, trees, verdicts, strict=True):
@@ -197,18 +230,15 @@ class Engine:
             committed = self._extend_text(running, tree, verdict, now)
             finished = running.transcript.finish_reason is not None
             outcomes.append(Outcome(request_id, committed, finished))
+            self._outputs.append(running.transcript.output())
             if finished:
-                # In this order an interrupt between the two leaves nothing that `abort` does not mend.
-                self._scheduler.remove(running.sequence)
-                del self._requests[request_id]
+                self._leave(running)
             elif isinstance(verdict, _Verdict):
                 path = verdict.acceptance.path
                 running.sequence.computed += len(path)
                 moves.extend(_path_move(entry, path))
-            outputs.append(running.transcript.output())
         self._target.move(moves)
         self._speculator.observe(outcomes)
-        return outputs
 
     def _extend_text(
         self, running: _Running, tree: TokenTree, verdict: _Verdict | UserError, now: float
@@ -221,11 +251,14 @@ class Engine:
         acceptance, laws = verdict.acceptance, verdict.laws
         if self.on_tree is not None:
             self.on_tree(TreeEvent(self.clock.steps, sequence.request.request_id, tree, acceptance))
-        committed = transcript.commit(tree, acceptance, now)
+        logprobs: list[Logprobs] = []
         if (top := sequence.request.params.logprobs) is not None:
-            # strict=False: a text that ends in mid-path has fewer tokens than the path has nodes.
-            for node, token in zip((0, *acceptance.path), committed, strict=False):
-                transcript.logprobs.append(report(laws.logprobs(node), token, top, self._tokenizer))
+            chosen = [tree.token_ids[node] for node in acceptance.path] + [acceptance.next_token]
+            for node, token in zip((0, *acceptance.path), chosen, strict=True):
+                if laws.is_over(node):
+                    break
+                logprobs.append(report(laws.logprobs(node), token, top, self._tokenizer))
+        committed = transcript.commit(tree, acceptance, now, logprobs)
         sequence.token_ids.extend(committed)
         if sequence.processors is not None and transcript.finish_reason is None:
             sequence.processors.commit(committed)

@@ -103,13 +103,21 @@ class Scheduler:
             guessers=sequence.guessers,
         )
 
+    def restart(self) -> None:
+        """Let every running request wait and be recomputed, in the same order; trust no cached KV."""
+        while self.running:
+            self._give_way(self.running[-1])
+
     def _preempt(self, sequence: SequenceState) -> None:
+        self._give_way(sequence)
+        self.preemptions += 1
+
+    def _give_way(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
         self._pool.release(sequence.block_table)
         sequence.computed = 0
         sequence.incarnation += 1
         self.waiting.appendleft(sequence)
-        self.preemptions += 1
 
     def check_integrity(self) -> None:
         """Raise when a block is lost or shared, or a waiting request owns any."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from specinfer.engine.trace import proposed_by
 from specinfer.request import FinishReason, Logprobs, Request, RequestOutput, SpeculationFigures, Timing
@@ -29,15 +29,21 @@ class Transcript:
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.figures = SpeculationFigures()
-        self.logprobs: list[Logprobs] = []  # of the output's tokens, where asked for
+        self._logprobs: list[Logprobs] = []  # of the output's tokens, where asked for
         self.cached_tokens = 0  # of the prompt, whose KV was there already
         self._prompt_logprobs: list[Logprobs | None] = [None] * len(request.prompt_token_ids)
         self._arrived = now
         self._first_token: float | None = None
         self._finished: float | None = None
 
-    def commit(self, tree: TokenTree, acceptance: Acceptance, now: float) -> tuple[int, ...]:
-        """Add a step's tokens; returns those that became part of the text: none after its end."""
+    def commit(
+        self, tree: TokenTree, acceptance: Acceptance, now: float, logprobs: Sequence[Logprobs] = ()
+    ) -> tuple[int, ...]:
+        """Add a step's tokens; returns those that became part of the text: none after its end.
+
+        `logprobs` are the tokens' reports, where the caller asked for them.
+        """
+        self._logprobs[len(self.token_ids) :] = logprobs
         tokens = [tree.token_ids[node] for node in acceptance.path] + [acceptance.next_token]
         kept = 0
         for token in tokens:
@@ -80,11 +86,11 @@ class Transcript:
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason,
             seed=self.request.seed,
-            figures=self.figures,
+            figures=self.figures.copy(),
             timing=Timing(self._arrived, self._first_token, self._finished),
             new_text=new_text,
             index=self.request.index,
-            logprobs=None if params.logprobs is None else tuple(self.logprobs),
+            logprobs=None if params.logprobs is None else tuple(self._logprobs[: len(self.token_ids)]),
             prompt_logprobs=None if params.prompt_logprobs is None else tuple(self._prompt_logprobs),
             cached_tokens=self.cached_tokens,
             error=self.error,
@@ -113,8 +119,9 @@ class Transcript:
 
     def _cut_at_stop_string(self, before: int) -> bool:
         """Whether a stop string ends in what came after `before`; the text is cut in front of the first."""
-        searched = max(0, before - self._longest_stop + 1)
-        found = [at for s in self._stop if (at := self._text.find(s, searched)) >= 0]
+        found = [
+            at for s in self._stop if (at := self._text.find(s, max(0, before - len(s) + 1))) >= 0
+        ]  # each from where its own end can first be new: one that min_tokens let pass stays text
         if found:
             self._text = self._text[: min(found)]
         return bool(found)

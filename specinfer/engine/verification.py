@@ -33,6 +33,7 @@ class TargetLaws:
         self._logits_NV = logits_NV
         self._processors = entry.active_processors
         self._ending = entry.processors.ending if entry.processors is not None else frozenset[int]()
+        self.asked = 0  # the node whose law was wanted last
 
     def position(self, node: int) -> int:
         """The absolute position of the token chosen after `node`."""
@@ -56,7 +57,8 @@ class TargetLaws:
 
     def law(self, node: int) -> Law:
         """The law of the token after `node`."""
-        if self._is_over(node):
+        self.asked = node
+        if self.is_over(node):
             # The walk asks once more behind the last token of a text; nobody will see the answer.
             return point_mass(self._tree.token_ids[node], self._logits_NV.shape[1])
         return target_law(self.logits(node), self.request.params)
@@ -71,7 +73,7 @@ class TargetLaws:
             return raw_logprobs(self._logits_NV[node])
         return processed_logprobs(self.logits(node), self.request.params)
 
-    def _is_over(self, node: int) -> bool:
+    def is_over(self, node: int) -> bool:
         """Whether the text ends with `node`."""
         enough = self._num_output + self._depths[node] >= self.request.params.min_tokens
         return node > 0 and enough and self._tree.token_ids[node] in self._ending
@@ -80,9 +82,20 @@ class TargetLaws:
 def verify_tree(tree: TokenTree, laws: TargetLaws, verifier: Verifier) -> Acceptance:
     """The path of `tree` the target accepts and its bonus token; greedy is the coupled rule's T -> 0.
 
-    `verifier` is the engine's; a request may have asked for another. Raises RequestError when the request's
-    parameters leave no token, DrawRuleError for draws its verifier cannot treat.
+    `verifier` is the engine's; a request may have asked for another. Where the request's parameters leave no
+    token below the root, the tokens up to there are text all the same: the next step starts at the dead end.
+    Raises RequestError when it is at the root, DrawRuleError for draws the verifier cannot treat.
     """
+    try:
+        return _walk(tree, laws, verifier)
+    except RequestError:
+        if laws.asked == 0:
+            raise
+        *path, last = tree.path_to(laws.asked)
+        return Acceptance(tuple(path), tree.token_ids[last])
+
+
+def _walk(tree: TokenTree, laws: TargetLaws, verifier: Verifier) -> Acceptance:
     params = laws.request.params
     if params.speculation.verifier is not None:
         verifier = Verifier(params.speculation.verifier)

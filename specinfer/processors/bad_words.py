@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from specinfer.errors import RequestError
+
 
 class BadWords:
     """Bans the last token of each sequence wherever the output ends in the tokens before it."""
@@ -28,10 +30,13 @@ def tokenize_bad_words(words: Iterable[str], encode: Callable[[str], Sequence[in
     """Each text as the tokens it has at the start of a word, and, where it differs, behind a space.
 
     As in vLLM: the second form counts only where the space changes the first token and not the length.
+    Raises RequestError on a text the tokenizer has no tokens for.
     """
     found: list[list[int]] = []
     for word in words:
         bare = list(encode(word.lstrip()))
+        if not bare:
+            raise RequestError(f"bad_words has {word!r}, for which the model has no token; take it out")
         spaced = list(encode(" " + word.lstrip()))
         found.append(bare)
         if len(spaced) == len(bare) and spaced[0] != bare[0]:

@@ -9,7 +9,6 @@ from specinfer.request import Logprob, Logprobs
 from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
-from specinfer.verify.law import most_likely
 
 
 def raw_logprobs(logits_V: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -35,12 +34,23 @@ def report(logprobs_V: NDArray[np.float64], chosen: int, top: int, tokenizer: To
 
     The rank of a token is one more than the number of likelier ones.
     """
-    likeliest = most_likely(logprobs_V.astype(np.float32), top).tolist() if top else []
     return {
         token: Logprob(
             logprob=float(logprobs_V[token]),
             rank=int((logprobs_V > logprobs_V[token]).sum()) + 1,
             text=tokenizer.text_of(token),
         )
-        for token in dict.fromkeys([chosen, *likeliest])
+        for token in dict.fromkeys([chosen, *_likeliest(logprobs_V, top)])
     }
+
+
+def _likeliest(logprobs_V: NDArray[np.float64], n: int) -> list[int]:
+    """The ids of the n likeliest tokens, likeliest first, equal ones lowest id first; none of -inf."""
+    if n == 0:
+        return []
+    vocab = logprobs_V.shape[0]
+    bound = np.partition(logprobs_V, vocab - n)[vocab - n] if n < vocab else -np.inf
+    candidates = np.flatnonzero((logprobs_V >= bound) & (logprobs_V > -np.inf))
+    order = np.argsort(-logprobs_V[candidates], kind="stable")
+    likeliest: list[int] = candidates[order[:n]].tolist()
+    return likeliest

@@ -23,8 +23,8 @@ class TreeBudget:
         self.names = (
             *OWN,
             *self._drafts,
-            *(["ngram"] if config.ngram else []),
             *(["suffix"] if config.suffix else []),
+            *(["ngram"] if config.ngram else []),
             *self._extra,
         )
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from specinfer.errors import RequestError
 from specinfer.runtime.sampling import coupled_children, target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree import DrawRule, TreeBuilder
@@ -44,7 +45,10 @@ def draw_children(logits_FV: NDArray[np.float32], sites: Sequence[Site], specula
     """
     for row, site in zip(logits_FV, sites, strict=True):
         if site.processed is not None:
-            row = site.processed(row)
+            try:
+                row = site.processed(row)
+            except RequestError:  # a grammar too complex to follow: the target will say so
+                continue
             if row.max() == -np.inf:
                 continue
         if site.params.greedy or site.rule is DrawRule.POINT_MASS:

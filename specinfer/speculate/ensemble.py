@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specinfer.errors import ConfigError
+from specinfer.errors import ConfigError, RequestError, SpeculatorError
 from specinfer.plan import PlanEntry
 from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.tree import TokenTree, merge
@@ -24,11 +24,12 @@ class Ensemble:
 
     name = "ensemble"
 
-    def __init__(self, speculators: Sequence[Speculator]) -> None:
+    def __init__(self, speculators: Sequence[Speculator], *, vocab: int) -> None:
         names = [s.name for s in speculators]
         if len(set(names)) != len(names):
             raise ConfigError(f"speculators are named {names}; each needs a name of its own")
         self._speculators = tuple(speculators)
+        self._vocab = vocab  # of the target
 
     def propose(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
         """One merged tree per entry, of at most `entry.max_nodes` nodes."""
@@ -40,7 +41,14 @@ class Ensemble:
             budgets = [
                 replace(entries[i], max_nodes=entries[i].max_nodes - trees[i].num_nodes + 1) for i in asked
             ]
-            for i, tree in zip(asked, speculator.propose(budgets), strict=True):
+            proposed = speculator.propose(budgets)
+            if len(proposed) != len(asked):
+                raise SpeculatorError(
+                    f"speculator {speculator.name!r} gave {len(proposed)} trees for {len(asked)} entries; "
+                    "propose returns one for each"
+                )
+            for i, budget, tree in zip(asked, budgets, proposed, strict=True):
+                _check(speculator.name, budget, tree, self._vocab)
                 tree = _possible(tree, entries[i])
                 trees[i] = merge((trees[i], tree)) if trees[i].num_nodes > 1 else tree
         return trees
@@ -56,6 +64,22 @@ def _may_guess(name: str, entry: PlanEntry, tree: TokenTree) -> bool:
     return wanted and entry.max_depth > 0 and tree.num_nodes < entry.max_nodes
 
 
+def _check(name: str, entry: PlanEntry, tree: TokenTree, vocab: int) -> None:
+    """Raise SpeculatorError unless the tree is one the target may be asked about."""
+    root = entry.token_ids[entry.end - 1]
+    if tree.token_ids[0] != root:
+        fault = f"rooted at token {tree.token_ids[0]}; the last token is {root}"
+    elif tree.num_nodes > entry.max_nodes:
+        fault = f"of {tree.num_nodes} nodes; entry.max_nodes is {entry.max_nodes}"
+    elif (depth := max(tree.depths())) > entry.max_depth:
+        fault = f"of depth {depth}; entry.max_depth is {entry.max_depth}"
+    elif not all(0 <= token < vocab for token in tree.token_ids):
+        fault = f"with tokens outside the vocabulary of {vocab}"
+    else:
+        return
+    raise SpeculatorError(f"speculator {name!r} proposed a tree {fault}; see docs/add_a_speculator.md")
+
+
 def _possible(tree: TokenTree, entry: PlanEntry) -> TokenTree:
     """The tree without nodes that the request's parameters exclude, or that its end comes before."""
     processors = entry.processors
@@ -64,4 +88,7 @@ def _possible(tree: TokenTree, entry: PlanEntry) -> TokenTree:
     permits = processors.permits if processors.bans else None
     if permits is None and processors.ending.isdisjoint(tree.token_ids):
         return tree
-    return prune(tree, permits=permits, ending=processors.ending)
+    try:
+        return prune(tree, permits=permits, ending=processors.ending)
+    except RequestError:  # a grammar too complex to follow: the target's walk will meet it, and say so
+        return single_node(tree.token_ids[0])

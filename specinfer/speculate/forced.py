@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specinfer.errors import RequestError
 from specinfer.plan import PlanEntry
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree, TreeBuilder
@@ -32,7 +33,13 @@ class GrammarSpeculator:
         grammar = entry.processors.grammar if entry.processors is not None else None
         limit = min(self._depth, entry.max_depth, entry.max_nodes - 1)
         node: int | None = 0
-        for token in grammar.forced((), limit) if grammar is not None and limit > 0 else ():
+        if grammar is None or limit < 1:
+            return builder.build()
+        try:
+            forced = grammar.forced((), limit)
+        except RequestError:  # too complex to follow: the target's walk will meet it, and say so
+            return builder.build()
+        for token in forced:
             assert node is not None
             node = builder.add(node, token, self.name)
         return builder.build()

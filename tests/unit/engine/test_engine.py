@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specinfer.errors import ConfigError, RequestError
@@ -159,6 +160,21 @@ def test_a_request_that_cannot_be_served_is_refused_and_costs_no_other(
         llm.generate([[1, 2], prompt], SamplingParams(temperature=0, **params))
     assert not llm.engine.has_work
     assert len(llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=3))[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("prompts", [[["a"]], [[1.5]], [None], [[True]], None, 3])
+def test_a_prompt_that_is_none_is_one_line(tiny: Tiny, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="allowed: text"):
+        tiny.llm().generate(prompts)
+
+
+def test_token_ids_may_be_any_integers(tiny: Tiny) -> None:
+    llm, params = tiny.llm(), SamplingParams(temperature=0, max_tokens=3)
+    (plain,) = llm.generate([1, 2, 3], params)
+    for same in (np.array([1, 2, 3]), [[np.int32(1), np.int64(2), 3]]):
+        (output,) = llm.generate(same, params)  # type: ignore[arg-type]
+        assert output.token_ids == plain.token_ids
+        assert [type(token) for token in output.prompt_token_ids] == [int, int, int]
 
 
 def test_a_pair_that_would_change_the_law_is_refused(tiny: Tiny) -> None:

@@ -51,6 +51,8 @@ def say(t: Transcript, text: str | bytes) -> list[str]:
         ({"stop": "lo"}, "hello there", "hel", FinishReason.STOP),
         ({"stop": ("there", "ell")}, "hello there", "h", FinishReason.STOP),
         ({"stop": "l", "min_tokens": 4}, "hello lo", "hel", FinishReason.STOP),
+        ({"stop": ("ab", "longer"), "min_tokens": 4}, "xabcdab", "xabcd", FinishReason.STOP),
+        ({"stop": ("ab", "longer"), "min_tokens": 5}, b"xab\x03d\x03", "xab\x03d", FinishReason.STOP),
         ({"stop": "xyz", "max_tokens": 5}, "hexyhello", "hexyh", FinishReason.LENGTH),
     ],
 )

@@ -75,7 +75,7 @@ def answer(tiny: Tiny, speculator: Speculator, verifier: Verifier, request: Requ
     pool = BlockPool(num_blocks=8, block_size=16)
     engine = Engine(
         target=ModelRunner(tiny.target, SdpaBackend(), num_blocks=8, block_size=16),
-        speculator=Ensemble([speculator]),
+        speculator=Ensemble([speculator], vocab=tiny.target.config.vocab_size),
         tokenizer=tiny.tokenizer,
         admission=Admission(
             tiny.tokenizer,

@@ -1,0 +1,84 @@
+"""A step that is cut short, by an interrupt or an error: what the other requests make of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specinfer import SamplingParams
+from tests.engines import Tiny, write_tiny
+
+LONG = SamplingParams(temperature=1, seed=2, max_tokens=30)
+PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
+
+
+def raise_at(call: int, real: Any) -> Any:
+    """`real`, except that its call number `call` is interrupted."""
+    calls = 0
+
+    def cut(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    return cut
+
+
+@pytest.mark.parametrize("call", [2, 3])
+@pytest.mark.parametrize(
+    "part", ["_target.forward", "_target.move", "_speculator.propose", "_speculator.observe"]
+)
+def test_another_stream_goes_on_with_the_same_text(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, part: str, call: int
+) -> None:
+    whole = [list(o.token_ids) for o in tiny.llm(["similar"]).generate(PROMPTS, LONG)]
+    llm = tiny.llm(["similar"], expansion=(3, 2, 1))
+    cut, other = (llm.stream(prompt, LONG) for prompt in PROMPTS)
+    for stream in (cut, other):
+        next(stream)
+    owner, method = getattr(llm.engine, part.split(".")[0]), part.split(".")[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, raise_at(call, getattr(owner, method)))
+        with pytest.raises(KeyboardInterrupt):
+            list(cut)
+    *_, last = other
+    assert list(last.token_ids) == whole[1]
+    assert not llm.engine.has_work
+    llm.engine.check_integrity()
+
+
+def test_a_trace_that_cannot_be_written_does_not_harm_another_stream(tiny: Tiny) -> None:
+    whole = [list(o.token_ids) for o in tiny.llm(["similar"]).generate(PROMPTS, LONG)]
+    llm = tiny.llm(["similar"])
+    cut, other = (llm.stream(prompt, LONG) for prompt in PROMPTS)
+    for stream in (cut, other):
+        next(stream)
+    llm.engine.on_tree = raise_at(1, lambda event: None)
+    with pytest.raises(KeyboardInterrupt):
+        list(cut)
+    *_, last = other
+    assert list(last.token_ids) == whole[1]
+
+
+def test_an_answer_that_ended_in_the_step_that_was_cut_short_is_not_lost(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = tiny.llm(["similar"])
+    cut = llm.stream(PROMPTS[0], LONG)
+    other = llm.stream(PROMPTS[1], SamplingParams(temperature=0, max_tokens=2))
+    for stream in (cut, other):
+        next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine._target, "move", raise_at(1, llm.engine._target.move))
+        with pytest.raises(KeyboardInterrupt):
+            list(cut)
+    assert llm.engine.has_work  # or the other stream would wait for ever
+    assert [len(output.token_ids) for output in other] == [2]
