@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -65,15 +66,16 @@ class Listener:
             click.echo()
 
 
-def stream(outputs: Iterator[RequestOutput], *, echo: bool = True) -> RequestOutput:
-    """Print an answer as it comes, and return it whole."""
-    last = None
-    for last in outputs:
-        if echo and last.new_text:
-            click.echo(last.new_text, nl=False)
+def stream(outputs: Iterator[RequestOutput], *, echo: bool = True) -> list[RequestOutput]:
+    """Print text as it comes, and return the completions whole, in order."""
+    done: list[RequestOutput] = []
+    for output in outputs:
+        if echo and output.new_text:
+            click.echo(output.new_text, nl=False)
             sys.stdout.flush()
-    assert last is not None, "an answer has at least one step"
-    return last
+        if output.finished:
+            done.append(output)
+    return sorted(done, key=lambda output: output.index)
 
 
 def summary(output: RequestOutput, params: SamplingParams) -> str:
@@ -104,7 +106,10 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
         "token_ids": list(output.token_ids),
         "prompt_tokens": len(output.prompt_token_ids),
         "finish_reason": output.finish_reason.value if output.finish_reason else None,
+        "error": output.error,
         "seed": output.seed,
+        "cached_tokens": output.cached_tokens,
+        **_logprobs(output),
         "seconds": timing.finished - timing.arrived,
         "ttft": timing.ttft,
         "speculation": {
@@ -117,4 +122,19 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
             "credit": figures.credit,
             "drafted": figures.drafted,
         },
+    }
+
+
+def _logprobs(output: RequestOutput) -> dict[str, Any]:
+    if output.logprobs is None:
+        return {}
+    return {
+        "logprobs": [
+            [
+                # JSON has no infinity; a token the law excludes has no logarithm.
+                {"id": i, "text": t.text, "logprob": t.logprob if t.logprob > -inf else None, "rank": t.rank}
+                for i, t in position.items()
+            ]
+            for position in output.logprobs
+        ]
     }

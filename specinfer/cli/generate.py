@@ -12,10 +12,9 @@ import click
 from specinfer.cli.options import (
     build_llm,
     model_options,
-    sampling_options,
-    sampling_params,
     speculation_options,
 )
+from specinfer.cli.sampling_options import sampling_options, sampling_params
 from specinfer.errors import RequestError
 
 
@@ -28,6 +27,8 @@ from specinfer.errors import RequestError
 @click.option(
     "--trace", type=Path, metavar="FILE", help="Write each step's tree to a file, a JSON line each."
 )
+@click.option("--n", type=int, default=1, help="Independent answers; they are printed when all are done.")
+@click.option("--logprobs", type=int, metavar="K", help="With --json: of each token and the K likeliest.")
 @click.option("--json", "json_output", is_flag=True, help="Print one JSON object instead of the text.")
 @model_options
 @speculation_options
@@ -39,6 +40,8 @@ def generate(
     system: str | None,
     show_trees: bool,
     trace: Path | None,
+    n: int,
+    logprobs: int | None,
     json_output: bool,
     **options: Any,
 ) -> None:
@@ -49,8 +52,10 @@ def generate(
     """
     if show_trees and json_output:
         raise click.UsageError("--show-trees and --json are given; give one of them")
+    if logprobs is not None and not json_output:
+        raise click.UsageError("--logprobs are printed with --json; add it")
     text = _prompt(prompt, file)
-    params = sampling_params(options)
+    params = sampling_params(options, n=n, logprobs=logprobs)
     llm = build_llm(options)
     from specinfer.cli.answering import Listener, as_json, stream, summary
 
@@ -62,14 +67,21 @@ def generate(
     listener = Listener(llm, show=show_trees, trace=trace)
     try:
         outputs = llm.stream_chat(messages, params) if chat else llm.stream(text, params)
-        output = stream(outputs, echo=not json_output and not show_trees)
+        echo = n == 1 and not json_output and not show_trees
+        answers = stream(outputs, echo=echo)
     finally:
         listener.close()
     if json_output:
-        click.echo(json.dumps(as_json(output)))
-        return
-    click.echo(output.text if show_trees else "")
-    click.echo(f"[{summary(output, params)}]", err=True)
+        click.echo(json.dumps(as_json(answers[0]) if n == 1 else [as_json(answer) for answer in answers]))
+    else:
+        for answer in answers:
+            if n > 1:
+                click.echo(f"--- {answer.index + 1} of {n}")
+            click.echo("" if echo else answer.text)
+            click.echo(f"[{summary(answer, params)}]", err=True)
+    failed = next((answer.error for answer in answers if answer.error is not None), None)
+    if failed is not None:
+        raise RequestError(failed)
 
 
 def _prompt(argument: str | None, file: Path | None) -> str:

@@ -12,7 +12,6 @@ from specinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
-    from specinfer.sampling_params import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -49,7 +48,7 @@ def model_options(command: _Command) -> _Command:
 
 
 def speculation_options(command: _Command) -> _Command:
-    """--draft, --ngram, --expansion, --max-nodes, --verifier, --draw."""
+    """--draft, --ngram, --suffix, --expansion, --max-nodes, --verifier, --draw."""
     for option in reversed(
         [
             click.option(
@@ -58,7 +57,12 @@ def speculation_options(command: _Command) -> _Command:
             click.option(
                 "--ngram/--no-ngram",
                 default=None,
-                help="Look guesses up in the text itself. On where no draft is named.",
+                help="Look guesses up in the text itself. On where nobody else guesses.",
+            ),
+            click.option(
+                "--suffix/--no-suffix",
+                default=None,
+                help="Look guesses up in the text and in earlier answers, as trees.",
             ),
             click.option(
                 "--expansion",
@@ -78,47 +82,6 @@ def speculation_options(command: _Command) -> _Command:
     return command
 
 
-def sampling_options(command: _Command) -> _Command:
-    """--temperature, --top-k, --top-p, --min-p, --seed, --max-tokens and the stop conditions."""
-    for option in reversed(
-        [
-            click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
-            click.option("--top-k", type=int, default=0, help="Keep the k most likely tokens; 0: all."),
-            click.option("--top-p", type=float, default=1.0, help="Keep the likeliest with this mass."),
-            click.option("--min-p", type=float, default=0.0, help="Keep tokens with p >= min-p * max p."),
-            click.option("--seed", type=int, help="The same seed gives the same text."),
-            click.option("--max-tokens", type=int, default=256, show_default=True),
-            click.option("--min-tokens", type=int, default=0, help="Do not end before."),
-            click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
-            click.option("--stop-token-id", "stop_token_ids", multiple=True, type=int, metavar="ID"),
-            click.option("--ignore-eos", is_flag=True, help="Go on past the end of text."),
-        ]
-    ):
-        command = option(command)
-    return command
-
-
-SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-)
-
-
-def sampling_params(options: dict[str, Any]) -> SamplingParams:
-    """Take the sampling options out of `options`; raises RequestError for a value that is not allowed."""
-    from specinfer.sampling_params import SamplingParams
-
-    return SamplingParams(**{name: options.pop(name) for name in SAMPLING if name in options})
-
-
 def build_llm(options: dict[str, Any], **more: Any) -> LLM:
     """An LLM from the model and speculation options, loaded with a progress bar.
 
@@ -129,7 +92,7 @@ def build_llm(options: dict[str, Any], **more: Any) -> LLM:
     if (memory := options.pop("kv_cache_memory", None)) is not None:
         options["kv_cache_memory"] = parse_size(memory)
     if options.get("ngram") is None:
-        options["ngram"] = not options.get("drafts")
+        options["ngram"] = not options.get("drafts") and not options.get("suffix")
     given = {name: value for name, value in options.items() if value is not None}
     from specinfer.config import EngineConfig
 

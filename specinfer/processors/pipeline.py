@@ -44,6 +44,8 @@ class Processors:
         self.ending = frozenset(ending)  # after one of these no text follows; barred before min_tokens
         self._barred = np.array(sorted(self.ending), dtype=np.int64)
         self._grammar = grammar
+        form = params.structured_output
+        self._form = "" if form is None else form.parameter
         self._allowed: NDArray[np.bool_] | None = None
         if params.allowed_token_ids is not None:
             self._allowed = np.zeros(vocab, dtype=np.bool_)
@@ -75,7 +77,7 @@ class Processors:
     def bans(self) -> list[str]:
         """The parameters that may make a token impossible from here on, by name."""
         names = {
-            "structured output": self._grammar is not None,
+            self._form: self._grammar is not None,
             "allowed_token_ids": self._allowed is not None,
             "bad_words": self._bad_words is not None,
             "min_tokens": self._num_output < self._min_tokens,
