@@ -33,6 +33,7 @@ class PlanEntry:
     incarnation: int  # grows at each preemption: KV written under another number is gone
     processors: Processors | None = None  # what the request's parameters make of logits; None: nothing
     guessers: tuple[str, ...] | None = None  # the speculators that may guess for it; None: all
+    block_hashes: Sequence[bytes] = ()  # of full blocks of text, from the first on: equal ones hold equal KV
 
     @property
     def has_tree(self) -> bool:

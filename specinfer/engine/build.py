@@ -117,7 +117,13 @@ def build_engine(config: EngineConfig, models: Models, extra: Sequence[Speculato
             max_context=max_context,
             capacity=blocks * config.cache.block_size,
         ),
-        scheduler=Scheduler(limits, pool, tree_nodes=speculation.max_nodes, max_context=max_context),
+        scheduler=Scheduler(
+            limits,
+            pool,
+            tree_nodes=speculation.max_nodes,
+            max_context=max_context,
+            prefix_reuse=config.cache.prefix_reuse,
+        ),
         verifier=Verifier(speculation.verifier),
     )
 

@@ -86,6 +86,11 @@ class Engine:
         return bool(self._outputs) or self._scheduler.has_work
 
     @property
+    def prefix_hits(self) -> tuple[int, int]:
+        """Tokens of admitted texts that were found in the cache, and tokens that were looked up."""
+        return self._scheduler.prefix_hits, self._scheduler.prefix_queries
+
+    @property
     def preemptions(self) -> int:
         """How often a request gave up its blocks to an older one, so far."""
         return self._scheduler.preemptions
@@ -245,6 +250,7 @@ class Engine:
     ) -> tuple[int, ...]:
         """Add what the target said to the request's text; returns the tokens that became part of it."""
         sequence, transcript = running.sequence, running.transcript
+        transcript.cached_tokens = sequence.cached_tokens
         if isinstance(verdict, UserError):
             transcript.fail(str(verdict), now)
             return ()

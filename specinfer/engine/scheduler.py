@@ -4,6 +4,9 @@ The one idea: there is no prefill phase and no speculation phase. Each step has 
 away. Running requests come first, oldest first: each takes the tokens whose KV is missing, and, when that
 reaches its last token, a tree below it. What is left over admits waiting requests. When blocks run out
 the newest running request gives up its own and waits at the head of the queue; it is recomputed later.
+
+A request starts behind the longest beginning of its text that is in the cache already (kv_blocks.py). What
+another running request is about to compute it waits for, instead of computing it again.
 """
 
 from __future__ import annotations
@@ -15,12 +18,20 @@ from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.sequence import SequenceState
 from specinfer.plan import PlanEntry, StepPlan
 
+_SCORED_ROWS = 64  # of a prompt that wants log-probabilities: each row yields a whole vocabulary of logits
+
 
 class Scheduler:
     """Decides who runs in the next step, with which rows, tree budget and blocks."""
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, *, tree_nodes: int, max_context: int
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        *,
+        tree_nodes: int,
+        max_context: int,
+        prefix_reuse: bool = True,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -28,7 +39,10 @@ class Scheduler:
         self._max_context = max_context
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []  # oldest first
+        self._prefix_reuse = prefix_reuse
         self.preemptions = 0
+        self.prefix_queries = 0  # tokens of texts that were looked up in the cache
+        self.prefix_hits = 0  # tokens of these that were there
 
     @property
     def has_work(self) -> bool:
@@ -42,6 +56,7 @@ class Scheduler:
     def remove(self, sequence: SequenceState) -> None:
         """Forget a finished or aborted request and free its blocks; one that is gone already stays gone."""
         if sequence in self.running:
+            self._publish(sequence)
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -49,6 +64,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. Takes blocks, may preempt and admit; empty only when nothing waits or runs."""
+        for sequence in self.running:
+            self._publish(sequence)
         rows, before = self._config.max_step_tokens, self.preemptions
         entries: list[PlanEntry] = []
         turn = 0
@@ -65,9 +82,13 @@ class Scheduler:
         short = self.preemptions > before  # whoever just gave up its blocks does not take them back at once
         while not short and self.waiting and rows > 0 and len(self.running) < self._config.max_batch_size:
             sequence = self.waiting[0]
-            needed = self._pool.blocks_for(len(sequence.token_ids))
-            if needed > self._pool.num_free:
+            found = self._find(sequence)
+            if found is None:
                 break  # first come, first served: nobody overtakes
+            needed = self._pool.blocks_for(len(sequence.token_ids)) - len(found)
+            if needed > self._pool.num_free - self._pool.unowned(found):
+                break
+            self._begin(sequence, found)
             entry = self._entry(sequence, rows)
             assert entry is not None, "blocks for the whole text are free"
             self.running.append(self.waiting.popleft())
@@ -78,6 +99,8 @@ class Scheduler:
     def _entry(self, sequence: SequenceState, rows: int) -> PlanEntry | None:
         """The sequence's share of at most `rows` rows; None when its blocks cannot be had."""
         start, uncomputed = sequence.computed, sequence.uncomputed
+        if sequence.request.params.prompt_logprobs is not None:
+            rows = min(rows, _SCORED_ROWS)
         if uncomputed > rows:
             end, nodes, depth = start + rows, 0, 0
         else:
@@ -101,7 +124,45 @@ class Scheduler:
             incarnation=sequence.incarnation,
             processors=sequence.processors,
             guessers=sequence.guessers,
+            block_hashes=sequence.block_hashes,
         )
+
+    def _find(self, sequence: SequenceState) -> list[int] | None:
+        """The published blocks a waiting sequence may start behind; None: the next one is being computed."""
+        if not self._prefix_reuse or sequence.request.params.prompt_logprobs is not None:
+            return []
+        size = self._pool.block_size
+        # The last token is always computed: its logits are wanted.
+        hashes = sequence.hash_blocks(size)[: (len(sequence.token_ids) - 1) // size]
+        found = self._pool.find(hashes)
+        following = hashes[len(found) : len(found) + 1]
+        # What is published is found, so whoever has the same block next has yet to compute it.
+        if any(other.block_hashes[len(found) : len(found) + 1] == following != [] for other in self.running):
+            return None
+        return found
+
+    def _begin(self, sequence: SequenceState, found: list[int]) -> None:
+        """Start a sequence behind the blocks it found; nobody ever writes to these."""
+        self._pool.share(sequence.block_table, found)
+        sequence.published = len(found)
+        sequence.computed = len(found) * self._pool.block_size
+        if sequence.incarnation == 0:
+            sequence.cached_tokens = sequence.computed
+        if self._prefix_reuse:
+            self.prefix_queries += len(sequence.token_ids)
+            self.prefix_hits += sequence.computed
+
+    def _publish(self, sequence: SequenceState) -> None:
+        """Let others find the blocks the text has gone past: trees and the next tokens are written behind."""
+        if not self._prefix_reuse:
+            return
+        size = self._pool.block_size
+        full = min(sequence.computed // size, len(sequence.block_table))
+        if full > sequence.published:
+            hashes = sequence.hash_blocks(size)
+            for block in range(sequence.published, full):
+                self._pool.publish(sequence.block_table[block], hashes[block])
+            sequence.published = full
 
     def restart(self) -> None:
         """Let every running request wait and be recomputed, in the same order; trust no cached KV."""
@@ -115,7 +176,7 @@ class Scheduler:
     def _give_way(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
         self._pool.release(sequence.block_table)
-        sequence.computed = 0
+        sequence.computed = sequence.published = 0
         sequence.incarnation += 1
         self.waiting.appendleft(sequence)
 

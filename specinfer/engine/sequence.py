@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Request
@@ -27,6 +29,9 @@ class SequenceState:
     computed: int = 0
     block_table: list[int] = field(default_factory=list)
     incarnation: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, so far
+    published: int = 0  # of its blocks, from the first on, that others may find
+    cached_tokens: int = 0  # of the prompt, whose KV it found when it was first admitted
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -45,7 +50,21 @@ class SequenceState:
         """Output tokens that may still be added."""
         return min(self.request.params.max_tokens - self.num_output, max_context - len(self.token_ids))
 
+    def hash_blocks(self, block_size: int) -> list[bytes]:
+        """The hash of every full block of the text: of the cache salt and all tokens up to its end."""
+        for block in range(len(self.block_hashes), len(self.token_ids) // block_size):
+            before = self.block_hashes[-1] if self.block_hashes else _root(self.request.params.cache_salt)
+            tokens = array("q", self.token_ids[block * block_size : (block + 1) * block_size])
+            self.block_hashes.append(blake2b(before + tokens.tobytes(), digest_size=16).digest())
+        return self.block_hashes
+
     def check_integrity(self, block_size: int) -> None:
         """Raise AssertionError when the computed KV does not fit the tokens or the blocks."""
         assert 0 <= self.computed < len(self.token_ids), (self.computed, len(self.token_ids))
         assert self.computed <= len(self.block_table) * block_size, (self.computed, self.block_table)
+        assert self.published * block_size <= self.computed, (self.published, self.computed)
+
+
+def _root(salt: str | None) -> bytes:
+    """What the first block's hash hangs from; no salt is a salt of its own."""
+    return blake2b(b"" if salt is None else b"salt " + salt.encode(), digest_size=16).digest()

@@ -34,7 +34,7 @@ class ModelRunner:
         config = model.config
         self.model = model
         self._backend = backend
-        self._block_size = block_size
+        self.block_size = block_size
         windows = {w for w in config.layer_windows if w is not None}
         assert len(windows) <= 1, f"one sliding window per model is supported, got {windows}"
         self._window = next(iter(windows), None)
@@ -52,7 +52,7 @@ class ModelRunner:
         """Write K and V of `rows` and return the logits of the rows that want them, [R, vocab]."""
         model = self.model
         batch = build_batch(
-            rows, block_size=self._block_size, window=self._window, dtype=model.dtype, device=model.device
+            rows, block_size=self.block_size, window=self._window, dtype=model.dtype, device=model.device
         )
         attend = _BoundAttention(self.cache, self._backend, batch.attention)
         return model.forward(batch.token_ids_T, batch.positions_T, attend, batch.logit_rows)[
@@ -65,8 +65,8 @@ class ModelRunner:
         sources: list[int] = []
         targets: list[int] = []
         for move in moves:
-            sources.extend(slots_of(move.block_table, move.sources, self._block_size))
-            targets.extend(slots_of(move.block_table, move.targets, self._block_size))
+            sources.extend(slots_of(move.block_table, move.sources, self.block_size))
+            targets.extend(slots_of(move.block_table, move.targets, self.block_size))
         self.cache.move(sources, targets)
 
 

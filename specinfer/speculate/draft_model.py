@@ -35,6 +35,7 @@ class _Memory:
 
     incarnation: int
     cached: int = 0  # cache positions 0..cached-1 hold the request's text
+    claimed: int = 0  # blocks of its table that the draft holds for good
     growth: _Growth | None = None  # the last tree, until its outcome is known
 
 
@@ -65,15 +66,23 @@ class DraftModel:
     """A Speculator that is a language model; `expansion` shapes its trees, `rule` says how it draws."""
 
     def __init__(
-        self, name: str, runner: ModelRunner, expansion: Expansion, rule: DrawRule, *, max_rows: int
+        self,
+        name: str,
+        runner: ModelRunner,
+        expansion: Expansion,
+        rule: DrawRule,
+        *,
+        max_rows: int,
     ) -> None:
         self.name = name
         self._runner = runner
         self._expansion = expansion
         self._rule = rule
         self._max_rows = max_rows  # of one pass over text
+        self._block_size = runner.block_size
         self._max_context = runner.model.config.max_context
         self._memory: dict[str, _Memory] = {}
+        self._holds: dict[int, bytes] = {}  # block -> hash of the text whose K and V the draft has there
 
     def propose(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
         """One tree per entry; `len(expansion)` passes of the draft, whatever the number of entries."""
@@ -123,7 +132,8 @@ class DraftModel:
         request = entry.request
         memory = self._memory.get(request.request_id)
         if memory is None or memory.incarnation != entry.incarnation:
-            memory = self._memory[request.request_id] = _Memory(entry.incarnation)
+            memory = self._memory[request.request_id] = self._start(entry)
+        self._claim(memory, entry)
         start = memory.cached
         while entry.end - start > self._max_rows:
             chunk = entry.token_ids[start : start + self._max_rows]
@@ -132,6 +142,24 @@ class DraftModel:
         memory.growth = growth
         memory.cached = entry.end
         return chain_rows(entry.token_ids[start : entry.end], start, entry.block_table, logits=True)
+
+    def _start(self, entry: PlanEntry) -> _Memory:
+        """The memory of a request that is new here: it starts behind the blocks whose text the draft has."""
+        held = 0
+        for block, key in zip(entry.block_table, entry.block_hashes, strict=False):
+            if self._holds.get(block) != key or (held + 1) * self._block_size >= entry.end:
+                break
+            held += 1
+        return _Memory(entry.incarnation, cached=held * self._block_size, claimed=held)
+
+    def _claim(self, memory: _Memory, entry: PlanEntry) -> None:
+        """Note which blocks hold text for good, and that the others are about to be written to."""
+        full = min(memory.cached // self._block_size, len(entry.block_hashes))
+        for block in range(memory.claimed, full):
+            self._holds[entry.block_table[block]] = entry.block_hashes[block]
+        for number in entry.block_table[full:]:
+            self._holds.pop(number, None)
+        memory.claimed = full
 
     def _sites(self, growth: _Growth) -> list[Site]:
         entry, builder = growth.entry, growth.builder

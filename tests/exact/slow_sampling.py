@@ -1,0 +1,122 @@
+"""The slow oracle of every sampling parameter: what the next token's law is after a prompt and an output.
+
+Lists, dictionaries and one rule after the other, as docs/sampling.md states them: no tree, no cache, no
+speculation, nothing of specinfer/processors. Logits are float32, so every sum, product and quotient on them
+is rounded to float32 (`single`); probabilities are Python floats.
+"""
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specinfer.sampling_params import SamplingParams
+from specinfer.verify import reference
+
+from .oracles import processed_law
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A request's parameters, with what they mean for one model: token ids instead of texts."""
+
+    params: SamplingParams
+    prompt: tuple[int, ...]
+    ending: tuple[int, ...] = ()  # end-of-text and stop tokens
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    form: Callable[[tuple[int, ...]], set[int]] | None = None  # output -> token ids that may follow
+
+
+def single(x):
+    """x rounded to float32."""
+    return struct.unpack("f", struct.pack("f", x))[0]
+
+
+def bars(rules, output, token):
+    """The parameter that makes `token` impossible after `output`; None where it is possible."""
+    if rules.form is not None and token not in rules.form(tuple(output)):
+        return "structured output"
+    allowed = rules.params.allowed_token_ids
+    if allowed is not None and token not in allowed:
+        return "allowed_token_ids"
+    for word in rules.bad_words:
+        if [*output, token][-len(word) :] == list(word):
+            return "bad_words"
+    if len(output) < rules.params.min_tokens and token in rules.ending:
+        return "min_tokens"
+    return None
+
+
+def processed_logits(logits, rules, output):
+    """The logits after every rule that comes before temperature, [vocab]."""
+    params, output = rules.params, list(output)
+    processed = []
+    for token, x in enumerate(logits):
+        x = float(x)
+        if bars(rules, output, token) is not None:
+            x = -math.inf
+        if params.logit_bias is not None and token in params.logit_bias:
+            x = single(x + single(params.logit_bias[token]))
+        if token in rules.prompt or token in output:
+            factor = single(params.repetition_penalty)
+            x = single(x / factor) if x > 0 else single(x * factor)
+        x = single(x - single(single(params.frequency_penalty) * output.count(token)))
+        if token in output:
+            x = single(x - single(params.presence_penalty))
+        processed.append(x)
+    return processed
+
+
+def is_dead_end(rules, output, vocab):
+    """Whether the parameters leave no token after `output`."""
+    return all(bars(rules, output, token) is not None for token in range(vocab))
+
+
+def next_law(logits, rules, output):
+    """The law of the token after `output`, a list of floats, [vocab]; some token must be possible."""
+    return processed_law(processed_logits(logits, rules, output), rules.params)
+
+
+def is_over(rules, output):
+    """Whether the text ends with `output`, for another reason than its length."""
+    return bool(output) and len(output) >= rules.params.min_tokens and output[-1] in rules.ending
+
+
+def text_law(logits_of, rules, length):
+    """The law of the first `length` tokens, or fewer where a text ends: a dict text -> probability.
+
+    `logits_of(output)` are the target's after prompt and output. A dead end is a text that ends in None.
+    """
+    texts, finished = {(): 1.0}, {}
+    while texts:
+        longer = {}
+        for text, probability in texts.items():
+            if is_over(rules, text) or len(text) == length:
+                finished[text] = probability
+            elif is_dead_end(rules, text, len(logits_of(text))):
+                finished[(*text, None)] = probability
+            else:
+                law = next_law(logits_of(text), rules, text)
+                longer |= {(*text, token): probability * p for token, p in enumerate(law) if p > 0}
+        texts = longer
+    return finished
+
+
+def seeded_text(logits_of, rules, seed, length):
+    """The one text of a seed, token by token, each the argmax of log p + noise over the whole vocabulary."""
+    output = ()
+    while len(output) < length and not is_over(rules, output):
+        logits = logits_of(output)
+        if is_dead_end(rules, output, len(logits)):
+            return (*output, None)
+        law = next_law(logits, rules, output)
+        output += (reference.coupled_choice(law, seed, len(rules.prompt) + len(output)),)
+    return output
+
+
+def logprobs(logits):
+    """log softmax of a row, [vocab]."""
+    values = [float(x) for x in logits]
+    top = max(values)
+    total = math.log(math.fsum(math.exp(x - top) for x in values))
+    return [x - top - total for x in values]

@@ -1,0 +1,189 @@
+"""Requests that begin alike share the K and V of their beginning, and say what they would say alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specinfer.request import RequestOutput
+from specinfer.sampling_params import SamplingParams
+from tests.engines import Tiny, slow_generate, write_tiny
+
+SYSTEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]  # 18 tokens: 4 blocks of 4, and 2
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+SLOT = 2 * 2 * 2 * 8 * 4  # bytes of a position of one model: K and V, 2 layers, 2 heads of 8, float32
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
+
+
+def cached(outputs: list[RequestOutput]) -> list[int]:
+    return [output.cached_tokens for output in outputs]
+
+
+def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "found"),
+    [
+        # prompts, one after the other; what each finds of it in whole blocks of 4
+        ([SYSTEM, SYSTEM], [0, 16]),
+        ([SYSTEM, [*SYSTEM, 7, 7, 7]], [0, 16]),
+        ([SYSTEM, SYSTEM[:9]], [0, 8]),
+        ([SYSTEM, SYSTEM[:8]], [0, 4]),  # the last token is always computed, so its block is, too
+        ([SYSTEM, [9, *SYSTEM]], [0, 0]),
+        ([SYSTEM, [*SYSTEM[:7], 0, *SYSTEM[8:]]], [0, 4]),
+        ([[5, 6, 7], [5, 6, 7]], [0, 0]),
+    ],
+)
+def test_a_prompt_starts_behind_what_an_earlier_one_left(
+    tiny: Tiny, prompts: list[list[int]], found: list[int]
+) -> None:
+    llm = tiny.llm(drafts=["similar"], block_size=4)
+    outputs = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
+    assert cached(outputs) == found
+    assert llm.engine.prefix_hits == (sum(found), sum(map(len, prompts)))
+    assert texts(outputs) == [tuple(slow_generate(tiny.target, p, GREEDY)) for p in prompts]
+
+
+def test_a_conversation_finds_its_own_answers(tiny: Tiny) -> None:
+    llm = tiny.llm(block_size=4)
+    (answer,) = llm.generate(SYSTEM, GREEDY)
+    (reply,) = llm.generate([*SYSTEM, *answer.token_ids, 11, 12], GREEDY)
+    assert reply.cached_tokens == 28  # of 18 + 12 tokens; the last one said was never run
+
+
+def test_completions_of_one_prompt_compute_it_once(tiny: Tiny) -> None:
+    llm = tiny.llm(ngram=True, block_size=4)
+    params = SamplingParams(temperature=1, seed=5, n=4, max_tokens=12)
+    (output,) = llm.generate(SYSTEM, params)
+    assert cached(list(output.outputs)) == [0, 16, 16, 16]
+    (alone,) = tiny.llm(prefix_reuse=False).generate(SYSTEM, params)
+    assert texts(list(output.outputs)) == texts(list(alone.outputs))
+    assert len(set(texts(list(output.outputs)))) == 4
+
+
+def test_requests_that_come_together_wait_for_the_first_also_when_it_reads_in_chunks(tiny: Tiny) -> None:
+    llm = tiny.llm(block_size=4, max_step_tokens=5, max_batch_size=4)
+    prompts = [SYSTEM, [*SYSTEM, 8], [40, 41, 42], SYSTEM]
+    outputs = llm.generate(prompts, GREEDY)
+    assert cached(outputs) == [0, 16, 0, 16]
+    assert texts(outputs) == [tuple(slow_generate(tiny.target, p, GREEDY)) for p in prompts]
+
+
+def test_salts_keep_requests_apart(tiny: Tiny) -> None:
+    llm = tiny.llm(block_size=4)
+    salts = [None, "a", "b", "a", None]
+    outputs = [
+        llm.generate(SYSTEM, SamplingParams(temperature=0, max_tokens=4, cache_salt=salt))[0]
+        for salt in salts
+    ]
+    assert cached(outputs) == [0, 0, 0, 16, 16]
+
+
+def test_it_can_be_switched_off(tiny: Tiny) -> None:
+    llm = tiny.llm(block_size=4, prefix_reuse=False)
+    assert cached(llm.generate([SYSTEM] * 3, GREEDY)) == [0, 0, 0]
+    assert llm.engine.prefix_hits == (0, 0)
+
+
+def test_scored_prompts_are_computed(tiny: Tiny) -> None:
+    llm = tiny.llm(block_size=4)
+    params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
+    outputs = [llm.generate(SYSTEM, p)[0] for p in (params, params, GREEDY)]
+    assert cached(outputs) == [0, 0, 16]
+
+
+def test_a_draft_guesses_as_well_behind_a_prefix_it_has_and_behind_one_it_never_read(tiny: Tiny) -> None:
+    without = tiny.llm(drafts=["similar"], block_size=4, prefix_reuse=False).generate(SYSTEM, GREEDY)[0]
+    llm = tiny.llm(drafts=["similar"], block_size=4)
+    no_drafts = SamplingParams(temperature=0, max_tokens=12, speculation=False)  # type: ignore[arg-type]
+    llm.generate(SYSTEM, no_drafts)  # the target's blocks are there, the draft's are not
+    for _ in range(2):  # and then they are
+        (output,) = llm.generate(SYSTEM, GREEDY)
+        assert output.cached_tokens == 16
+        assert output.figures == without.figures
+
+
+def test_a_draft_reads_a_prefix_once(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = tiny.llm(drafts=["target"], block_size=4)
+    draft = next(s for s in llm.engine._speculator._speculators if s.name == "0-target")  # type: ignore[attr-defined]
+    rows: list[int] = []
+    forward = draft._runner.forward
+    monkeypatch.setattr(
+        draft._runner,
+        "forward",
+        lambda parts: (rows.append(sum(len(p.token_ids) for p in parts)), forward(parts))[1],
+    )
+    first_passes = []
+    for _ in range(2):
+        rows.clear()
+        llm.generate(SYSTEM, GREEDY)
+        first_passes.append(rows[0])
+    assert first_passes == [
+        19,
+        3,
+    ]  # 18 of the prompt and the first token; 16 of them are there the second time
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> Iterator[tuple[list[int], int, str | None]]:
+    prefix = draw(st.sampled_from([SYSTEM, SYSTEM[:11], [7] * 13, []]))
+    rest = draw(st.lists(st.integers(0, 5), min_size=1, max_size=9))
+    return [*prefix, *rest], draw(st.integers(1, 14)), draw(st.sampled_from([None, None, "a"]))  # type: ignore[return-value]
+
+
+@settings(max_examples=25)
+@given(
+    data=st.data(),
+    requests=st.lists(traffic(), min_size=2, max_size=8),
+    options=st.fixed_dictionaries(
+        {
+            "drafts": st.sampled_from([(), ("similar",), ("similar", "stranger")]),
+            "ngram": st.booleans(),
+            "block_size": st.sampled_from([1, 4]),
+            "max_nodes": st.just(8),
+            "max_step_tokens": st.sampled_from([6, 40]),
+            "max_batch_size": st.sampled_from([2, 4]),
+        }
+    ),
+)
+def test_whatever_is_shared_preempted_or_aborted_texts_and_blocks_stay_right(
+    tiny: Tiny, data: st.DataObject, requests: list[Any], options: dict[str, Any]
+) -> None:
+    positions = 110  # the longest request needs 45; several do not fit
+    llm = tiny.llm(kv_cache_memory=positions * SLOT * (1 + len(options["drafts"])), **options)
+    streams = {}
+    for number, (prompt, max_tokens, salt) in enumerate(requests):
+        params = SamplingParams(temperature=1, seed=number, max_tokens=max_tokens, cache_salt=salt)
+        streams[number] = (llm.stream(prompt, params), prompt, params)
+    while streams:
+        number = data.draw(st.sampled_from(sorted(streams)))
+        stream, prompt, params = streams[number]
+        if data.draw(st.integers(0, 19)) == 0:
+            stream.close()  # type: ignore[attr-defined]
+            del streams[number]
+        else:
+            output = next(stream)
+            if output.finished:
+                assert list(output.token_ids) == slow_generate(tiny.target, prompt, params)
+                del streams[number]
+        llm.engine.check_integrity()
+    assert not llm.engine.has_work
+
+
+def test_a_llm_of_a_config_may_switch_it_off() -> None:
+    from specinfer.config import EngineConfig
+    from specinfer.errors import ConfigError
+
+    assert not EngineConfig.from_options("m", {"prefix_reuse": False}).cache.prefix_reuse
+    with pytest.raises(ConfigError, match="prefix_reuse is 1; allowed: True or False"):
+        EngineConfig.from_options("m", {"prefix_reuse": 1})
