@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specinfer.request import FinishReason, RequestOutput, SpeculationFigures
     from specinfer.sampling_params import SamplingParams
     from specinfer.speculate.speculator import Speculator
+    from specinfer.speculation_params import SpeculationParams
     from specinfer.tree.token_tree import TokenTree
 
 # Imported when first asked for, so that `specinfer --help` answers without loading torch.
@@ -24,6 +25,7 @@ _HOMES = {
     "SamplingParams": "specinfer.sampling_params",
     "SpecInferError": "specinfer.errors",
     "SpeculationFigures": "specinfer.request",
+    "SpeculationParams": "specinfer.speculation_params",
     "Speculator": "specinfer.speculate.speculator",
     "TokenTree": "specinfer.tree.token_tree",
     "UserError": "specinfer.errors",
@@ -37,6 +39,7 @@ __all__ = [
     "SamplingParams",
     "SpecInferError",
     "SpeculationFigures",
+    "SpeculationParams",
     "Speculator",
     "TokenTree",
     "UserError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
 from specinfer.errors import ConfigError
@@ -182,7 +183,13 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 def _names(name: str, value: object) -> tuple[str, ...]:
     """One name, or several, as several."""
-    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (None,)
+    if isinstance(value, (str, PathLike)):
+        value = (value,)
+    names = (
+        tuple(fspath(n) if isinstance(n, PathLike) else n for n in value)
+        if isinstance(value, Iterable)
+        else (None,)
+    )
     if not all(isinstance(n, str) and n for n in names):
         raise ConfigError(f"{name} is {value!r}; allowed: model names, each a non-empty string")
     return names

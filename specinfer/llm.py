@@ -8,6 +8,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike, fspath
 from typing import Any
 
 from specinfer.config import EngineConfig
@@ -39,13 +40,13 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | PathLike[str],
         *,
         speculators: Sequence[Speculator] = (),
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
-        self.config = EngineConfig.from_options(model, options)
+        self.config = EngineConfig.from_options(fspath(model), options)
         self._models = load_models(self.config, progress)
         self.engine: Engine = build_engine(self.config, self._models, speculators)
         self._numbers = itertools.count()

@@ -185,6 +185,8 @@ def _token_ids(name: str, values: object) -> tuple[int, ...]:
 
 
 def _items(name: str, values: object, allowed: str) -> tuple[Any, ...]:
+    if values is None:
+        return ()
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping)):
         raise RequestError(f"{name} is {values!r}; allowed: {allowed}")
     return tuple(values)

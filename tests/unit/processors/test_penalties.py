@@ -1,0 +1,115 @@
+"""Penalties, on rows a person can compute: eight tokens, logits 4, 2, 0, -2, -4, 1, -1, 3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specinfer import SamplingParams
+from specinfer.processors.penalties import Penalties
+from tests.exact.slow_sampling import Rules, processed_logits
+
+ROW = [4.0, 2.0, 0.0, -2.0, -4.0, 1.0, -1.0, 3.0]
+
+
+def penalised(
+    params: dict[str, Any], prompt: Sequence[int], output: Sequence[int], path: Sequence[int] = ()
+) -> list[float]:
+    penalties = Penalties.of(SamplingParams(**params), prompt)
+    assert penalties is not None
+    penalties.commit(output)
+    row = np.array(ROW, dtype=np.float32)
+    penalties.apply(row, path)
+    return [float(x) for x in row]
+
+
+@pytest.mark.parametrize(
+    ("params", "prompt", "output", "expected"),
+    [
+        # Once for every token of the output, however often it occurs; the prompt does not count.
+        ({"presence_penalty": 1}, [7, 7], [0, 3, 3], [3, 2, 0, -3, -4, 1, -1, 3]),
+        ({"presence_penalty": -0.5}, [7], [0, 3, 3], [4.5, 2, 0, -1.5, -4, 1, -1, 3]),
+        # For each time.
+        ({"frequency_penalty": 0.5}, [7, 7], [0, 3, 3], [3.5, 2, 0, -3, -4, 1, -1, 3]),
+        ({"frequency_penalty": -2}, [], [0, 3, 3], [6, 2, 0, 2, -4, 1, -1, 3]),
+        # Divides what is above zero and multiplies what is below; once, and for the prompt's tokens too.
+        ({"repetition_penalty": 2}, [7, 7], [0, 3, 3, 2], [2, 2, 0, -4, -4, 1, -1, 1.5]),
+        ({"repetition_penalty": 0.5}, [4], [0], [8, 2, 0, -2, -2, 1, -1, 3]),
+        # The repetition penalty comes first: 4 / 2 - 2 * 0.5 - 1, and the prompt's 3 / 2 alone.
+        (
+            {"repetition_penalty": 2, "frequency_penalty": 0.5, "presence_penalty": 1},
+            [7],
+            [0, 0],
+            [0, 2, 0, -2, -4, 1, -1, 1.5],
+        ),
+    ],
+)
+def test_what_each_takes_from_a_logit(
+    params: dict[str, Any], prompt: list[int], output: list[int], expected: list[float]
+) -> None:
+    for cut in range(len(output) + 1):  # wherever the text ends and the path begins
+        assert penalised(params, prompt, output[:cut], output[cut:]) == expected
+
+
+def test_nothing_asked_is_nothing_to_do() -> None:
+    assert Penalties.of(SamplingParams(), [1, 2]) is None
+
+
+def test_a_banned_token_stays_banned() -> None:
+    penalties = Penalties([1], repetition=0.5, frequency=-2, presence=-2)
+    row = np.array([0, -np.inf], dtype=np.float32)
+    penalties.apply(row, [1])
+    assert row.tolist() == [0, -np.inf]
+
+
+def test_looking_at_a_path_leaves_no_trace() -> None:
+    penalties = Penalties([], repetition=1, frequency=1, presence=0)
+    penalties.commit([2])
+    for path, expected in [([], 1), ([2, 2], 3), ([5], 1), ([], 1), ([2], 2)]:
+        row = np.zeros(8, dtype=np.float32)
+        penalties.apply(row, path)
+        assert row[2] == -expected
+
+
+def test_more_distinct_tokens_than_were_expected() -> None:
+    penalties = Penalties(range(50), repetition=1, frequency=1, presence=0)
+    tokens = [*range(300), *range(300)]
+    for start in range(0, 600, 7):
+        penalties.commit(tokens[start : start + 7])
+    row = np.zeros(400, dtype=np.float32)
+    penalties.apply(row, [0, 399, 399])
+    assert row.tolist() == [-3.0, *[-2.0] * 299, *[0.0] * 99, -2.0]
+
+
+TOKENS = st.lists(st.integers(0, 7), max_size=12)
+
+
+@given(
+    prompt=TOKENS,
+    output=TOKENS,
+    path=TOKENS,
+    repetition=st.floats(0.1, 10),
+    frequency=st.floats(-2, 2),
+    presence=st.floats(-2, 2),
+)
+def test_bit_for_bit_the_oracle(
+    prompt: list[int],
+    output: list[int],
+    path: list[int],
+    repetition: float,
+    frequency: float,
+    presence: float,
+) -> None:
+    penalties = Penalties(prompt, repetition=repetition, frequency=frequency, presence=presence)
+    penalties.commit(output)
+    row = np.array(ROW, dtype=np.float32)
+    penalties.apply(row, path)
+    params = SamplingParams(
+        repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence
+    )
+    assert row.tolist() == processed_logits(ROW, Rules(params, tuple(prompt)), (*output, *path))

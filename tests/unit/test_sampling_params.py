@@ -1,0 +1,134 @@
+"""What may be asked of a text and of its report: one line for each value that is wrong.
+
+Temperature, filters, seed and length are in test_request.py, structured output in test_structured_output.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.errors import RequestError
+from specinfer.speculation_params import SpeculationParams
+
+PENALTY = "a number in [-2, 2]; 0 switches it off"
+REPETITION = "a number in [0.001, 1000]; 1 switches it off"
+BIASES = "token ids, each with a number in [-100, 100]"
+REPORTS = "an integer in [0, 1000], or None for none"
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"presence_penalty": 2.1}, f"presence_penalty is 2.1; allowed: {PENALTY}"),
+        ({"presence_penalty": "1"}, f"presence_penalty is '1'; allowed: {PENALTY}"),
+        ({"frequency_penalty": -3}, f"frequency_penalty is -3; allowed: {PENALTY}"),
+        ({"frequency_penalty": float("nan")}, f"frequency_penalty is nan; allowed: {PENALTY}"),
+        ({"frequency_penalty": True}, f"frequency_penalty is True; allowed: {PENALTY}"),
+        ({"repetition_penalty": 0}, f"repetition_penalty is 0; allowed: {REPETITION}"),
+        ({"repetition_penalty": 1e-300}, f"repetition_penalty is 1e-300; allowed: {REPETITION}"),
+        ({"repetition_penalty": 10**4}, f"repetition_penalty is 10000; allowed: {REPETITION}"),
+        ({"repetition_penalty": float("inf")}, f"repetition_penalty is inf; allowed: {REPETITION}"),
+        ({"temperature": 10**400}, f"temperature is 1{'0' * 400}; allowed: a finite number >= 0"),
+        ({"logit_bias": [(1, 2)]}, f"logit_bias is [(1, 2)]; allowed: a mapping of {BIASES}"),
+        ({"logit_bias": {"one": 1}}, f"logit_bias has the key 'one'; allowed: {BIASES}"),
+        ({"logit_bias": {-1: 1}}, f"logit_bias has the key -1; allowed: {BIASES}"),
+        ({"logit_bias": {1.0: 1}}, f"logit_bias has the key 1.0; allowed: {BIASES}"),
+        ({"logit_bias": {True: 1}}, f"logit_bias has the key True; allowed: {BIASES}"),
+        ({"logit_bias": {7: float("nan")}}, f"logit_bias of token 7 is nan; allowed: {BIASES}"),
+        ({"logit_bias": {7: 100.5}}, f"logit_bias of token 7 is 100.5; allowed: {BIASES}"),
+        ({"logit_bias": {"7": None}}, f"logit_bias of token 7 is None; allowed: {BIASES}"),
+        ({"bad_words": [""]}, "bad_words is ['']; allowed: non-empty strings"),
+        ({"bad_words": ["a", 1]}, "bad_words is ['a', 1]; allowed: non-empty strings"),
+        ({"bad_words": {"a": 1}}, "bad_words is {'a': 1}; allowed: non-empty strings"),
+        ({"bad_words": ["a", "  "]}, "bad_words is ['a', '  ']; allowed: strings that are not blank"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty; allowed: at least one token id, or None"),
+        ({"allowed_token_ids": [1, -2]}, "allowed_token_ids is [1, -2]; allowed: token ids >= 0"),
+        ({"allowed_token_ids": "12"}, "allowed_token_ids is '12'; allowed: token ids >= 0"),
+        ({"allowed_token_ids": 12}, "allowed_token_ids is 12; allowed: token ids >= 0"),
+        ({"n": 0}, "n is 0; allowed: an integer in [1, 1024]"),
+        ({"n": 2.0}, "n is 2.0; allowed: an integer in [1, 1024]"),
+        ({"n": 1025}, "n is 1025; allowed: an integer in [1, 1024]"),
+        (
+            {"best_of": 3},
+            "best_of is 3; it is not offered: set n and logprobs, and choose the answer you like best",
+        ),
+        ({"logprobs": -1}, f"logprobs is -1; allowed: {REPORTS}"),
+        ({"logprobs": True}, f"logprobs is True; allowed: {REPORTS}"),
+        ({"prompt_logprobs": 1001}, f"prompt_logprobs is 1001; allowed: {REPORTS}"),
+        ({"logprobs_mode": "both"}, "logprobs_mode is 'both'; allowed: raw, processed"),
+        (
+            {"choice": ["a"], "ignore_eos": True},
+            "ignore_eos contradicts choice, after which nothing may follow; drop one of them",
+        ),
+        (
+            {"regex": "a", "choice": ["a"]},
+            "regex and choice are given together; allowed: one of them, drop the rest",
+        ),
+        ({"cache_salt": ""}, "cache_salt is ''; allowed: a non-empty string, or None"),
+        ({"cache_salt": 5}, "cache_salt is 5; allowed: a non-empty string, or None"),
+        ({"prediction": [1, "a"]}, "prediction is [1, 'a']; allowed: token ids >= 0"),
+        ({"speculation": "off"}, "speculation is 'off'; allowed: true, false, or a mapping of"),
+    ],
+)
+def test_a_wrong_value_is_one_line(values: dict[str, Any], line: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**values)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "kept"),
+    [
+        ({"logit_bias": {"5": 1, 6: -100}}, "logit_bias", {5: 1.0, 6: -100.0}),  # JSON's keys are strings
+        ({"logit_bias": {}}, "logit_bias", {}),
+        ({"bad_words": "one"}, "bad_words", ("one",)),
+        ({"bad_words": [" a", "b"]}, "bad_words", (" a", "b")),
+        ({"allowed_token_ids": {3}}, "allowed_token_ids", (3,)),
+        ({"choice": ["a", "b"]}, "choice", ("a", "b")),
+        ({"prediction": [1, 2]}, "prediction", (1, 2)),
+        ({"prediction": "text"}, "prediction", "text"),
+        ({"speculation": None}, "speculation", SpeculationParams()),
+        ({"speculation": False}, "speculation", SpeculationParams(enabled=False)),
+        ({"repetition_penalty": 0.001}, "repetition_penalty", 0.001),
+        ({"repetition_penalty": 1000}, "repetition_penalty", 1000),
+        ({"presence_penalty": -2}, "presence_penalty", -2),
+        ({"logprobs": 0, "prompt_logprobs": 1000}, "prompt_logprobs", 1000),
+        ({"response_format": {"type": "text"}, "ignore_eos": True}, "structured_output", None),
+    ],
+)
+def test_what_is_kept_of_a_value(given: dict[str, Any], name: str, kept: Any) -> None:
+    assert getattr(SamplingParams(**given), name) == kept
+
+
+def test_the_callers_own_mapping_and_lists_are_not_kept() -> None:
+    biases, allowed = {1: 1.0}, [1]
+    params = SamplingParams(logit_bias=biases, allowed_token_ids=allowed)  # type: ignore[arg-type]
+    biases[2] = float("nan")
+    allowed.append(-1)
+    assert (params.logit_bias, params.allowed_token_ids) == ({1: 1.0}, (1,))
+
+
+def test_everything_together_is_allowed() -> None:
+    params = SamplingParams(
+        temperature=0,
+        presence_penalty=1,
+        frequency_penalty=1,
+        repetition_penalty=1.1,
+        logit_bias={1: 1},
+        bad_words=["a"],
+        allowed_token_ids=[1],
+        min_tokens=1,
+        n=2,
+        logprobs=1,
+        prompt_logprobs=1,
+        regex="a",
+        prediction="a",
+        cache_salt="x",
+        speculation={"max_nodes": 2},
+    )
+    assert params.greedy
+    assert params.speculation.max_nodes == 2

@@ -1,0 +1,77 @@
+"""What a request may ask of speculation: every way to write it, one line for each value that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specinfer.errors import RequestError
+from specinfer.speculation_params import SpeculationParams
+from specinfer.tree.expansion import Expansion
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (None, SpeculationParams()),
+        (True, SpeculationParams()),
+        (False, SpeculationParams(enabled=False)),
+        ({}, SpeculationParams()),
+        ({"enabled": False}, SpeculationParams(enabled=False)),
+        ({"max_nodes": 1}, SpeculationParams(max_nodes=1)),
+        ({"expansion": "2,1"}, SpeculationParams(expansion=Expansion((2, 1)))),
+        ({"expansion": "<1,1,3>"}, SpeculationParams(expansion=Expansion((1, 1, 3)))),
+        ({"expansion": [2, 1]}, SpeculationParams(expansion=Expansion((2, 1)))),
+        ({"speculators": "ngram"}, SpeculationParams(speculators=("ngram",))),
+        ({"speculators": ["draft", "ngram"]}, SpeculationParams(speculators=("draft", "ngram"))),
+        ({"verifier": "mss"}, SpeculationParams(verifier="mss")),
+        (SpeculationParams(max_nodes=3), SpeculationParams(max_nodes=3)),
+    ],
+)
+def test_every_way_to_say_it(given: object, meant: SpeculationParams) -> None:
+    assert SpeculationParams.of(given) == meant
+
+
+SPECULATORS = "allowed: names of speculators, at least one; to switch speculation off, set enabled to false"
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            "on",
+            "speculation is 'on'; allowed: true, false, or a mapping of enabled, max_nodes, expansion, "
+            "speculators, verifier",
+        ),
+        (3, "speculation is 3; allowed: true, false, or a mapping of enabled"),
+        (
+            {"nodes": 3},
+            "speculation has no option 'nodes'; allowed: enabled, max_nodes, expansion, speculators, verifier",
+        ),
+        ({"enabled": "no"}, "speculation.enabled is 'no'; allowed: true or false"),
+        ({"max_nodes": 0}, "speculation.max_nodes is 0; allowed: an integer >= 1, the root included"),
+        ({"max_nodes": True}, "speculation.max_nodes is True; allowed: an integer >= 1"),
+        ({"max_nodes": 2.0}, "speculation.max_nodes is 2.0; allowed: an integer >= 1"),
+        ({"expansion": "1,x"}, "speculation.expansion is '1,x'; allowed: integers >= 1"),
+        ({"expansion": [0]}, "speculation.expansion is '0'; allowed: "),
+        ({"expansion": []}, "speculation.expansion is ''; allowed: "),
+        ({"expansion": 5}, "speculation.expansion is 5; allowed: integers >= 1, like '1,1,3,1,1'"),
+        ({"speculators": []}, f"speculation.speculators is []; {SPECULATORS}"),
+        ({"speculators": ""}, f"speculation.speculators is ''; {SPECULATORS}"),
+        ({"speculators": [1]}, f"speculation.speculators is [1]; {SPECULATORS}"),
+        ({"speculators": 7}, f"speculation.speculators is 7; {SPECULATORS}"),
+        ({"verifier": "naive"}, "speculation.verifier is 'naive'; allowed: coupled, mss"),
+        ({"verifier": ["mss"]}, "speculation.verifier is ['mss']; allowed: coupled, mss"),
+    ],
+)
+def test_a_wrong_value_is_one_line(given: object, line: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SpeculationParams.of(given)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_wishes_are_frozen_and_hashable() -> None:
+    wishes: Any = SpeculationParams.of({"speculators": ["a"], "expansion": [1]})
+    assert hash(wishes) == hash(SpeculationParams(speculators=("a",), expansion=Expansion((1,))))

@@ -1,0 +1,125 @@
+"""Pruning, on trees a person can check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specinfer.tree import DrawRule, TokenTree, TreeBuilder
+from specinfer.tree.prune import prune
+
+#      4
+#     / \
+#    5   7
+#    |  / \
+#    6 8   9
+#      |
+#      3
+SEQUENCES = [(5, 6), (7, 8, 3), (7, 9)]
+
+
+def tree(rule: DrawRule = DrawRule.POINT_MASS) -> TokenTree:
+    builder = TreeBuilder(root=4)
+    law = np.full(10, 0.1) if rule in (DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT) else None
+    for sequence in SEQUENCES:
+        node: int | None = 0
+        for token in sequence:
+            assert node is not None
+            node = builder.add(node, token, "s", rule, law)
+    return builder.build()
+
+
+def paths(pruned: TokenTree) -> set[tuple[int, ...]]:
+    pruned.check_integrity()
+    return {pruned.path_tokens(node) for node in range(1, pruned.num_nodes)}
+
+
+ALL = {(5,), (5, 6), (7,), (7, 8), (7, 8, 3), (7, 9)}
+
+
+@pytest.mark.parametrize("rule", [DrawRule.POINT_MASS, DrawRule.COUPLED])
+@pytest.mark.parametrize(
+    ("permits", "left"),
+    [
+        (lambda path, token: token != 6, ALL - {(5, 6)}),
+        (lambda path, token: token != 7, {(5,), (5, 6)}),  # what hangs below goes with it
+        (lambda path, token: (path, token) != ((7,), 8), ALL - {(7, 8), (7, 8, 3)}),
+        (lambda path, token: (path, token) != ((5,), 8), ALL),  # the same token behind another path
+        (lambda path, token: False, set()),
+    ],
+)
+def test_forbidden_tokens_go_with_what_hangs_below(
+    rule: DrawRule, permits: Callable[[tuple[int, ...], int], bool], left: set[tuple[int, ...]]
+) -> None:
+    pruned = prune(tree(rule), permits=permits, ending=())
+    assert paths(pruned) == left
+    assert {pruned.path_tokens(draw.node) for draw in pruned.draws} == left
+    assert pruned.token_ids[0] == 4
+
+
+@pytest.mark.parametrize("rule", [DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT])
+def test_a_sampled_draw_is_never_dropped_for_its_value(rule: DrawRule) -> None:
+    sampled = tree(rule)
+    assert prune(sampled, permits=lambda path, token: False, ending=()) is sampled
+    # Below an ending token there is no law left to keep.
+    assert paths(prune(sampled, permits=lambda path, token: False, ending={7})) == {(5,), (5, 6), (7,)}
+
+
+def test_a_node_stays_for_one_sampled_draw_among_its_draws() -> None:
+    builder = TreeBuilder(root=4)
+    builder.add(0, 5, "a")
+    builder.add(0, 5, "b", DrawRule.IID, np.full(10, 0.1))
+    builder.add(0, 6, "a")
+    pruned = prune(builder.build(), permits=lambda path, token: False, ending=())
+    assert paths(pruned) == {(5,)}
+    assert [(d.speculator, d.rule) for d in pruned.draws] == [("a", "point_mass"), ("b", "iid")]
+
+
+@pytest.mark.parametrize(
+    ("ending", "left"),
+    [
+        ({8}, ALL - {(7, 8, 3)}),
+        ({7, 5}, {(5,), (7,)}),
+        ({3, 6, 9}, ALL),  # nothing hangs below them
+        ({4}, ALL),  # the root is text already: the request goes on
+    ],
+)
+def test_nothing_follows_the_end(ending: set[int], left: set[tuple[int, ...]]) -> None:
+    assert paths(prune(tree(), permits=None, ending=ending)) == left
+
+
+def test_a_tree_that_loses_nothing_is_returned_itself() -> None:
+    whole = tree()
+    assert prune(whole, permits=None, ending={1}) is whole
+    assert prune(whole, permits=lambda path, token: True, ending={9}) is whole
+
+
+@given(
+    guesses=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=8),
+    banned=st.sets(st.tuples(st.integers(0, 4), st.integers(0, 3))),
+    ending=st.sets(st.integers(0, 3)),
+)
+def test_what_stays_is_what_can_be_text(
+    guesses: list[list[int]], banned: set[tuple[int, int]], ending: set[int]
+) -> None:
+    builder = TreeBuilder(root=0)
+    for guess in guesses:
+        node: int | None = 0
+        for token in guess:
+            assert node is not None
+            node = builder.add(node, token, "s")
+
+    def can_be(path: tuple[int, ...]) -> bool:
+        return not any((i, t) in banned for i, t in enumerate(path)) and ending.isdisjoint(path[:-1])
+
+    whole = builder.build()
+    pruned = prune(whole, permits=lambda path, token: (len(path), token) not in banned, ending=ending)
+    assert paths(pruned) == {path for path in paths(whole) if can_be(path)}
+    kept = [
+        (whole.path_tokens(d.node), d.speculator) for d in whole.draws if can_be(whole.path_tokens(d.node))
+    ]
+    assert [(pruned.path_tokens(d.node), d.speculator) for d in pruned.draws] == kept
