@@ -67,6 +67,6 @@ def test_the_readmes_commands_are_understood(line: str) -> None:
 
 @pytest.mark.slow
 def test_the_readmes_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    [program] = blocks(ROOT / "README.md", "python")
+    program = "\n".join(blocks(ROOT / "README.md", "python"))
     exec(compile(program, "README.md", "exec"), {})
     assert re.search(r"^\d+\.\d\d tokens per step$", capsys.readouterr().out, re.M)

@@ -47,7 +47,8 @@ SPECULATORS = "allowed: names of speculators, at least one; to switch speculatio
         (3, "speculation is 3; allowed: true, false, or a mapping of enabled"),
         (
             {"nodes": 3},
-            "speculation has no option 'nodes'; allowed: enabled, max_nodes, expansion, speculators, verifier",
+            "speculation has no option 'nodes'; allowed: enabled, max_nodes, expansion, speculators, "
+            "verifier",
         ),
         ({"enabled": "no"}, "speculation.enabled is 'no'; allowed: true or false"),
         ({"max_nodes": 0}, "speculation.max_nodes is 0; allowed: an integer >= 1, the root included"),
