@@ -20,6 +20,7 @@ LONGEST_MATCH = 16  # tokens; a longer match is no better a place
 LONGEST_REPLACED = 8  # tokens; longer replacements are not expected again
 NEAR = 16  # places looked at on either side of the anchor
 SIDE_DEPTH = 4  # tokens of every guess but the first: enough to be trusted, cheap enough to be wrong
+LOST = 32  # tokens of the answer since the last certain place; guesses are then few and short
 _LENGTHS = (3, 1)  # of the n-grams by which a place is found, longest first
 
 
@@ -65,8 +66,10 @@ class Alignment:
         """What may come next, likeliest first: at most `branches` guesses.
 
         The first has at most `depth` tokens. Each other one has at most SIDE_DEPTH, or as many beyond
-        the tokens it shares with the first.
+        the tokens it shares with the first. An answer that has long been elsewhere gets one short guess.
         """
+        if self._run < TRUSTED and self._since > LOST:
+            depth, branches = min(depth, SIDE_DEPTH), 1
         guesses: list[list[int]] = []
         for place in self._places(branches):
             reach = depth if not guesses else min(depth, SIDE_DEPTH)

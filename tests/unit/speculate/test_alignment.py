@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.speculate.alignment import SIDE_DEPTH, Alignment
+from specinfer.speculate.alignment import LOST, SIDE_DEPTH, Alignment
 
 
 def letters(text: str) -> list[int]:
@@ -175,3 +175,12 @@ def test_one_edit_is_always_found_back_from(prediction: list[int], data: st.Data
     alignment.advance([*prediction[:first], *range(100, 100 + new), *prediction[resumed : resumed + 4]])
     rest = prediction[resumed + 4 :]
     assert alignment.guesses(40, 4) == ([rest] if rest else [])
+
+
+def test_an_answer_that_stays_away_gets_one_short_guess_until_it_comes_back() -> None:
+    prediction = "abcdefghijklmnopqrstuvwxyz"
+    near, far = "abcd" + "#" * LOST, "abcd" + "#" * (LOST + 1)
+    assert [len(guess) for guess in after(prediction, near)] == [6]
+    assert [len(guess) for guess in after(prediction, far)] == [SIDE_DEPTH]
+    assert after(prediction, far + "m") == ["nopq"]
+    assert after(prediction, far + "mnop") == ["qrstuv"]

@@ -1,0 +1,108 @@
+"""Who may guess for a request, and how many nodes that takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.config import SpeculationConfig
+from specinfer.errors import RequestError
+from specinfer.request import Request
+from specinfer.speculate.alignment import SIDE_DEPTH
+from specinfer.speculate.budget import TreeBudget
+
+CONFIG = SpeculationConfig(
+    drafts=("a", "b"),
+    ngram=True,
+    ngram_branches=2,
+    ngram_depth=3,
+    suffix=True,
+    suffix_nodes=10,
+    expansion=(2, 1),  # type: ignore[arg-type]
+    forced_depth=5,
+    prediction_depth=4,
+    prediction_branches=2,
+    max_nodes=100,
+)
+DRAFT, NGRAM, SUFFIX, FORCED, PREDICTION = 4, 6, 9, 5, 4 + SIDE_DEPTH
+
+
+def budget(config: SpeculationConfig = CONFIG, extra: tuple[str, ...] = ()) -> TreeBudget:
+    return TreeBudget(config, ["draft1", "draft2"] if config.drafts else [], extra)
+
+
+def request(speculation: Any = None, prediction: tuple[int, ...] = (), **params: Any) -> Request:
+    return Request("r", (1,), SamplingParams(speculation=speculation, **params), 0, prediction)
+
+
+EVERYBODY = ("draft1", "draft2", "suffix", "ngram")
+
+
+@pytest.mark.parametrize(
+    ("asked", "guessers", "nodes"),
+    [
+        (request(), EVERYBODY, 1 + 2 * DRAFT + SUFFIX + NGRAM),
+        (request(False), (), 1),
+        (request({"enabled": False, "speculators": ["ngram"]}), (), 1),
+        (request({"speculators": ["ngram"]}), ("ngram",), 1 + NGRAM),
+        # In the engine's order, whatever the request's.
+        (request({"speculators": ["ngram", "draft2"]}), ("draft2", "ngram"), 1 + DRAFT + NGRAM),
+        (request({"max_nodes": 7}), EVERYBODY, 7),
+        (request({"max_nodes": 1}), EVERYBODY, 1),
+        (request({"expansion": "1,1,1", "speculators": "draft1"}), ("draft1",), 1 + 3),
+        (request({"expansion": "9,9,9", "speculators": "draft1"}), ("draft1",), 100),
+        # Who guesses from what the request brings is asked only where there is something.
+        (request(choice=["a"]), ("grammar", *EVERYBODY), 1 + FORCED + 2 * DRAFT + SUFFIX + NGRAM),
+        (request({"speculators": ["grammar"]}), (), 1),
+        (request({"speculators": ["grammar"]}, choice=["a"]), ("grammar",), 1 + FORCED),
+        (request({"speculators": ["prediction"]}, (5, 6)), ("prediction",), 1 + PREDICTION),
+        (request(False, (5, 6), choice=["a"]), (), 1),
+    ],
+)
+def test_guessers_and_the_nodes_they_could_use(asked: Request, guessers: tuple[str, ...], nodes: int) -> None:
+    ours = budget()
+    ours.check(asked)
+    assert (ours.guessers(asked), ours.nodes(asked)) == (guessers, nodes)
+
+
+def test_callers_own_speculators_may_fill_the_tree() -> None:
+    ours = budget(extra=("mine",))
+    assert ours.names == ("grammar", "prediction", *EVERYBODY, "mine")
+    assert ours.nodes(request()) == 100
+    assert ours.nodes(request({"speculators": ["mine"], "max_nodes": 6})) == 6
+    assert ours.nodes(request({"speculators": ["ngram"]})) == 1 + NGRAM
+
+
+def test_an_engine_without_speculators_still_guesses_from_what_requests_bring() -> None:
+    ours = budget(SpeculationConfig())
+    assert ours.usual_nodes == 1
+    assert ours.guessers(request()) == ()
+    assert ours.guessers(request(prediction=(5,), regex="a")) == ("grammar", "prediction")
+
+
+def test_the_usual_tree_has_room_for_the_engines_own_speculators() -> None:
+    assert budget().usual_nodes == 1 + 2 * DRAFT + SUFFIX + NGRAM
+
+
+@pytest.mark.parametrize(
+    ("speculation", "line"),
+    [
+        (
+            {"speculators": ["ngram", "eagle"]},
+            "speculation.speculators names 'eagle'; this engine has grammar, prediction, draft1, draft2, "
+            "suffix, ngram",
+        ),
+        (
+            {"speculators": "draft"},
+            "speculation.speculators names 'draft'; this engine has grammar, prediction, draft1, draft2, "
+            "suffix, ngram",
+        ),
+        ({"max_nodes": 101}, "speculation.max_nodes is 101; the engine allows at most 100: lower it"),
+    ],
+)
+def test_what_the_engine_does_not_have_is_refused(speculation: Any, line: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        budget().check(request(speculation))
+    assert str(caught.value) == line

@@ -1,0 +1,106 @@
+"""What a grammar leaves no choice about, as chains of guesses; each byte is a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.plan import PlanEntry
+from specinfer.processors.grammar import GrammarCompiler
+from specinfer.processors.pipeline import Processors
+from specinfer.request import Request
+from specinfer.speculate.forced import GrammarSpeculator
+from specinfer.tree import DrawRule
+from tests.engines import Tiny, write_tiny
+
+VOCAB, EOS, ROOT = 128, 5, 63
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(
+        tmp_path_factory.mktemp("tiny"), vocab_size=VOCAB, max_context=96, eos_token_id=EOS, spread=0.25
+    )
+
+
+def entry(
+    tiny: Tiny, output: str = "", *, max_nodes: int = 64, max_depth: int = 50, **params: Any
+) -> PlanEntry:
+    asked = SamplingParams(**params)
+    form = asked.structured_output
+    processors = Processors(
+        asked,
+        [ROOT],
+        vocab=VOCAB,
+        ending=[EOS],
+        grammar=None if form is None else GrammarCompiler(tiny.tokenizer, VOCAB).compile(form).state(),
+    )
+    processors.commit(output.encode())
+    text = [ROOT, *output.encode()]
+    return PlanEntry(
+        Request("r", (ROOT,), asked, 0),
+        text,
+        len(text) - 1,
+        len(text),
+        max_nodes,
+        max_depth,
+        (),
+        0,
+        processors,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "guess"),
+    [
+        ({"regex": "yes|no"}, ""),  # there is a choice
+        ({"regex": "yes|no", "output": "y"}, "es"),
+        ({"choice": ["abcdx", "abcdy"]}, "abcd"),
+        ({"choice": ["abcdx", "abcdy"], "output": "abcd"}, ""),
+        ({"choice": ["abcdefghijk"]}, "abcdefgh"),  # as deep as the speculator goes
+        ({"choice": ["abcdefghijk"], "max_depth": 3}, "abc"),
+        ({"choice": ["abcdefghijk"], "max_nodes": 3}, "ab"),
+        ({"choice": ["abcdefghijk"], "max_nodes": 1}, ""),
+        ({"choice": ["abcdefghijk"], "max_depth": 0}, ""),
+        ({}, ""),  # no form, nothing forced
+    ],
+)
+def test_forced_text_is_one_chain(tiny: Tiny, asked: dict[str, Any], guess: str) -> None:
+    asked_entry = entry(tiny, **asked)
+    (tree,) = GrammarSpeculator(depth=8).propose([asked_entry])
+    tree.check_integrity()
+    assert tree.token_ids == (asked_entry.token_ids[-1], *guess.encode())
+    assert tree.parents == tuple(range(-1, len(guess)))
+    assert {(draw.speculator, draw.rule) for draw in tree.draws} <= {("grammar", DrawRule.POINT_MASS)}
+    assert len(tree.draws) == len(guess)
+
+
+def test_without_processors_nothing_is_guessed() -> None:
+    plain = PlanEntry(Request("r", (ROOT,), SamplingParams(), 0), [ROOT], 0, 1, 64, 9, (), 0)
+    (tree,) = GrammarSpeculator(depth=8).propose([plain])
+    assert tree.token_ids == (ROOT,)
+
+
+def test_each_entry_gets_its_own_and_asking_moves_nothing(tiny: Tiny) -> None:
+    speculator = GrammarSpeculator(depth=8)
+    entries = [entry(tiny, choice=["abc"]), entry(tiny), entry(tiny, "x", choice=["xyz"])]
+    guesses = [bytes(tree.token_ids[1:]) for tree in speculator.propose(entries)]
+    assert guesses == [b"abc", b"", b"yz"]
+    speculator.observe([])
+    assert [bytes(tree.token_ids[1:]) for tree in speculator.propose(entries)] == guesses
+
+
+def test_an_engine_writes_forced_text_in_few_steps_and_says_who_guessed(tiny: Tiny) -> None:
+    text = "the same text, whatever the model thinks of it"
+    params = SamplingParams(seed=1, choice=[text], max_tokens=60)
+    (output,) = tiny.llm().generate(["?"], params)
+    (plain,) = tiny.llm().generate(
+        ["?"], SamplingParams(seed=1, choice=[text], max_tokens=60, speculation=False)
+    )
+    assert output.text == plain.text == text
+    # 46 bytes and the end: the first token comes with the prompt, then 16 forced ones and one more a step.
+    assert output.figures.steps == 3
+    assert output.figures.credit == {"grammar": 45 - 2}
+    assert plain.figures.steps == len(text)
