@@ -44,12 +44,16 @@ class TreeBudget:
 
     def guessers(self, request: Request) -> tuple[str, ...]:
         """The names of the speculators that may guess for the request, in the order they are asked."""
-        wishes = request.params.speculation
+        params, wishes = request.params, request.params.speculation
         if not wishes.enabled:
             return ()
+        # Earlier answers may have been made with the same seed, and then with the same chance that
+        # multi-step sampling is about to use: a guess that knows it would change the law.
+        chance = (wishes.verifier or self._config.verifier) == "mss" and not params.greedy
         has = {
-            "grammar": request.params.structured_output is not None,
+            "grammar": params.structured_output is not None,
             "prediction": bool(request.prediction),
+            "suffix": not (chance and params.seed is not None),
         }
         return tuple(
             name
