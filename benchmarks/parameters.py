@@ -166,8 +166,8 @@ def main() -> None:
         parser.error(f"--max-tokens is {args.max_tokens}; allowed: an integer >= {LEAST}")
 
     questions = read_questions(args.dataset, args.limit)
-    shared = {"dtype": args.dtype, "max_batch_size": args.batch_size, "max_context": 2048}
-    speculation = {
+    shared: dict[str, Any] = {"dtype": args.dtype, "max_batch_size": args.batch_size, "max_context": 2048}
+    speculation: dict[str, Any] = {
         "drafts": tuple(args.draft),
         "ngram": not args.draft,
         "expansion": tuple(int(k) for k in args.expansion.split(",")),
@@ -224,7 +224,8 @@ def measure(
     plain: LLM, speculative: LLM, questions: Sequence[str], params: Sequence[SamplingParams]
 ) -> dict[str, Any]:
     """One setting without and with speculation, as plain JSON values."""
-    expected, alone = answers(plain, questions, params)
+    # Without any: an engine that has no speculator still guesses what a grammar forces.
+    expected, alone = answers(plain, questions, [replace(asked, speculation=False) for asked in params])
     got, beside = answers(speculative, questions, params)
     model = speculative.models.target
     admission = Admission(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, ValidationError
 from provenance import provenance_lines
 
 from specinfer import LLM, EngineConfig, RequestOutput, SamplingParams, SpeculationFigures
@@ -135,7 +135,7 @@ def verdict(task: Task, output: RequestOutput) -> str:
         return "cut"
     try:
         Draft202012Validator(task.schema).validate(json.loads(output.text))
-    except ValueError as error:  # of json, or of jsonschema
+    except (json.JSONDecodeError, ValidationError) as error:
         print(f"broken: {output.text!r}: {error}")
         return "broken"
     return "valid"

@@ -165,9 +165,11 @@ class Scheduler:
             sequence.published = full
 
     def restart(self) -> None:
-        """Let every running request wait and be recomputed, in the same order; trust no cached KV."""
+        """Let every running request wait and be recomputed, in the same order; trust no KV of theirs."""
         while self.running:
             self._give_way(self.running[-1])
+        for sequence in self.waiting:  # one of them may have been about to run
+            self._give_back(sequence)
 
     def _preempt(self, sequence: SequenceState) -> None:
         self._give_way(sequence)
@@ -175,10 +177,13 @@ class Scheduler:
 
     def _give_way(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
-        self._pool.release(sequence.block_table)
-        sequence.computed = sequence.published = 0
+        self._give_back(sequence)
         sequence.incarnation += 1
         self.waiting.appendleft(sequence)
+
+    def _give_back(self, sequence: SequenceState) -> None:
+        self._pool.release(sequence.block_table)
+        sequence.computed = sequence.published = 0
 
     def check_integrity(self) -> None:
         """Raise when a block is lost or shared, or a waiting request owns any."""
