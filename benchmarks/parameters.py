@@ -39,6 +39,7 @@ from specinfer.models.decoder import LanguageModel
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Request
 from specinfer.speculate.budget import TreeBudget
+from specinfer.speculation_params import SpeculationParams
 from specinfer.tokenizer import Tokenizer
 
 LEAST = 40  # tokens of an answer in the setting min_tokens
@@ -224,8 +225,9 @@ def measure(
     plain: LLM, speculative: LLM, questions: Sequence[str], params: Sequence[SamplingParams]
 ) -> dict[str, Any]:
     """One setting without and with speculation, as plain JSON values."""
+    off = SpeculationParams(enabled=False)
     # Without any: an engine that has no speculator still guesses what a grammar forces.
-    expected, alone = answers(plain, questions, [replace(asked, speculation=False) for asked in params])
+    expected, alone = answers(plain, questions, [replace(asked, speculation=off) for asked in params])
     got, beside = answers(speculative, questions, params)
     model = speculative.models.target
     admission = Admission(

@@ -67,6 +67,9 @@ def main() -> None:
     )
     parser.add_argument("--model", required=True, help="the target: folder, GGUF file or name")
     parser.add_argument("--limit", type=int, help="only the first edits (default: all)")
+    parser.add_argument(
+        "--plain", type=int, help="answer only the first PLAIN edits without a prediction, too (default: all)"
+    )
     parser.add_argument("--max-tokens", type=int, default=1024, help="of an answer (default 1024)")
     parser.add_argument(
         "--out", type=Path, required=True, help="Markdown file; its results lie beside it as .json"
@@ -83,12 +86,15 @@ def main() -> None:
     params = SamplingParams(temperature=0, seed=0, max_tokens=args.max_tokens)
     llm: LLM | None = None
     for number, edit in enumerate(edits):
-        if edit.file in results:
+        compare = args.plain is None or number < args.plain
+        if edit.file in results and (results[edit.file]["plain"] is not None or not compare):
             continue
         if llm is None:
             llm = LLM(args.model, max_batch_size=1, max_context=LONGEST_PROMPT + args.max_tokens)
             _ask(llm, edit, replace(params, max_tokens=min(16, args.max_tokens)))  # warms up
-        results[edit.file] = result = measure(llm, edit, params, prediction_first=number % 2 == 1)
+        results[edit.file] = result = measure(
+            llm, edit, params, prediction_first=number % 2 == 1, compare=compare
+        )
         print(_row(edit, result), flush=True)
         _write(results_file, json.dumps({"settings": settings, "edits": results}, indent=1) + "\n")
         _write(args.out, markdown(edits, results, settings))
@@ -107,23 +113,33 @@ def read_edits() -> list[Edit]:
     ]
 
 
-def measure(llm: LLM, edit: Edit, params: SamplingParams, *, prediction_first: bool) -> dict[str, Any]:
-    """One edit without and with its prediction, as plain JSON values."""
-    both = {"plain": params, "predicted": replace(params, prediction=edit.source)}
-    order = reversed(both) if prediction_first else iter(both)
-    outputs = {side: _ask(llm, edit, both[side]) for side in order}
-    plain, predicted = outputs["plain"], outputs["predicted"]
-    difference = find_difference(TargetAlone(llm.models.target), params, plain, predicted)
+def measure(
+    llm: LLM, edit: Edit, params: SamplingParams, *, prediction_first: bool, compare: bool
+) -> dict[str, Any]:
+    """One edit with its prediction and, to `compare`, without, as plain JSON values."""
+    sides = {"predicted": replace(params, prediction=edit.source)}
+    if compare:
+        sides = {"plain": params, **sides}
+    order = reversed(sides) if prediction_first else iter(sides)
+    outputs = {side: _ask(llm, edit, sides[side]) for side in order}
+    plain, predicted = outputs.get("plain"), outputs["predicted"]
+    difference = (
+        None if plain is None else find_difference(TargetAlone(llm.models.target), params, plain, predicted)
+    )
     removed, added = changed_lines(edit.source, predicted.text)
     return {
         "digest": edit.digest,
         "commit": commit(),
-        "prompt_tokens": len(plain.prompt_token_ids),
-        "plain": _side(plain),
+        "prompt_tokens": len(predicted.prompt_token_ids),
+        "plain": None if plain is None else _side(plain),
         "predicted": _side(predicted),
         "difference": None
         if difference is None
-        else {**difference.to_json(), "text": str(difference), "same_text": plain.text == predicted.text},
+        else {
+            **difference.to_json(),
+            "text": str(difference),
+            "same_text": plain is not None and plain.text == predicted.text,
+        },
         "lines_removed": removed,
         "lines_added": added,
     }
@@ -191,7 +207,9 @@ def _summary(edits: Sequence[Edit], results: Mapping[str, Any]) -> list[str]:
     done = {edit.file: results[edit.file] for edit in edits if edit.file in results}
     if not done:
         return ["- no edit measured yet"]
-    plain, predicted = (_total([r[side] for r in done.values()]) for side in ("plain", "predicted"))
+    compared = [r for r in done.values() if r["plain"] is not None]
+    plain, faster = (_total([r[side] for r in compared]) for side in ("plain", "predicted"))
+    predicted = _total([r["predicted"] for r in done.values()])
     per_edit = [_per_step(r["predicted"]) for r in done.values()]
     differing = {file: r["difference"] for file, r in done.items() if r["difference"] is not None}
     same_text = sum(d["same_text"] for d in differing.values())
@@ -202,11 +220,11 @@ def _summary(edits: Sequence[Edit], results: Mapping[str, Any]) -> list[str]:
         f"- **tokens per step: {_per_step(predicted):.2f}** over all steps; per edit: mean "
         f"{statistics.fmean(per_edit):.2f}, median {statistics.median(per_edit):.2f}, least "
         f"{min(per_edit):.2f}; {sum(x >= GOAL for x in per_edit)} edits at {GOAL:g} or more",
-        f"- tokens/s: {_rate(plain):.1f} without, {_rate(predicted):.1f} with the prediction: "
-        f"{_ratio(_rate(predicted), _rate(plain)):.2f} times",
+        f"- tokens/s of {len(compared)} edits: {_rate(plain):.1f} without, {_rate(faster):.1f} with the "
+        f"prediction: {_ratio(_rate(faster), _rate(plain)):.2f} times",
         f"- prediction tokens: {predicted['accepted']} accepted, {predicted['rejected']} rejected "
         f"({_ratio(predicted['accepted'], proposed):.0%} of the proposed were accepted)",
-        f"- identical texts: {len(done) - len(differing) + same_text} of {len(done)}",
+        f"- identical texts: {len(compared) - len(differing) + same_text} of {len(compared)}",
         *(
             f"  - {file}, {d['text']}: {'rounding' if d['explained'] else 'NOT EXPLAINED'}"
             for file, d in differing.items()
@@ -218,15 +236,18 @@ def _summary(edits: Sequence[Edit], results: Mapping[str, Any]) -> list[str]:
 def _row(edit: Edit, result: Mapping[str, Any]) -> str:
     plain, predicted, difference = result["plain"], result["predicted"], result["difference"]
     identical = "yes" if difference is None or difference["same_text"] else "no"
+    rates = ["", f"{_rate(predicted):.1f}", ""]
+    if plain is None:
+        identical = ""
+    else:
+        rates = [f"{_rate(plain):.1f}", rates[1], f"{_ratio(_rate(predicted), _rate(plain)):.2f}"]
     cells = (
         edit.file,
         len(edit.source.splitlines()),
         f"-{result['lines_removed']} +{result['lines_added']}",
         predicted["tokens"],
         predicted["finish_reason"],
-        f"{_rate(plain):.1f}",
-        f"{_rate(predicted):.1f}",
-        f"{_ratio(_rate(predicted), _rate(plain)):.2f}",
+        *rates,
         f"{_per_step(predicted):.2f}",
         predicted["accepted"],
         predicted["rejected"],

@@ -133,7 +133,7 @@ def test_the_page_adds_up_steps_and_names_what_differs(bench: ModuleType) -> Non
     # 120 tokens in 30 steps; 10 and 2.5 by themselves
     assert "**tokens per step: 4.00** over all steps; per edit: mean 6.25, median 6.25, least 2.50" in page
     assert "1 edits at 5 or more" in page
-    assert "- tokens/s: 10.0 without, 30.0 with the prediction: 3.00 times" in page
+    assert "- tokens/s of 2 edits: 10.0 without, 30.0 with the prediction: 3.00 times" in page
     assert "- prediction tokens: 90 accepted, 30 rejected (75% of the proposed were accepted)" in page
     assert "- identical texts: 1 of 2\n  - b.py, at output token 7: 1 became 2: rounding" in page
     assert "| b.py | 2 | -1 +2 | 61 | stop | 10.0 | 30.0 | 3.00 | 2.50 | 36 | 24 | no |" in page
