@@ -120,7 +120,7 @@ class RequestOutput:
     index: int = 0  # which of the prompt's n completions
     logprobs: tuple[Logprobs, ...] | None = None  # [output tokens], if asked for
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None  # [prompt tokens], None first, if asked for
-    cached_tokens: int = 0  # prompt tokens whose KV another request had left behind
+    cached_tokens: int = 0  # prompt tokens whose KV an earlier request had left behind
     error: str | None = None  # why it ended, where finish_reason is "error"
     others: tuple[RequestOutput, ...] = ()  # the prompt's other completions, when n > 1
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One request's rows in a step, and what they may see.
+    """Some of one request's rows in a step, and what they may see.
 
     `mask_TS` is added to the scores: 0 where row t sees cache position s, -inf where not.
     `window_mask_TS` is the same for layers with a sliding window. S may exceed the request's positions:
     what is behind them is hidden from every row, and finite.
     """
 
-    rows: slice  # of the step's T rows
+    rows: Tensor | slice  # of the step's T rows
     slots_S: Tensor | slice  # the cache slots of positions 0..S-1; a slice where they are contiguous
     mask_TS: Tensor
     window_mask_TS: Tensor
@@ -29,7 +29,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The segments of one forward pass, in row order, and where its K and V go."""
+    """The segments of one forward pass, each row in one of them, and where its K and V go."""
 
     segments: tuple[Segment, ...]
     write_slots_T: Tensor | slice  # int64; the cache slot of each row

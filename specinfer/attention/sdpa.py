@@ -1,4 +1,4 @@
-"""Attention through torch's scaled_dot_product_attention, one call per request: any dtype, any device.
+"""Attention through torch's scaled_dot_product_attention, one call per segment: any dtype, any device.
 
 Shapes: T rows, S cache positions, P slots, N query heads, K key-value heads, G = N / K,
 L = G * T, H head size.
@@ -41,9 +41,10 @@ class SdpaBackend:
         segments = batch.segments
         if len(segments) == 1:
             return _attend(q_TNH, k_cache_PKH, v_cache_PKH, segments[0], scale, windowed)
-        return torch.cat(
-            [_attend(q_TNH[s.rows], k_cache_PKH, v_cache_PKH, s, scale, windowed) for s in segments]
-        )
+        out_TNH = torch.empty_like(q_TNH)
+        for s in segments:
+            out_TNH[s.rows] = _attend(q_TNH[s.rows], k_cache_PKH, v_cache_PKH, s, scale, windowed)
+        return out_TNH
 
 
 def _attend(

@@ -30,7 +30,6 @@ from specinfer.runtime.runner import ModelRunner, Move, as_rows
 from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
-from specinfer.tree.mask import chain_then_tree
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.pairs import Verifier
 
@@ -156,6 +155,7 @@ class Engine:
 
     def _recover(self) -> None:
         """After a step that was cut short: texts are what was said, and nothing in a cache is trusted."""
+        self._scheduler.restart()  # first: what `computed` says may not be so
         for running in list(self._requests.values()):
             sequence, transcript = running.sequence, running.transcript
             request = sequence.request
@@ -168,7 +168,6 @@ class Engine:
             else:
                 sequence.processors = self._admission.processors(request)
                 sequence.processors.commit(transcript.token_ids)
-        self._scheduler.restart()
 
     def _leave(self, running: _Running) -> None:
         # In this order an interrupt between the two leaves nothing that `abort` does not mend.
@@ -289,9 +288,10 @@ def _rows(entry: PlanEntry, tree: TokenTree | None) -> Rows:
         positions=positions,
         start=entry.start,
         block_table=entry.block_table,
-        sees=chain_then_tree(chain, tree.parents),
-        tail_positions=positions,
+        sees=None,
+        tail_positions=None,
         logits_from=chain - 1,
+        parents=tree.parents,
     )
 
 

@@ -67,6 +67,10 @@ class BlockPool:
         """How many of `blocks` nobody owns: those that `num_free` counts."""
         return sum(block in self._kept for block in blocks)
 
+    def any_published(self, blocks: Sequence[int]) -> bool:
+        """Whether one of `blocks` can be found by others, so that nobody may write to it."""
+        return any(block in self._hashes for block in blocks)
+
     def share(self, block_table: list[int], blocks: Sequence[int]) -> None:
         """Make the owner of an empty `block_table` an owner of published `blocks`, too."""
         assert not block_table, "a text is found at its beginning"

@@ -99,6 +99,8 @@ class Scheduler:
     def _entry(self, sequence: SequenceState, rows: int) -> PlanEntry | None:
         """The sequence's share of at most `rows` rows; None when its blocks cannot be had."""
         start, uncomputed = sequence.computed, sequence.uncomputed
+        # A step writes to positions from `start` on, a path moves to ones behind `end`: none is published.
+        assert sequence.published * self._pool.block_size <= start, (sequence.published, start)
         if sequence.request.params.prompt_logprobs is not None:
             rows = min(rows, _SCORED_ROWS)
         if uncomputed > rows:
@@ -129,16 +131,21 @@ class Scheduler:
 
     def _find(self, sequence: SequenceState) -> list[int] | None:
         """The published blocks a waiting sequence may start behind; None: the next one is being computed."""
-        if not self._prefix_reuse or sequence.request.params.prompt_logprobs is not None:
+        if not self._prefix_reuse:
             return []
         size = self._pool.block_size
+        hashes = sequence.hash_blocks(size)  # of a scored prompt too: others wait for its blocks
+        if sequence.request.params.prompt_logprobs is not None:
+            return []
         # The last token is always computed: its logits are wanted.
-        hashes = sequence.hash_blocks(size)[: (len(sequence.token_ids) - 1) // size]
+        hashes = hashes[: (len(sequence.token_ids) - 1) // size]
         found = self._pool.find(hashes)
-        following = hashes[len(found) : len(found) + 1]
-        # What is published is found, so whoever has the same block next has yet to compute it.
-        if any(other.block_hashes[len(found) : len(found) + 1] == following != [] for other in self.running):
-            return None
+        end = len(found) + 1
+        if end <= len(hashes):
+            for other in self.running:
+                # One that is past this block has a copy nobody can find: no use to wait for it.
+                if other.computed < end * size and other.block_hashes[end - 1 : end] == [hashes[end - 1]]:
+                    return None
         return found
 
     def _begin(self, sequence: SequenceState, found: list[int]) -> None:
@@ -148,7 +155,7 @@ class Scheduler:
         sequence.computed = len(found) * self._pool.block_size
         if sequence.incarnation == 0:
             sequence.cached_tokens = sequence.computed
-        if self._prefix_reuse:
+        if self._prefix_reuse and sequence.request.params.prompt_logprobs is None:
             self.prefix_queries += len(sequence.token_ids)
             self.prefix_hits += sequence.computed
 
@@ -191,6 +198,8 @@ class Scheduler:
         self._pool.check_integrity([s.block_table for s in sequences])
         for sequence in sequences:
             sequence.check_integrity(self._pool.block_size)
+            behind = sequence.block_table[sequence.computed // self._pool.block_size :]
+            assert not self._pool.any_published(behind), "a block that is to be written can be found"
         for sequence in self.waiting:
             assert not sequence.block_table, f"{sequence.request.request_id} waits and owns blocks"
 

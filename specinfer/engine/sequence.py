@@ -55,7 +55,7 @@ class SequenceState:
         for block in range(len(self.block_hashes), len(self.token_ids) // block_size):
             before = self.block_hashes[-1] if self.block_hashes else _root(self.request.params.cache_salt)
             tokens = array("q", self.token_ids[block * block_size : (block + 1) * block_size])
-            self.block_hashes.append(blake2b(before + tokens.tobytes(), digest_size=16).digest())
+            self.block_hashes.append(blake2b(before + tokens.tobytes(), digest_size=32).digest())
         return self.block_hashes
 
     def check_integrity(self, block_size: int) -> None:
@@ -67,4 +67,6 @@ class SequenceState:
 
 def _root(salt: str | None) -> bytes:
     """What the first block's hash hangs from; no salt is a salt of its own."""
-    return blake2b(b"" if salt is None else b"salt " + salt.encode(), digest_size=16).digest()
+    # Any string is a salt, also one with half a character, which JSON can write and UTF-8 cannot.
+    salted = b"" if salt is None else b"salt " + salt.encode(errors="surrogatepass")
+    return blake2b(salted, digest_size=32).digest()

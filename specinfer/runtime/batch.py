@@ -9,9 +9,11 @@ The n rows write the cache positions start .. start + n - 1. A chunk of a prompt
 followed by a tree, and the frontier of a draft's half-grown tree are all of this form.
 
 A row's result must not depend on the rows beside it, or greedy text would change where two logits are
-close. Two things would make it: a product of one row takes another kernel than a product of several, so
-one row is run as two; and sums over S positions are made in an order that depends on S, so S is padded
-with hidden positions to whole blocks of PAD: every block is then summed in the same way.
+close. Three things would make it: a product of one row takes another kernel than a product of several, so
+one row is run as two; sums over S positions are made in an order that depends on S, so S is padded with
+hidden positions to whole blocks of PAD: every block is then summed in the same way; and a node behind
+siblings has its ancestors at other places than a chain would. So a whole tree is read path by path, one
+segment each, as if each were a chain: the keys of a path lie in a row, and nothing is between them.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class Rows:
     sees: NDArray[np.bool_] | None  # [n, tail]; None: a chain, each row sees all before it
     tail_positions: Sequence[int] | None  # [tail]; None: the rows' own positions
     logits_from: int  # rows from this one on yield logits; n for none
+    parents: Sequence[int] | None = None  # of the last rows, if they are a whole tree; `sees` is then None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +81,11 @@ def build_batch(
         wanted.extend(range(first + part.logits_from, first + n))
         slots = _slots(part.block_table, part.start + n, block_size, device)
         writes.append(_written(slots, part.start, n))
-        mask, window_mask = _masks(part, window, dtype, device)
-        segments.append(Segment(slice(first, first + n), slots, mask, window_mask))
+        if part.parents is not None and any(parent != i - 1 for i, parent in enumerate(part.parents)):
+            segments.extend(_path_segments(part, first, slots, window, dtype, device))
+        else:
+            mask, window_mask = _masks(part, window, dtype, device)
+            segments.append(Segment(slice(first, first + n), slots, mask, window_mask))
     write_slots = writes[0] if len(writes) == 1 else torch.cat([_as_tensor(w, device) for w in writes])
     num_logits = len(wanted)
     all_rows = num_logits == len(token_ids)
@@ -133,6 +139,62 @@ def _slots(table: Sequence[int], length: int, block_size: int, device: torch.dev
     slots = np.full(_padded(length), first * block_size, dtype=np.int64)
     slots[:length] = (blocks[:, None] * block_size + np.arange(block_size)).ravel()[:length]
     return torch.from_numpy(slots).to(device)
+
+
+def _path_segments(
+    part: Rows,
+    first: int,
+    slots: Tensor | slice,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Segment]:
+    """One segment per leaf of the tree: the text and the path to the leaf, as a chain.
+
+    A row belongs to the first path that has it. `first` is the number of the part's first row.
+    """
+    assert part.parents is not None
+    before = len(part.token_ids) - len(part.parents)  # rows of text before the root
+    text = np.arange(part.start + before)
+    all_slots = _as_tensor(slots, device)
+    segments: list[Segment] = []
+    for path, old in _paths(part.parents):
+        # The row of each key from `part.start` on, and the place of each row's own key among all keys.
+        rows = np.array([*range(before), *(before + node for node in path)])
+        own = np.arange(part.start, part.start + len(rows))
+        fresh = before + old if segments else 0
+        keys = np.concatenate([text, part.start + rows[before:]])
+        padded = np.full(_padded(len(keys)), keys[0])
+        padded[: len(keys)] = keys
+        hidden = np.arange(len(padded))[None, :] > own[fresh:, None]
+        mask = window_mask = _additive(hidden, dtype, device)
+        if window is not None and len(keys) > window:
+            too_old = own[fresh:, None] - np.arange(len(padded))[None, :] >= window
+            window_mask = _additive(hidden | too_old, dtype, device)
+        segments.append(
+            Segment(
+                torch.from_numpy(first + rows[fresh:]).to(device),
+                all_slots[torch.from_numpy(padded).to(device)],
+                mask,
+                window_mask,
+            )
+        )
+    return segments
+
+
+def _paths(parents: Sequence[int]) -> list[tuple[list[int], int]]:
+    """For every leaf the nodes from the root to it, and how many of them an earlier path has, too."""
+    leaves = set(range(len(parents))) - set(parents)
+    taken: set[int] = set()
+    paths: list[tuple[list[int], int]] = []
+    for leaf in sorted(leaves):
+        path = [leaf]
+        while path[-1] > 0:
+            path.append(parents[path[-1]])
+        path.reverse()
+        paths.append((path, sum(node in taken for node in path)))
+        taken.update(path)
+    return paths
 
 
 def _written(slots: Tensor | slice, start: int, n: int) -> Tensor | slice:

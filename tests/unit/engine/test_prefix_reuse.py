@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specinfer.request import RequestOutput
+from specinfer.request import Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
 from tests.engines import Tiny, slow_generate, write_tiny
 
@@ -81,12 +80,12 @@ def test_requests_that_come_together_wait_for_the_first_also_when_it_reads_in_ch
 
 def test_salts_keep_requests_apart(tiny: Tiny) -> None:
     llm = tiny.llm(block_size=4)
-    salts = [None, "a", "b", "a", None]
+    salts = [None, "a", "b", "a", None, "\ud800", "\udfff", "\ud800"]
     outputs = [
         llm.generate(SYSTEM, SamplingParams(temperature=0, max_tokens=4, cache_salt=salt))[0]
         for salt in salts
     ]
-    assert cached(outputs) == [0, 0, 0, 16, 16]
+    assert cached(outputs) == [0, 0, 0, 16, 16, 0, 0, 16]
 
 
 def test_it_can_be_switched_off(tiny: Tiny) -> None:
@@ -100,6 +99,13 @@ def test_scored_prompts_are_computed(tiny: Tiny) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
     outputs = [llm.generate(SYSTEM, p)[0] for p in (params, params, GREEDY)]
     assert cached(outputs) == [0, 0, 16]
+    assert llm.engine.prefix_hits == (16, 18)  # only the last one looked
+
+
+def test_what_a_scored_prompt_computes_is_waited_for(tiny: Tiny) -> None:
+    llm = tiny.llm(block_size=4)
+    scored = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
+    assert cached(llm.generate([SYSTEM, SYSTEM], [scored, GREEDY])) == [0, 16]
 
 
 def test_a_draft_guesses_as_well_behind_a_prefix_it_has_and_behind_one_it_never_read(tiny: Tiny) -> None:
@@ -135,49 +141,75 @@ def test_a_draft_reads_a_prefix_once(tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 
 
 @st.composite
-def traffic(draw: st.DrawFn) -> Iterator[tuple[list[int], int, str | None]]:
-    prefix = draw(st.sampled_from([SYSTEM, SYSTEM[:11], [7] * 13, []]))
+def traffic(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
+    prefix = draw(st.sampled_from([SYSTEM, SYSTEM, SYSTEM[:11], []]))
     rest = draw(st.lists(st.integers(0, 5), min_size=1, max_size=9))
-    return [*prefix, *rest], draw(st.integers(1, 14)), draw(st.sampled_from([None, None, "a"]))  # type: ignore[return-value]
+    params = SamplingParams(
+        temperature=1,
+        seed=draw(st.integers(0, 99)),
+        max_tokens=draw(st.integers(1, 20)),
+        cache_salt=draw(st.sampled_from([None, None, None, "a"])),
+        prompt_logprobs=draw(st.sampled_from([None, None, None, None, 0])),
+    )
+    return [*prefix, *rest], params
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(
-    data=st.data(),
-    requests=st.lists(traffic(), min_size=2, max_size=8),
+    requests=st.lists(traffic(), min_size=3, max_size=9),
+    # After each number of steps: another request comes, or one that is there is aborted.
+    happenings=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 7)), max_size=12),
     options=st.fixed_dictionaries(
         {
             "drafts": st.sampled_from([(), ("similar",), ("similar", "stranger")]),
             "ngram": st.booleans(),
             "block_size": st.sampled_from([1, 4]),
             "max_nodes": st.just(8),
+            "max_context": st.just(48),
             "max_step_tokens": st.sampled_from([6, 40]),
             "max_batch_size": st.sampled_from([2, 4]),
         }
     ),
 )
 def test_whatever_is_shared_preempted_or_aborted_texts_and_blocks_stay_right(
-    tiny: Tiny, data: st.DataObject, requests: list[Any], options: dict[str, Any]
+    tiny: Tiny,
+    requests: list[tuple[list[int], SamplingParams]],
+    happenings: list[tuple[int, int]],
+    options: dict[str, Any],
 ) -> None:
-    positions = 110  # the longest request needs 45; several do not fit
+    positions = 56  # the longest request needs 47: two of them fit only as far as they share
     llm = tiny.llm(kv_cache_memory=positions * SLOT * (1 + len(options["drafts"])), **options)
-    streams = {}
-    for number, (prompt, max_tokens, salt) in enumerate(requests):
-        params = SamplingParams(temperature=1, seed=number, max_tokens=max_tokens, cache_salt=salt)
-        streams[number] = (llm.stream(prompt, params), prompt, params)
-    while streams:
-        number = data.draw(st.sampled_from(sorted(streams)))
-        stream, prompt, params = streams[number]
-        if data.draw(st.integers(0, 19)) == 0:
-            stream.close()  # type: ignore[attr-defined]
-            del streams[number]
-        else:
-            output = next(stream)
-            if output.finished:
-                assert list(output.token_ids) == slow_generate(tiny.target, prompt, params)
-                del streams[number]
-        llm.engine.check_integrity()
-    assert not llm.engine.has_work
+    engine = llm.engine
+    arriving = [
+        Request(f"{number}", tuple(prompt), params, seed=params.seed or 0)
+        for number, (prompt, params) in enumerate(requests)
+    ]
+    present = {request.request_id: request for request in arriving[:2]}
+    for request in arriving[:2]:
+        engine.add(request)
+    del arriving[:2]
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            for output in engine.step():
+                if output.finished:
+                    request = present.pop(output.request_id)
+                    alone = slow_generate(tiny.target, request.prompt_token_ids, request.params)
+                    assert list(output.token_ids) == alone
+            engine.check_integrity()
+
+    for wait, what in happenings:
+        steps(wait)
+        if what == 0 and present:
+            engine.abort(present.popitem()[0])
+            engine.check_integrity()
+        elif arriving:
+            request = arriving.pop(0)
+            present[request.request_id] = request
+            engine.add(request)
+    while engine.has_work:
+        steps(1)
+    assert not present
 
 
 def test_a_llm_of_a_config_may_switch_it_off() -> None:

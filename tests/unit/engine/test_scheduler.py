@@ -130,6 +130,76 @@ def test_the_newest_gives_way_and_comes_back_first() -> None:
     assert shares(s.schedule())[0] == ("b", 4, 8, 1)
 
 
+def alike(name: str, prompt: int, **params: int) -> SequenceState:
+    """A request whose prompt begins 0 1 2 ..., like every other of these."""
+    return SequenceState(Request(name, tuple(range(prompt)), SamplingParams(temperature=0, **params), seed=0))
+
+
+def test_who_begins_like_a_running_prompt_waits_for_it_and_nobody_overtakes() -> None:
+    s = scheduler(rows=6)
+    a, b, c = alike("a", 11), alike("b", 10), sequence("c", 2)
+    for state in (a, b, c):
+        s.add(state)
+    seen = []
+    for _ in range(3):
+        plan = s.schedule()
+        s.check_integrity()
+        seen.append(shares(plan))
+        commit(plan, [a, b, c])
+    assert seen == [
+        [("a", 0, 6, 0)],
+        [("a", 6, 11, 1)],  # b found block 0 and waits for block 1, though a row is left
+        [("a", 11, 12, 5), ("b", 8, 9, 0)],
+    ]
+    assert b.block_table[:2] == a.block_table[:2]
+    assert (b.cached_tokens, s.prefix_hits, s.prefix_queries) == (8, 8, 21)
+
+
+def test_nobody_waits_for_a_copy_that_cannot_be_found() -> None:
+    s = scheduler(rows=64, blocks=12, tree=1)
+    a, scored, other, late = alike("a", 9), alike("s", 9, prompt_logprobs=0), sequence("o", 35), alike("l", 9)
+    s.add(a)
+    commit(s.schedule(), [a])
+    s.remove(a)  # its blocks are kept
+    s.add(scored)
+    commit(s.schedule(), [scored])  # computed again; of equal blocks the first is found
+    s.add(other)
+    commit(s.schedule(), [scored, other])  # takes the kept blocks
+    s.remove(other)
+    s.add(late)
+    assert shares(s.schedule())[-1] == ("l", 0, 9, 1)
+
+
+def test_a_request_that_gave_way_comes_back_behind_what_others_still_share_with_it() -> None:
+    s = scheduler(blocks=5, tree=1)
+    a, b = alike("a", 12), alike("b", 10)
+    s.add(a)
+    commit(s.schedule(), [a])
+    s.add(b)
+    plan = s.schedule()
+    assert shares(plan) == [("a", 12, 13, 1), ("b", 8, 10, 1)]  # 4 blocks and 1 of its own
+    for _ in range(4):
+        commit(plan, [a, b])
+        plan = s.schedule()
+        s.check_integrity()
+    # a's 17th position takes b's own block; the two that a has, too, are there when b comes again.
+    assert (shares(plan), s.preemptions, b.incarnation, b.computed) == ([("a", 16, 17, 1)], 1, 1, 0)
+    s.remove(a)
+    assert shares(s.schedule()) == [("b", 8, 13, 1)]
+    assert b.cached_tokens == 8  # what was there when it first came
+
+
+def test_a_block_that_is_to_be_written_and_can_be_found_is_noticed() -> None:
+    s, a = scheduler(), alike("a", 9)
+    s.add(a)
+    commit(s.schedule(), [a])
+    s.schedule()
+    s.check_integrity()
+    a.computed, a.published = 4, 1
+    with pytest.raises(AssertionError, match="a block that is to be written can be found"):
+        s.check_integrity()
+
+
 def test_blocks_that_go_astray_are_noticed() -> None:
     s, a = scheduler(), sequence("a", 9)
     s.add(a)

@@ -7,7 +7,7 @@ import torch
 
 from specinfer.attention.backend import Segment
 from specinfer.runtime.batch import PAD, ModelBatch, Rows, build_batch, chain_rows, slots_of
-from specinfer.tree.mask import ancestor_matrix, chain_then_tree
+from specinfer.tree.mask import ancestor_matrix
 
 
 def build(*rows: Rows, window: int | None = None, block_size: int = 4) -> ModelBatch:
@@ -37,20 +37,42 @@ def test_a_chunk_of_a_prompt_sees_what_is_before_it() -> None:
     assert (batch.logit_rows.tolist(), batch.num_logits) == ([2, 2], 1)  # a product of one row is run as two
 
 
-def test_a_tree_sees_the_text_and_its_ancestors() -> None:
+def paths(batch: ModelBatch) -> list[tuple[list[int], list[int], list[str]]]:
+    """For each segment its rows, the slots of its keys, and who sees which of these."""
+    found = []
+    for part in batch.attention.segments:
+        assert isinstance(part.rows, torch.Tensor)
+        assert isinstance(part.slots_S, torch.Tensor)
+        length = int((part.mask_TS == 0).any(dim=0).sum())
+        found.append((part.rows.tolist(), part.slots_S[:length].tolist(), visible(part.mask_TS, length)))
+    return found
+
+
+def test_a_tree_is_read_path_by_path_each_a_chain() -> None:
     #  root 4 at position 3     1: 5   2: 7 (siblings)   3: 6 below 1
-    rows = Rows([4, 5, 7, 6], [3, 4, 4, 5], 3, [0, 1], ancestor_matrix([-1, 0, 0, 1]), [3, 4, 4, 5], 0)
-    batch = build(rows)
-    assert visible(segment(batch).mask_TS, 7) == ["xxxx...", "xxxxx..", "xxxx.x.", "xxxxx.x"]
+    batch = build(Rows([4, 5, 7, 6], [3, 4, 4, 5], 3, [0, 1], None, None, 0, parents=[-1, 0, 0, 1]))
+    assert paths(batch) == [
+        ([0, 2], [0, 1, 2, 3, 5], ["xxxx.", "xxxxx"]),  # the root at slot 3, node 2 at slot 5
+        ([1, 3], [0, 1, 2, 3, 4, 6], ["xxxxx.", "xxxxxx"]),  # the root's row is run once
+    ]
+    assert batch.attention.write_slots_T == slice(3, 7)
     assert batch.logit_rows is None
     assert batch.num_logits == 4
 
 
+def test_a_tree_that_is_a_chain_is_one() -> None:
+    batch = build(Rows([4, 5, 7], [3, 4, 5], 3, [0, 1], None, None, 0, parents=[-1, 0, 1]))
+    assert segment(batch).rows == slice(0, 3)
+    assert visible(segment(batch).mask_TS, 6) == ["xxxx..", "xxxxx.", "xxxxxx"]
+
+
 def test_a_prompt_followed_by_a_tree() -> None:
-    sees = chain_then_tree(3, [-1, 0, 0])
-    positions = [0, 1, 2, 3, 3]
-    batch = build(Rows([1, 2, 4, 5, 7], positions, 0, [0, 1], sees, positions, 2))
-    assert visible(segment(batch).mask_TS, 5) == ["x....", "xx...", "xxx..", "xxxx.", "xxx.x"]
+    # Blocks 5 and 2: positions 0..3 are slots 20..23, position 4 is slot 8.
+    batch = build(Rows([1, 2, 4, 5, 7], [0, 1, 2, 3, 3], 0, [5, 2], None, None, 2, parents=[-1, 0, 0]))
+    assert paths(batch) == [
+        ([0, 1, 2, 3], [20, 21, 22, 23], ["x...", "xx..", "xxx.", "xxxx"]),
+        ([4], [20, 21, 22, 8], ["xxxx"]),
+    ]
     assert batch.logit_rows is not None
     assert batch.logit_rows.tolist() == [2, 3, 4]
 
@@ -69,6 +91,14 @@ def test_a_window_counts_positions_in_the_text_not_in_the_cache() -> None:
     batch = build(rows, window=3)
     assert visible(segment(batch).mask_TS, 6) == ["xxxx..", "xxxxx.", "xxxx.x"]
     assert visible(segment(batch).window_mask_TS, 6) == [".xxx..", "..xxx.", "..xx.x"]
+
+
+def test_a_window_over_the_paths_of_a_tree() -> None:
+    batch = build(Rows([4, 5, 7], [3, 4, 4], 3, [0, 1], None, None, 0, parents=[-1, 0, 0]), window=3)
+    windows = [visible(part.window_mask_TS, 5) for part in batch.attention.segments]
+    assert windows == [[".xxx.", "..xxx"], ["..xxx"]]
+    assert [len(mask) for mask in windows] == [2, 1]
+    assert [visible(part.mask_TS, 5) for part in batch.attention.segments] == [["xxxx.", "xxxxx"], ["xxxxx"]]
 
 
 def test_one_row_is_run_twice_and_writes_one_slot() -> None:

@@ -13,7 +13,6 @@ from specinfer.models.weights import load_model
 from specinfer.runtime import batch
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
-from specinfer.tree.mask import ancestor_matrix
 from tests.tiny_models import write_tiny_llama
 
 CPU = torch.device("cpu")
@@ -49,9 +48,10 @@ def differing_lengths(folder: Path) -> list[int]:
             positions=positions,
             start=length,
             block_table=[1],
-            sees=ancestor_matrix([-1] + [0] * (TREE - 1)),
-            tail_positions=positions,
+            sees=None,
+            tail_positions=None,
             logits_from=0,
+            parents=[-1] + [0] * (TREE - 1),
         )
         other = chain_rows([1, 2, 3, 4, 5], 0, [3], logits=True)
         if not torch.equal(alone, runner.forward([other, tree])[1]):
@@ -62,6 +62,37 @@ def differing_lengths(folder: Path) -> list[int]:
 
 def test_a_root_is_the_same_alone_and_in_a_tree_at_every_length(folder: Path) -> None:
     assert differing_lengths(folder) == []
+
+
+def branching_differs(folder: Path) -> list[int]:
+    """The text lengths at which a node of a tree has other logits than the same node of a chain."""
+    model = load_model(folder, dtype=torch.bfloat16, device=CPU)
+    runner = ModelRunner(model, SdpaBackend(), num_blocks=4, block_size=1024)
+    text = [(7 * i * i + 3 * i) % 64 for i in range(1024)]
+    #  0 - 1 - 2 -+- 3 - 6 - 9      three branches; the text goes down the middle one
+    #             +- 4 - 7 - 10
+    #             +- 5 - 8 - 11
+    parents, depths = [-1, 0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5]
+    path = [0, 1, 2, 4, 7, 10]
+    differing = []
+    for length in LENGTHS:
+        runner.forward([chain_rows(text[:length], 0, [1], logits=False)])
+        chain = [
+            runner.forward([chain_rows([text[length + i]], length + i, [1], logits=True)])[0]
+            for i in range(6)
+        ]
+        tokens = [63] * 12
+        for depth, node in enumerate(path):
+            tokens[node] = text[length + depth]
+        positions = [length + depth for depth in depths]
+        tree = Rows(tokens, positions, length, [1], None, None, 0, parents)
+        if not torch.equal(runner.forward([tree])[path], torch.stack(chain)):
+            differing.append(length)
+    return differing
+
+
+def test_a_node_is_the_same_in_a_tree_and_in_a_chain(folder: Path) -> None:
+    assert branching_differs(folder) == []
 
 
 def test_a_smaller_padding_would_be_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,11 +32,18 @@ def draft(tiny: Tiny, *widths: int, max_rows: int = 64) -> DraftModel:
 
 
 def entry(
-    text: list[int], *, max_nodes: int = 64, max_depth: int = 9, blocks: int = 0, incarnation: int = 0
+    text: list[int],
+    *,
+    max_nodes: int = 64,
+    max_depth: int = 9,
+    blocks: int = 0,
+    incarnation: int = 0,
+    name: str = "r",
+    hashes: tuple[bytes, ...] = (),
 ) -> PlanEntry:
     """A decode step after `text`, whose blocks are 30 in a row from number `blocks` on."""
     return PlanEntry(
-        request=Request("r", tuple(TEXT), GREEDY, seed=0),
+        request=Request(name, tuple(TEXT), GREEDY, seed=0),
         token_ids=list(text),
         start=len(text) - 1,
         end=len(text),
@@ -44,6 +51,7 @@ def entry(
         max_depth=max_depth,
         block_table=tuple(range(blocks, blocks + 30)),
         incarnation=incarnation,
+        block_hashes=hashes,
     )
 
 
@@ -123,3 +131,54 @@ def test_a_request_that_ended_is_forgotten_and_its_id_may_come_again(tiny: Tiny)
     model.observe([Outcome("r", (), finished=True)])
     other = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
     assert guesses(model, entry(other)).token_ids == guesses(draft(tiny, 2, 2), entry(other)).token_ids
+
+
+A, B, C = b"98 76", b"98 76 54 32", b"98 76 54 32 10 11 12"  # hashes of TEXT's blocks of 4
+
+
+def read(model: DraftModel, monkeypatch: pytest.MonkeyPatch, step: PlanEntry) -> list[int]:
+    """What the first pass of a step runs; its guesses are those of a draft that runs everything."""
+    passes: list[list[int]] = []
+    forward = model._runner.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(model._runner, "forward", lambda r: (passes.append(r[0].token_ids), forward(r))[1])
+        tree = guesses(model, step)
+    assert tree.token_ids == guesses(draft_of(model), step).token_ids
+    return list(passes[0])
+
+
+def draft_of(model: DraftModel) -> DraftModel:
+    runner = ModelRunner(model._runner.model, SdpaBackend(), num_blocks=60, block_size=4)
+    return DraftModel("draft", runner, Expansion((2, 2)), DrawRule.POINT_MASS, max_rows=64)
+
+
+def test_a_new_request_starts_behind_the_blocks_whose_text_the_draft_has(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = draft(tiny, 2, 2)
+    for text in (TEXT[:9], TEXT[:10]):  # blocks count once the text has gone past them
+        guesses(model, entry(text, hashes=(A, B)))
+        model.observe([Outcome("r", (text[-1],), finished=False)])
+    model.observe([Outcome("r", (), finished=True)])
+    for name, text, hashes, expected in [
+        ("same", TEXT[:10], (A, B), [1, 0]),
+        ("longer", [*TEXT, 13], (A, B, C), [1, 0, 11, 12, 13]),
+        ("ends with a block", TEXT[:8], (A, B), [5, 4, 3, 2]),  # the root is always run
+        ("parts in block 1", [*TEXT[:6], 3, 3, 3], (A, b"other"), [5, 4, 3, 3, 3]),
+        ("reuse is off", TEXT[:10], (), TEXT[:10]),
+    ]:
+        assert read(model, monkeypatch, entry(text, name=name, hashes=hashes)) == expected, name
+
+
+def test_a_block_that_got_another_text_is_not_taken_for_the_old_one(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = draft(tiny, 2, 2)
+    for text in (TEXT[:9], TEXT[:10]):
+        guesses(model, entry(text, hashes=(A, B)))
+        model.observe([Outcome("r", (text[-1],), finished=False)])
+    model.observe([Outcome("r", (), finished=True)])
+    other = [3, 1, 4, 1, 5, 9]
+    assert read(model, monkeypatch, entry(other, name="o", hashes=(b"3 1 4 1",))) == other
+    model.observe([Outcome("o", (), finished=True)])
+    assert read(model, monkeypatch, entry(TEXT[:10], name="again", hashes=(A, B))) == TEXT[:10]
