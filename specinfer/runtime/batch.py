@@ -12,8 +12,9 @@ A row's result must not depend on the rows beside it, or greedy text would chang
 close. Three things would make it: a product of one row takes another kernel than a product of several, so
 one row is run as two; sums over S positions are made in an order that depends on S, so S is padded with
 hidden positions to whole blocks of PAD: every block is then summed in the same way; and a node behind
-siblings has its ancestors at other places than a chain would. So a whole tree is read path by path, one
-segment each, as if each were a chain: the keys of a path lie in a row, and nothing is between them.
+siblings has its ancestors at other places than a chain would. So where rows are to be independent, a whole
+tree is read path by path, one segment each, as if each were a chain: the keys of a path lie in a row, and
+nothing is between them. Elsewhere a tree is one segment, whose mask says who sees whom.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.attention.backend import AttentionBatch, Segment
+from specinfer.tree.mask import chain_then_tree
 
 PAD = 512  # the block of keys in torch's CPU attention; the KV cache has as many spare slots at its end
 
@@ -64,9 +66,18 @@ def chain_rows(token_ids: Sequence[int], start: int, block_table: Sequence[int],
 
 
 def build_batch(
-    rows: Sequence[Rows], *, block_size: int, window: int | None, dtype: torch.dtype, device: torch.device
+    rows: Sequence[Rows],
+    *,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    by_paths: bool = False,
 ) -> ModelBatch:
-    """The tensors for `rows`, in order; `window` is the model's sliding window, if any layer has one."""
+    """The tensors for `rows`, in order.
+
+    `window` is the model's sliding window, if any layer has one; `by_paths` reads trees path by path.
+    """
     if len(rows) == 1 and len(rows[0].token_ids) == 1:
         return _single_row(rows[0], block_size=block_size, window=window, dtype=dtype, device=device)
     token_ids: list[int] = []
@@ -81,7 +92,7 @@ def build_batch(
         wanted.extend(range(first + part.logits_from, first + n))
         slots = _slots(part.block_table, part.start + n, block_size, device)
         writes.append(_written(slots, part.start, n))
-        if part.parents is not None and any(parent != i - 1 for i, parent in enumerate(part.parents)):
+        if by_paths and part.parents is not None and not _is_chain(part.parents):
             segments.extend(_path_segments(part, first, slots, window, dtype, device))
         else:
             mask, window_mask = _masks(part, window, dtype, device)
@@ -182,6 +193,10 @@ def _path_segments(
     return segments
 
 
+def _is_chain(parents: Sequence[int]) -> bool:
+    return all(parent == node - 1 for node, parent in enumerate(parents))
+
+
 def _paths(parents: Sequence[int]) -> list[tuple[list[int], int]]:
     """For every leaf the nodes from the root to it, and how many of them an earlier path has, too."""
     leaves = set(range(len(parents))) - set(parents)
@@ -213,7 +228,11 @@ def _masks(rows: Rows, window: int | None, dtype: torch.dtype, device: torch.dev
     """The additive masks of full and of windowed layers, [n, padded length] each."""
     n = len(rows.token_ids)
     length = rows.start + n
-    sees = np.tri(n, dtype=np.bool_) if rows.sees is None else rows.sees
+    sees = rows.sees
+    if sees is None and rows.parents is not None:
+        sees = chain_then_tree(n - len(rows.parents) + 1, rows.parents)
+    elif sees is None:
+        sees = np.tri(n, dtype=np.bool_)
     tail = sees.shape[1]
     hidden = np.zeros((n, _padded(length)), dtype=np.bool_)
     hidden[:, length:] = True

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specinfer.attention.backend import AttentionBackend, AttentionBatch
 from specinfer.models.decoder import LanguageModel
+from specinfer.models.linear import packs
 from specinfer.runtime.batch import PAD, Rows, build_batch, slots_of
 from specinfer.runtime.kv_cache import KvCache
 
@@ -52,7 +53,12 @@ class ModelRunner:
         """Write K and V of `rows` and return the logits of the rows that want them, [R, vocab]."""
         model = self.model
         batch = build_batch(
-            rows, block_size=self.block_size, window=self._window, dtype=model.dtype, device=model.device
+            rows,
+            block_size=self.block_size,
+            window=self._window,
+            dtype=model.dtype,
+            device=model.device,
+            by_paths=packs(model.dtype, model.device),  # where products keep rows independent, attention does
         )
         attend = _BoundAttention(self.cache, self._backend, batch.attention)
         return model.forward(batch.token_ids_T, batch.positions_T, attend, batch.logit_rows)[

@@ -70,18 +70,17 @@ def test_token_by_token_over_the_cache(both, block_table):
     torch.testing.assert_close(torch.stack(got), logits_of(theirs, PROMPT), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("by_paths", [True, False], ids=["by paths", "by mask"])
 @pytest.mark.parametrize("block_table", [SCATTERED, CONTIGUOUS], ids=["scattered", "contiguous"])
-def test_every_path_of_a_tree(both, block_table, by_paths):
+def test_every_path_of_a_tree(both, block_table):
     theirs, ours = both
     runner = runner_of(ours)
     before = len(PROMPT) - 1
     runner.forward([chain_rows(PROMPT[:before], 0, block_table, logits=False)])
     sees = ancestor_matrix(TREE_PARENTS)
     positions = [before + depth for depth in TREE_DEPTHS]
-    form = (None, None, 0, TREE_PARENTS) if by_paths else (sees, positions, 0)
-    tree = Rows(TREE_TOKENS, positions, before, block_table, *form)
-    got = runner.forward([tree])
+    forms = [(None, None, 0, TREE_PARENTS), (sees, positions, 0)]  # as a tree, and with a mask of one's own
+    got, same = (runner.forward([Rows(TREE_TOKENS, positions, before, block_table, *f)]) for f in forms)
+    assert torch.equal(got, same)
     want = torch.stack([logits_of(theirs, PROMPT + path)[-1] for path in TREE_PATHS])
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
 

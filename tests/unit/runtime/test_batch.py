@@ -10,9 +10,11 @@ from specinfer.runtime.batch import PAD, ModelBatch, Rows, build_batch, chain_ro
 from specinfer.tree.mask import ancestor_matrix
 
 
-def build(*rows: Rows, window: int | None = None, block_size: int = 4) -> ModelBatch:
-    device = torch.device("cpu")
-    return build_batch(rows, block_size=block_size, window=window, dtype=torch.float32, device=device)
+def build(*rows: Rows, window: int | None = None, block_size: int = 4, by_paths: bool = False) -> ModelBatch:
+    dtype, device = torch.float32, torch.device("cpu")
+    return build_batch(
+        rows, block_size=block_size, window=window, dtype=dtype, device=device, by_paths=by_paths
+    )
 
 
 def visible(mask: torch.Tensor, length: int) -> list[str]:
@@ -50,7 +52,7 @@ def paths(batch: ModelBatch) -> list[tuple[list[int], list[int], list[str]]]:
 
 def test_a_tree_is_read_path_by_path_each_a_chain() -> None:
     #  root 4 at position 3     1: 5   2: 7 (siblings)   3: 6 below 1
-    batch = build(Rows([4, 5, 7, 6], [3, 4, 4, 5], 3, [0, 1], None, None, 0, parents=[-1, 0, 0, 1]))
+    batch = build(Rows([4, 5, 7, 6], [3, 4, 4, 5], 3, [0, 1], None, None, 0, [-1, 0, 0, 1]), by_paths=True)
     assert paths(batch) == [
         ([0, 2], [0, 1, 2, 3, 5], ["xxxx.", "xxxxx"]),  # the root at slot 3, node 2 at slot 5
         ([1, 3], [0, 1, 2, 3, 4, 6], ["xxxxx.", "xxxxxx"]),  # the root's row is run once
@@ -61,20 +63,28 @@ def test_a_tree_is_read_path_by_path_each_a_chain() -> None:
 
 
 def test_a_tree_that_is_a_chain_is_one() -> None:
-    batch = build(Rows([4, 5, 7], [3, 4, 5], 3, [0, 1], None, None, 0, parents=[-1, 0, 1]))
+    batch = build(Rows([4, 5, 7], [3, 4, 5], 3, [0, 1], None, None, 0, [-1, 0, 1]), by_paths=True)
     assert segment(batch).rows == slice(0, 3)
     assert visible(segment(batch).mask_TS, 6) == ["xxxx..", "xxxxx.", "xxxxxx"]
 
 
 def test_a_prompt_followed_by_a_tree() -> None:
     # Blocks 5 and 2: positions 0..3 are slots 20..23, position 4 is slot 8.
-    batch = build(Rows([1, 2, 4, 5, 7], [0, 1, 2, 3, 3], 0, [5, 2], None, None, 2, parents=[-1, 0, 0]))
+    batch = build(Rows([1, 2, 4, 5, 7], [0, 1, 2, 3, 3], 0, [5, 2], None, None, 2, [-1, 0, 0]), by_paths=True)
     assert paths(batch) == [
         ([0, 1, 2, 3], [20, 21, 22, 23], ["x...", "xx..", "xxx.", "xxxx"]),
         ([4], [20, 21, 22, 8], ["xxxx"]),
     ]
     assert batch.logit_rows is not None
     assert batch.logit_rows.tolist() == [2, 3, 4]
+
+
+def test_elsewhere_a_tree_is_one_segment_with_a_mask() -> None:
+    batch = build(Rows([1, 2, 4, 5, 7], [0, 1, 2, 3, 3], 0, [0, 1], None, None, 2, [-1, 0, 0]))
+    assert len(batch.attention.segments) == 1
+    assert visible(segment(batch).mask_TS, 5) == ["x....", "xx...", "xxx..", "xxxx.", "xxx.x"]
+    windowed = build(Rows([4, 5, 7], [3, 4, 4], 3, [0, 1], None, None, 0, [-1, 0, 0]), window=3)
+    assert visible(segment(windowed).window_mask_TS, 6) == [".xxx..", "..xxx.", "..xx.x"]
 
 
 def test_the_frontier_of_a_half_grown_tree_sees_nodes_that_are_in_the_cache() -> None:
@@ -94,7 +104,7 @@ def test_a_window_counts_positions_in_the_text_not_in_the_cache() -> None:
 
 
 def test_a_window_over_the_paths_of_a_tree() -> None:
-    batch = build(Rows([4, 5, 7], [3, 4, 4], 3, [0, 1], None, None, 0, parents=[-1, 0, 0]), window=3)
+    batch = build(Rows([4, 5, 7], [3, 4, 4], 3, [0, 1], None, None, 0, [-1, 0, 0]), window=3, by_paths=True)
     windows = [visible(part.window_mask_TS, 5) for part in batch.attention.segments]
     assert windows == [[".xxx.", "..xxx"], ["..xxx"]]
     assert [len(mask) for mask in windows] == [2, 1]
