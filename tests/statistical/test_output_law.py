@@ -25,6 +25,8 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.tree import DrawRule
 from tests.engines import Tiny, write_tiny
 
+pytestmark = pytest.mark.slow  # thousands of requests
+
 VOCAB = 6
 PROMPT = [1, 4, 2, 1, 4]
 REQUESTS = 3000

@@ -19,6 +19,8 @@ from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.law import most_likely
 from tests.engines import Tiny, write_tiny
 
+pytestmark = pytest.mark.slow  # several engines, thousands of tokens each
+
 PROMPTS = [[7, 8, 9, 7, 8, 9, 7], list(range(30, 60)), [100] * 6, [1, 2, 1, 2, 1]]
 EFFORT = Effort(max_tokens=20, samples=40, alone=2)
 IDENTITY = [
