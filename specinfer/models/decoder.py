@@ -15,7 +15,7 @@ from torch import Tensor
 from specinfer.attention.backend import Attend
 from specinfer.models.config import ModelConfig
 from specinfer.models.layers import Attention, GatedMLP, RMSNorm
-from specinfer.models.linear import Linear, make_linear
+from specinfer.models.linear import Linear
 from specinfer.models.rope import Rotation, rope_frequencies
 
 
@@ -64,6 +64,13 @@ class Weights(Protocol):
         """The tensor of that name; several are stacked along the first dimension."""
         ...
 
+    def linear(self, *names: str, bias: bool = False, kept: Tensor | None = None) -> Linear:
+        """The product with the matrix `name`.weight, and `name`.bias if asked; several are stacked.
+
+        `kept` is that matrix where the model holds it anyway, as it does tied embeddings.
+        """
+        ...
+
 
 class Decoder:
     """A decoder-only transformer with RMSNorm, rope and a gated MLP."""
@@ -77,8 +84,10 @@ class Decoder:
         self._embedding_VD = weights.tensor("model.embed_tokens.weight")
         # A packed copy of tied embeddings costs V * D * 2 bytes, and pays: SmolLM2's head (49152 x 576, bf16)
         # takes 0.95 ms packed and 1.77 plain for one row, 1.65 and 2.54 for 16, of steps of 11 and 16 ms.
-        self._head = make_linear(
-            self._embedding_VD if config.tie_embeddings else weights.tensor("lm_head.weight")
+        self._head = (
+            weights.linear("model.embed_tokens", kept=self._embedding_VD)
+            if config.tie_embeddings
+            else weights.linear("lm_head")
         )
         # transformers rounds Gemma's scale to the model's dtype; so it was trained, so we do.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
@@ -128,10 +137,7 @@ class _Layer:
             return RMSNorm(weight + config.norm_weight_offset, config.norm_eps)
 
         def linear(bias: bool, *names: str) -> Linear:
-            return make_linear(
-                weights.tensor(*(f"{prefix}.{name}.weight" for name in names)),
-                weights.tensor(*(f"{prefix}.{name}.bias" for name in names)) if bias else None,
-            )
+            return weights.linear(*(f"{prefix}.{name}" for name in names), bias=bias)
 
         self._before_attention = norm("input_layernorm")
         self._after_attention: RMSNorm | None = None

@@ -12,7 +12,7 @@ from specinfer.attention.backend import Attend
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Weights
 from specinfer.models.layers import ACTIVATIONS, Attention, LayerNorm
-from specinfer.models.linear import Linear, make_linear
+from specinfer.models.linear import Linear
 
 # OPT's position table starts two rows in: fairseq kept those for padding.
 _POSITION_OFFSET = 2
@@ -26,15 +26,17 @@ class OPTDecoder:
         self.dtype = weights.dtype
         self.device = weights.device
         self._embedding_VE = weights.tensor("model.decoder.embed_tokens.weight")
-        self._head = make_linear(
-            self._embedding_VE if config.tie_embeddings else weights.tensor("lm_head.weight")
+        self._head = (
+            weights.linear("model.decoder.embed_tokens", kept=self._embedding_VE)
+            if config.tie_embeddings
+            else weights.linear("lm_head")
         )
         self._positions_PD = weights.tensor("model.decoder.embed_positions.weight")
         self._project_in: Linear | None = None
         self._project_out: Linear | None = None
         if config.embedding_size != config.hidden_size:
-            self._project_in = make_linear(weights.tensor("model.decoder.project_in.weight"))
-            self._project_out = make_linear(weights.tensor("model.decoder.project_out.weight"))
+            self._project_in = weights.linear("model.decoder.project_in")
+            self._project_out = weights.linear("model.decoder.project_out")
         self._final_norm: LayerNorm | None = None
         if config.final_norm:
             self._final_norm = _norm("model.decoder.final_layer_norm", config, weights)
@@ -68,10 +70,7 @@ class _Layer:
         prefix = f"model.decoder.layers.{layer}"
 
         def linear(bias: bool, *names: str) -> Linear:
-            return make_linear(
-                weights.tensor(*(f"{prefix}.{name}.weight" for name in names)),
-                weights.tensor(*(f"{prefix}.{name}.bias" for name in names)) if bias else None,
-            )
+            return weights.linear(*(f"{prefix}.{name}" for name in names), bias=bias)
 
         self._norm_first = config.norm_first
         self._activation = ACTIVATIONS[config.activation]

@@ -19,7 +19,7 @@ from specinfer.errors import ModelFileError, ModelNotFoundError
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.decoder import Decoder, LanguageModel, decoder_shapes
 from specinfer.models.gguf import GGUFFile
-from specinfer.models.linear import packs
+from specinfer.models.linear import Linear, make_linear, packs
 from specinfer.models.opt import OPTDecoder, opt_shapes
 from specinfer.models.safetensors import SafetensorsFolder
 
@@ -160,6 +160,16 @@ class _FileWeights:
                 self._report((stop - start) * math.prod(shape[1:]))
             first += shape[0]
         return out
+
+    def linear(self, *names: str, bias: bool = False, kept: Tensor | None = None) -> Linear:
+        """The product with the matrix `name`.weight, and `name`.bias if asked; several are stacked.
+
+        `kept` is that matrix where the model holds it anyway, as it does tied embeddings.
+        """
+        return make_linear(
+            kept if kept is not None else self.tensor(*(f"{name}.weight" for name in names)),
+            self.tensor(*(f"{name}.bias" for name in names)) if bias else None,
+        )
 
     def _report(self, elements: int) -> None:
         self._done += elements * self.dtype.itemsize
