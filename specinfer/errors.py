@@ -13,6 +13,7 @@ SpecInferError
 |   |-- DrawRuleError             a draw rule its verifier cannot treat losslessly
 |   |-- SpeculatorError           a caller's speculator that breaks its contract
 |   `-- CapacityError             it does not fit in memory
+|-- KernelBuildError              native kernels could not be compiled: PyTorch twins run instead
 `-- IntegrityError                an invariant of ours is broken: a bug in specinfer
 """
 
@@ -69,6 +70,10 @@ class SpeculatorError(UserError):
 
 class CapacityError(UserError):
     """Weights or KV cache do not fit in the memory there is."""
+
+
+class KernelBuildError(SpecInferError):
+    """No C++ compiler is there, or it failed; the message holds its last lines."""
 
 
 class IntegrityError(SpecInferError):

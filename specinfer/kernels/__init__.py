@@ -1,0 +1,1 @@
+"""Native code of the hot path; every op has a PyTorch twin: its oracle in tests, its stand-in elsewhere."""
