@@ -49,7 +49,8 @@ class Cursor:
         self._source = source
         self._first = source.first
         self._matcher = self._first.deep_copy()
-        self._path: list[int] = []  # what the matcher has consumed after the committed text
+        self._base = 0  # of the committed tokens the matcher has followed so many,
+        self._path: list[int] = []  # and consumed these after them
         self.committed: list[int] = []
 
     def ask(self, path: Sequence[int], question: Callable[[LLMatcher], _Answer]) -> _Answer | None:
@@ -59,7 +60,7 @@ class Cursor:
         consume. Raises RequestError when the grammar is too complex to follow there.
         """
         for is_last in (False, True):
-            answer = question(self._matcher) if self._go_to(path) else None
+            answer = question(self._matcher) if self._follow() and self._go_to(path) else None
             if not self._matcher.is_error():
                 return answer
             said = complaint(self._matcher)
@@ -76,12 +77,23 @@ class Cursor:
         raise AssertionError("the second time ends the loop")
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Move the committed text on; the tokens must be allowed."""
-        if self._path[: len(tokens)] != list(tokens):
-            legal = self.ask(tokens, lambda matcher: True)
-            assert legal, f"tokens {list(tokens)} are not allowed by {self._source.parameter}"
-        del self._path[: len(tokens)]
+        """Move the committed text on; the tokens must be allowed.
+
+        The matcher follows when it is next asked: a grammar that breaks on the way fails whoever asks, never
+        the commit, which a whole batch shares.
+        """
         self.committed += tokens
+
+    def _follow(self) -> bool:
+        """Put the matcher behind what was committed since it was last asked; False when it broke there."""
+        ahead = self.committed[self._base :]
+        if self._path[: len(ahead)] != ahead and not self._go_to(ahead):
+            self._matcher.compute_bitmask()  # one whose automaton is full says so only when it makes a mask
+            assert self._matcher.is_error(), f"tokens {ahead} are not allowed by {self._source.parameter}"
+            return False
+        del self._path[: len(ahead)]
+        self._base += len(ahead)
+        return True
 
     def _go_to(self, path: Sequence[int]) -> bool:
         """Put the matcher after `path`; False when it is not allowed, or the matcher broke on the way."""
@@ -102,8 +114,8 @@ class Cursor:
         self._first = self._source.first
         self._matcher = self._first.deep_copy()
         self._path.clear()
-        if self.committed:
-            self._matcher.consume_tokens(self.committed)
+        if self._base:
+            self._matcher.consume_tokens(self.committed[: self._base])
 
 
 def complaint(matcher: LLMatcher) -> str:

@@ -150,15 +150,16 @@ class GrammarState:
     def allowed(self, path: Sequence[int] = ()) -> NDArray[np.bool_]:
         """Which tokens may follow the committed text and then `path`: [vocab_size], read-only, kept."""
         key = tuple(path)
-        mask = self._masks.get(key)
-        if mask is None:
+        if key in self._masks:
+            return self._masks[key]
+        mask = None if self._ended else self._cursor.ask(key, self._mask)
+        if mask is None:  # not kept: a full automaton may have said so, and a new one may know better
+            mask = np.zeros(self._vocabulary.size, dtype=np.bool_)
+        else:
             if len(self._masks) >= CACHED_MASKS:
                 del self._masks[next(iter(self._masks))]
-            mask = None if self._ended else self._cursor.ask(key, self._mask)
-            if mask is None:
-                mask = np.zeros(self._vocabulary.size, dtype=np.bool_)
-            mask.flags.writeable = False
             self._masks[key] = mask
+        mask.flags.writeable = False
         return mask
 
     def permits(self, path: Sequence[int], token: int) -> bool:

@@ -241,8 +241,9 @@ def test_finished_is_when_only_the_end_may_follow():
 
 def test_an_illegal_commit_is_a_bug_of_ours():
     state = grammar_of(choice=["no", "none"]).state()
+    state.commit(ids("now"))
     with pytest.raises(AssertionError, match="not allowed by choice"):
-        state.commit(ids("yes"))
+        state.allowed()
     state = grammar_of(choice=["no", "none"]).state()
     with pytest.raises(AssertionError, match="may not end here"):
         state.commit([END])
@@ -396,6 +397,32 @@ def test_a_grammar_that_becomes_too_complex_fails_one_request_and_no_other():
     modest.commit(text[20:25])
     np.testing.assert_array_equal(modest.allowed(), expected)
     np.testing.assert_array_equal(grammar.state().allowed(), greedy.allowed())
+
+
+@pytest.mark.parametrize(
+    "regex", ["(([ab]{1,30}c?){1,40}){1,40}", "(a?){500}a{500}", "((a|ab|ba){1,50}){50}"]
+)
+def test_a_grammar_that_breaks_after_a_commit_says_so_when_it_is_next_asked(regex):
+    state = grammar_of(regex=regex).state()
+    with pytest.raises(RequestError, match="regex is too complex to follow"):
+        commit_one_by_one(state, [byte_id(ord("a"))] * 600)
+
+
+def commit_one_by_one(state, text):
+    for token in text:
+        state.commit([token])
+        state.forced((), 3)
+        state.allowed()
+
+
+def test_what_one_request_wears_out_another_does_not_notice():
+    grammar, a = grammar_of(regex="((a|ab|ba){1,50}){50}"), byte_id(ord("a"))
+    greedy, modest = grammar.state(), grammar.state()
+    with pytest.raises(RequestError, match="regex is too complex to follow"):
+        visit_every_node(greedy, [a] * 600)
+    modest.commit([a])  # into an automaton that is full
+    np.testing.assert_array_equal(modest.allowed([a]), grammar.state().allowed([a, a]))
+    assert modest.permits([a], a)
 
 
 def visit_every_node(state, path):
