@@ -55,21 +55,18 @@ def read_gbnf(text: str) -> dict[str, Expression]:
 def to_lark(rules: Rules) -> str:
     """A Lark grammar for the same texts."""
     names = in_use(rules, START)
-    recursive = any(name in _below(rules, name) for name in names)
-    regex = None if recursive else _regex(rules[START], rules, {})
+    regex = _regex(rules[START], rules, {START: None})
     if regex is not None:
         return f"start: /{regex}/"
     short = {name: "start" if name == START else f"r{i}" for i, name in enumerate(names)}
     return "\n".join(f"{short[name]}: {_lark(rules[name], short)}" for name in names)
 
 
-def _below(rules: Rules, name: str) -> set[str]:
-    """The rules that `name` mentions, directly or not; itself only when it is recursive."""
-    return {found for other in references(rules[name]) for found in in_use(rules, other)}
+def _regex(body: Expression, rules: Rules, known: dict[str, str | None]) -> str | None:
+    """The regular expression of a body; None when it becomes too long, or a rule needs itself.
 
-
-def _regex(body: Expression, rules: Rules, known: dict[str, str]) -> str | None:
-    """The regular expression of a body, or None when it becomes too long; `known` gains finished rules."""
+    `known` gains what becomes of each rule.
+    """
     match body:
         case Literal(text):
             written = "".join(escaped(c) for c in text)
@@ -77,17 +74,20 @@ def _regex(body: Expression, rules: Rules, known: dict[str, str]) -> str | None:
             written = regex
         case Reference(name):
             if name not in known:
+                known[name] = None  # what mentions it until it is read needs itself
                 inner = _regex(rules[name], rules, known)
+                known[name] = None if inner is None else f"(?:{inner})"
+            return known[name]
+        case Sequence(parts) | Choice(parts):
+            inners: list[str] = []
+            for part in parts:
+                inner = _regex(part, rules, known)
                 if inner is None:
                     return None
-                known[name] = f"(?:{inner})"
-            written = known[name]
-        case Sequence(parts) | Choice(parts):
-            inners = [_regex(part, rules, known) for part in parts]
-            if None in inners:
+                inners.append(inner)
+            if sum(map(len, inners)) > MAX_REGEX:
                 return None
-            sign = "" if isinstance(body, Sequence) else "|"
-            written = f"(?:{sign.join(str(inner) for inner in inners)})"
+            written = f"(?:{('' if isinstance(body, Sequence) else '|').join(inners)})"
         case Repeat(item, low, high):
             inner = _regex(item, rules, known)
             if inner is None:

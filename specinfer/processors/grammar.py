@@ -52,7 +52,7 @@ TRIALS = 2
 WHITESPACE = r" |\n[ \t]{0,32}"
 
 _NO_FORCING = '%llguidance {"no_forcing": true}'
-_GBNF_RULE = re.compile(r"^\s*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
+_GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
 _OURS = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?")  # places in what we wrote
 _HINTS = {
     OutputKind.REGEX: "allowed: Rust's regex syntax without look-around, back-references and \\b",
@@ -82,7 +82,12 @@ class GrammarCompiler:
         """
         with self._lock:
             if spec not in self._grammars:
-                self._grammars[spec] = Grammar(spec, self._vocabulary)
+                try:
+                    self._grammars[spec] = Grammar(spec, self._vocabulary)
+                except RecursionError:
+                    raise RequestError(
+                        f"{spec.parameter} has parts too deep inside one another; make it flatter"
+                    ) from None
                 if len(self._grammars) > CACHED_GRAMMARS:
                     self._grammars.popitem(last=False)
             self._grammars.move_to_end(spec)

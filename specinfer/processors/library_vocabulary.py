@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
 
     from specinfer.tokenizer import Tokenizer
 
+# The library descends one stack frame per rule or schema within another, without a limit, and an overflow
+# ends the process. This is room for whatever fits into MAX_SOURCE; only what is used becomes memory.
+_STACK = 1 << 29
 _SPECIAL = b"\xff"  # how the library marks tokens that are not text
 
 # A state of a text in which every token of one of these forms is legal takes them all at once, without a
@@ -44,7 +48,20 @@ class LibraryVocabulary:
         from llguidance import LLMatcher
 
         tokenizer, limits = self._prepared()
-        return LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits)
+        made: list[LLMatcher] = []
+
+        def make() -> None:
+            written = LLMatcher.grammar_from_lark(grammar)
+            made.append(LLMatcher(tokenizer, written, log_level=0, limits=limits))
+
+        usual = threading.stack_size(_STACK)
+        try:
+            thread = threading.Thread(target=make, name="grammar")
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+        thread.join()
+        return made[0]
 
     def _prepared(self) -> tuple[LLTokenizer, LLParserLimits]:
         if self._library is None:

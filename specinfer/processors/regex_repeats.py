@@ -40,7 +40,7 @@ def largest_repeat(regex: str) -> int:
 
 def _end_of_part(regex: str, at: int) -> int:
     """Where a character, an escape (`\\d`, `\\x{41}`, `\\p{Greek}`) or a class (`[a-z]`) is over."""
-    escape = re.compile(r"\\(?:[xuUpP]\{[^}]*\}|.)", re.DOTALL).match(regex, at)
+    escape = re.compile(r"\\(?:[xuUpP]\{[^}]{0,64}\}|.)", re.DOTALL).match(regex, at)
     if escape is not None:
         return escape.end()
     if regex[at] == "[":

@@ -6,8 +6,12 @@ the other side: rules that have a finite text are collected until none is added;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+_Body = TypeVar("_Body")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +64,39 @@ Rules = Mapping[str, Expression]
 
 def endless_rule(rules: Rules, start: str) -> str | None:
     """A rule in use under which no text ever ends, the furthest from `start`; None when all end."""
-    finite: set[str] = set()
-    grew = True
-    while grew:
-        ending = {name for name, body in rules.items() if name not in finite and _ends(body, finite)}
-        finite |= ending
-        grew = bool(ending)
+    finite = found_finite(rules, references, _ends)
     return next((name for name in reversed(in_use(rules, start)) if name not in finite), None)
+
+
+def found_finite(
+    bodies: Mapping[str, _Body],
+    mentions: Callable[[_Body], Iterable[str]],
+    ends: Callable[[_Body, set[str]], bool],
+) -> set[str]:
+    """The names whose bodies have a finite text, or document: `ends` tells, given the names found so far."""
+    users: dict[str, list[str]] = {}
+    for name, body in bodies.items():
+        for other in mentions(body):
+            users.setdefault(other, []).append(name)
+    finite: set[str] = set()
+    todo = list(bodies)
+    while todo:
+        name = todo.pop()
+        if name not in finite and ends(bodies[name], finite):
+            finite.add(name)
+            todo.extend(users.get(name, ()))  # they are looked at again, nobody else
+    return finite
 
 
 def in_use(rules: Rules, start: str) -> list[str]:
     """The names of the rules that `start` leads to, itself first."""
-    found = [start]
-    for name in found:
-        found.extend(n for n in dict.fromkeys(references(rules[name])) if n not in found)
-    return found
+    found: dict[str, None] = {start: None}
+    todo = deque(found)
+    while todo:
+        new = [name for name in dict.fromkeys(references(rules[todo.popleft()])) if name not in found]
+        found.update(dict.fromkeys(new))
+        todo.extend(new)
+    return list(found)
 
 
 def references(body: Expression) -> Iterator[str]:

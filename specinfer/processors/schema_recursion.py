@@ -8,29 +8,27 @@ not lead to other schemas play no part: whether they contradict each other, the 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
+
+from specinfer.processors.rules import found_finite
 
 _PLAIN = {"string", "number", "integer", "boolean", "null"}
 
 
 def endless_reference(schema: Mapping[str, Any]) -> str | None:
     """The first `$ref` that no finite document meets; None when all can be met."""
-    targets = dict.fromkeys(_references(schema))
-    finite: set[str] = set()
-    grew = True
-    while grew:
-        ending = {ref for ref in targets if ref not in finite and _ends(_target(schema, ref), finite)}
-        finite |= ending
-        grew = bool(ending)
+    targets = {reference: _target(schema, reference) for reference in _references(schema)}
+    finite = found_finite(targets, _references, _ends)
     return next((ref for ref in targets if ref not in finite), None)
 
 
 def _references(schema: object) -> Iterator[str]:
-    todo = [schema]
+    todo = deque([schema])
     while todo:
-        match todo.pop(0):
+        match todo.popleft():
             case {"$ref": str(reference), **rest}:
                 yield reference
                 todo.extend(rest.values())

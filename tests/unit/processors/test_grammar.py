@@ -376,6 +376,63 @@ def test_schemas_that_cannot_be_met_or_followed_are_refused(schema, message):
     assert "\n" not in str(caught.value)
 
 
+def rules(count, rule, last, begin):
+    return "\n".join([begin, *(rule.format(i, i + 1) for i in range(count)), last.format(count)])
+
+
+def nested(depth, schema):
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("asked", "good"),
+    [
+        ({"grammar": rules(15_000, "r{}: r{}", 'r{}: "x"', "start: r0")}, "x"),
+        ({"grammar": rules(200, "r{}: " + "(" * 25 + "r{}" + ")" * 25, 'r{}: "x"', "start: r0")}, "x"),
+        ({"grammar": rules(15_000, "R{}: R{}", 'R{}: "x"', "start: R0")}, "x"),
+        ({"grammar": rules(40, "r{0} ::= r{1} r{1}", 'r{} ::= "x"?', "root ::= r0")}, "xxx"),
+        ({"grammar": rules(200, "r{} ::= r{} root?", 'r{} ::= "x"', "root ::= r0")}, "xxx"),
+        ({"grammar": "\n" * 200_000 + 'start: "x"'}, "x"),
+        (
+            {
+                "response_format": schema_format(
+                    {
+                        "$ref": "#/$defs/d0",
+                        "$defs": {
+                            **{f"d{i}": nested(20, {"$ref": f"#/$defs/d{i + 1}"}) for i in range(200)},
+                            "d200": {"type": "null"},
+                        },
+                    }
+                )
+            },
+            '{"a":' * 4000 + "null" + "}" * 4000,
+        ),
+    ],
+    ids=["rules", "parts", "terminals", "doubled", "recursive", "lines", "references"],
+)
+def test_large_forms_are_followed_too(asked, good):
+    assert accepts(grammar_of(**asked), good)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"grammar": "root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000}, "too deep inside one another"),
+        ({"grammar": 'root ::= "a"' + "*" * 50_000}, "too deep inside one another"),
+        ({"grammar": rules(10_000, "r{} ::= r{}", 'r{} ::= "x"', "root ::= r0")}, "too deep inside"),
+        ({"grammar": "start: " + "(" * 50_000 + '"a"' + ")" * 50_000}, "too deeply nested"),
+        ({"grammar": "start: " + "a[" * 50_000}, "grammar cannot be used"),
+        ({"regex": "(" * 50_000 + "a" + ")" * 50_000}, "regex cannot be used"),
+        ({"regex": r"\p{" * 50_000}, "regex cannot be used"),
+    ],
+)
+def test_forms_too_deep_or_too_broken_are_refused_at_once(asked, message):
+    with pytest.raises(RequestError, match=message):
+        grammar_of(**asked)
+
+
 def test_a_vocabulary_that_lacks_what_must_come_is_refused():
     tokenizer = tokenizer_of(byte_level_header())
     with pytest.raises(RequestError, match="response_format cannot be met: nothing can follow ''"):
