@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from specinfer.errors import RequestError
@@ -81,39 +83,49 @@ class SamplingParams:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
+    def _number(self, name: str, ok: Callable[[float], bool], allowed: str) -> None:
+        self._set(name, _number(name, getattr(self, name), ok, allowed))
+
+    def _integer(self, name: str, ok: Callable[[int], bool], allowed: str) -> None:
+        value = getattr(self, name)
+        if not _is_integer(value) or not ok(value):
+            raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
+        self._set(name, int(value))
+
     def _check_law(self) -> None:
-        _number("temperature", self.temperature, lambda t: t >= 0, "a finite number >= 0")
-        _number("top_p", self.top_p, lambda p: 0 < p <= 1, "a number in (0, 1]; 1 keeps every token")
-        _number("min_p", self.min_p, lambda p: 0 <= p <= 1, "a number in [0, 1]; 0 keeps every token")
-        _integer("top_k", self.top_k, lambda k: k >= 0, "an integer >= 0; 0 keeps every token")
-        _integer("n", self.n, lambda n: 1 <= n <= 1024, "an integer in [1, 1024]")
+        self._number("temperature", lambda t: t >= 0, "a finite number >= 0")
+        self._number("top_p", lambda p: 0 < p <= 1, "a number in (0, 1]; 1 keeps every token")
+        self._number("min_p", lambda p: 0 <= p <= 1, "a number in [0, 1]; 0 keeps every token")
+        self._integer("top_k", lambda k: k >= 0, "an integer >= 0; 0 keeps every token")
+        self._integer("n", lambda n: 1 <= n <= 1024, "an integer in [1, 1024]")
         if self.best_of is not None:
             raise RequestError(
                 f"best_of is {self.best_of!r}; it is not offered: set n and logprobs, and choose the answer "
                 "you like best"
             )
         if self.seed is not None:
-            _integer("seed", self.seed, lambda s: 0 <= s < 1 << 63, "an integer in [0, 2**63)")
+            self._integer("seed", lambda s: 0 <= s < 1 << 63, "an integer in [0, 2**63)")
 
     def _check_processors(self) -> None:
         within = "a number in [-2, 2]; 0 switches it off"
-        _number("presence_penalty", self.presence_penalty, lambda x: -2 <= x <= 2, within)
-        _number("frequency_penalty", self.frequency_penalty, lambda x: -2 <= x <= 2, within)
+        self._number("presence_penalty", lambda x: -2 <= x <= 2, within)
+        self._number("frequency_penalty", lambda x: -2 <= x <= 2, within)
         least, most = 1 / _LARGEST_REPETITION, _LARGEST_REPETITION
         within = f"a number in [{least:g}, {most:g}]; 1 switches it off"
-        _number("repetition_penalty", self.repetition_penalty, lambda x: least <= x <= most, within)
+        self._number("repetition_penalty", lambda x: least <= x <= most, within)
         if self.logit_bias is not None:
             self._set("logit_bias", _biases(self.logit_bias))
         self._set("bad_words", _strings("bad_words", self.bad_words))
-        if any(not word.strip() for word in self.bad_words):
-            raise RequestError(f"bad_words is {list(self.bad_words)!r}; allowed: strings that are not blank")
+        for word in self.bad_words:
+            if not word.strip():
+                raise RequestError(f"bad_words has {word!r}; allowed: strings that are not blank")
         if self.allowed_token_ids is not None:
             ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             self._set("allowed_token_ids", ids)
             if not ids:
                 raise RequestError("allowed_token_ids is empty; allowed: at least one token id, or None")
         if self.choice is not None:
-            self._set("choice", _strings("choice", self.choice))
+            self._set("choice", _items("choice", self.choice, "a list of one or more non-empty strings"))
         meant = structured_output(self.response_format, self.regex, self.choice, self.grammar)
         self._set("structured_output", meant)
         if meant is not None and self.ignore_eos:
@@ -124,8 +136,8 @@ class SamplingParams:
     def _check_end(self) -> None:
         self._set("stop", _strings("stop", self.stop))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        _integer("max_tokens", self.max_tokens, lambda n: n > 0, "an integer >= 1")
-        _integer("min_tokens", self.min_tokens, lambda n: n >= 0, "an integer >= 0")
+        self._integer("max_tokens", lambda n: n > 0, "an integer >= 1")
+        self._integer("min_tokens", lambda n: n >= 0, "an integer >= 0")
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; allowed: True or False")
         if self.min_tokens > self.max_tokens:
@@ -135,9 +147,9 @@ class SamplingParams:
 
     def _check_reports(self) -> None:
         allowed = f"an integer in [0, {_MOST_LOGPROBS}], or None for none"
-        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if value is not None:
-                _integer(name, value, lambda k: 0 <= k <= _MOST_LOGPROBS, allowed)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._integer(name, lambda k: 0 <= k <= _MOST_LOGPROBS, allowed)
         if self.logprobs_mode not in get_args(LogprobsMode):
             raise RequestError(f"logprobs_mode is {self.logprobs_mode!r}; allowed: raw, processed")
 
@@ -149,39 +161,37 @@ class SamplingParams:
             raise RequestError(f"cache_salt is {self.cache_salt!r}; allowed: a non-empty string, or None")
 
 
-def _number(name: str, value: object, ok: Callable[[float], bool], allowed: str) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not abs(value) <= sys.float_info.max  # neither NaN nor infinite nor an integer beyond floats
-        or not ok(value)
-    ):
+def _number(name: str, value: object, ok: Callable[[float], bool], allowed: str) -> float:
+    """The value as Python's own number, which NumPy's are not; raises RequestError when it is not `ok`."""
+    number = math.nan
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an integer beyond floats
+            number = float(value)
+    if not math.isfinite(number) or not ok(number):
         raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
-
-
-def _integer(name: str, value: object, ok: Callable[[int], bool], allowed: str) -> None:
-    if not _is_integer(value) or not ok(value):  # type: ignore[arg-type]
-        raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
+    return number
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _strings(name: str, values: object) -> tuple[str, ...]:
     allowed = "non-empty strings"
     items = (values,) if isinstance(values, str) else _items(name, values, allowed)
-    if any(not isinstance(s, str) or not s for s in items):
-        raise RequestError(f"{name} is {list(items)!r}; allowed: {allowed}")
+    for item in items:
+        if not isinstance(item, str) or not item:
+            raise RequestError(f"{name} has {item!r}; allowed: {allowed}")
     return items
 
 
 def _token_ids(name: str, values: object) -> tuple[int, ...]:
     allowed = "token ids >= 0"
     items = _items(name, values, allowed)
-    if any(not _is_integer(t) or t < 0 for t in items):
-        raise RequestError(f"{name} is {list(items)!r}; allowed: {allowed}")
-    return items
+    for token in items:
+        if not _is_integer(token) or token < 0:
+            raise RequestError(f"{name} has {token!r}; allowed: {allowed}")
+    return tuple(map(int, items))
 
 
 def _items(name: str, values: object, allowed: str) -> tuple[Any, ...]:
@@ -199,9 +209,11 @@ def _biases(given: object) -> dict[int, float]:
         raise RequestError(f"logit_bias is {given!r}; allowed: a mapping of {allowed}")
     biases: dict[int, float] = {}
     for key, bias in given.items():
-        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
         if not _is_integer(token) or token < 0:
             raise RequestError(f"logit_bias has the key {key!r}; allowed: {allowed}")
-        _number(f"logit_bias of token {token}", bias, lambda b: abs(b) <= _LARGEST_BIAS, allowed)
-        biases[token] = float(bias)
+        if token in biases:
+            raise RequestError(f"logit_bias has token {token} twice; drop one of them")
+        within = f"logit_bias of token {token}"
+        biases[int(token)] = _number(within, bias, lambda b: abs(b) <= _LARGEST_BIAS, allowed)
     return biases

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specinfer import SamplingParams
@@ -40,14 +41,23 @@ REPORTS = "an integer in [0, 1000], or None for none"
         ({"logit_bias": {7: float("nan")}}, f"logit_bias of token 7 is nan; allowed: {BIASES}"),
         ({"logit_bias": {7: 100.5}}, f"logit_bias of token 7 is 100.5; allowed: {BIASES}"),
         ({"logit_bias": {"7": None}}, f"logit_bias of token 7 is None; allowed: {BIASES}"),
-        ({"bad_words": [""]}, "bad_words is ['']; allowed: non-empty strings"),
-        ({"bad_words": ["a", 1]}, "bad_words is ['a', 1]; allowed: non-empty strings"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias has the key '999"),
+        ({"logit_bias": {"7": 1, 7: 2}}, "logit_bias has token 7 twice; drop one of them"),
+        ({"bad_words": [""]}, "bad_words has ''; allowed: non-empty strings"),
+        ({"bad_words": ["a", 1]}, "bad_words has 1; allowed: non-empty strings"),
         ({"bad_words": {"a": 1}}, "bad_words is {'a': 1}; allowed: non-empty strings"),
-        ({"bad_words": ["a", "  "]}, "bad_words is ['a', '  ']; allowed: strings that are not blank"),
+        ({"bad_words": ["a", "  "]}, "bad_words has '  '; allowed: strings that are not blank"),
         ({"allowed_token_ids": []}, "allowed_token_ids is empty; allowed: at least one token id, or None"),
-        ({"allowed_token_ids": [1, -2]}, "allowed_token_ids is [1, -2]; allowed: token ids >= 0"),
+        ({"allowed_token_ids": [1, -2]}, "allowed_token_ids has -2; allowed: token ids >= 0"),
         ({"allowed_token_ids": "12"}, "allowed_token_ids is '12'; allowed: token ids >= 0"),
         ({"allowed_token_ids": 12}, "allowed_token_ids is 12; allowed: token ids >= 0"),
+        (
+            {"allowed_token_ids": [*range(10**5), 1.5]},
+            "allowed_token_ids has 1.5; allowed: token ids >= 0",
+        ),
+        ({"choice": "yes"}, "choice is 'yes'; allowed: a list of one or more non-empty strings"),
+        ({"n": np.bool_(True)}, "n is np.True_; allowed: an integer in [1, 1024]"),
+        ({"top_p": np.float32("nan")}, "top_p is np.float32(nan); allowed: a number in (0, 1]"),
         ({"n": 0}, "n is 0; allowed: an integer in [1, 1024]"),
         ({"n": 2.0}, "n is 2.0; allowed: an integer in [1, 1024]"),
         ({"n": 1025}, "n is 1025; allowed: an integer in [1, 1024]"),
@@ -69,7 +79,7 @@ REPORTS = "an integer in [0, 1000], or None for none"
         ),
         ({"cache_salt": ""}, "cache_salt is ''; allowed: a non-empty string, or None"),
         ({"cache_salt": 5}, "cache_salt is 5; allowed: a non-empty string, or None"),
-        ({"prediction": [1, "a"]}, "prediction is [1, 'a']; allowed: token ids >= 0"),
+        ({"prediction": [1, "a"]}, "prediction has 'a'; allowed: token ids >= 0"),
         ({"speculation": "off"}, "speculation is 'off'; allowed: true, false, or a mapping of"),
     ],
 )
@@ -102,6 +112,21 @@ def test_a_wrong_value_is_one_line(values: dict[str, Any], line: str) -> None:
 )
 def test_what_is_kept_of_a_value(given: dict[str, Any], name: str, kept: Any) -> None:
     assert getattr(SamplingParams(**given), name) == kept
+
+
+def test_numbers_of_numpy_are_kept_as_pythons_own() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(3),
+        seed=np.uint32(7),
+        allowed_token_ids=np.arange(3),
+        logit_bias={np.int64(1): np.float32(2)},
+        prediction=np.array([4, 5]),
+    )
+    plain = SamplingParams(
+        temperature=0.5, top_k=3, seed=7, allowed_token_ids=(0, 1, 2), logit_bias={1: 2.0}, prediction=(4, 5)
+    )
+    assert repr(params) == repr(plain)
 
 
 def test_the_callers_own_mapping_and_lists_are_not_kept() -> None:
