@@ -21,7 +21,7 @@ from specinfer.processors.bad_words import BadWords, tokenize_bad_words
         ([[1, 2, 5]], [2], []),  # the output is shorter than the beginning
         ([[1, 2, 5]], [9, 1, 2], [5]),
         ([[1, 1, 5]], [1, 1, 1], [5]),  # an occurrence may overlap itself
-        ([[1, 5], [2, 1, 6], [7]], [2, 1], [5, 6, 7]),
+        ([[2, 1, 6], [1, 5], [7]], [2, 1], [7, 5, 6]),  # shorter beginnings first
         ([[1, 5], [1, 5]], [1], [5]),
         ([[3, 1]], [1, 5], []),
     ],
@@ -56,9 +56,9 @@ TEXTS = {
     "cat": [1],
     " cat": [2],  # the same length, another token: both forms are banned
     "dog": [3, 4],
-    " dog": [5],  # shorter: only the first form is, as in vLLM
+    " dog": [5],  # shorter: both are, too, or the word could be said
     "owl": [6, 7],
-    " owl": [6, 8],  # the space changes nothing at the start
+    " owl": [6, 7],  # the tokenizer puts a space before every text
     "\u00e9": [],
     " \u00e9": [9],
 }
@@ -69,7 +69,7 @@ TEXTS = {
     [
         (["cat"], [[1], [2]]),
         ([" cat"], [[1], [2]]),  # blanks in front are the tokenizer's business
-        (["dog"], [[3, 4]]),
+        (["dog"], [[3, 4], [5]]),
         (["owl"], [[6, 7]]),
         (["owl", "cat"], [[6, 7], [1], [2]]),
         ([], []),
