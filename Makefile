@@ -22,7 +22,7 @@ DEV := $(VENV)/.installed-dev
 # keeps the one it waits for from running. On a quiet machine spinning is quicker, so the rest spins (docs/log.md).
 test test-fast: export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help demo test test-fast lint format pin clean distclean
+.PHONY: help demo test test-fast lint format peers-env pin clean distclean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -48,6 +48,9 @@ format: $(DEV) ## let ruff format and sort
 
 bench-%: $(DEV) ## benchmarks/%.py with ARGS="...", for example make bench-table2 ARGS=--help
 	$(BIN)/python benchmarks/$*.py $(ARGS)
+
+peers-env: ## the engines that bench-peers compares with, in ~/.cache/specinfer-peers (minutes, gigabytes)
+	PYTHON="$(PYTHON)" sh benchmarks/peers/install.sh $(ARGS)
 
 pin: $(DEV) ## write constraints.txt from what is installed
 	$(BIN)/python tools/pin_constraints.py

@@ -1,11 +1,15 @@
-"""Where a number comes from, as Markdown: command, commit, versions, hardware."""
+"""Where a number comes from, as Markdown: command, commit, versions, hardware; and where it is kept."""
 
 from __future__ import annotations
 
+import re
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
-from specinfer.bench.provenance import provenance
+from specinfer.bench.provenance import hardware, provenance
+
+RESULTS = Path(__file__).parent / "results"
 
 
 def provenance_lines() -> list[str]:
@@ -22,6 +26,14 @@ def provenance_lines() -> list[str]:
         f"{hardware['memory_bytes'] / 2**30:.0f} GiB, {hardware['threads']} threads"
         + "".join(f", {gpu}" for gpu in hardware["gpus"]),
     ]
+
+
+def default_result(question: str, model: str) -> Path:
+    """results/<question>_<model>_<hardware>_<date>.md, which may be there already."""
+    facts = hardware()
+    brand = re.split(r" \(family| amx| avx", facts["cpu"])[0]
+    machine = "-".join([*re.findall(r"[a-z0-9.]+", brand.lower()), f"{facts['cores']}c"])
+    return RESULTS / f"{question}_{model.lower()}_{machine}_{datetime.now(UTC):%Y-%m-%d}.md"
 
 
 def _short(argument: str) -> str:

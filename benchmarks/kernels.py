@@ -1,0 +1,347 @@
+"""What a forward pass costs against the floor of its bytes, for 1 to 128 nodes.
+
+    python benchmarks/kernels.py --model TARGET --quantization none,int8,int4
+
+The floor is the bytes that must be read over the bandwidth at which memory streams, measured in the same run
+with the same threads. Three tables: every matrix product of the model with weights kept in every way, from
+copies enough that none is still in a cache; whole forwards of a tree behind some text through the runner, for
+every quantization; and where the time of these goes, operation by operation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+from provenance import default_result, provenance_lines
+from torch import Tensor
+
+from specinfer.config import EngineConfig
+from specinfer.engine.build import load_models
+from specinfer.errors import SpecInferError
+from specinfer.hub import resolve
+from specinfer.kernels.choice import choose_kernels
+from specinfer.kernels.quantized import Int4Weight, Int8Weight, Product, Products, int4_bytes, int8_bytes
+from specinfer.models.config import Family, ModelConfig
+from specinfer.models.linear import PackedLinear, PlainLinear
+from specinfer.models.quantization import quantize_int4, quantize_int8
+from specinfer.models.weights import estimate_bytes, load_config
+from specinfer.progress import Silence
+from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.kv_cache import KvCache
+from specinfer.runtime.runner import ModelRunner
+
+NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+STREAMED = 1 << 29  # bytes of one measurement of the bandwidth, and of the copies of one matrix
+REPEATS = 5
+BLOCK = 16  # cache positions
+PART = 1024  # rows of a matrix that are quantized at a time: whole blocks of channels
+SHOWN_SHARE = 0.01  # of a forward's time: operations below it are added up
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A matrix kept in one way: how to make another copy of its product, and the bytes that one reads."""
+
+    name: str
+    copy: Callable[[], Product]
+    size: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """Milliseconds by number of nodes, and the bytes whose reading is their floor (None: it has none)."""
+
+    name: str
+    milliseconds: Mapping[int, float]
+    floor_bytes: float | None = None
+
+    def floor(self, bandwidth: float) -> float | None:
+        """Milliseconds to read the bytes, at `bandwidth` bytes per second."""
+        return None if self.floor_bytes is None else 1e3 * self.floor_bytes / bandwidth
+
+
+class Bandwidth:
+    """Bytes per second at which memory streams; measured again before everything held against it."""
+
+    def __init__(self) -> None:
+        self._array = torch.zeros(STREAMED // 4)
+        self._found: list[float] = []
+        self.measure()
+
+    def measure(self) -> None:
+        seconds = min(_seconds(self._array.sum) for _ in range(REPEATS))
+        self._found.append(STREAMED / seconds)
+
+    @property
+    def best(self) -> float:
+        """The most that was seen: what else the machine does can only take from it."""
+        return max(self._found)
+
+    @property
+    def least(self) -> float:
+        return min(self._found)
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    try:
+        files = resolve(args.model)
+        config = load_config(files.path)
+        if config.family is Family.OPT:
+            sys.exit(
+                f"error: {files.name} is an OPT model; allowed: models with a gated MLP (Llama, Qwen, ...)"
+            )
+        kernels, lacking = choose_kernels(args.kernels, torch.device("cpu"), Silence())
+        bandwidth = Bandwidth()
+        products = list(product_rows(config, kernels.products, args.nodes, bandwidth))
+        forwards: list[Row] = []
+        shares: dict[str, list[Row]] = {}
+        for quantization in args.quantization:
+            whole, shares[quantization] = forward_rows(args.model, quantization, args, bandwidth)
+            gc.collect()  # one model at a time
+            forwards.append(whole)
+    except SpecInferError as error:
+        sys.exit(f"error: {error}")
+    page = markdown(files.path.stem, args, lacking, products, forwards, shares, bandwidth)
+    out: Path = args.out or default_result("kernels", files.path.stem)
+    out.write_text(page)
+    measured = {
+        "bandwidth": bandwidth.best,
+        "context": args.context,
+        "products": [asdict(row) for row in products],
+        "forwards": [asdict(row) for row in forwards],
+        "operations": {name: [asdict(row) for row in rows] for name, rows in shares.items()},
+    }
+    out.with_suffix(".json").write_text(json.dumps(measured, indent=1) + "\n")
+    print(page)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m", help="folder, GGUF file or name")
+    parser.add_argument("--quantization", type=_names, default=["none"], help="of whole forwards: a,b,c")
+    parser.add_argument("--kernels", default="auto", help="auto, native or torch (default auto)")
+    parser.add_argument("--nodes", type=_counts, default=NODES, help="default 1,2,4,8,16,32,64,128")
+    parser.add_argument("--context", type=int, default=200, help="tokens of text before the tree")
+    parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or 1)
+    parser.add_argument("--out", type=Path, help="Markdown file; the figures lie beside it as .json")
+    return parser.parse_args()
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    counts = tuple(int(count) for count in text.split(","))
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{text} has {min(counts)}; allowed: integers >= 1")
+    return counts
+
+
+def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The shapes of a decoder's products, stacked as it stacks them: [out, in]."""
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    return {
+        "qkv": ((config.num_heads + 2 * config.num_kv_heads) * head, hidden),
+        "o": (hidden, config.num_heads * head),
+        "gate and up": (2 * inner, hidden),
+        "down": (hidden, inner),
+        "head": (config.vocab_size, hidden),
+    }
+
+
+def product_rows(
+    config: ModelConfig, products: Products, nodes: Sequence[int], bandwidth: Bandwidth
+) -> Iterator[Row]:
+    """Every matrix, kept in every way, times 1 to 128 rows."""
+    for matrix, (outputs, inputs) in matrices(config).items():
+        weight = torch.empty(outputs, inputs, dtype=torch.bfloat16).uniform_(-0.05, 0.05)
+        for kept in ways_to_keep(weight, products, output_layer=matrix == "head"):
+            copies = [kept.copy() for _ in range(max(2, round(STREAMED / kept.size)))]
+            bandwidth.measure()
+            times = {}
+            for count in nodes:
+                x = torch.empty(count, inputs, dtype=torch.bfloat16).uniform_(-1, 1)
+                times[count] = 1e3 * _product_seconds(copies, x)
+            del copies
+            yield Row(f"{matrix} {outputs} x {inputs}, {kept.name}", times, kept.size)
+
+
+def ways_to_keep(weight: Tensor, products: Products, *, output_layer: bool) -> Iterator[Kept]:
+    """A bf16 matrix in every form a model can have it in; an output layer is never int4."""
+    yield Kept("bf16 plain", lambda: PlainLinear(weight.clone()), weight.nbytes)
+    yield Kept("bf16 packed", lambda: PackedLinear(weight.clone()), weight.nbytes)
+    parts = weight.split(PART)
+    int8 = quantize_int8(part.float() for part in parts)
+
+    def int8_copy() -> Product:
+        return products.int8(Int8Weight(*(tensor.clone() for tensor in int8)), None)
+
+    yield Kept("int8", int8_copy, int8_bytes(*weight.shape))
+    if output_layer:
+        return
+    int4 = quantize_int4(part.float() for part in parts)
+
+    def int4_copy() -> Product:
+        return products.int4(Int4Weight(*(tensor.clone() for tensor in int4)), None, len(weight))
+
+    yield Kept("int4", int4_copy, int4_bytes(*weight.shape))
+
+
+def _product_seconds(copies: Sequence[Product], x: Tensor) -> float:
+    def all_copies() -> None:
+        for product in copies:
+            product(x)
+
+    with torch.inference_mode():
+        all_copies()
+        return statistics.median(_seconds(all_copies) for _ in range(REPEATS)) / len(copies)
+
+
+def forward_rows(
+    model: str, quantization: str, args: argparse.Namespace, bandwidth: Bandwidth
+) -> tuple[Row, list[Row]]:
+    """Whole forwards of one quantization, and its operations."""
+    options = {"dtype": "bfloat16", "device": "cpu", "kernels": args.kernels, "quantization": quantization}
+    engine_config = EngineConfig.from_options(model, options)
+    target = load_models(engine_config).target
+    blocks = -(-(args.context + max(args.nodes)) // BLOCK)
+    runner = ModelRunner(target, num_blocks=blocks, block_size=BLOCK)
+    table = list(range(blocks))
+    text = [token % target.config.vocab_size for token in range(args.context)]
+    runner.forward([chain_rows(text, 0, table, logits=True)])
+    bandwidth.measure()
+    times: dict[int, float] = {}
+    operations: dict[int, dict[str, float]] = {}
+    for count in args.nodes:
+        forward = partial(runner.forward, [tree_rows(count, args.context, table)])
+        forward()
+        times[count] = 1e3 * statistics.median(_seconds(forward) for _ in range(2 * REPEATS))
+        operations[count] = operation_milliseconds(forward)
+    config = target.config
+    weights = weight_bytes(resolve(model).path, config, engine_config)
+    text_bytes = args.context * KvCache.bytes_per_slot(
+        config.num_layers, config.num_kv_heads, config.head_dim, target.dtype
+    )
+    return Row(f"quantization {quantization}", times, weights + text_bytes), share_rows(operations, times)
+
+
+def weight_bytes(path: Path, config: ModelConfig, engine_config: EngineConfig) -> int:
+    """The bytes of weights one forward reads: all but the embeddings, of which it takes a few rows."""
+    embeddings = config.vocab_size * config.embedding_size * torch.bfloat16.itemsize
+    return estimate_bytes(path, torch.bfloat16, quantization=engine_config.quantization) - embeddings
+
+
+def tree_rows(nodes: int, start: int, table: Sequence[int]) -> Rows:
+    """A binary tree of nodes behind `start` positions of text, all of whose logits are wanted."""
+    parents = [-1, *((node - 1) // 2 for node in range(1, nodes))]
+    return Rows(list(range(1, nodes + 1)), start, table, logits_from=0, parents=parents)
+
+
+def operation_milliseconds(forward: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds of one forward by operation, what it calls not counted; the profiler's own cost is in."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(REPEATS):
+            forward()
+    return {
+        event.key: event.self_cpu_time_total / 1e3 / REPEATS
+        for event in profile.key_averages()
+        if event.self_cpu_time_total > 0
+    }
+
+
+def share_rows(operations: Mapping[int, Mapping[str, float]], times: Mapping[int, float]) -> list[Row]:
+    """A row per operation, longest first; those that are short for every number of nodes are one row."""
+    names = sorted({name for found in operations.values() for name in found})
+    by_name = {name: {n: operations[n].get(name, 0.0) for n in operations} for name in names}
+    large = [name for name in names if any(by_name[name][n] >= SHOWN_SHARE * times[n] for n in times)]
+    large.sort(key=lambda name: -max(by_name[name].values()))
+    rows = [Row(f"`{name}`", by_name[name]) for name in large]
+    small = [name for name in names if name not in large]
+    others = {n: sum(by_name[name][n] for name in small) for n in times}
+    return [*rows, Row(f"{len(small)} others", others)]
+
+
+def markdown(
+    model: str,
+    args: argparse.Namespace,
+    lacking: str | None,
+    products: Sequence[Row],
+    forwards: Sequence[Row],
+    shares: Mapping[str, Sequence[Row]],
+    bandwidth: Bandwidth,
+) -> str:
+    lines = [
+        f"# A forward pass against the floor of its bytes: {model}",
+        "",
+        f"Memory streams at {bandwidth.best / 1e9:.1f} GB/s with {args.threads} threads (the best of "
+        f"measurements through the run, the worst {bandwidth.least / 1e9:.1f}). The floor is the weights' "
+        "bytes over that, for whole forwards with the K and V of the text. Cells: milliseconds, and in "
+        "brackets times the floor.",
+        *([] if lacking is None else ["", f"Native kernels are not used: {lacking}"]),
+        "",
+        "## Products",
+        "",
+        f"Medians of {REPEATS} passes over copies of the matrix that are together {STREAMED >> 20} MB.",
+        "",
+        *_table(products, args.nodes, bandwidth.best),
+        "",
+        "## Whole forwards",
+        "",
+        f"A binary tree of nodes behind {args.context} tokens of text, through ModelRunner; medians of "
+        f"{2 * REPEATS}.",
+        "",
+        *_table(forwards, args.nodes, bandwidth.best),
+    ]
+    for quantization, rows in shares.items():
+        lines += [
+            "",
+            f"## Operations, quantization {quantization}",
+            "",
+            "Milliseconds of one forward by the profiler, whose own cost is in.",
+            "",
+            *_table(rows, args.nodes, bandwidth.best),
+        ]
+    return "\n".join([*lines, "", *provenance_lines(), ""])
+
+
+def _table(rows: Sequence[Row], nodes: Sequence[int], bandwidth: float) -> list[str]:
+    lines = [
+        f"| | floor ms | {' | '.join(f'{n} node' + 's' * (n > 1) for n in nodes)} |",
+        f"|---|---|{'---|' * len(nodes)}",
+    ]
+    for row in rows:
+        floor = row.floor(bandwidth)
+        cells = (_cell(row.milliseconds[n], floor) for n in nodes)
+        shown = "" if floor is None else f"{floor:.2f}"
+        lines.append(f"| {row.name} | {shown} | {' | '.join(cells)} |")
+    return lines
+
+
+def _cell(milliseconds: float, floor: float | None) -> str:
+    return f"{milliseconds:.2f}" if floor is None else f"{milliseconds:.2f} ({milliseconds / floor:.2f})"
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""What the engines did, as figures and as a page of Markdown.
+
+A cell is one engine in one round, as it lies in the JSON file: {"error": reason}, or its answers with the
+memory it took. Figures are of a whole cell (tokens of all its answers over their time); over several rounds
+the page gives their median and, in brackets, the least and the most.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from peers.engines import Engine
+
+AGREE = 32  # tokens that are compared between engines that round differently
+REFERENCE = "specinfer-bf16"
+
+Cell = Mapping[str, Any]
+Cells = Mapping[str, Cell]  # "engine|round" -> cell
+Figure = Callable[[Cell], float | None]
+
+
+def cell_key(engine: Engine, round_: int) -> str:
+    return f"{engine.name}|{round_}"
+
+
+def answer(prompt: int, reply: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
+    """What is kept of a worker's reply to a prompt; raises ValueError unless it made `max_tokens` tokens."""
+    made = len(reply["tokens"])
+    if made != max_tokens:
+        raise ValueError(f"made {made} tokens of {max_tokens} for prompt {prompt}")
+    arrivals = reply["arrivals"]
+    return {
+        "prompt": prompt,
+        "tokens": reply["tokens"],
+        "first_seconds": arrivals[0][0],
+        "first_tokens": arrivals[0][1],
+        "seconds": arrivals[-1][0],
+        "steps": len(arrivals) - 1,  # after the first tokens, which come with the prefill
+    }
+
+
+def decode_rate(cell: Cell) -> float | None:
+    """Tokens per second after the first ones; None when an engine gave all at once."""
+    seconds = sum(a["seconds"] - a["first_seconds"] for a in cell["answers"])
+    return _decoded(cell) / seconds if seconds else None
+
+
+def overall_rate(cell: Cell) -> float:
+    """Tokens per second from the request on."""
+    tokens = sum(len(a["tokens"]) for a in cell["answers"])
+    return float(tokens / sum(a["seconds"] for a in cell["answers"]))
+
+
+def first_token_seconds(cell: Cell) -> float:
+    """The median time from a request to its first token."""
+    return statistics.median(a["first_seconds"] for a in cell["answers"])
+
+
+def tokens_per_step(cell: Cell) -> float | None:
+    """Tokens that arrive together, on average, after the first."""
+    steps = sum(a["steps"] for a in cell["answers"])
+    return _decoded(cell) / steps if steps else None
+
+
+def _decoded(cell: Cell) -> float:
+    return float(sum(len(a["tokens"]) - a["first_tokens"] for a in cell["answers"]))
+
+
+def measured(engine: Engine, cells: Cells, rounds: int) -> dict[int, Cell]:
+    """The engine's cells that hold figures, by round."""
+    found = {r: cells[key] for r in range(rounds) if (key := cell_key(engine, r)) in cells}
+    return {r: cell for r, cell in found.items() if "error" not in cell}
+
+
+def texts(cells: Iterable[Cell]) -> dict[int, list[int]]:
+    """The tokens of every prompt that was answered."""
+    return {a["prompt"]: a["tokens"] for cell in cells for a in cell["answers"]}
+
+
+def agreement(ours: Mapping[int, list[int]], theirs: Mapping[int, list[int]], head: int | None) -> str:
+    """ "3/4": prompts answered by both with the same first `head` tokens (None: all), of how many."""
+    both = ours.keys() & theirs.keys()
+    same = sum(ours[prompt][:head] == theirs[prompt][:head] for prompt in both)
+    return f"{same}/{len(both)}" if both else "-"
+
+
+def ratio(figure: Figure, ours: Mapping[int, Cell], theirs: Mapping[int, Cell]) -> float | None:
+    """The median over common rounds of ours over theirs."""
+    pairs = [(figure(ours[r]), figure(theirs[r])) for r in ours.keys() & theirs.keys()]
+    ratios = [a / b for a, b in pairs if a is not None and b]
+    return statistics.median(ratios) if ratios else None
+
+
+def markdown(
+    engines: Sequence[Engine], cells: Cells, settings: Mapping[str, Any], footer: Sequence[str]
+) -> str:
+    """The page: what was asked of all, a row per engine, ours over theirs, provenance."""
+    rounds = settings["rounds"]
+    runs = {engine.name: measured(engine, cells, rounds) for engine in engines}
+    draft = f" (draft: {settings['draft']})" if settings["draft"] else ""
+    return "\n".join(
+        [
+            f"# {settings['model']}{draft}: specinfer and others, batch size 1",
+            "",
+            f"{settings['num_prompts']} prompts of {', '.join(settings['datasets'])} through the chat "
+            "template, the same token ids for every engine; greedy, "
+            f"{settings['max_tokens']} tokens each, end of text ignored; {settings['threads']} threads, "
+            f"prefix caches off. The prompts are dealt out to rounds ({rounds} in all); in each every engine "
+            "runs, alone, in a process of its own, after a warm-up; every second round runs them in reverse. "
+            "Median over rounds [least - most]. Decode is from the first token to the last, overall from "
+            "the request. Agreement is in prompts: the whole text with that of the same engine without "
+            f"speculation, and the first {AGREE} tokens with {REFERENCE}'s.",
+            "",
+            "| engine | bits | decode tokens/s | overall tokens/s | first token ms | tokens per step "
+            "| peak memory GiB | text as without speculation | first tokens as ours |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *(_row(engine, runs, cells, rounds) for engine in engines),
+            *_ratios(engines, runs),
+            "",
+            *_conditions(engines, runs),
+            *footer,
+            "",
+        ]
+    )
+
+
+def _row(engine: Engine, runs: Mapping[str, Mapping[int, Cell]], cells: Cells, rounds: int) -> str:
+    run = runs[engine.name]
+    if not run:
+        keys = [cell_key(engine, r) for r in range(rounds)]
+        reason = next((cells[key]["error"] for key in keys if key in cells), "not run yet")
+        return f"| {engine.name} | {engine.bits} | {reason.replace('|', '/')} | | | | | | |"
+    own = texts(run.values())
+    plain = texts(runs.get(engine.plain, {}).values())
+    reference = texts(runs.get(REFERENCE, {}).values())
+    columns = [
+        engine.name,
+        engine.bits,
+        _spread(decode_rate, run, 1),
+        _spread(overall_rate, run, 1),
+        _spread(lambda cell: 1e3 * first_token_seconds(cell), run, 0),
+        _spread(tokens_per_step, run, 2),
+        f"{max(cell['peak_memory'] for cell in run.values()) / 2**30:.1f}",
+        "" if engine.plain == engine.name else agreement(own, plain, None),
+        "" if engine.name == REFERENCE else agreement(own, reference, AGREE),
+    ]
+    return f"| {' | '.join(columns)} |"
+
+
+def _spread(figure: Figure, run: Mapping[int, Cell], digits: int) -> str:
+    values = [value for cell in run.values() if (value := figure(cell)) is not None]
+    if not values:
+        return "not known"
+    middle = f"{statistics.median(values):.{digits}f}"
+    if len(values) == 1:
+        return middle
+    return f"{middle} [{min(values):.{digits}f} - {max(values):.{digits}f}]"
+
+
+def _ratios(engines: Sequence[Engine], runs: Mapping[str, Mapping[int, Cell]]) -> list[str]:
+    ours = [engine for engine in engines if engine.ours and runs[engine.name]]
+    theirs = [engine for engine in engines if not engine.ours and runs[engine.name]]
+    if not ours or not theirs:
+        return []
+    lines = [
+        "",
+        "## Ours over theirs",
+        "",
+        "How many times theirs, by tokens per second of decoding / overall: the median over rounds of the "
+        "ratio within a round.",
+        "",
+        f"| | {' | '.join(engine.name for engine in theirs)} |",
+        f"|---|{'---|' * len(theirs)}",
+    ]
+    for mine in ours:
+        pairs = [(runs[mine.name], runs[other.name]) for other in theirs]
+        figures = (f"{_times(decode_rate, *pair)} / {_times(overall_rate, *pair)}" for pair in pairs)
+        lines.append(f"| {mine.name} | {' | '.join(figures)} |")
+    return lines
+
+
+def _times(figure: Figure, ours: Mapping[int, Cell], theirs: Mapping[int, Cell]) -> str:
+    value = ratio(figure, ours, theirs)
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _conditions(engines: Sequence[Engine], runs: Mapping[str, Mapping[int, Cell]]) -> list[str]:
+    """How quiet the machine was, and which versions ran."""
+    done = [(engine.name, cell) for engine in engines for cell in runs[engine.name].values()]
+    if not done:
+        return []
+    versions = sorted({f"{k} {v}" for _, cell in done for k, v in cell["versions"].items()})
+    name, busiest = max(done, key=lambda pair: pair[1]["busy_elsewhere"])
+    commits = sorted({cell["commit"] for _, cell in done if cell["commit"]})
+    return [
+        f"- engines: {', '.join(versions)}",
+        f"- other programs kept at most {busiest['busy_elsewhere']:.2f} cores busy (beside {name})",
+        f"- cells measured at: {', '.join(commits) or 'not a checkout'}",
+    ]

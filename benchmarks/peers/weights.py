@@ -1,0 +1,68 @@
+"""A model's weights in the form an engine reads, made once and kept in the peers' folder."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+_CONVERTERS = {  # form -> environment, script, its further arguments, suffix of what it makes
+    "safetensors": ("transformers", "to_safetensors.py", (), ""),
+    "q8_0": ("llama_cpp", "to_gguf.py", ("Q8_0",), ".gguf"),
+    "q4_0": ("llama_cpp", "to_gguf.py", ("Q4_0",), ".gguf"),
+}
+
+
+class WeightsError(Exception):
+    """A model cannot be had in a form; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """The folder with the other engines' environments and with converted weights."""
+
+    folder: Path
+
+    def python(self, environment: str) -> Path:
+        """The Python of an environment, which may not be there."""
+        return self.folder / environment / "bin" / "python"
+
+    def weights(self, model: Path, form: str) -> Path:
+        """`model` in a form: "file" (as it is), "safetensors", "q8_0" or "q4_0".
+
+        Raises WeightsError when it cannot be converted.
+        """
+        if form == "file" or (form == "safetensors" and model.is_dir()):
+            return model
+        environment, script, arguments, suffix = _CONVERTERS[form]
+        # Size tells apart files of one name; a file that is cut off is not converted in the first place.
+        target = self.folder / "weights" / f"{model.stem}-{model.stat().st_size}-{form}{suffix}"
+        if target.exists():
+            return target
+        if model.is_dir():
+            raise WeightsError(f"{model.name} is a folder; {form} is made from a .gguf file only: give one")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f"partial-{target.name}")
+        _remove(partial)
+        command = [self.python(environment), _HERE / script, model, partial, *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError:
+            raise WeightsError(f"{form} weights need the {environment} environment; {INSTALL}") from None
+        if done.returncode:
+            words = done.stderr.strip().splitlines()
+            raise WeightsError(f"{script} failed: {words[-1] if words else f'exit code {done.returncode}'}")
+        partial.rename(target)
+        return target
+
+
+INSTALL = "run: make peers-env"
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
