@@ -52,6 +52,7 @@ def main() -> None:
         "drafts": tuple(args.draft),
         "ngram": args.ngram,
         "expansion": tuple(int(k) for k in args.expansion.split(",")),
+        "tree_size": "fixed",
         **shared,
     }
     datasets = [read_dataset(path).head(args.limit) for path in args.dataset]

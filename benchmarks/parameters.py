@@ -172,6 +172,7 @@ def main() -> None:
         "drafts": tuple(args.draft),
         "ngram": not args.draft,
         "expansion": tuple(int(k) for k in args.expansion.split(",")),
+        "tree_size": "fixed",
     }
     speculative = LLM(args.model, **shared, **speculation)
     plain = LLM.from_models(

@@ -90,7 +90,8 @@ def main() -> None:
         if edit.file in results and (results[edit.file]["plain"] is not None or not compare):
             continue
         if llm is None:
-            llm = LLM(args.model, max_batch_size=1, max_context=LONGEST_PROMPT + args.max_tokens)
+            context = LONGEST_PROMPT + args.max_tokens
+            llm = LLM(args.model, max_batch_size=1, max_context=context, tree_size="fixed")
             _ask(llm, edit, replace(params, max_tokens=min(16, args.max_tokens)))  # warms up
         results[edit.file] = result = measure(
             llm, edit, params, prediction_first=number % 2 == 1, compare=compare

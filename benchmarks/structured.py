@@ -58,7 +58,7 @@ def main() -> None:
         rows = read_dataset(args.questions).conversations
         sets[args.questions.name] = [Task(row.turns[0], ANSWER) for row in rows]
     shared = {"max_batch_size": args.batch_size, "max_context": 2048}
-    speculative = LLM(args.model, ngram=True, **shared)
+    speculative = LLM(args.model, ngram=True, tree_size="fixed", **shared)
     plain = LLM.from_models(EngineConfig.from_options(args.model, shared), speculative.models)
     lines = [
         "| set | requests | valid | cut at max_tokens | broken | identical without speculation "

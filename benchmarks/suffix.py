@@ -75,7 +75,7 @@ def main() -> None:
         traffic([head for head, _ in functions], args.max_tokens, args.temperature),
     ]
     options = {"dtype": args.dtype, "max_batch_size": args.batch_size, "max_context": 4096}
-    config = EngineConfig.from_options(args.model, options)
+    config = EngineConfig.from_options(args.model, options | {"tree_size": "fixed"})
     models = LLM(args.model, **options).models
     cells: dict[tuple[str, str], Cell] = {}
     for rounds in workloads:

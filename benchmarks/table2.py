@@ -73,6 +73,7 @@ def main() -> None:
                 options = {
                     "drafts": (args.draft,),
                     "expansion": (1, 1, width, 1, 1, 1, 1, 1),
+                    "tree_size": "fixed",
                     "verifier": MODES[mode]["verifier"],
                     "max_batch_size": args.batch_size,
                     "max_context": 2048,

@@ -13,8 +13,11 @@ from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import DrawRule
 
 Dtype = Literal["auto", "bfloat16", "float32"]
+KernelChoice = Literal["auto", "native", "torch"]
+Quantization = Literal["none", "int8", "int4"]
 Verifier = Literal["coupled", "mss"]
 Draft = Literal["coupled", "top_k", "iid", "without_replacement"]
+TreeSize = Literal["cost", "fixed"]
 
 # What a draft model may do for each verifier, its default first (docs/losslessness.md). The top-k of a
 # draft model is a point mass whichever verifier looks at it.
@@ -41,6 +44,8 @@ class SpeculationConfig:
     """Who guesses, in which shape, and how the guesses are verified."""
 
     drafts: tuple[str, ...] = ()  # models, each named as `model` is
+    draft_quantization: Quantization = "none"  # how their matrices are kept, as `quantization`
+    draft_vocabulary: int | str | None = None  # tokens drafts can name: how many, or a file of ids; None: all
     ngram: bool = False  # look the last tokens up in prompt and output
     ngram_min: int = 1  # tokens that must match, at least
     ngram_max: int = 4  # and at most; longer matches are tried first
@@ -55,15 +60,19 @@ class SpeculationConfig:
     forced_depth: int = 16  # tokens guessed at once where a grammar leaves no choice
     expansion: Expansion = field(default_factory=lambda: Expansion((1, 1, 3, 1, 1)))
     max_nodes: int = 64  # of one request's tree in one step, the root included
+    tree_size: TreeSize = "cost"  # cost: of all that, what is expected to be fastest here; fixed: all of it
     verifier: Verifier = "coupled"
     draw: Draft | None = None  # how drafts draw; None: the verifier's own rule
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drafts", _names("drafts", self.drafts))
+        _choice("draft_quantization", self.draft_quantization, get_args(Quantization))
+        object.__setattr__(self, "draft_vocabulary", _vocabulary(self.draft_vocabulary))
         object.__setattr__(self, "expansion", _expansion(self.expansion))
         for name, switch in (("ngram", self.ngram), ("suffix", self.suffix)):
             if not isinstance(switch, bool):
                 raise ConfigError(f"{name} is {switch!r}; allowed: True or False")
+        _choice("tree_size", self.tree_size, get_args(TreeSize))
         _choice("verifier", self.verifier, tuple(DRAFT_DRAWS))
         if self.draw is not None and self.draw not in tuple(DRAFT_DRAWS[self.verifier]):
             raise ConfigError(
@@ -137,6 +146,8 @@ class EngineConfig:
     model: str
     dtype: Dtype = "auto"  # auto: bfloat16 where the device multiplies it natively, else float32
     device: str = "auto"  # auto: the first CUDA device, else the CPU
+    quantization: Quantization = "none"  # none: matrices in `dtype`; int8, int4: fewer bits, on the CPU only
+    kernels: KernelChoice = "auto"  # auto: native ones on a CPU where they can be built, else PyTorch's
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -147,6 +158,8 @@ class EngineConfig:
                 f"model is {self.model!r}; allowed: a folder, a GGUF file, a hub id or a catalogue name"
             )
         _choice("dtype", self.dtype, get_args(Dtype))
+        _choice("kernels", self.kernels, get_args(KernelChoice))
+        _choice("quantization", self.quantization, get_args(Quantization))
         if not isinstance(self.device, str):
             raise ConfigError(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N")
 
@@ -193,6 +206,21 @@ def _names(name: str, value: object) -> tuple[str, ...]:
     if not all(isinstance(n, str) and n for n in names):
         raise ConfigError(f"{name} is {value!r}; allowed: model names, each a non-empty string")
     return names
+
+
+def _vocabulary(value: object) -> int | str | None:
+    """A number of tokens, or its text, or the path of a file of ids; 0 is all, like None."""
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value or None
+    if isinstance(value, (str, PathLike)) and fspath(value):
+        return str(fspath(value))
+    if value is None:
+        return None
+    raise ConfigError(
+        f"draft_vocabulary is {value!r}; allowed: how many tokens to keep, or the path of a file of token ids"
+    )
 
 
 def _expansion(value: object) -> Expansion:

@@ -11,9 +11,9 @@ SpecInferError
 |   |-- DownloadError             the network or the disk failed while pulling
 |   |-- DatasetError              a prompt file
 |   |-- DrawRuleError             a draw rule its verifier cannot treat losslessly
+|   |-- KernelBuildError          native kernels were asked for and could not be compiled
 |   |-- SpeculatorError           a caller's speculator that breaks its contract
 |   `-- CapacityError             it does not fit in memory
-|-- KernelBuildError              native kernels could not be compiled: PyTorch twins run instead
 `-- IntegrityError                an invariant of ours is broken: a bug in specinfer
 """
 
@@ -64,16 +64,16 @@ class DrawRuleError(UserError):
     """A draw cannot be verified losslessly by the chosen verifier."""
 
 
+class KernelBuildError(UserError):
+    """No C++ compiler is there, or it failed; the message holds its last lines."""
+
+
 class SpeculatorError(UserError):
     """A speculator proposed what is no tree for its entry."""
 
 
 class CapacityError(UserError):
     """Weights or KV cache do not fit in the memory there is."""
-
-
-class KernelBuildError(SpecInferError):
-    """No C++ compiler is there, or it failed; the message holds its last lines."""
 
 
 class IntegrityError(SpecInferError):

@@ -48,7 +48,7 @@ class LLM:
     ) -> None:
         self.config = EngineConfig.from_options(fspath(model), options)
         self._models = load_models(self.config, progress)
-        self.engine: Engine = build_engine(self.config, self._models, speculators)
+        self.engine: Engine = build_engine(self.config, self._models, speculators, progress)
         self._numbers = itertools.count()
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # of requests that somebody listens to
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from specinfer.attention.sdpa import SdpaBackend
 from specinfer.config import EngineConfig
 from specinfer.engine.build import Models
 from specinfer.llm import LLM
@@ -26,6 +25,8 @@ from specinfer.verify.coupled import coupled_choice
 from .tiny_models import write_similar_llama, write_tiny_llama
 
 CPU = torch.device("cpu")
+# Trees of a fixed size: a tiny draft is no cheaper than a tiny target, and timings differ every time.
+ENGINE = {"dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed"}
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,7 @@ class Tiny:
     def llm(self, drafts: Sequence[str] = (), **options: Any) -> LLM:
         """An engine over these models; `drafts` names attributes, 'target' drafts for itself."""
         named = {f"{i}-{name}": getattr(self, name) for i, name in enumerate(drafts)}
-        config = EngineConfig.from_options(
-            "tiny", {"dtype": "float32", "kv_cache_memory": 1 << 24, "drafts": tuple(drafts), **options}
-        )
+        config = EngineConfig.from_options("tiny", {**ENGINE, "drafts": tuple(drafts), **options})
         return LLM.from_models(config, Models(self.target, self.tokenizer, named))
 
 
@@ -62,7 +61,7 @@ def slow_generate(
     text = list(prompt)
     max_context = model.config.max_context
     while len(text) - len(prompt) < params.max_tokens and len(text) < max_context:
-        runner = ModelRunner(model, SdpaBackend(), num_blocks=1, block_size=max_context)
+        runner = ModelRunner(model, num_blocks=1, block_size=max_context)
         logits = as_rows(runner.forward([chain_rows(text, 0, [0], logits=True)]))[0].copy()
         if len(text) - len(prompt) < params.min_tokens:
             logits[list(ending)] = -np.inf

@@ -1,65 +1,74 @@
-"""What an attention backend is given, and what it owes.
+"""What attention is given, and what it owes.
 
-Shapes: T rows of the step (all requests' tokens and nodes, one after another), S cache positions of one
-request, N query heads, K key-value heads, H head size.
+Shapes: T rows of the step (all requests' tokens and nodes, one after another), N query heads, K key-value
+heads, H head size, C = (N + 2 K) H, the width of the product that makes q, k and v, P cache slots.
+
+Attention begins where that product ends: head norms and rotation, K and V into the cache, and the attended
+values. So whatever a backend fuses, a model calls it the same way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Some of one request's rows in a step, and what they may see.
+class Paths:
+    """Which cache slots every row attends to, in the order of its own text, itself last.
 
-    `mask_TS` is added to the scores: 0 where row t sees cache position s, -inf where not.
-    `window_mask_TS` is the same for layers with a sliding window. S may exceed the request's positions:
-    what is behind them is hidden from every row, and finite.
+    A row's path is the first `shared` slots of its request's list, then the tail's entries of that list:
+
+        a row of text      shared = its position + 1, no tail
+        a node of a tree   shared = the root's position + 1, tail = its ancestors below the root and itself
     """
 
-    rows: Tensor | slice  # of the step's T rows
-    slots_S: Tensor | slice  # the cache slots of positions 0..S-1; a slice where they are contiguous
-    mask_TS: Tensor
-    window_mask_TS: Tensor
+    slots: NDArray[np.int32]  # of every request's positions, one request after another
+    requests: NDArray[np.int32]  # [requests, 4]: first row, rows, where its slots begin, how many they are
+    shared_T: NDArray[np.int32]
+    tail_ends: NDArray[np.int32]  # [T + 1]; tails[tail_ends[t] : tail_ends[t + 1]] are row t's
+    tails: NDArray[np.int32]  # positions in the request's list, ascending
+    write_slots_T: NDArray[np.int32]  # where each row's K and V go
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionBatch:
-    """The segments of one forward pass, each row in one of them, and where its K and V go."""
+class Rotation:
+    """The rope of one pass: cos and sin of every row's angles, float32 [T, H / 2]."""
 
-    segments: tuple[Segment, ...]
-    write_slots_T: Tensor | slice  # int64; the cache slot of each row
+    cos: Tensor
+    sin: Tensor
 
 
-class AttentionBackend(Protocol):
-    """Computes softmax(q k * scale + mask) v per segment; a pure function of its arguments."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """The attention of one layer, apart from its products."""
 
-    def attend(
-        self,
-        q_TNH: Tensor,
-        k_cache_PKH: Tensor,  # P slots; the step's own K and V are already written
-        v_cache_PKH: Tensor,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-        windowed: bool,
-    ) -> Tensor:
-        """The attended values, [T, N, H]."""
-        ...
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    scale: float
+    window: int | None  # a row sees the last `window` positions of its path; None: all
+    q_norm_H: Tensor | None  # weights of the RMSNorm over each head, before the rotation; None: there is none
+    k_norm_H: Tensor | None
+    norm_eps: float
 
 
 class Attend(Protocol):
-    """How a model calls attention: write this layer's K and V, attend, return [T, N, H].
+    """How a model calls attention; bound to one pass and one cache, of which the model knows nothing."""
 
-    The runner binds it to a cache, a backend and a batch, so a model knows none of them.
-    """
+    def __call__(self, heads: Heads, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
+        """The attended values, [T, N H]; writes K and V of every row to the layer's cache."""
+        ...
 
-    def __call__(
-        self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *, scale: float, windowed: bool
-    ) -> Tensor:
-        """The attended values of one layer, [T, N, H]."""
+
+class AttentionBackend(Protocol):
+    """Computes attention along paths."""
+
+    def bind(self, paths: Paths, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Attend:
+        """Attention of one pass over a cache: per layer K and V, [P, K, H], in the activations' dtype."""
         ...

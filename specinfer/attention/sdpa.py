@@ -1,68 +1,122 @@
 """Attention through torch's scaled_dot_product_attention, one call per segment: any dtype, any device.
 
-Shapes: T rows, S cache positions, P slots, N query heads, K key-value heads, G = N / K,
-L = G * T, H head size.
+Shapes: T rows, S keys of one segment, P slots, N query heads, K key-value heads, G = N / K, L = G * T,
+H head size.
 The G query heads that share a key-value head are laid under one another as G * T rows, so K and V are never
-repeated, and where a request's slots are a slice they are read where they lie.
+repeated.
 
-A row's result must not depend on the rows beside it. torch's CPU kernel works on blocks of queries, and a
-block of fewer than 4 goes another way through its products, with other roundings: such a block is padded.
+A row's result must not depend on the rows beside it, or greedy text would change where two logits are close.
+torch's CPU kernel makes it: it sums over S keys in an order that depends on S, so S is padded with hidden
+keys to whole blocks of PAD; it works on blocks of queries, and one of fewer than 4 goes another way through
+its products, so such a block is padded, too; and a node behind siblings has its ancestors at other places
+than a chain would, so a tree in bfloat16 is read path by path, one segment each, as if each were a chain.
+Elsewhere (float32, whose products promise nothing, and GPUs) a tree is one segment, whose mask says who sees
+whom.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.attention.backend import AttentionBatch, Segment
+from specinfer.attention.backend import Attend, Heads, Paths, Rotation
 
-# The smallest of the kernel's block sizes (32, 64, 256), which divides the others.
+PAD = 512  # the block of keys in torch's CPU kernel
+# The smallest of the kernel's block sizes of queries (32, 64, 256), which divides the others.
 _QUERY_BLOCK = 32
 _FEW_ROWS = 4
 
 
-class SdpaBackend:
-    """The AttentionBackend that runs everywhere; a pure function without state."""
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Rows of one request, the keys they choose from, and which of these each of them sees."""
+
+    rows: NDArray[np.int64]
+    slots_S: NDArray[np.int32]
+    sees_TS: NDArray[np.bool_]
+
+
+class SdpaAttention:
+    """The AttentionBackend that runs everywhere."""
 
     __slots__ = ()
 
-    def attend(
-        self,
-        q_TNH: Tensor,
-        k_cache_PKH: Tensor,
-        v_cache_PKH: Tensor,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-        windowed: bool,
-    ) -> Tensor:
-        """The attended values, [T, N, H]; scores are q k * scale + mask."""
-        segments = batch.segments
-        if len(segments) == 1:
-            return _attend(q_TNH, k_cache_PKH, v_cache_PKH, segments[0], scale, windowed)
+    def bind(self, paths: Paths, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Attend:
+        """Attention of one pass; masks are made once for all layers."""
+        cache = keys[0]
+        by_paths = cache.device.type == "cpu" and cache.dtype is torch.bfloat16
+        segments = list(_segments(paths, by_paths=by_paths))
+        return _Bound(paths, segments, keys, values)
+
+
+class _Bound:
+    """Attention of one pass over one cache."""
+
+    def __init__(
+        self, paths: Paths, segments: list[_Segment], keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> None:
+        self._segments = segments
+        self._keys = keys
+        self._values = values
+        device = keys[0].device
+        self._write_slots = torch.from_numpy(paths.write_slots_T).to(device, torch.int64)
+        self._rows = [torch.from_numpy(s.rows).to(device) for s in segments]
+        self._slots = [torch.from_numpy(_padded(s.slots_S)).to(device) for s in segments]
+        self._masks: dict[int | None, list[Tensor]] = {}  # by window
+
+    def __call__(self, heads: Heads, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
+        rows, n, k = qkv_TC.shape[0], heads.num_heads, heads.num_kv_heads
+        qkv = qkv_TC.view(rows, n + 2 * k, -1)
+        q_TNH, k_TKH, v_TKH = qkv[:, :n], qkv[:, n : n + k], qkv[:, n + k :]
+        keys, values = self._keys[heads.layer], self._values[heads.layer]
+        keys[self._write_slots] = turned(k_TKH, heads.k_norm_H, heads.norm_eps, rotation)
+        values[self._write_slots] = v_TKH
+        q_TNH = turned(q_TNH, heads.q_norm_H, heads.norm_eps, rotation)
         out_TNH = torch.empty_like(q_TNH)
-        for s in segments:
-            out_TNH[s.rows] = _attend(q_TNH[s.rows], k_cache_PKH, v_cache_PKH, s, scale, windowed)
-        return out_TNH
+        masks = self._masks_for(heads.window, qkv_TC.dtype)
+        for where, slots, mask in zip(self._rows, self._slots, masks, strict=True):
+            k_SKH, v_SKH = keys.index_select(0, slots), values.index_select(0, slots)
+            out_TNH[where] = attended(q_TNH[where], k_SKH, v_SKH, mask, heads.scale)
+        return out_TNH.flatten(1)
+
+    def _masks_for(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+        if window not in self._masks:
+            device = self._keys[0].device
+            self._masks[window] = [_mask(s.sees_TS, window, dtype).to(device) for s in self._segments]
+        return self._masks[window]
 
 
-def _attend(
-    q_TNH: Tensor, k_cache_PKH: Tensor, v_cache_PKH: Tensor, segment: Segment, scale: float, windowed: bool
-) -> Tensor:
+def turned(x_TNH: Tensor, norm_H: Tensor | None, eps: float, rotation: Rotation | None) -> Tensor:
+    """x / rms(x) * norm where there is a norm, then rotated where there is a rotation.
+
+    The pair (a, b) at distance H / 2 becomes (a cos - b sin, b cos + a sin). All in float32, rounded once.
+    """
+    if norm_H is None and rotation is None:
+        return x_TNH
+    x = x_TNH.float()
+    if norm_H is not None:
+        x = F.rms_norm(x, (x.shape[-1],), norm_H.float(), eps)
+    if rotation is not None:
+        cos, sin = rotation.cos[:, None], rotation.sin[:, None]
+        a, b = x.chunk(2, dim=-1)
+        x = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return x.to(x_TNH.dtype)
+
+
+def attended(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, mask_TS: Tensor, scale: float) -> Tensor:
+    """softmax(q k * scale + mask) v, [T, N, H]."""
     rows, heads, head_dim = q_TNH.shape
-    kv_heads = k_cache_PKH.shape[1]
+    kv_heads = k_SKH.shape[1]
     groups = heads // kv_heads
-    slots = segment.slots_S
-    if isinstance(slots, slice):
-        k_SKH, v_SKH = k_cache_PKH[slots], v_cache_PKH[slots]
-    else:
-        k_SKH, v_SKH = k_cache_PKH.index_select(0, slots), v_cache_PKH.index_select(0, slots)
     q_KLH = q_TNH.view(rows, kv_heads, groups, head_dim).permute(1, 2, 0, 3)
     q_KLH = q_KLH.reshape(kv_heads, groups * rows, head_dim)
-    mask_LS = segment.window_mask_TS if windowed else segment.mask_TS
-    if groups > 1:
-        mask_LS = mask_LS.repeat(groups, 1)
+    mask_LS = mask_TS.repeat(groups, 1) if groups > 1 else mask_TS
     tail = groups * rows % _QUERY_BLOCK
     if 0 < tail < _FEW_ROWS:
         q_KLH = F.pad(q_KLH, (0, 0, 0, _FEW_ROWS - tail))
@@ -72,3 +126,44 @@ def _attend(
     )
     out_KGTH = out_1KLH[0, :, : groups * rows].view(kv_heads, groups, rows, head_dim)
     return out_KGTH.permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
+
+
+def _segments(paths: Paths, *, by_paths: bool) -> Iterator[_Segment]:
+    for first, count, begin, length in paths.requests.tolist():
+        slots = paths.slots[begin : begin + length]
+        rows = np.arange(first, first + count)
+        sees = np.arange(length)[None, :] < paths.shared_T[rows, None]
+        ends = paths.tail_ends[first : first + count + 1]
+        sees[np.repeat(rows - first, np.diff(ends)), paths.tails[ends[0] : ends[-1]]] = True
+        if by_paths and ends[0] < ends[-1]:
+            yield from _chains(_Segment(rows, slots, sees))
+        else:
+            yield _Segment(rows, slots, sees)
+
+
+def _chains(tree: _Segment) -> Iterator[_Segment]:
+    """One segment per path to a leaf, each a chain; a row belongs to the first path that has it."""
+    own = tree.sees_TS.shape[1] - 1 - tree.sees_TS[:, ::-1].argmax(axis=1)  # the last key each row sees
+    below = tree.sees_TS[:, own] & (own[:, None] != own[None, :])  # [i, j]: row i stands below row j
+    taken = np.zeros(len(tree.rows), dtype=np.bool_)
+    for leaf in np.flatnonzero(~below.any(axis=0)):
+        if taken[leaf]:  # one row that is run twice
+            continue
+        keys = np.flatnonzero(tree.sees_TS[leaf])
+        fresh = np.flatnonzero(tree.sees_TS[leaf, own] & ~taken)
+        taken[fresh] = True
+        yield _Segment(tree.rows[fresh], tree.slots_S[keys], tree.sees_TS[np.ix_(fresh, keys)])
+
+
+def _padded(slots_S: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Whole blocks of keys: the first slot again, which every row of this request may read."""
+    return np.pad(slots_S, (0, -len(slots_S) % PAD), constant_values=slots_S[0])
+
+
+def _mask(sees_TS: NDArray[np.bool_], window: int | None, dtype: torch.dtype) -> Tensor:
+    """0 where a row sees a key, -inf where not, padded to whole blocks."""
+    if window is not None:
+        sees_TS = sees_TS & (sees_TS.sum(axis=1, keepdims=True) - sees_TS.cumsum(axis=1) < window)
+    hidden = np.ones((sees_TS.shape[0], -(-sees_TS.shape[1] // PAD) * PAD), dtype=np.bool_)
+    np.logical_not(sees_TS, out=hidden[:, : sees_TS.shape[1]])
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))

@@ -31,7 +31,8 @@ def check_promise(
     """Verdicts as they are reached; `llm` is the speculating engine, `prompts` its token ids.
 
     Texts are compared with the coupled verifier, the one that keeps them; laws are counted with both.
-    A verifier for which the configured draw rule is not lossless gets its own default rule.
+    A verifier for which the configured draw rule is not lossless gets its own default rule. Trees have their
+    full size, whether they pay here or not: what is tested is guesses.
     """
     progress = progress or Silence()
     configured = llm.config.speculation
@@ -41,7 +42,7 @@ def check_promise(
     def engine(speculation: SpeculationConfig) -> LLM:
         config: EngineConfig = replace(
             llm.config,
-            speculation=speculation,
+            speculation=replace(speculation, tree_size="fixed"),
             scheduler=replace(llm.config.scheduler, max_context=context),
         )
         models = llm.models if speculation.drafts else replace(llm.models, drafts={})

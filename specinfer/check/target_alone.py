@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.attention.sdpa import SdpaBackend
 from specinfer.models.decoder import LanguageModel
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner, as_rows
@@ -43,8 +42,7 @@ class TargetAlone:
         for first in range(0, len(text), _MAX_ROWS):
             chunk = text[first : first + _MAX_ROWS]
             wanted = min(max(start - 1 - first, 0), len(chunk))
-            positions = range(first, first + len(chunk))
-            logits = runner.forward([Rows(chunk, positions, first, [0], None, None, wanted)])
+            logits = runner.forward([Rows(chunk, first, [0], wanted)])
             if wanted < len(chunk):
                 found.append(as_rows(logits))
         return np.concatenate(found)
@@ -53,7 +51,7 @@ class TargetAlone:
         return self.logits_along(text, len(text))
 
     def _runner(self, num_blocks: int, block_size: int) -> ModelRunner:
-        return ModelRunner(self.model, SdpaBackend(), num_blocks=num_blocks, block_size=block_size)
+        return ModelRunner(self.model, num_blocks=num_blocks, block_size=block_size)
 
 
 def _parts(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

@@ -27,7 +27,7 @@ def parse_size(text: str) -> int:
 
 
 def model_options(command: _Command) -> _Command:
-    """--model, --dtype, --device, --kv-cache-memory, --max-context."""
+    """--model, --dtype, --quantization, --device, --kv-cache-memory, --max-context."""
     for option in reversed(
         [
             click.option(
@@ -38,6 +38,7 @@ def model_options(command: _Command) -> _Command:
                 help="The target: a folder, a GGUF file, a hub id (org/name) or a catalogue name.",
             ),
             click.option("--dtype", default="auto", help="auto, bfloat16 or float32."),
+            click.option("--quantization", help="none, int8 or int4: how matrices are kept, on a CPU."),
             click.option("--device", default="auto", help="auto, cpu or cuda."),
             click.option("--kv-cache-memory", metavar="SIZE", help="For all KV caches, like 2GB."),
             click.option("--max-context", type=int, metavar="N", help="Prompt and output tokens at most."),
@@ -48,11 +49,17 @@ def model_options(command: _Command) -> _Command:
 
 
 def speculation_options(command: _Command) -> _Command:
-    """--draft, --ngram, --suffix, --expansion, --max-nodes, --verifier, --draw."""
+    """--draft, --draft-quantization, --draft-vocabulary, --ngram, --suffix, --expansion, and others."""
     for option in reversed(
         [
             click.option(
                 "--draft", "drafts", multiple=True, metavar="MODEL", help="A draft model; repeatable."
+            ),
+            click.option("--draft-quantization", help="As --quantization, of draft models."),
+            click.option(
+                "--draft-vocabulary",
+                metavar="N|FILE",
+                help="Cut a draft's output layer to N common tokens, or to the token ids in FILE.",
             ),
             click.option(
                 "--ngram/--no-ngram",
@@ -71,6 +78,11 @@ def speculation_options(command: _Command) -> _Command:
                 help="Children of each frontier node of a draft's tree, level by level.",
             ),
             click.option("--max-nodes", type=int, metavar="N", help="Of one request's tree, root included."),
+            click.option(
+                "--tree-size",
+                show_default="cost",
+                help="cost: of these trees the part that is fastest here; fixed: all of them.",
+            ),
             click.option("--verifier", default="coupled", show_default=True, help="coupled or mss."),
             click.option(
                 "--draw",
@@ -97,9 +109,11 @@ def build_llm(options: dict[str, Any], **more: Any) -> LLM:
     from specinfer.config import EngineConfig
 
     EngineConfig.from_options(model, given)  # before torch is loaded: a slip is answered at once
-    for name in ("expansion", "draw"):
+    for name in ("draft_quantization", "draft_vocabulary", "expansion", "draw"):
         if name in given and not given.get("drafts"):
-            raise ConfigError(f"--{name} is for draft models, and none is named; add --draft MODEL")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for draft models, and none is named; add --draft MODEL"
+            )
     from specinfer.llm import LLM
     from specinfer.progress import ProgressBar
 

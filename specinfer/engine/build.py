@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from specinfer.attention.sdpa import SdpaBackend
-from specinfer.config import EngineConfig, SpeculationConfig
+from specinfer.config import CacheConfig, EngineConfig, Quantization, SchedulerConfig, SpeculationConfig
 from specinfer.engine.admission import Admission
 from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.hub import ModelFiles, resolve
+from specinfer.kernels.choice import Kernels, choose_kernels
+from specinfer.kernels.quantized import slow_products
 from specinfer.models.decoder import LanguageModel
 from specinfer.models.weights import estimate_bytes, load_config, load_model
 from specinfer.progress import Progress, Silence
 from specinfer.runtime import memory
+from specinfer.runtime.cost_curve import CostCurve, cost_curve
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.budget import TreeBudget
+from specinfer.speculate.cost_size import CostSize
+from specinfer.speculate.draft_depth import DraftDepth
 from specinfer.speculate.draft_model import DraftModel
+from specinfer.speculate.draft_vocabulary import DraftVocabulary, draft_vocabulary
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.forced import GrammarSpeculator
 from specinfer.speculate.ngram import NgramSpeculator
 from specinfer.speculate.prediction import PredictionSpeculator
 from specinfer.speculate.speculator import Speculator
 from specinfer.speculate.suffix import SuffixSpeculator
+from specinfer.speculate.tree_size import FixedSize, TreeSize
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.pairs import Verifier
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Loaded models: the target, its tokenizer, and the drafts by speculator name."""
+    """Loaded models: the target, its tokenizer, and the drafts by speculator name with what they can name."""
 
     target: LanguageModel
     tokenizer: Tokenizer
     drafts: dict[str, LanguageModel]
+    draft_vocabulary: DraftVocabulary | None = None  # None: every token
 
 
 def load_models(config: EngineConfig, progress: Progress | None = None) -> Models:
@@ -50,6 +60,8 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     show = progress or Silence()
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
+    _check_quantization("quantization", config.quantization, device)
+    _check_quantization("draft_quantization", config.speculation.draft_quantization, device)
     target = resolve(config.model, progress=show)
     drafts = {
         name: resolve(model, progress=show) for name, model in _draft_names(config.speculation.drafts).items()
@@ -57,16 +69,37 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     tokenizer = Tokenizer.load(target)
     for files in drafts.values():
         _check_vocabulary(target, tokenizer, files)
-    sizes = {f.name: estimate_bytes(f.path, dtype, device) for f in (target, *drafts.values())}
+    kept = draft_vocabulary(
+        config.speculation.draft_vocabulary, tokenizer, load_config(target.path).vocab_size
+    )
+    logit_ids = None if kept is None else kept.ids.tolist()
+    of_target, of_drafts = config.quantization, config.speculation.draft_quantization
+    quantized = {of_target, of_drafts} != {"none"}
+    kernels, lacking = choose_kernels(config.kernels, device, show)
+    if lacking is not None:
+        _LOG.warning("native kernels are not used, PyTorch runs instead: %s", lacking)
+    elif quantized and (reason := slow_products(kernels.products)) is not None:
+        _LOG.warning("quantized products give the same text here, but slowly: %s", reason)
+    sizes = {target.name: estimate_bytes(target.path, dtype, device, of_target)}
+    sizes |= {f.name: estimate_bytes(f.path, dtype, device, of_drafts) for f in drafts.values()}
     memory.check_weights_fit(sizes, device)
     return Models(
-        target=_load(target, dtype, device, show),
+        target=_load(target, dtype, device, show, kernels, of_target),
         tokenizer=tokenizer,
-        drafts={name: _load(files, dtype, device, show) for name, files in drafts.items()},
+        drafts={
+            name: _load(files, dtype, device, show, kernels, of_drafts, logit_ids)
+            for name, files in drafts.items()
+        },
+        draft_vocabulary=kept,
     )
 
 
-def build_engine(config: EngineConfig, models: Models, extra: Sequence[Speculator] = ()) -> Engine:
+def build_engine(
+    config: EngineConfig,
+    models: Models,
+    extra: Sequence[Speculator] = (),
+    progress: Progress | None = None,
+) -> Engine:
     """An engine over loaded models, with the config's speculators and then `extra` ones of the caller's.
 
     Raises CapacityError when the KV cache does not fit, ConfigError when options contradict each other.
@@ -90,24 +123,50 @@ def build_engine(config: EngineConfig, models: Models, extra: Sequence[Speculato
     )
 
     def runner(model: LanguageModel) -> ModelRunner:
-        return ModelRunner(model, SdpaBackend(), num_blocks=blocks, block_size=config.cache.block_size)
+        return ModelRunner(model, num_blocks=blocks, block_size=config.cache.block_size)
 
-    drafts = [
-        DraftModel(
+    target = runner(models.target)
+    draft_runners = {name: runner(model) for name, model in models.drafts.items()}
+    drafts = {
+        name: DraftModel(
             name,
-            runner(model),
+            draft,
             speculation.expansion,
             speculation.draw_rule,
             max_rows=limits.max_step_tokens,
+            vocabulary=models.draft_vocabulary,
         )
-        for name, model in models.drafts.items()
-    ]
+        for name, draft in draft_runners.items()
+    }
+
+    def curve(runner: ModelRunner) -> CostCurve:
+        rows = min(limits.max_step_tokens, blocks * config.cache.block_size)
+        kept = replace(  # everything about a model but its weights' values and what uses it
+            config,
+            model="any",
+            speculation=SpeculationConfig(
+                draft_vocabulary=speculation.draft_vocabulary,
+                draft_quantization=speculation.draft_quantization,
+            ),
+            cache=CacheConfig(),
+            scheduler=SchedulerConfig(),
+        )
+        return cost_curve(runner, max_rows=rows, kept=repr(kept), progress=progress)
+
+    size: TreeSize = FixedSize()
+    if speculation.tree_size == "cost":
+        depths = {
+            name: DraftDepth(curve(draft_runners[name]), speculation.expansion, draft.unread)
+            for name, draft in drafts.items()
+        }
+        size = CostSize(curve(target), depths)
     pool = BlockPool(blocks, config.cache.block_size)
     return Engine(
-        target=runner(models.target),
+        target=target,
         speculator=Ensemble(
-            [*_asked_first(speculation), *drafts, *_asked_last(speculation), *extra],
+            [*_asked_first(speculation), *drafts.values(), *_asked_last(speculation), *extra],
             vocab=models.target.config.vocab_size,
+            size=size,
         ),
         tokenizer=models.tokenizer,
         admission=Admission(
@@ -180,6 +239,14 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
+def _check_quantization(option: str, value: Quantization, device: torch.device) -> None:
+    if value != "none" and device.type != "cpu":
+        raise ConfigError(
+            f"{option} is {value!r} on device {device}; quantized products run on the CPU only: "
+            f"use device cpu, or {option} none"
+        )
+
+
 def _draft_names(drafts: tuple[str, ...]) -> dict[str, str]:
     """Speculator name -> model: draft for one, draft1, draft2, ... for several."""
     if len(drafts) == 1:
@@ -197,7 +264,15 @@ def _check_vocabulary(target: ModelFiles, tokenizer: Tokenizer, draft: ModelFile
         )
 
 
-def _load(files: ModelFiles, dtype: torch.dtype, device: torch.device, show: Progress) -> LanguageModel:
+def _load(
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    show: Progress,
+    kernels: Kernels,
+    quantization: Quantization,
+    logit_ids: Sequence[int] | None = None,
+) -> LanguageModel:
     done = 0
 
     def report(now: int, total: int) -> None:
@@ -208,6 +283,14 @@ def _load(files: ModelFiles, dtype: torch.dtype, device: torch.device, show: Pro
         done = now
 
     try:
-        return load_model(files.path, dtype=dtype, device=device, progress=report)
+        return load_model(
+            files.path,
+            dtype=dtype,
+            device=device,
+            progress=report,
+            logit_ids=logit_ids,
+            kernels=kernels,
+            quantization=quantization,
+        )
     finally:
         show.finish()

@@ -11,9 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from specinfer.engine.admission import Admission
 from specinfer.engine.metrics import Stage, StageClock
 from specinfer.engine.scheduler import Scheduler
@@ -26,8 +23,9 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Logprobs, Request, RequestOutput
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.logprobs import raw_logprobs, report
-from specinfer.runtime.runner import ModelRunner, Move, as_rows
-from specinfer.speculate.speculator import Outcome, Speculator
+from specinfer.runtime.runner import LogitRows, ModelRunner, Move
+from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.speculator import Outcome
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
@@ -57,7 +55,7 @@ class Engine:
         self,
         *,
         target: ModelRunner,
-        speculator: Speculator,
+        speculator: Ensemble,
         tokenizer: Tokenizer,
         admission: Admission,
         scheduler: Scheduler,
@@ -144,7 +142,7 @@ class Engine:
         if not plan.entries:
             return
         clock.lap(Stage.SCHEDULE)
-        trees = self._speculator.propose(plan.tree_entries)
+        trees = self._speculator.propose(plan)
         clock.lap(Stage.PROPOSE)
         logits = self._forward(plan, trees)
         clock.lap(Stage.FORWARD)
@@ -174,7 +172,7 @@ class Engine:
         self._scheduler.remove(running.sequence)
         del self._requests[running.sequence.request.request_id]
 
-    def _forward(self, plan: StepPlan, trees: Sequence[TokenTree]) -> list[NDArray[np.float32]]:
+    def _forward(self, plan: StepPlan, trees: Sequence[TokenTree]) -> list[LogitRows]:
         """The target's logits after every node of each tree, [nodes, vocab]; prompts are scored besides."""
         upcoming = iter(trees)
         rows: list[Rows] = []
@@ -184,22 +182,22 @@ class Engine:
             part = _rows(entry, tree)
             rows.append(replace(part, logits_from=0) if _scores_prompt(entry) else part)
             nodes.append(tree.num_nodes if tree is not None else 0)
-        logits = as_rows(self._target.forward(rows))
-        of_trees: list[NDArray[np.float32]] = []
+        logits = LogitRows(self._target.forward(rows))
+        of_trees: list[LogitRows] = []
         first = 0
         for entry, part, in_tree in zip(plan.entries, rows, nodes, strict=True):
             end = first + len(part.token_ids) - part.logits_from
-            self._score_prompt(entry, logits[first : end - in_tree])
+            if _scores_prompt(entry):
+                self._score_prompt(entry, logits[first : end - in_tree])
             if in_tree:
                 of_trees.append(logits[end - in_tree : end])
             first = end
         return of_trees
 
-    def _score_prompt(self, entry: PlanEntry, logits_TV: NDArray[np.float32]) -> None:
+    def _score_prompt(self, entry: PlanEntry, logits_TV: LogitRows) -> None:
         """Report how likely the prompt's tokens behind `entry.start` were, one per row."""
         top = entry.request.params.prompt_logprobs
-        if top is None:
-            return
+        assert top is not None
         transcript = self._requests[entry.request.request_id].transcript
         first = entry.start + 1
         for row, position in zip(logits_TV, range(first, len(entry.request.prompt_token_ids)), strict=False):
@@ -207,12 +205,12 @@ class Engine:
             transcript.score_prompt(position, report(raw_logprobs(row), token, top, self._tokenizer))
 
     def _verify(
-        self, plan: StepPlan, trees: Sequence[TokenTree], logits: Sequence[NDArray[np.float32]]
+        self, plan: StepPlan, trees: Sequence[TokenTree], logits: Sequence[LogitRows]
     ) -> list[_Verdict | UserError]:
         """What became of each tree; an error is its own request's and stops no other."""
         verdicts: list[_Verdict | UserError] = []
         for entry, tree, logits_NV in zip(plan.tree_entries, trees, logits, strict=True):
-            laws = TargetLaws(entry, tree, logits_NV)
+            laws = TargetLaws(entry, tree, logits_NV, self._target.model.kernels.scan)
             try:
                 verdicts.append(_Verdict(verify_tree(tree, laws, self._verifier), laws))
             except UserError as error:
@@ -282,14 +280,10 @@ def _rows(entry: PlanEntry, tree: TokenTree | None) -> Rows:
     if tree is None or tree.num_nodes == 1:
         text = entry.token_ids[entry.start : entry.end]
         return chain_rows(text, entry.start, entry.block_table, logits=tree is not None)
-    positions = [*range(entry.start, root), *(root + depth for depth in tree.depths())]
     return Rows(
         token_ids=[*entry.token_ids[entry.start : root], *tree.token_ids],
-        positions=positions,
         start=entry.start,
         block_table=entry.block_table,
-        sees=None,
-        tail_positions=None,
         logits_from=chain - 1,
         parents=tree.parents,
     )

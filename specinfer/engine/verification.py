@@ -6,6 +6,8 @@ path, and only at nodes that are visited: the sixth rule of docs/losslessness.md
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,18 +21,26 @@ from specinfer.verify.coupled import coupled_choice, verify_coupled
 from specinfer.verify.law import Law
 from specinfer.verify.multistep import seeded_coin, verify_multistep
 from specinfer.verify.pairs import Verifier
+from specinfer.verify.scan import NUMPY, Scan
 
 
 class TargetLaws:
     """The target's law after each node of one request's tree, as the request's parameters make it."""
 
-    def __init__(self, entry: PlanEntry, tree: TokenTree, logits_NV: NDArray[np.float32]) -> None:
+    def __init__(
+        self,
+        entry: PlanEntry,
+        tree: TokenTree,
+        logits_NV: Sequence[NDArray[np.float32]],
+        scan: Scan = NUMPY,
+    ) -> None:
         self.request = entry.request
         self._tree = tree
         self._end = entry.end
         self._num_output = entry.end - len(entry.request.prompt_token_ids)
         self._depths = tree.depths()
         self._logits_NV = logits_NV
+        self._scan = scan
         self._processors = entry.active_processors
         self._ending = entry.processors.ending if entry.processors is not None else frozenset[int]()
         self.asked = 0  # the node whose law was wanted last
@@ -44,7 +54,7 @@ class TargetLaws:
 
         Raises RequestError when they leave no token.
         """
-        logits_V: NDArray[np.float32] = self._logits_NV[node]
+        logits_V = self._logits_NV[node]
         if self._processors is None:
             return logits_V
         processed = self._processors.apply(logits_V, self._tree.path_tokens(node))
@@ -60,12 +70,12 @@ class TargetLaws:
         self.asked = node
         if self.is_over(node):
             # The walk asks once more behind the last token of a text; nobody will see the answer.
-            return point_mass(self._tree.token_ids[node], self._logits_NV.shape[1])
-        return target_law(self.logits(node), self.request.params)
+            return point_mass(self._tree.token_ids[node], len(self._logits_NV[node]))
+        return target_law(self.logits(node), self.request.params, self._scan)
 
     def choose(self, node: int) -> int:
         """The target's own choice after `node`: a pure function of law, seed and position."""
-        return coupled_choice(self.law(node), self.request.seed, self.position(node))
+        return coupled_choice(self.law(node), self.request.seed, self.position(node), self._scan)
 
     def logprobs(self, node: int) -> NDArray[np.float64]:
         """Log-probabilities of the token after `node`, [vocab], raw or processed as the request says."""
@@ -102,4 +112,4 @@ def _walk(tree: TokenTree, laws: TargetLaws, verifier: Verifier) -> Acceptance:
     if params.greedy or verifier is Verifier.COUPLED:
         return verify_coupled(tree, laws.choose)
     coin = seeded_coin(laws.request.seed, laws.position(0))
-    return verify_multistep(tree, lambda node: laws.law(node).dense(), coin)
+    return verify_multistep(tree, lambda node: laws.law(node).distribution(), coin)

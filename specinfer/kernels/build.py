@@ -6,6 +6,7 @@ changes, another file is looked for, so nothing stale is ever loaded; a file get
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import os
@@ -50,25 +51,32 @@ def build_library(progress: Progress | None = None, cache: Path | None = None) -
     show.start(len(sources) + 1, "building native kernels (once per machine)", "files")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
-
-            def compile_one(pair: tuple[Path, Path]) -> None:
-                source, target = pair
-                _run([compiler, *_compile_flags(), "-c", str(source), "-o", str(target)])
-                show.advance(1)
-
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(compile_one, zip(sources, objects, strict=True)))
-            whole = Path(scratch) / library.name
-            _run([compiler, "-shared", *map(str, objects), "-o", str(whole), *_link_flags()])
-            whole.replace(library)
-            show.advance(1)
+        with (folder / "build.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one builds, the others wait for it
+            if not library.is_file():
+                _build(compiler, sources, library, show)
     except OSError as error:
         raise KernelBuildError(f"native kernels cannot be kept in {folder}: {error}") from error
     finally:
         show.finish()
     return library
+
+
+def _build(compiler: str, sources: Sequence[Path], library: Path, show: Progress) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+
+        def compile_one(pair: tuple[Path, Path]) -> None:
+            source, target = pair
+            _run([compiler, *_compile_flags(), "-c", str(source), "-o", str(target)])
+            show.advance(1)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(compile_one, zip(sources, objects, strict=True)))
+        whole = Path(scratch) / library.name
+        _run([compiler, "-shared", *map(str, objects), "-o", str(whole), *_link_flags()])
+        whole.replace(library)
+        show.advance(1)
 
 
 def cache_folder() -> Path:

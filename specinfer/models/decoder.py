@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specinfer.attention.backend import Attend
+from specinfer.attention.backend import Attend, Rotation
+from specinfer.kernels.choice import Kernels
 from specinfer.models.config import ModelConfig
 from specinfer.models.layers import Attention, GatedMLP, RMSNorm
 from specinfer.models.linear import Linear
-from specinfer.models.rope import Rotation, rope_frequencies
+from specinfer.models.rope import rope_frequencies, rotation
 
 
 class LanguageModel(Protocol):
@@ -35,6 +36,11 @@ class LanguageModel(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
+        ...
+
+    @property
+    def kernels(self) -> Kernels:
+        """What computes between its products; whoever runs it brings attention from here."""
         ...
 
     def forward(
@@ -60,6 +66,11 @@ class Weights(Protocol):
         """The device of every tensor it gives."""
         ...
 
+    @property
+    def kernels(self) -> Kernels:
+        """What the model is to compute with between its products."""
+        ...
+
     def tensor(self, *names: str) -> Tensor:
         """The tensor of that name; several are stacked along the first dimension."""
         ...
@@ -80,6 +91,7 @@ class Decoder:
         self.config = config
         self.dtype = weights.dtype
         self.device = weights.device
+        self.kernels = weights.kernels
         # The largest matrices come first: their unpacked copies are then gone before the layers are here.
         self._embedding_VD = weights.tensor("model.embed_tokens.weight")
         # A packed copy of tied embeddings costs V * D * 2 bytes, and pays: SmolLM2's head (49152 x 576, bf16)
@@ -92,7 +104,9 @@ class Decoder:
         # transformers rounds Gemma's scale to the model's dtype; so it was trained, so we do.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         self._final_norm = RMSNorm(
-            weights.tensor("model.norm.weight") + config.norm_weight_offset, config.norm_eps
+            weights.tensor("model.norm.weight") + config.norm_weight_offset,
+            config.norm_eps,
+            weights.kernels.ops,
         )
         self._frequencies = rope_frequencies(config.rope, config.head_dim).to(self.device)
         self._local_frequencies = (
@@ -107,25 +121,30 @@ class Decoder:
     ) -> Tensor:
         """The logits of `logit_rows` (None: of every row), [R, V]; see LanguageModel."""
         config = self.config
-        rotate = Rotation(positions_T, self._frequencies, self.dtype)
-        rotate_local = rotate
+        turns = local_turns = rotation(positions_T, self._frequencies)
         if self._local_frequencies is not None:
-            rotate_local = Rotation(positions_T, self._local_frequencies, self.dtype)
+            local_turns = rotation(positions_T, self._local_frequencies)
         x_TD = F.embedding(token_ids_T, self._embedding_VD)
         if config.embedding_scale != 1.0:
             x_TD = x_TD * self._embedding_scale
+        y_TD: Tensor | None = None  # what the last block adds to x; the next norm does it
         for layer, window in zip(self._layers, config.layer_windows, strict=True):
-            x_TD = layer(x_TD, rotate if window is None else rotate_local, attend)
+            y_TD = layer(x_TD, y_TD, turns if window is None else local_turns, attend)
+        assert y_TD is not None, "a model has layers"
         if logit_rows is not None:
-            x_TD = x_TD.index_select(0, logit_rows)
-        logits_RV = self._head(self._final_norm(x_TD))
+            x_TD, y_TD = x_TD.index_select(0, logit_rows), y_TD.index_select(0, logit_rows)
+        logits_RV = self._head(self._final_norm(x_TD, y_TD))
         if config.logit_softcap is not None:
             logits_RV = torch.tanh(logits_RV / config.logit_softcap) * config.logit_softcap
         return logits_RV
 
 
 class _Layer:
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); Gemma 3 also norms what is added."""
+    """One layer: x += attention(norm(x)), then x += mlp(norm(x)); Gemma 3 also norms what is added.
+
+    A sum is made by the norm behind it, so a layer is given what is still to be added to x, and returns what
+    its MLP leaves to add.
+    """
 
     __slots__ = ("_after_attention", "_after_mlp", "_attention", "_before_attention", "_before_mlp", "_mlp")
 
@@ -134,7 +153,7 @@ class _Layer:
 
         def norm(name: str) -> RMSNorm:
             weight = weights.tensor(f"{prefix}.{name}.weight")
-            return RMSNorm(weight + config.norm_weight_offset, config.norm_eps)
+            return RMSNorm(weight + config.norm_weight_offset, config.norm_eps, weights.kernels.ops)
 
         def linear(bias: bool, *names: str) -> Linear:
             return weights.linear(*(f"{prefix}.{name}" for name in names), bias=bias)
@@ -148,7 +167,7 @@ class _Layer:
             self._after_mlp = norm("post_feedforward_layernorm")
         else:
             self._before_mlp = norm("post_attention_layernorm")
-        qk_norm: tuple[Tensor, Tensor] | None = None
+        qk_norm: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
         if config.qk_norm:
             q_H, k_H = (weights.tensor(f"{prefix}.self_attn.{x}_norm.weight") for x in "qk")
             qk_norm = (q_H + config.norm_weight_offset, k_H + config.norm_weight_offset)
@@ -163,17 +182,15 @@ class _Layer:
             linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
             linear(config.mlp_bias, "mlp.down_proj"),
             config.activation,
+            weights.kernels.ops,
         )
 
-    def __call__(self, x_TD: Tensor, rotate: Rotation, attend: Attend) -> Tensor:
-        y_TD = self._attention(self._before_attention(x_TD), rotate, attend)
+    def __call__(self, x_TD: Tensor, y_TD: Tensor | None, turns: Rotation, attend: Attend) -> Tensor:
+        y_TD = self._attention(self._before_attention(x_TD, y_TD), turns, attend)
         if self._after_attention is not None:
             y_TD = self._after_attention(y_TD)
-        x_TD = x_TD + y_TD
-        y_TD = self._mlp(self._before_mlp(x_TD))
-        if self._after_mlp is not None:
-            y_TD = self._after_mlp(y_TD)
-        return x_TD + y_TD
+        y_TD = self._mlp(self._before_mlp(x_TD, y_TD))
+        return y_TD if self._after_mlp is None else self._after_mlp(y_TD)
 
 
 def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

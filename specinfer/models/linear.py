@@ -21,7 +21,7 @@ _PACK_ROWS = 16
 class Linear(Protocol):
     """y = x W^T + b for x [rows, in]; returns [rows, out] in x's dtype."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, /) -> Tensor:
         """x [rows, in] -> [rows, out]."""
         ...
 

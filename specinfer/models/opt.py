@@ -25,6 +25,7 @@ class OPTDecoder:
         self.config = config
         self.dtype = weights.dtype
         self.device = weights.device
+        self.kernels = weights.kernels
         self._embedding_VE = weights.tensor("model.decoder.embed_tokens.weight")
         self._head = (
             weights.linear("model.decoder.embed_tokens", kept=self._embedding_VE)
@@ -81,7 +82,6 @@ class _Layer:
             config,
             linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             linear(config.o_bias, "self_attn.out_proj"),
-            None,
         )
         self._fc1 = linear(config.mlp_bias, "fc1")
         self._fc2 = linear(config.mlp_bias, "fc2")

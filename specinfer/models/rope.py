@@ -1,6 +1,6 @@
 """Rotary position embeddings (RoFormer), the half-split form all Hugging Face models use.
 
-Shapes: T rows, N heads, H head size.
+Shapes: T rows, H head size.
 """
 
 from __future__ import annotations
@@ -10,28 +10,14 @@ import math
 import torch
 from torch import Tensor
 
+from specinfer.attention.backend import Rotation
 from specinfer.models.config import Llama3Scaling, Rope
 
 
-class Rotation:
-    """The rotations of one pass: cos and signed sin of every row's angles.
-
-    Rotating the pair (a, b) at distance H/2 is (a cos - b sin, b cos + a sin), so with the sign of the first
-    half's sin folded in, a whole head is x * cos + roll(x, H/2) * sin: three operations.
-    """
-
-    __slots__ = ("_cos_T1H", "_half", "_sin_T1H")
-
-    def __init__(self, positions_T: Tensor, frequencies: Tensor, dtype: torch.dtype) -> None:
-        angles = positions_T.to(torch.float32)[:, None] * frequencies
-        cos, sin = angles.cos(), angles.sin()
-        self._cos_T1H = torch.cat((cos, cos), dim=-1).to(dtype)[:, None]
-        self._sin_T1H = torch.cat((-sin, sin), dim=-1).to(dtype)[:, None]
-        self._half = frequencies.shape[0]
-
-    def __call__(self, x_TNH: Tensor) -> Tensor:
-        """x rotated, [T, N, H]; not in place."""
-        return torch.addcmul(x_TNH * self._cos_T1H, torch.roll(x_TNH, self._half, -1), self._sin_T1H)
+def rotation(positions_T: Tensor, frequencies: Tensor) -> Rotation:
+    """The rotations of one pass; `frequencies` is the angle per position of each pair, [H / 2]."""
+    angles = positions_T.to(torch.float32)[:, None] * frequencies
+    return Rotation(angles.cos(), angles.sin())
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:

@@ -2,30 +2,46 @@
 
     file --rows--> float --cast--> one stacked matrix --pack--> Linear      (then the stacked matrix is freed)
 
-Rows are read, dequantized and cast a megabyte at a time, straight into the matrix they belong to.
+Rows are read, dequantized and cast a megabyte at a time, straight into the matrix they belong to. Quantized
+matrices are made of such pieces, too, or read as they were kept (quantization_cache.py).
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from specinfer.config import Quantization
 from specinfer.errors import ModelFileError, ModelNotFoundError
+from specinfer.kernels.choice import TORCH, Kernels
+from specinfer.kernels.quantized import BLOCK, Int4Weight, Int8Weight, int4_bytes, int8_bytes
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.decoder import Decoder, LanguageModel, decoder_shapes
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.linear import Linear, make_linear, packs
 from specinfer.models.opt import OPTDecoder, opt_shapes
+from specinfer.models.quantization import quantize_int4, quantize_int8
+from specinfer.models.quantization_cache import (
+    DamagedCacheError,
+    KeptMatrices,
+    NewMatrices,
+    QuantizedMatrices,
+    cache_path,
+    identity,
+)
 from specinfer.models.safetensors import SafetensorsFolder
 
 # Elements dequantized at a time. 1 MB in float32 stays in the cache: 1.3 ns an element, 6.8 with 8 MB (Q4_K).
 _CHUNK_ELEMENTS = 1 << 18
 _SERIAL = 1 << 14
+_LOG = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
@@ -47,19 +63,43 @@ class ModelFile(Protocol):
 
 
 def load_model(
-    path: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    logit_ids: Sequence[int] | None = None,
+    kernels: Kernels = TORCH,
+    quantization: Quantization = "none",
+    cache: Path | None = None,
 ) -> LanguageModel:
     """The model in a folder (config.json and safetensors) or a .gguf file, in `dtype` on `device`.
 
+    With `logit_ids` its logits are those of these token ids alone, in their order. With `quantization`
+    matrices are int8 or int4 (the output layer int8), kept in the folder `cache`, by default of the user's,
+    and read from there the next time; activations stay in `dtype`.
     `progress(done, total)` is called as bytes of weights arrive. Raises ModelNotFoundError if there is
     nothing at `path`, ModelFileError if a file is damaged, incomplete or of another shape than its config
     says (before any weight is read), ModelError if the model is not supported.
     """
     file = _open(path)
-    weights = _FileWeights(file, dtype, device, progress)
-    if file.config.family is Family.OPT:
-        return OPTDecoder(file.config, weights)
-    return Decoder(file.config, weights)
+
+    def model(quantized: _Quantized | None) -> LanguageModel:
+        weights = _FileWeights(file, dtype, device, progress, logit_ids, kernels, quantized)
+        return (OPTDecoder if file.config.family is Family.OPT else Decoder)(file.config, weights)
+
+    if quantization == "none":
+        return model(None)
+    kept, made_from = cache_path(path, quantization, cache), identity(path, quantization)
+    try:
+        if (matrices := KeptMatrices.open(kept, made_from)) is not None:
+            return model(_Quantized(quantization, matrices))
+    except DamagedCacheError as error:
+        _LOG.warning("a kept quantized model is damaged and made anew: %s", error)
+    with NewMatrices(kept, made_from) as new:
+        loaded = model(_Quantized(quantization, new))
+        new.finish()
+    return loaded
 
 
 def load_config(path: Path) -> ModelConfig:
@@ -67,16 +107,32 @@ def load_config(path: Path) -> ModelConfig:
     return _open(path).config
 
 
-def estimate_bytes(path: Path, dtype: torch.dtype, device: torch.device | None = None) -> int:
+def estimate_bytes(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    quantization: Quantization = "none",
+) -> int:
     """The bytes a model's weights will take in `dtype` on `device` (default: the CPU), without loading them.
 
-    Counts the packed second copy of tied embeddings where there is one. Raises as `load_model`.
+    Counts the packed or quantized second copy of tied embeddings where there is one. Raises as `load_model`.
     """
-    file = _open(path)
-    elements = sum(math.prod(shape) for shape in _shapes(file.config).values())
-    if file.config.tie_embeddings and packs(dtype, device or torch.device("cpu")):
-        elements += file.config.vocab_size * file.config.embedding_size
-    return elements * dtype.itemsize
+    config = _open(path).config
+    output_layer = (config.vocab_size, config.embedding_size)
+    if quantization == "none":
+        elements = sum(math.prod(shape) for shape in _shapes(config).values())
+        if config.tie_embeddings and packs(dtype, device or torch.device("cpu")):
+            elements += math.prod(output_layer)
+        return elements * dtype.itemsize
+    size = int8_bytes(*output_layer)
+    for name, shape in _shapes(config).items():
+        if name == "lm_head.weight":
+            continue
+        if len(shape) < 2 or name.endswith(("embed_tokens.weight", "embed_positions.weight")):
+            size += math.prod(shape) * dtype.itemsize
+        else:
+            size += (int4_bytes if quantization == "int4" else int8_bytes)(shape[0], shape[1])
+    return size
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -132,17 +188,35 @@ def _some(names: list[str]) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {shown}{more}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Quantized:
+    """That matrices are quantized, how, and where they come from."""
+
+    kind: Quantization
+    matrices: QuantizedMatrices
+
+
 class _FileWeights:
     """A model file as the `Weights` a decoder is built from."""
 
     def __init__(
-        self, file: ModelFile, dtype: torch.dtype, device: torch.device, progress: Progress | None
+        self,
+        file: ModelFile,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None,
+        logit_ids: Sequence[int] | None,
+        kernels: Kernels,
+        quantized: _Quantized | None,
     ) -> None:
         self.dtype = dtype
         self.device = device
+        self.kernels = kernels
         self._file = file
         self._shapes = file.shapes
         self._progress = progress
+        self._logit_ids = logit_ids
+        self._quantized = quantized
         self._done = 0
         self._total = sum(math.prod(s) for s in _shapes(file.config).values()) * dtype.itemsize
 
@@ -166,10 +240,51 @@ class _FileWeights:
 
         `kept` is that matrix where the model holds it anyway, as it does tied embeddings.
         """
-        return make_linear(
-            kept if kept is not None else self.tensor(*(f"{name}.weight" for name in names)),
-            self.tensor(*(f"{name}.bias" for name in names)) if bias else None,
-        )
+        matrices = [f"{name}.weight" for name in names]
+        b = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
+        output_layer = kept is not None or names == ("lm_head",)
+        if self._quantized is not None:
+            product = self._quantized_linear(self._quantized, matrices, b, output_layer)
+            if kept is None:
+                self._report(sum(math.prod(self._shapes[name]) for name in matrices))
+            return product
+        weight = kept if kept is not None else self.tensor(*matrices)
+        if self._logit_ids is not None and output_layer:
+            weight = weight[torch.tensor(self._logit_ids, device=self.device)]
+        return make_linear(weight, b)
+
+    def _quantized_linear(
+        self, quantized: _Quantized, names: Sequence[str], bias: Tensor | None, output_layer: bool
+    ) -> Linear:
+        products, key = self.kernels.products, "+".join(names)
+        bias = None if bias is None else bias.float()
+        # Rounded to 4 bits, the output layer costs a small model more than all its other matrices together.
+        if quantized.kind == "int4" and not output_layer:
+            levels = quantized.matrices.get(key, Int4Weight, lambda: quantize_int4(self._parts(names)))
+            return products.int4(levels, bias, sum(self._shapes[name][0] for name in names))
+        weight = quantized.matrices.get(key, Int8Weight, lambda: quantize_int8(self._parts(names)))
+        if self._logit_ids is not None and output_layer:
+            rows = torch.tensor(self._logit_ids)
+            weight = Int8Weight(*(tensor[rows] for tensor in weight))
+        return products.int8(weight, bias)
+
+    def _parts(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """The stacked matrices in float32, some rows at a time: whole blocks of rows, the last part apart."""
+        inner = self._shapes[names[0]][1]
+        step = max(1, _CHUNK_ELEMENTS // inner // BLOCK) * BLOCK
+        rest = torch.empty(0, inner)
+        for name in names:
+            rows = self._shapes[name][0]
+            for start in range(0, rows, step):
+                part = self._file.read_rows(name, start, min(start + step, rows)).float()
+                if len(rest):
+                    part = torch.cat([rest, part])
+                whole = len(part) // BLOCK * BLOCK
+                if whole:
+                    yield part[:whole]
+                rest = part[whole:]
+        if len(rest):
+            yield rest
 
     def _report(self, elements: int) -> None:
         self._done += elements * self.dtype.itemsize

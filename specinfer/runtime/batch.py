@@ -1,20 +1,16 @@
 """Rows of requests -> the tensors of one forward pass: here lists become tensors.
 
-Cache positions of one request, as the rows of a pass see them:
+Cache positions of one request, as the rows of a pass find and write them:
 
-    0 ............ start + n - tail | ......... start + n
-    every row sees these             tail: row t sees position s where sees[t, s]
+    0 ................ start ............ root | root + 1 ........... start + n - 1
+    in the cache       the rows: text to the root, then the tree's nodes, or the last of these alone
 
-The n rows write the cache positions start .. start + n - 1. A chunk of a prompt, a whole tree, a prompt
-followed by a tree, and the frontier of a draft's half-grown tree are all of this form.
+A chunk of a prompt, a whole tree, a prompt followed by a tree, and the frontier of a draft's half-grown tree
+are all of this form. Node i of a tree lies at cache position root + i and stands in its text at root + depth.
 
-A row's result must not depend on the rows beside it, or greedy text would change where two logits are
-close. Three things would make it: a product of one row takes another kernel than a product of several, so
-one row is run as two; sums over S positions are made in an order that depends on S, so S is padded with
-hidden positions to whole blocks of PAD: every block is then summed in the same way; and a node behind
-siblings has its ancestors at other places than a chain would. So where rows are to be independent, a whole
-tree is read path by path, one segment each, as if each were a chain: the keys of a path lie in a row, and
-nothing is between them. Elsewhere a tree is one segment, whose mask says who sees whom.
+A row's result must not depend on the rows beside it, or greedy text would change where two logits are close.
+Attention sees to it path by path; but a product of one row takes another kernel than a product of several,
+with other roundings, so one row is run as two.
 """
 
 from __future__ import annotations
@@ -27,33 +23,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.attention.backend import AttentionBatch, Segment
-from specinfer.tree.mask import chain_then_tree
-
-PAD = 512  # the block of keys in torch's CPU attention; the KV cache has as many spare slots at its end
+from specinfer.attention.backend import Paths
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One request's rows of one forward pass."""
+    """One request's rows of one forward pass, at cache positions start, start + 1, ...
+
+    `parents` is the whole tree (parents[0] == -1) whose last node is the last row: rows before its root are
+    text, and nodes before the first row are in the cache. None: every row is text.
+    """
 
     token_ids: Sequence[int]  # [n]
-    positions: Sequence[int]  # [n], where each token stands in its own text
-    start: int  # the first cache position the rows write
+    start: int
     block_table: Sequence[int]
-    sees: NDArray[np.bool_] | None  # [n, tail]; None: a chain, each row sees all before it
-    tail_positions: Sequence[int] | None  # [tail]; None: the rows' own positions
     logits_from: int  # rows from this one on yield logits; n for none
-    parents: Sequence[int] | None = None  # of the last rows, if they are a whole tree; `sees` is then None
+    parents: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBatch:
-    """The tensors of one forward pass over all requests' rows."""
+    """What one forward pass over all requests' rows is given."""
 
     token_ids_T: Tensor
-    positions_T: Tensor
-    attention: AttentionBatch
+    positions_T: Tensor  # where each token stands in its own text
+    paths: Paths
     logit_rows: Tensor | None  # None: every row
     num_logits: int  # how many of these are wanted; the others are padding
 
@@ -61,72 +55,31 @@ class ModelBatch:
 def chain_rows(token_ids: Sequence[int], start: int, block_table: Sequence[int], *, logits: bool) -> Rows:
     """The rows of plain text at positions start, start + 1, ...; logits of the last row only, or of none."""
     n = len(token_ids)
-    positions = range(start, start + n)
-    return Rows(token_ids, positions, start, block_table, None, None, n - 1 if logits else n)
+    return Rows(token_ids, start, block_table, n - 1 if logits else n)
 
 
-def build_batch(
-    rows: Sequence[Rows],
-    *,
-    block_size: int,
-    window: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    by_paths: bool = False,
-) -> ModelBatch:
-    """The tensors for `rows`, in order.
-
-    `window` is the model's sliding window, if any layer has one; `by_paths` reads trees path by path.
-    """
-    if len(rows) == 1 and len(rows[0].token_ids) == 1:
-        return _single_row(rows[0], block_size=block_size, window=window, dtype=dtype, device=device)
-    token_ids: list[int] = []
-    positions: list[int] = []
-    segments: list[Segment] = []
-    writes: list[Tensor | slice] = []
+def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) -> ModelBatch:
+    """The batch of `rows`, in order; paths stay in host memory, for the attention backend to place."""
+    token_ids = [token for part in rows for token in part.token_ids]
     wanted: list[int] = []
+    first = 0
     for part in rows:
-        first, n = len(token_ids), len(part.token_ids)
-        token_ids.extend(part.token_ids)
-        positions.extend(part.positions)
-        wanted.extend(range(first + part.logits_from, first + n))
-        slots = _slots(part.block_table, part.start + n, block_size, device)
-        writes.append(_written(slots, part.start, n))
-        if by_paths and part.parents is not None and not _is_chain(part.parents):
-            segments.extend(_path_segments(part, first, slots, window, dtype, device))
-        else:
-            mask, window_mask = _masks(part, window, dtype, device)
-            segments.append(Segment(slice(first, first + n), slots, mask, window_mask))
-    write_slots = writes[0] if len(writes) == 1 else torch.cat([_as_tensor(w, device) for w in writes])
-    num_logits = len(wanted)
-    all_rows = num_logits == len(token_ids)
-    if num_logits == 1:
+        behind = first + len(part.token_ids)
+        wanted.extend(range(first + part.logits_from, behind))
+        first = behind
+    paths = _joined([_paths_of(part, block_size) for part in rows])
+    num_logits, every_row = len(wanted), len(wanted) == len(token_ids)
+    if len(token_ids) == 1:
+        token_ids, paths, every_row = token_ids * 2, _twice(paths), True
+    elif num_logits == 1:
         wanted *= 2
+    positions = paths.shared_T + np.diff(paths.tail_ends) - 1
     return ModelBatch(
         token_ids_T=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        positions_T=torch.tensor(positions, dtype=torch.int64, device=device),
-        attention=AttentionBatch(tuple(segments), write_slots),
-        logit_rows=None if all_rows else torch.tensor(wanted, dtype=torch.int64, device=device),
+        positions_T=torch.from_numpy(positions).to(device, torch.int64),
+        paths=paths,
+        logit_rows=None if every_row else torch.tensor(wanted, dtype=torch.int64, device=device),
         num_logits=num_logits,
-    )
-
-
-def _single_row(
-    row: Rows, *, block_size: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> ModelBatch:
-    """One row of one request, run twice; both copies write the same K and V to the same slot."""
-    slots = _slots(row.block_table, row.start + 1, block_size, device)
-    slot = slots_of(row.block_table, [row.start], block_size) * 2
-    masks = _masks(row, window, dtype, device)
-    return ModelBatch(
-        token_ids_T=torch.tensor([*row.token_ids] * 2, dtype=torch.int64, device=device),
-        positions_T=torch.tensor([*row.positions] * 2, dtype=torch.int64, device=device),
-        attention=AttentionBatch(
-            (Segment(slice(0, 2), slots, *(mask.expand(2, -1) for mask in masks)),),
-            torch.tensor(slot, dtype=torch.int64, device=device),
-        ),
-        logit_rows=None,
-        num_logits=1 - row.logits_from,
     )
 
 
@@ -135,118 +88,73 @@ def slots_of(block_table: Sequence[int], positions: Sequence[int], block_size: i
     return [block_table[p // block_size] * block_size + p % block_size for p in positions]
 
 
-def _padded(length: int) -> int:
-    return -(-length // PAD) * PAD
-
-
-def _slots(table: Sequence[int], length: int, block_size: int, device: torch.device) -> Tensor | slice:
-    """The slots of positions 0..length-1 and of the hidden ones behind them, whosever they are."""
-    used = (length + block_size - 1) // block_size
-    blocks = np.asarray(table[:used], dtype=np.int64)
-    first = int(blocks[0])
-    if used == 1 or bool((np.diff(blocks) == 1).all()):
-        # Blocks in a row are a view of the cache; anything else must be gathered.
-        return slice(first * block_size, first * block_size + _padded(length))
-    slots = np.full(_padded(length), first * block_size, dtype=np.int64)
-    slots[:length] = (blocks[:, None] * block_size + np.arange(block_size)).ravel()[:length]
-    return torch.from_numpy(slots).to(device)
-
-
-def _path_segments(
-    part: Rows,
-    first: int,
-    slots: Tensor | slice,
-    window: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[Segment]:
-    """One segment per leaf of the tree: the text and the path to the leaf, as a chain.
-
-    A row belongs to the first path that has it. `first` is the number of the part's first row.
-    """
-    assert part.parents is not None
-    before = len(part.token_ids) - len(part.parents)  # rows of text before the root
-    text = np.arange(part.start + before)
-    all_slots = _as_tensor(slots, device)
-    segments: list[Segment] = []
-    for path, old in _paths(part.parents):
-        # The row of each key from `part.start` on, and the place of each row's own key among all keys.
-        rows = np.array([*range(before), *(before + node for node in path)])
-        own = np.arange(part.start, part.start + len(rows))
-        fresh = before + old if segments else 0
-        keys = np.concatenate([text, part.start + rows[before:]])
-        padded = np.full(_padded(len(keys)), keys[0])
-        padded[: len(keys)] = keys
-        hidden = np.arange(len(padded))[None, :] > own[fresh:, None]
-        mask = window_mask = _additive(hidden, dtype, device)
-        if window is not None and len(keys) > window:
-            too_old = own[fresh:, None] - np.arange(len(padded))[None, :] >= window
-            window_mask = _additive(hidden | too_old, dtype, device)
-        segments.append(
-            Segment(
-                torch.from_numpy(first + rows[fresh:]).to(device),
-                all_slots[torch.from_numpy(padded).to(device)],
-                mask,
-                window_mask,
-            )
-        )
-    return segments
-
-
-def _is_chain(parents: Sequence[int]) -> bool:
-    return all(parent == node - 1 for node, parent in enumerate(parents))
-
-
-def _paths(parents: Sequence[int]) -> list[tuple[list[int], int]]:
-    """For every leaf the nodes from the root to it, and how many of them an earlier path has, too."""
-    leaves = set(range(len(parents))) - set(parents)
-    taken: set[int] = set()
-    paths: list[tuple[list[int], int]] = []
-    for leaf in sorted(leaves):
-        path = [leaf]
-        while path[-1] > 0:
-            path.append(parents[path[-1]])
-        path.reverse()
-        paths.append((path, sum(node in taken for node in path)))
-        taken.update(path)
-    return paths
-
-
-def _written(slots: Tensor | slice, start: int, n: int) -> Tensor | slice:
-    if isinstance(slots, slice):
-        return slice(slots.start + start, slots.start + start + n)
-    return slots[start : start + n]
-
-
-def _as_tensor(slots: Tensor | slice, device: torch.device) -> Tensor:
-    if isinstance(slots, slice):
-        return torch.arange(slots.start, slots.stop, dtype=torch.int64, device=device)
-    return slots
-
-
-def _masks(rows: Rows, window: int | None, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The additive masks of full and of windowed layers, [n, padded length] each."""
+def _paths_of(rows: Rows, block_size: int) -> Paths:
+    """The paths of one request's rows."""
     n = len(rows.token_ids)
     length = rows.start + n
-    sees = rows.sees
-    if sees is None and rows.parents is not None:
-        sees = chain_then_tree(n - len(rows.parents) + 1, rows.parents)
-    elif sees is None:
-        sees = np.tri(n, dtype=np.bool_)
-    tail = sees.shape[1]
-    hidden = np.zeros((n, _padded(length)), dtype=np.bool_)
-    hidden[:, length:] = True
-    np.logical_not(sees, out=hidden[:, length - tail : length])
-    mask = _additive(hidden, dtype, device)
-    if window is None or length <= window:
-        return mask, mask
-    tail_positions = rows.positions if rows.tail_positions is None else rows.tail_positions
-    key_positions = np.concatenate([np.arange(length - tail), np.asarray(tail_positions, dtype=np.int64)])
-    too_old = np.asarray(rows.positions, dtype=np.int64)[:, None] - key_positions[None, :] >= window
-    hidden[:, :length] |= too_old
-    return mask, _additive(hidden, dtype, device)
+    blocks = np.asarray(rows.block_table[: -(-length // block_size)])
+    slots = (blocks[:, None] * block_size + np.arange(block_size)).ravel()[:length].astype(np.int32)
+    shared = np.arange(rows.start + 1, length + 1, dtype=np.int32)
+    tail_lengths = np.zeros(n, dtype=np.int32)
+    tails = np.zeros(0, dtype=np.int32)
+    if rows.parents is not None:
+        nodes = min(n, len(rows.parents))
+        below_root = _below_root(rows.parents)[-nodes:]
+        depths = np.count_nonzero(below_root, axis=1).astype(np.int32)
+        # A node with no others before it than its ancestors stands where a token of text would.
+        branched = depths != np.arange(len(rows.parents) - nodes, len(rows.parents))
+        root = length - len(rows.parents)
+        shared[-nodes:][branched] = root + 1
+        tail_lengths[-nodes:][branched] = depths[branched]
+        tails = root + below_root[branched][below_root[branched] > 0]
+    return Paths(
+        slots=slots,
+        requests=np.array([[0, n, 0, length]], dtype=np.int32),
+        shared_T=shared,
+        tail_ends=_ends(tail_lengths),
+        tails=tails,
+        write_slots_T=slots[rows.start :],
+    )
 
 
-def _additive(hidden: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
-    mask = torch.zeros(hidden.shape, dtype=dtype)
-    return mask.masked_fill_(torch.from_numpy(hidden), float("-inf")).to(device)
+def _below_root(parents: Sequence[int]) -> NDArray[np.int32]:
+    """[nodes, levels]: each node's ancestors below the root and the node itself, behind zeros."""
+    up = np.asarray(parents, dtype=np.int32)
+    node = np.arange(len(parents), dtype=np.int32)
+    levels: list[NDArray[np.int32]] = []
+    while node.any():
+        levels.append(node)
+        node = np.where(node > 0, up[node], 0).astype(np.int32)
+    return np.stack(levels[::-1], axis=1) if levels else np.zeros((len(parents), 0), dtype=np.int32)
+
+
+def _joined(parts: Sequence[Paths]) -> Paths:
+    """The paths of several requests, one after another."""
+    if len(parts) == 1:
+        return parts[0]
+    requests = np.concatenate([part.requests for part in parts])
+    requests[1:, (0, 2)] = requests[:-1, (1, 3)].cumsum(axis=0)
+    return Paths(
+        slots=np.concatenate([part.slots for part in parts]),
+        requests=requests,
+        shared_T=np.concatenate([part.shared_T for part in parts]),
+        tail_ends=_ends(np.concatenate([np.diff(part.tail_ends) for part in parts])),
+        tails=np.concatenate([part.tails for part in parts]),
+        write_slots_T=np.concatenate([part.write_slots_T for part in parts]),
+    )
+
+
+def _twice(paths: Paths) -> Paths:
+    """One row as two; both write the same K and V to the same slot."""
+    return Paths(
+        slots=paths.slots,
+        requests=paths.requests * np.array([1, 2, 1, 1], dtype=np.int32),
+        shared_T=np.tile(paths.shared_T, 2),
+        tail_ends=_ends(np.tile(np.diff(paths.tail_ends), 2)),
+        tails=np.tile(paths.tails, 2),
+        write_slots_T=np.tile(paths.write_slots_T, 2),
+    )
+
+
+def _ends(lengths: NDArray[np.int32]) -> NDArray[np.int32]:
+    return np.concatenate([[0], lengths.cumsum()]).astype(np.int32)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.attention.backend import AttentionBackend, AttentionBatch
 from specinfer.models.decoder import LanguageModel
-from specinfer.models.linear import packs
-from specinfer.runtime.batch import PAD, Rows, build_batch, slots_of
+from specinfer.runtime.batch import Rows, build_batch, slots_of
 from specinfer.runtime.kv_cache import KvCache
 
 
@@ -29,19 +28,13 @@ class Move:
 class ModelRunner:
     """Runs forward passes of one model over the slots of its own KV cache."""
 
-    def __init__(
-        self, model: LanguageModel, backend: AttentionBackend, *, num_blocks: int, block_size: int
-    ) -> None:
+    def __init__(self, model: LanguageModel, *, num_blocks: int, block_size: int) -> None:
         config = model.config
         self.model = model
-        self._backend = backend
         self.block_size = block_size
-        windows = {w for w in config.layer_windows if w is not None}
-        assert len(windows) <= 1, f"one sliding window per model is supported, got {windows}"
-        self._window = next(iter(windows), None)
         self.cache = KvCache(
             num_layers=config.num_layers,
-            num_slots=num_blocks * block_size + PAD,
+            num_slots=num_blocks * block_size,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=model.dtype,
@@ -52,15 +45,8 @@ class ModelRunner:
     def forward(self, rows: Sequence[Rows]) -> Tensor:
         """Write K and V of `rows` and return the logits of the rows that want them, [R, vocab]."""
         model = self.model
-        batch = build_batch(
-            rows,
-            block_size=self.block_size,
-            window=self._window,
-            dtype=model.dtype,
-            device=model.device,
-            by_paths=packs(model.dtype, model.device),  # where products keep rows independent, attention does
-        )
-        attend = _BoundAttention(self.cache, self._backend, batch.attention)
+        batch = build_batch(rows, block_size=self.block_size, device=model.device)
+        attend = model.kernels.attention.bind(batch.paths, self.cache.keys, self.cache.values)
         return model.forward(batch.token_ids_T, batch.positions_T, attend, batch.logit_rows)[
             : batch.num_logits
         ]
@@ -76,26 +62,42 @@ class ModelRunner:
         self.cache.move(sources, targets)
 
 
+class LogitRows(Sequence[NDArray[np.float32]]):
+    """The logits of a pass, [R, vocab]: a row is made float32 in host memory when somebody looks at it.
+
+    A walk down a tree looks at few of them, and a row of a large vocabulary is half a megabyte.
+    """
+
+    __slots__ = ("_rows_RV",)
+
+    def __init__(self, logits_RV: Tensor) -> None:
+        logits_RV = logits_RV.cpu()  # from a GPU all at once: a transfer waits for the pass
+        is_bfloat16 = logits_RV.dtype is torch.bfloat16  # NumPy has none: its bits, then
+        self._rows_RV: NDArray[Any] = (logits_RV.view(torch.uint16) if is_bfloat16 else logits_RV).numpy()
+
+    def __len__(self) -> int:
+        return len(self._rows_RV)
+
+    @overload
+    def __getitem__(self, index: int) -> NDArray[np.float32]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> LogitRows: ...
+
+    def __getitem__(self, index: int | slice) -> NDArray[np.float32] | LogitRows:
+        chosen = self._rows_RV[index]
+        if isinstance(index, slice):
+            part = object.__new__(LogitRows)
+            part._rows_RV = chosen
+            return part
+        if chosen.dtype == np.uint16:  # the upper half of a float32
+            bits: NDArray[np.uint32] = np.left_shift(chosen, 16, dtype=np.uint32)
+            return bits.view(np.float32)
+        row: NDArray[np.float32] = chosen.astype(np.float32, copy=False)
+        return row
+
+
 def as_rows(logits: Tensor) -> NDArray[np.float32]:
-    """Logits as float32 rows in host memory, [R, vocab], where sampling and verification read them."""
+    """All rows of logits as float32 in host memory, [R, vocab]."""
     rows: NDArray[np.float32] = logits.float().cpu().numpy()
     return rows
-
-
-class _BoundAttention:
-    """The Attend a model is handed: one cache, one backend, one batch."""
-
-    __slots__ = ("_backend", "_batch", "_cache")
-
-    def __init__(self, cache: KvCache, backend: AttentionBackend, batch: AttentionBatch) -> None:
-        self._cache = cache
-        self._backend = backend
-        self._batch = batch
-
-    def __call__(
-        self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *, scale: float, windowed: bool
-    ) -> Tensor:
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._batch.write_slots_T] = k_TKH
-        values[self._batch.write_slots_T] = v_TKH
-        return self._backend.attend(q_TNH, keys, values, self._batch, scale=scale, windowed=windowed)

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 from specinfer.errors import IntegrityError
 from specinfer.sampling_params import SamplingParams
-from specinfer.verify.coupled import coupled_top_k
-from specinfer.verify.law import Law, inverse_temperature, most_likely
+from specinfer.verify.law import Law
+from specinfer.verify.scan import MASS_ERROR, NUMPY, Scan
 
 _LOWEST: Final = float(np.nextafter(-np.finfo(np.float32).max, np.float32(0)))
 _FIRST_POOL: Final = 64  # top_p looks at this many likely ids, then at eight times as many, ...
 
 
-def target_law(logits: NDArray[np.float32], params: SamplingParams) -> Law:
+def target_law(logits: NDArray[np.float32], params: SamplingParams, scan: Scan = NUMPY) -> Law:
     """The law of the next token under `params`, from one row of logits, [vocab].
 
     The law may refer to `logits`, which must not change while it is used. Raises IntegrityError when a
@@ -44,11 +44,11 @@ def target_law(logits: NDArray[np.float32], params: SamplingParams) -> Law:
         return _supported(logits, np.array([top]), 1.0)
     ids: NDArray[np.int64] | None = None
     if 0 < params.top_k < vocab:
-        ids = most_likely(logits, params.top_k)
+        ids = scan.most_likely(logits, params.top_k)
     if params.top_p < 1:
-        ids = _top_p(logits, ids, highest, params)
+        ids = _top_p(logits, ids, highest, params, scan)
     if params.min_p > 0:
-        ids = _min_p(logits, ids, highest, params)
+        ids = _min_p(logits, ids, highest, params, scan)
     if ids is None:
         return Law(logits, None, top, params.temperature, vocab)
     return _supported(logits, ids, params.temperature)
@@ -59,44 +59,34 @@ def point_mass(token: int, vocab: int) -> Law:
     return Law(np.zeros(1, dtype=np.float32), np.array([token]), 0, 1.0, vocab)
 
 
-def coupled_children(
-    logits: NDArray[np.float32], params: SamplingParams, seed: int, position: int, k: int, *, pool: int = 64
-) -> NDArray[np.int64]:
-    """The k tokens a coupled speculator should propose after one row of its logits, best first.
-
-    Its law's coupled top-k first; where the filters leave it fewer than k, the next most likely tokens,
-    since the target's law may be wider. Greedy is therefore the k most likely tokens. Fewer than k come
-    back only when fewer have a probability. Raises as `target_law`.
-    """
-    law = target_law(logits, params)
-    ids = coupled_top_k(law, seed, position, k, pool=pool)
-    if ids.shape[0] == k:
-        return ids
-    # The law's ids are the most likely ones, in some order, so what follows them in rank is new.
-    return np.concatenate([ids, most_likely(logits, k)[ids.shape[0] :]])
-
-
 def _supported(logits: NDArray[np.float32], ids: NDArray[np.int64], temperature: float) -> Law:
     return Law(logits[ids], ids, 0, temperature, logits.shape[0])
 
 
 def _top_p(
-    logits: NDArray[np.float32], ids: NDArray[np.int64] | None, highest: float, params: SamplingParams
+    logits: NDArray[np.float32],
+    ids: NDArray[np.int64] | None,
+    highest: float,
+    params: SamplingParams,
+    scan: Scan,
 ) -> NDArray[np.int64]:
     if ids is not None:
         cumulated = np.cumsum(_weights(logits[ids], highest, params))
         return ids[: _prefix(cumulated, params.top_p * cumulated[-1])]
-    scaled = logits - np.float32(highest)
-    scaled *= np.float32(inverse_temperature(params.temperature))
-    # float32 exponentials, float64 sum: the cut is where exact arithmetic has it up to 1e-6 of top_p.
-    wanted = params.top_p * float(np.exp(scaled, out=scaled).sum(dtype=np.float64))
+    # The mass is known up to an error, so a cut is only known when it is the same at both ends of it.
+    wanted = params.top_p * scan.mass(logits, highest, params.temperature)
+    error = MASS_ERROR
     pool = _FIRST_POOL
     while True:
-        ids = most_likely(logits, pool)
+        ids = scan.most_likely(logits, pool)
         cumulated = np.cumsum(_weights(logits[ids], highest, params))
-        if cumulated[-1] >= wanted or pool >= logits.shape[0]:
-            return ids[: _prefix(cumulated, wanted)]
-        pool *= 8
+        if cumulated[-1] >= wanted * (1 + error) or pool >= logits.shape[0]:
+            kept = _prefix(cumulated, wanted * (1 - error))
+            if kept == _prefix(cumulated, wanted * (1 + error)):
+                return ids[:kept]
+            wanted, error = params.top_p * float(_weights(logits, highest, params).sum()), 0.0
+        else:
+            pool *= 8
 
 
 def _prefix(cumulated: NDArray[np.float64], wanted: float) -> int:
@@ -105,13 +95,17 @@ def _prefix(cumulated: NDArray[np.float64], wanted: float) -> int:
 
 
 def _min_p(
-    logits: NDArray[np.float32], ids: NDArray[np.int64] | None, highest: float, params: SamplingParams
+    logits: NDArray[np.float32],
+    ids: NDArray[np.int64] | None,
+    highest: float,
+    params: SamplingParams,
+    scan: Scan,
 ) -> NDArray[np.int64]:
     if ids is None:
         lowest = highest + params.temperature * math.log(params.min_p)
         # One float32 step lower, so that the float64 comparison below decides about every id near it.
         bound = np.nextafter(np.float32(max(lowest, _LOWEST)), np.float32(-np.inf))
-        ids = most_likely(logits, int((logits >= bound).sum()))
+        ids = scan.most_likely(logits, int(np.count_nonzero(logits >= bound)))
     return ids[_weights(logits[ids], highest, params) >= params.min_p]
 
 

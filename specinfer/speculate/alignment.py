@@ -45,6 +45,11 @@ class Alignment:
         self._replaced: dict[tuple[int, ...], tuple[int, ...]] = {}  # what the prediction said -> the answer
         self.read = 0  # tokens of the answer seen
 
+    @property
+    def run(self) -> int:
+        """The tokens in a row that say where the answer stands; 0: nowhere is better than elsewhere."""
+        return self._run
+
     def advance(self, tokens: Sequence[int]) -> None:
         """Follow the answer by these tokens."""
         for token in tokens:

@@ -20,12 +20,12 @@ from functools import partial
 from specinfer.config import draw_rule
 from specinfer.plan import PlanEntry
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.runner import ModelRunner, Move, as_rows
+from specinfer.runtime.runner import LogitRows, ModelRunner, Move
+from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.draws import Site, draw_children
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.mask import ancestor_matrix
 from specinfer.verify.noise import draft_stream, uniform
 
 
@@ -73,12 +73,15 @@ class DraftModel:
         rule: DrawRule,
         *,
         max_rows: int,
+        vocabulary: DraftVocabulary | None = None,
     ) -> None:
         self.name = name
         self._runner = runner
         self._expansion = expansion
         self._rule = rule
         self._max_rows = max_rows  # of one pass over text
+        self._vocabulary = vocabulary  # of the model's logits; None: all ids
+        self._scan = runner.model.kernels.scan
         self._block_size = runner.block_size
         self._max_context = runner.model.config.max_context
         self._memory: dict[str, _Memory] = {}
@@ -95,12 +98,19 @@ class DraftModel:
         while growing:
             logits = self._runner.forward(rows)
             sites = [site for growth in growing for site in self._sites(growth)]
-            draw_children(as_rows(logits), sites, self.name)
+            draw_children(LogitRows(logits), sites, self.name, self._vocabulary, self._scan)
             for growth in growing:
                 growth.descend()
             growing = [g for g in growing if self._wants_more(g)]
             rows = [_frontier_rows(g) for g in growing]
         return [g.builder.build() for g in growths]
+
+    def unread(self, entry: PlanEntry) -> int:
+        """The tokens of the entry's text its first pass has to read, the root among them."""
+        memory = self._memory.get(entry.request.request_id)
+        if memory is None or memory.incarnation != entry.incarnation:
+            memory = self._start(entry)
+        return entry.end - memory.cached
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the K and V of guessed nodes that were committed; forget requests that ended."""
@@ -190,12 +200,10 @@ def _frontier_rows(growth: _Growth) -> Rows:
     growth.in_cache = len(builder.parents)
     return Rows(
         token_ids=builder.token_ids[first:],
-        positions=[root + growth.depth] * len(growth.frontier),
         start=root + first,
         block_table=growth.entry.block_table,
-        sees=ancestor_matrix(builder.parents)[first:, 1:],
-        tail_positions=[root + depth for depth in builder.depths[1:]],
         logits_from=0,
+        parents=builder.parents,
     )
 
 

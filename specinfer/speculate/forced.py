@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from specinfer.errors import RequestError
 from specinfer.plan import PlanEntry
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree, TreeBuilder
+
+_CONFIDENCE: Final = 0.9  # the text is certain, how it is cut into tokens is not
 
 
 class GrammarSpeculator:
@@ -41,5 +44,5 @@ class GrammarSpeculator:
             return builder.build()
         for token in forced:
             assert node is not None
-            node = builder.add(node, token, self.name)
+            node = builder.add(node, token, self.name, confidence=_CONFIDENCE)
         return builder.build()

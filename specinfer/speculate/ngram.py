@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specinfer.plan import PlanEntry
+from specinfer.speculate.calibration import LONGEST_MATCH, match_confidence
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree, TreeBuilder
 from specinfer.tree.token_tree import single_node
@@ -57,11 +58,12 @@ class NgramSpeculator:
         for start in starts:
             node: int | None = 0
             guess: list[int] = []
+            matched = _matched(text, start, end)
             for i in range(depth):
                 at = start + i
                 guess.append(text[at] if at < end else guess[at - end])
                 assert node is not None
-                node = builder.add(node, guess[-1], self.name)
+                node = builder.add(node, guess[-1], self.name, confidence=match_confidence(matched + i))
                 if node is None:
                     return builder.build()
         return builder.build()
@@ -82,3 +84,11 @@ class NgramSpeculator:
                 if len(found) == self._branches:
                     return list(found.values())
         return list(found.values())
+
+
+def _matched(text: Sequence[int], start: int, end: int) -> int:
+    """How many tokens before `start` and before `end` are the same, as far as it matters."""
+    matched = 0
+    while matched < min(start, LONGEST_MATCH) and text[start - 1 - matched] == text[end - 1 - matched]:
+        matched += 1
+    return matched

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from specinfer.errors import ConfigError
 from specinfer.plan import PlanEntry
 from specinfer.speculate.alignment import Alignment
+from specinfer.speculate.calibration import match_confidence
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree, TreeBuilder
 from specinfer.tree.token_tree import single_node
@@ -56,11 +57,12 @@ class PredictionSpeculator:
             alignment = self._alignments[request.request_id] = Alignment(request.prediction)
         alignment.advance(text[len(request.prompt_token_ids) + alignment.read : end])
         builder = TreeBuilder(text[end - 1], entry.max_nodes)
-        for guess in alignment.guesses(depth, self._branches):
+        for number, guess in enumerate(alignment.guesses(depth, self._branches)):
             node: int | None = 0
-            for token in guess:
+            matched = alignment.run if number == 0 else 0
+            for i, token in enumerate(guess):
                 assert node is not None
-                node = builder.add(node, token, self.name)
+                node = builder.add(node, token, self.name, confidence=match_confidence(matched + i))
                 if node is None:
                     return builder.build()
         return builder.build()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from specinfer.errors import ConfigError
 from specinfer.plan import PlanEntry
+from specinfer.speculate.calibration import match_confidence
 from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.suffix_index import SuffixIndex
 from specinfer.speculate.suffix_store import SuffixStore
@@ -38,7 +39,11 @@ class _Vote:
     """What followed at one place, as far as its match supports a guess."""
 
     tokens: Sequence[int]
-    weight: int
+    matched: int  # tokens before the place
+
+    @property
+    def weight(self) -> int:
+        return self.matched**2
 
 
 class SuffixSpeculator:
@@ -130,14 +135,15 @@ class SuffixSpeculator:
             for position, matched in index.occurrences(tail, VOTERS):
                 reach = min(depth, max(1, int(self._depth_factor * matched)))
                 tokens = index.following(position, reach)
-                votes.append(_Vote(_looped(tokens, reach) if index is running.text else tokens, matched**2))
+                votes.append(_Vote(_looped(tokens, reach) if index is running.text else tokens, matched))
         return votes
 
     def _grow(self, votes: list[_Vote], root: int, max_nodes: int) -> TokenTree:
         """The nodes most votes go through, best first; the earlier voter is better when votes are equal."""
         builder = TreeBuilder(root, max_nodes)
         least = self._min_probability * sum(vote.weight for vote in votes)
-        waiting: list[tuple[float, int, int, int, int, list[_Vote]]] = []  # likeliest first, then oldest
+        # Likeliest first, then oldest: -weight, number, parent, depth, token, confidence, voters.
+        waiting: list[tuple[int, int, int, int, int, float, list[_Vote]]] = []
         made = 0
         node, depth, through = 0, 0, votes
         while not builder.full:
@@ -145,15 +151,18 @@ class SuffixSpeculator:
             for vote in through:
                 if depth < len(vote.tokens):
                     below.setdefault(vote.tokens[depth], []).append(vote)
+            total = sum(vote.weight for vote in through)
             for token, voters in below.items():
                 weight = sum(vote.weight for vote in voters)
                 if weight >= least:
                     made += 1
-                    heapq.heappush(waiting, (-weight, made, node, depth + 1, token, voters))
+                    longest = max(vote.matched for vote in voters)
+                    confidence = weight / total * match_confidence(longest + depth)
+                    heapq.heappush(waiting, (-weight, made, node, depth + 1, token, confidence, voters))
             if not waiting:
                 break
-            _, _, parent, depth, token, through = heapq.heappop(waiting)
-            added = builder.add(parent, token, self.name)
+            _, _, parent, depth, token, confidence, through = heapq.heappop(waiting)
+            added = builder.add(parent, token, self.name, confidence=confidence)
             assert added is not None, "the tree was not full"
             node = added
         return builder.build()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from dataclasses import replace
+from collections.abc import Callable, Collection, Container
 
 from specinfer.tree.token_tree import DrawRule, TokenTree
 
@@ -31,11 +30,21 @@ def prune(
             continue
         if permits is None or node in sampled or permits(paths[parent], token):
             paths[node] = (*paths[parent], token)
-    if len(paths) == tree.num_nodes:
+    return keep(tree, paths)
+
+
+def prunable(tree: TokenTree) -> bool:
+    """Whether any node may be dropped for its value, whichever verifier the tree meets: none was sampled."""
+    return all(draw.rule in _ANY_VALUE for draw in tree.draws)
+
+
+def keep(tree: TokenTree, nodes: Collection[int]) -> TokenTree:
+    """`tree` with these nodes alone, ascending, the root and every parent of theirs among them."""
+    if len(nodes) == tree.num_nodes:
         return tree
-    new = {old: i for i, old in enumerate(paths)}
+    new = {old: i for i, old in enumerate(nodes)}
     return TokenTree(
-        token_ids=tuple(tree.token_ids[old] for old in paths),
-        parents=tuple(new[tree.parents[old]] if old else -1 for old in paths),
-        draws=tuple(replace(d, parent=new[d.parent], node=new[d.node]) for d in tree.draws if d.node in new),
+        token_ids=tuple(tree.token_ids[old] for old in nodes),
+        parents=tuple(new[tree.parents[old]] if old else -1 for old in nodes),
+        draws=tuple(d.moved(new[d.parent], new[d.node]) for d in tree.draws if d.node in new),
     )

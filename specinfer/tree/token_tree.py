@@ -14,6 +14,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from specinfer.tree.distribution import Distribution
+
 
 class DrawRule(StrEnum):
     """How a speculator came to propose a token; it decides which verifier may treat the draw."""
@@ -32,7 +34,12 @@ class Draw:
     node: int  # the node that holds the token; several draws may share it
     speculator: str
     rule: DrawRule
-    law: NDArray[np.float64] | None = None  # [vocab]: q of the sampled rules; None for the others
+    law: Distribution | NDArray[np.float64] | None = None  # q, an array being [vocab]; only of sampled rules
+    confidence: float = 0.5  # the speculator's own idea of how likely the token is; no verifier reads it
+
+    def moved(self, parent: int, node: int) -> Draw:
+        """The same draw where its nodes have other numbers."""
+        return Draw(parent, node, self.speculator, self.rule, self.law, self.confidence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +125,8 @@ class TreeBuilder:
         token: int,
         speculator: str,
         rule: DrawRule = DrawRule.POINT_MASS,
-        law: NDArray[np.float64] | None = None,
+        law: Distribution | NDArray[np.float64] | None = None,
+        confidence: float = 0.5,
     ) -> int | None:
         """Record a draw of `token` below `parent`; the node that holds it, or None when the tree is full.
 
@@ -129,7 +137,7 @@ class TreeBuilder:
             assert rule in (DrawRule.POINT_MASS, DrawRule.COUPLED), "a sampled draw may not be dropped"
             return None
         node = self.node_for(parent, token)
-        self.draws.append(Draw(parent, node, speculator, rule, law))
+        self.draws.append(Draw(parent, node, speculator, rule, law, confidence))
         return node
 
     def node_for(self, parent: int, token: int) -> int:
@@ -187,9 +195,7 @@ def _graft(builder: TreeBuilder, tree: TokenTree) -> None:
     nodes = [0] * tree.num_nodes  # node of `tree` -> node of the merged tree
     for node in range(1, tree.num_nodes):
         nodes[node] = builder.node_for(nodes[tree.parents[node]], tree.token_ids[node])
-    builder.draws.extend(
-        Draw(nodes[d.parent], nodes[d.node], d.speculator, d.rule, d.law) for d in tree.draws
-    )
+    builder.draws.extend(d.moved(nodes[d.parent], nodes[d.node]) for d in tree.draws)
 
 
 def single_node(token: int) -> TokenTree:

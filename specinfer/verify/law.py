@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from specinfer.tree.distribution import Distribution
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Law:
@@ -20,32 +22,44 @@ class Law:
     """
 
     logits: NDArray[np.float32]  # [support]
-    ids: NDArray[np.int64] | None  # [support], most likely first, ties lowest id first; None: all of vocab
-    top: int  # index into `logits` of the largest; 0 where there are ids
+    ids: NDArray[np.int64] | None  # [support], no id twice; None: all of vocab
+    top: int  # index into `logits` of the largest
     temperature: float
     vocab: int
 
     def probabilities(self) -> NDArray[np.float64]:
         """The probability of each supported token, [support], in the order of `ids`."""
-        weights = np.exp(self.log_weights())
-        return np.asarray(weights / weights.sum())
+        weights = self.log_weights()
+        np.exp(weights, out=weights)  # in place: fresh pages cost as much as the arithmetic
+        weights /= weights.sum()
+        return weights
 
     def log_weights(self, indices: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
         """log p plus a constant that makes the largest 0, [support], or for some entries of it only."""
         logits = self.logits if indices is None else self.logits[indices]
-        return (logits.astype(np.float64) - float(self.logits[self.top])) / self.temperature
+        weights = logits.astype(np.float64)
+        weights -= float(self.logits[self.top])
+        weights /= self.temperature
+        return weights
 
     def id_at(self, index: int) -> int:
         """The token id of an entry of the support."""
         return index if self.ids is None else int(self.ids[index])
 
-    def dense(self) -> NDArray[np.float64]:
-        """The probability of every token, [vocab]: what multi-step sampling works on."""
+    def renamed(self, ids: NDArray[np.int64], vocab: int) -> Law:
+        """The same law where the token it calls i is token ids[i] of a vocabulary of `vocab`."""
+        return Law(self.logits, ids if self.ids is None else ids[self.ids], self.top, self.temperature, vocab)
+
+    def distribution(self) -> Distribution:
+        """The probabilities by ascending token id: what multi-step sampling works on."""
         if self.ids is None:
-            return self.probabilities()
-        dense = np.zeros(self.vocab)
-        dense[self.ids] = self.probabilities()
-        return dense
+            return Distribution(self.probabilities(), None, self.vocab)
+        order = np.argsort(self.ids, kind="stable")
+        return Distribution(self.probabilities()[order], self.ids[order], self.vocab)
+
+    def dense(self) -> NDArray[np.float64]:
+        """The probability of every token, [vocab]."""
+        return self.distribution().dense()
 
 
 def inverse_temperature(temperature: float) -> float:

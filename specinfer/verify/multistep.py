@@ -15,13 +15,14 @@ as every draw was *drawn* from its declared law: so the rule of a draw decides i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.errors import DrawRuleError, IntegrityError
+from specinfer.tree.distribution import Distribution
 from specinfer.tree.token_tree import Draw, DrawRule, TokenTree, draws_by_parent
 from specinfer.verify import noise
 from specinfer.verify.acceptance import Acceptance
@@ -63,13 +64,15 @@ def seeded_coin(seed: int, position: int) -> UniformCoin:
     return UniformCoin(lambda depth, turn: noise.uniform(seed, position + depth, turn))
 
 
-def verify_multistep(tree: TokenTree, law: Callable[[int], NDArray[np.float64]], coin: Coin) -> Acceptance:
+def verify_multistep(
+    tree: TokenTree, law: Callable[[int], Distribution | NDArray[np.float64]], coin: Coin
+) -> Acceptance:
     """Walk down the tree by accepted draws; where none is accepted, sample the bonus token from what is left.
 
     Args:
         tree: the candidates with all their draws, in proposal order.
-        law: the target's law after a node, [vocab] float64, summing to 1; called for visited nodes only,
-            root first. Not mutated.
+        law: the target's law after a node, summing to 1, as a Distribution or as [vocab] float64; called for
+            visited nodes only, root first. Not mutated.
         coin: the source of chance.
 
     Raises DrawRuleError for a draw that cannot be treated losslessly (a coupled one, a sampled one without
@@ -82,73 +85,98 @@ def verify_multistep(tree: TokenTree, law: Callable[[int], NDArray[np.float64]],
     while True:
         depth = len(path)
         draws = below.get(node, [])
-        residual = _target_law(law(node), node)
+        target = _target_law(law(node), node)
+        # A token the target gives no probability is never emitted: all that follows is over its support.
+        residual = target.probabilities
         accepted = None
         for turn, draw in enumerate(draws):
-            token = tree.token_ids[draw.node]
-            proposal = _proposal(tree, draws[:turn], draw, len(residual))
-            if coin.accept(depth, turn, float(residual[token]), float(proposal[token])):
+            proposal = _proposal(tree, draws[:turn], draw, target)
+            place = target.place(tree.token_ids[draw.node])
+            p, q = (0.0, 1.0) if place is None else (float(residual[place]), float(proposal[place]))
+            if coin.accept(depth, turn, p, q):
                 accepted = draw.node
                 break
             residual = _after_rejection(residual, proposal)
         if accepted is None:
-            return Acceptance(tuple(path), coin.pick(depth, len(draws), residual))
+            return Acceptance(tuple(path), target.id_at(coin.pick(depth, len(draws), residual)))
         path.append(accepted)
         node = accepted
 
 
-def _target_law(p: NDArray[np.float64], node: int) -> NDArray[np.float64]:
-    total = float(p.sum())
-    if p.ndim != 1 or not abs(total - 1) <= _SUM_TOLERANCE or p.min() < 0:
+def _target_law(given: Distribution | NDArray[np.float64], node: int) -> Distribution:
+    law = _as_distribution(given)
+    total = float(law.probabilities.sum())
+    if not _is_law(law, total):
         raise IntegrityError(
-            f"the target's law after node {node}, shape {p.shape}, sums to {total}, not to 1"
+            f"the target's law after node {node}, shape {law.probabilities.shape}, sums to {total}, not to 1"
         )
-    return p / total
+    return replace(law, probabilities=law.probabilities / total)
 
 
-def _proposal(tree: TokenTree, earlier: Sequence[Draw], draw: Draw, vocab: int) -> NDArray[np.float64]:
-    """The law the draw was really drawn from, given the draws before it at its node, [vocab]."""
+def _proposal(
+    tree: TokenTree, earlier: Sequence[Draw], draw: Draw, target: Distribution
+) -> NDArray[np.float64]:
+    """The law the draw was drawn from, given the draws before it at its node, over the target's support."""
     check_pair(Verifier.MULTISTEP, [draw.rule], draw.speculator)
     token = tree.token_ids[draw.node]
-    if not 0 <= token < vocab:
-        raise DrawRuleError(f"{_name(draw, token)} is outside the target's vocabulary of {vocab} tokens")
+    if not 0 <= token < target.vocab:
+        raise DrawRuleError(
+            f"{_name(draw, token)} is outside the target's vocabulary of {target.vocab} tokens"
+        )
     if draw.rule not in SAMPLED_RULES:
-        point = np.zeros(vocab)
-        point[token] = 1.0
+        point = np.zeros(len(target.probabilities))
+        if (place := target.place(token)) is not None:
+            point[place] = 1.0
         return point
-    q = draw.law
-    if q is None:
+    if draw.law is None:
         raise DrawRuleError(
             f"{_name(draw, token)} carries no law; keep the law it was drawn from, as Draw.law"
         )
-    if q.shape != (vocab,):
-        raise DrawRuleError(f"the law of {_name(draw, token)} has shape {q.shape}; allowed: ({vocab},)")
-    total = float(q.sum())
-    if not abs(total - 1) <= _SUM_TOLERANCE or q.min() < 0:
+    law = _as_distribution(draw.law)
+    if law.vocab != target.vocab:
+        raise DrawRuleError(
+            f"the law of {_name(draw, token)} has shape ({law.vocab},); allowed: ({target.vocab},)"
+        )
+    total = float(law.probabilities.sum())
+    if not _is_law(law, total):
         raise DrawRuleError(f"the law of {_name(draw, token)} sums to {total}; it must be a distribution")
+    place = law.place(token)
     if draw.rule is DrawRule.WITHOUT_REPLACEMENT:
-        gone = [
-            tree.token_ids[d.node] for d in earlier if (d.speculator, d.rule) == (draw.speculator, draw.rule)
-        ]
-        q = q.copy()
-        q[gone] = 0.0
-        total = float(q.sum())
-    if not q[token] > 0:
+        own = (d for d in earlier if (d.speculator, d.rule) == (draw.speculator, draw.rule))
+        gone = [at for d in own if (at := law.place(tree.token_ids[d.node])) is not None]
+        if gone:
+            law = replace(law, probabilities=law.probabilities.copy())
+            law.probabilities[gone] = 0.0
+            total = float(law.probabilities.sum())
+    if place is None or not law.probabilities[place] > 0:
         raise DrawRuleError(
             f"{_name(draw, token)} has probability zero under its own law; draw tokens from the declared law"
         )
-    return q / total
+    return law.over(target.ids) / total
 
 
 def _after_rejection(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
-    """norm(max(0, p - q)), [vocab]; what the target still owes once a draw from q was rejected.
+    """norm(max(0, p - q)), over p's support; what the target owes once a draw from q was rejected.
 
     A rejected token has p < q, and both sum to 1, so some other has p > q: the sum is zero only when
     p and q are equal up to rounding, and then a rejection has a probability of the same size. p stays.
     """
-    residual = np.maximum(p - q, 0.0)
+    residual = p - q
+    np.maximum(residual, 0.0, out=residual)
     total = float(residual.sum())
-    return residual / total if total > 0 else p
+    if not total > 0:
+        return p
+    residual /= total
+    return residual
+
+
+def _as_distribution(law: Distribution | NDArray[np.float64]) -> Distribution:
+    return law if isinstance(law, Distribution) else Distribution(law, None, law.shape[0])
+
+
+def _is_law(law: Distribution, total: float) -> bool:
+    weights = law.probabilities
+    return weights.ndim == 1 and abs(total - 1) <= _SUM_TOLERANCE and float(weights.min()) >= 0
 
 
 def _name(draw: Draw, token: int) -> str:

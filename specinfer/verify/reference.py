@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Protocol, TypeVar
 
+from specinfer.tree.distribution import Distribution
 from specinfer.tree.token_tree import DrawRule, TokenTree
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.noise import key_of, mix64
@@ -90,7 +91,7 @@ def multistep(tree: TokenTree, law: Callable[[int], Sequence[Number]], chance: C
                 q = [zero + (t == token) for t in range(len(p))]
             else:
                 assert draw.law is not None
-                q = list(draw.law)
+                q = list(draw.law.dense() if isinstance(draw.law, Distribution) else draw.law)
                 if draw.rule is DrawRule.WITHOUT_REPLACEMENT:
                     gone = drawn.setdefault(draw.speculator, set())
                     q = [zero if t in gone else mass for t, mass in enumerate(q)]

@@ -7,11 +7,9 @@ import json
 import pytest
 import torch
 
-from specinfer.attention.sdpa import SdpaBackend
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
-from specinfer.tree.mask import ancestor_matrix
 
 from .families import CASES, save_random
 
@@ -27,7 +25,6 @@ SCATTERED, CONTIGUOUS = [6, 2, 9, 1, 5, 0, 3], [1, 2, 3, 4, 5, 6, 7]
 #    `--- 20 -- 8
 TREE_TOKENS = [54, 7, 20, 8, 8, 30, 31]
 TREE_PARENTS = [-1, 0, 0, 1, 2, 3, 3]
-TREE_DEPTHS = [0, 1, 1, 2, 2, 3, 3]
 TREE_PATHS = [[], [7], [20], [7, 8], [20, 8], [7, 8, 30], [7, 8, 31]]  # below the root, per node
 
 
@@ -43,7 +40,7 @@ def both(request, tmp_path_factory):
 
 
 def runner_of(model):
-    return ModelRunner(model, SdpaBackend(), num_blocks=10, block_size=BLOCK)
+    return ModelRunner(model, num_blocks=10, block_size=BLOCK)
 
 
 @torch.no_grad()
@@ -53,7 +50,7 @@ def logits_of(theirs, token_ids):
 
 def test_a_whole_prompt(both):
     theirs, ours = both
-    rows = Rows(PROMPT, range(len(PROMPT)), 0, CONTIGUOUS, None, None, 0)
+    rows = Rows(PROMPT, 0, CONTIGUOUS, 0)
     torch.testing.assert_close(
         runner_of(ours).forward([rows]), logits_of(theirs, PROMPT), atol=TOLERANCE, rtol=0
     )
@@ -76,11 +73,12 @@ def test_every_path_of_a_tree(both, block_table):
     runner = runner_of(ours)
     before = len(PROMPT) - 1
     runner.forward([chain_rows(PROMPT[:before], 0, block_table, logits=False)])
-    sees = ancestor_matrix(TREE_PARENTS)
-    positions = [before + depth for depth in TREE_DEPTHS]
-    forms = [(None, None, 0, TREE_PARENTS), (sees, positions, 0)]  # as a tree, and with a mask of one's own
-    got, same = (runner.forward([Rows(TREE_TOKENS, positions, before, block_table, *f)]) for f in forms)
-    assert torch.equal(got, same)
+    whole = Rows(TREE_TOKENS, before, block_table, 0, TREE_PARENTS)
+    # As a draft grows it: the nodes of one depth at a time.
+    levels = [(0, 1), (1, 3), (3, 5), (5, 7)]
+    grown = [Rows(TREE_TOKENS[a:b], before + a, block_table, 0, TREE_PARENTS[:b]) for a, b in levels]
+    got = runner.forward([whole])
+    torch.testing.assert_close(torch.cat([runner.forward([r]) for r in grown]), got, atol=TOLERANCE, rtol=0)
     want = torch.stack([logits_of(theirs, PROMPT + path)[-1] for path in TREE_PATHS])
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
 
@@ -99,7 +97,7 @@ def test_a_folder_in_several_files(tmp_path):
     theirs.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
     ours = load_model(tmp_path / "parts", dtype=torch.float32, device=torch.device("cpu"))
-    rows = Rows(PROMPT, range(len(PROMPT)), 0, CONTIGUOUS, None, None, 0)
+    rows = Rows(PROMPT, 0, CONTIGUOUS, 0)
     torch.testing.assert_close(
         runner_of(ours).forward([rows]), logits_of(theirs, PROMPT), atol=TOLERANCE, rtol=0
     )
@@ -114,7 +112,7 @@ def test_a_config_as_transformers_4_wrote_it(tmp_path):
     config["rope_scaling"] = scaling
     (tmp_path / "config.json").write_text(json.dumps(config))
     ours = load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
-    rows = Rows(PROMPT, range(len(PROMPT)), 0, CONTIGUOUS, None, None, 0)
+    rows = Rows(PROMPT, 0, CONTIGUOUS, 0)
     torch.testing.assert_close(
         runner_of(ours).forward([rows]), logits_of(theirs, PROMPT), atol=TOLERANCE, rtol=0
     )
@@ -125,7 +123,7 @@ def test_bf16_stays_near_float32(name, tmp_path):
     """The packed bf16 products: not to 1e-4, but the same model."""
     theirs = save_random(name, tmp_path, tied=False)
     ours = load_model(tmp_path, dtype=torch.bfloat16, device=torch.device("cpu"))
-    rows = Rows(PROMPT, range(len(PROMPT)), 0, CONTIGUOUS, None, None, 0)
+    rows = Rows(PROMPT, 0, CONTIGUOUS, 0)
     got, want = runner_of(ours).forward([rows]), logits_of(theirs, PROMPT)
     assert got.dtype is torch.bfloat16
     assert (got.float() - want).abs().max() < 0.05 * want.abs().max()

@@ -9,7 +9,6 @@ import torch
 import transformers
 from gguf.constants import GGMLQuantizationType as Kind
 
-from specinfer.attention.sdpa import SdpaBackend
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
@@ -22,8 +21,8 @@ PROMPT = [5, 17, 40, 3, 88, 61, 12, 12, 70, 29, 9, 54]
 
 def logits_of(path, dtype=torch.float32):
     model = load_model(path, dtype=dtype, device=torch.device("cpu"))
-    runner = ModelRunner(model, SdpaBackend(), num_blocks=4, block_size=4)
-    return runner.forward([Rows(PROMPT, range(len(PROMPT)), 0, [0, 1, 2, 3], None, None, 0)])
+    runner = ModelRunner(model, num_blocks=4, block_size=4)
+    return runner.forward([Rows(PROMPT, 0, [0, 1, 2, 3], 0)])
 
 
 def check(theirs, path, tolerance=1e-4):

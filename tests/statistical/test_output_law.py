@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from specinfer.attention.sdpa import SdpaBackend
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner, as_rows
 from specinfer.runtime.sampling import target_law
@@ -40,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 def exact_law(tiny: Tiny, params: SamplingParams) -> dict[tuple[int, ...], float]:
     """The probability of every triple of tokens after PROMPT, from the target alone."""
-    runner = ModelRunner(tiny.target, SdpaBackend(), num_blocks=1, block_size=32)
+    runner = ModelRunner(tiny.target, num_blocks=1, block_size=32)
 
     def law(text: list[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
         return target_law(as_rows(runner.forward([chain_rows(text, 0, [0], logits=True)]))[0], params).dense()
@@ -101,7 +100,7 @@ def test_the_same_count_catches_a_biased_engine(tiny: Tiny, monkeypatch: pytest.
     from specinfer.speculate import draft_model, draws
     from specinfer.verify.law import most_likely
 
-    def top_k_called_samples(logits: Any, sites: Any, speculator: str) -> None:
+    def top_k_called_samples(logits: Any, sites: Any, speculator: str, *_: Any) -> None:
         for row, site in zip(logits, sites, strict=True):
             law = target_law(row, site.params).dense()
             for token in most_likely(row, site.width).tolist():

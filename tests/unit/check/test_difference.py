@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from specinfer.attention.sdpa import SdpaBackend
 from specinfer.check.difference import find_difference, first_difference, rounding
 from specinfer.check.target_alone import TargetAlone
 from specinfer.request import RequestOutput, SpeculationFigures, Timing
@@ -124,6 +123,6 @@ def test_the_target_alone_gives_its_logits_however_many_texts_are_asked_about(tm
     texts = [[1, 2, 3], [4], list(range(20)) * 30, [5, 6] * 100, [7] * 300, [8, 9]]
     together = TargetAlone(model).logits_after(texts)
     for text, logits in zip(texts, together, strict=True):
-        runner = ModelRunner(model, SdpaBackend(), num_blocks=1, block_size=len(text))
+        runner = ModelRunner(model, num_blocks=1, block_size=len(text))
         whole = as_rows(runner.forward([chain_rows(text, 0, [0], logits=True)]))[0]
         np.testing.assert_allclose(logits, whole, atol=1e-4)

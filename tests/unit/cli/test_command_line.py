@@ -134,7 +134,8 @@ def test_generate_streams_the_text_and_reports_on_standard_error(
     assert "12 tokens" in err
     assert "tokens per step" not in err
     assert "seed 4" in err
-    status, speculative, err = run(monkeypatch, capsys, *common, "--draft", models / "draft", "--ngram")
+    guessing = ["--draft", models / "draft", "--ngram", "--tree-size", "fixed"]
+    status, speculative, err = run(monkeypatch, capsys, *common, *guessing)
     assert (status, speculative) == (0, plain)
     assert "tokens per step" in err
     assert "draft" in err
@@ -158,7 +159,7 @@ def test_show_trees_draws_every_step(
     models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["-m", models / "target", "--draft", models / "draft", "--max-tokens", 9, "abcabc"]
-    status, out, _ = run(monkeypatch, capsys, "generate", "--show-trees", *arguments)
+    status, out, _ = run(monkeypatch, capsys, "generate", "--show-trees", "--tree-size", "fixed", *arguments)
     assert status == 0
     assert "step 1: no guesses" in out
     assert "(draft)" in out

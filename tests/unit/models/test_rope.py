@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from specinfer.attention.sdpa import turned
 from specinfer.models.config import Llama3Scaling, Rope
-from specinfer.models.rope import Rotation, rope_frequencies
+from specinfer.models.rope import rope_frequencies, rotation
 
 
 def test_frequencies_fall_from_one_to_one_over_theta():
@@ -39,7 +40,7 @@ def test_a_head_is_rotated_by_complex_multiplication():
     frequencies = rope_frequencies(Rope(100.0), 8)
     positions = torch.tensor([0, 3, 250])
     x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))
-    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(1j * positions[:, None, None] * frequencies)
-    got = Rotation(positions, frequencies, torch.float32)(x)
-    torch.testing.assert_close(got, torch.cat((turned.real, turned.imag), -1), atol=1e-4, rtol=0)
+    want = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(1j * positions[:, None, None] * frequencies)
+    got = turned(x, None, 0.0, rotation(positions, frequencies))
+    torch.testing.assert_close(got, torch.cat((want.real, want.imag), -1), atol=1e-4, rtol=0)
     torch.testing.assert_close(got[0], x[0])

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer.errors import ModelFileError, ModelNotFoundError
+from specinfer.kernels.choice import TORCH
 from specinfer.models.linear import packs
+from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.weights import estimate_bytes, load_config, load_model
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.runner import ModelRunner
+from tests.kernels import kernels
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 
 CPU = torch.device("cpu")
@@ -26,16 +32,8 @@ def rewrite(folder, change):
 
 
 def logits_of(model, token_ids=(3, 1, 4)):
-    def attend(layer, q_TNH, k_TKH, v_TKH, *, scale, windowed):
-        groups = q_TNH.shape[1] // k_TKH.shape[1]
-        k, v = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (k_TKH, v_TKH))
-        scores = q_TNH.transpose(0, 1) @ k.transpose(1, 2) * scale
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
-
-    ids = torch.tensor(token_ids)
-    with torch.inference_mode():
-        return model.forward(ids, torch.arange(len(token_ids)), attend)
+    runner = ModelRunner(model, num_blocks=1, block_size=len(token_ids))
+    return runner.forward([Rows(token_ids, 0, [0], 0)])
 
 
 def test_a_folder_loads_and_says_what_it_is(tmp_path):
@@ -50,8 +48,8 @@ def test_a_folder_loads_and_says_what_it_is(tmp_path):
 def test_logit_rows_are_those_rows_of_all_logits(tmp_path):
     model = load(write_tiny_llama(tmp_path))
 
-    def attend(layer, q_TNH, k_TKH, v_TKH, *, scale, windowed):
-        return q_TNH
+    def attend(heads, qkv_TC, rotation):
+        return qkv_TC[:, : model.config.num_heads * model.config.head_dim]
 
     ids = torch.tensor([1, 2, 3, 4])
     every = model.forward(ids, ids, attend)
@@ -192,3 +190,100 @@ def test_quantized_safetensors_are_refused(tmp_path):
     rewrite(folder, lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}))
     with pytest.raises(ModelFileError, match="is of type I8; supported: F64, F32, F16, BF16"):
         load(folder)
+
+
+def load_quantized(folder, cache, quantization="int4", **options):
+    return load_model(
+        folder, dtype=torch.float32, device=CPU, quantization=quantization, cache=cache, **options
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("quantization", "noise"), [("int8", 0.05), ("int4", 0.35)])
+def test_quantized_logits_are_near_and_the_same_from_the_cache(tied, quantization, noise, tmp_path):
+    folder = write_tiny_llama(tmp_path / "m", tie_embeddings=tied, intermediate_size=72, spread=0.1)
+    want = logits_of(load(folder))
+    made = logits_of(load_quantized(folder, tmp_path / "cache", quantization))
+    assert 0 < (made - want).norm() < noise * want.norm()
+    assert torch.equal(logits_of(load_quantized(folder, tmp_path / "cache", quantization)), made)
+
+
+def test_a_load_from_the_cache_reads_no_matrix_of_the_model(tmp_path, monkeypatch):
+    folder = write_tiny_llama(tmp_path / "m")
+    load_quantized(folder, tmp_path / "cache")
+    read = []
+    rows = SafetensorsFolder.read_rows
+    monkeypatch.setattr(SafetensorsFolder, "read_rows", lambda *a: read.append(a[1]) or rows(*a))
+    load_quantized(folder, tmp_path / "cache")
+    assert {name for name in read if "norm" not in name} == {"model.embed_tokens.weight"}
+
+
+def test_damage_in_the_cache_is_mended(tmp_path, caplog):
+    folder = write_tiny_llama(tmp_path / "m")
+    want = logits_of(load_quantized(folder, tmp_path / "cache"))
+    [kept] = (tmp_path / "cache").iterdir()
+    whole = kept.read_bytes()
+    for damaged, lines in ((whole[:-1], 0), (whole[:-1] + bytes([whole[-1] ^ 1]), 1), (b"old", 0)):
+        kept.write_bytes(damaged)
+        caplog.clear()
+        assert torch.equal(logits_of(load_quantized(folder, tmp_path / "cache")), want)
+        assert kept.read_bytes() == whole
+        assert len(caplog.records) == lines
+
+
+def test_a_changed_model_is_quantized_anew(tmp_path):
+    folder = write_tiny_llama(tmp_path / "m")
+    before = logits_of(load_quantized(folder, tmp_path / "cache"))
+    rewrite(folder, lambda t: t.update({name: w * 1.5 for name, w in t.items() if "down" in name}))
+    after = logits_of(load_quantized(folder, tmp_path / "cache"))
+    assert not torch.allclose(after, before)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_chosen_logits_of_a_quantized_model(tied, tmp_path):
+    folder = write_tiny_llama(tmp_path / "m", tie_embeddings=tied)
+    every = logits_of(load_quantized(folder, tmp_path / "cache"))
+    some = load_quantized(folder, tmp_path / "cache", logit_ids=[5, 0, 63])
+    assert torch.equal(logits_of(some), every[:, [5, 0, 63]])
+
+
+def test_matrices_whose_rows_fill_no_block(tmp_path):
+    """Heads of 6: q, k and v have 24, 12 and 12 rows, stacked into three blocks."""
+    folder = write_tiny_llama(tmp_path / "m", hidden_size=24, intermediate_size=20, spread=0.1)
+    want = logits_of(load(folder))
+    got = logits_of(load_quantized(folder, tmp_path / "cache", "int8"))
+    assert (got - want).norm() < 0.05 * want.norm()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_estimated_bytes_of_a_quantized_model(tied, quantization, tmp_path):
+    folder = write_tiny_llama(tmp_path / "m", tie_embeddings=tied)
+    load_quantized(folder, tmp_path / "cache", quantization)
+    [kept] = (tmp_path / "cache").iterdir()
+    matrices = sum(t.nbytes for t in load_file(kept).values())
+    others = [
+        tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if "norm" in name or "embed_tokens" in name
+    ]
+    estimate = estimate_bytes(folder, torch.float32, CPU, quantization)
+    assert estimate == matrices + sum(t.numel() * 4 for t in others)
+
+
+def test_progress_of_a_quantized_model(tmp_path):
+    folder = write_tiny_llama(tmp_path / "m")
+    seen = []
+    for loads in (1, 2):  # made, then kept
+        load_quantized(folder, tmp_path / "cache", progress=lambda *now: seen.append(now))
+        assert seen.count((estimate_bytes(folder, torch.float32),) * 2) == loads
+
+
+def test_native_products_and_twins_give_the_same_logits(tmp_path):
+    folder = write_tiny_llama(tmp_path / "m")
+    native = replace(TORCH, products=kernels("native").products)
+    for quantization in ("int8", "int4"):
+        twins = logits_of(load_quantized(folder, tmp_path / "cache", quantization))
+        ours = logits_of(load_quantized(folder, tmp_path / "cache", quantization, kernels=native))
+        assert torch.equal(ours, twins)

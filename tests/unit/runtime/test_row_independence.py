@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from specinfer.attention.sdpa import SdpaBackend
+from specinfer.attention import sdpa
 from specinfer.models.linear import packs
 from specinfer.models.weights import load_model
-from specinfer.runtime import batch
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
+from tests.kernels import NAMES, kernels
 from tests.tiny_models import write_tiny_llama
 
 CPU = torch.device("cpu")
@@ -33,23 +33,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def differing_lengths(folder: Path) -> list[int]:
+def differing_lengths(folder: Path, name: str) -> list[int]:
     """The text lengths at which the root's logits in a tree are not those of the root alone."""
-    model = load_model(folder, dtype=torch.bfloat16, device=CPU)
-    runner = ModelRunner(model, SdpaBackend(), num_blocks=4, block_size=1024)
+    model = load_model(folder, dtype=torch.bfloat16, device=CPU, kernels=kernels(name))
+    runner = ModelRunner(model, num_blocks=4, block_size=1024)
     text = [(7 * i * i + 3 * i) % 64 for i in range(1024)]
     runner.forward([chain_rows(text, 0, [1], logits=False)])
     differing = []
     for length in LENGTHS:
         alone = runner.forward([chain_rows(text[length : length + 1], length, [1], logits=True)])[0]
-        positions = [length] + [length + 1] * (TREE - 1)
         tree = Rows(
             token_ids=[text[length], *range(TREE - 1)],
-            positions=positions,
             start=length,
             block_table=[1],
-            sees=None,
-            tail_positions=None,
             logits_from=0,
             parents=[-1] + [0] * (TREE - 1),
         )
@@ -60,19 +56,20 @@ def differing_lengths(folder: Path) -> list[int]:
     return differing
 
 
-def test_a_root_is_the_same_alone_and_in_a_tree_at_every_length(folder: Path) -> None:
-    assert differing_lengths(folder) == []
+@pytest.mark.parametrize("name", NAMES)
+def test_a_root_is_the_same_alone_and_in_a_tree_at_every_length(folder: Path, name: str) -> None:
+    assert differing_lengths(folder, name) == []
 
 
-def branching_differs(folder: Path) -> list[int]:
+def branching_differs(folder: Path, name: str) -> list[int]:
     """The text lengths at which a node of a tree has other logits than the same node of a chain."""
-    model = load_model(folder, dtype=torch.bfloat16, device=CPU)
-    runner = ModelRunner(model, SdpaBackend(), num_blocks=4, block_size=1024)
+    model = load_model(folder, dtype=torch.bfloat16, device=CPU, kernels=kernels(name))
+    runner = ModelRunner(model, num_blocks=4, block_size=1024)
     text = [(7 * i * i + 3 * i) % 64 for i in range(1024)]
     #  0 - 1 - 2 -+- 3 - 6 - 9      three branches; the text goes down the middle one
     #             +- 4 - 7 - 10
     #             +- 5 - 8 - 11
-    parents, depths = [-1, 0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5]
+    parents = [-1, 0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8]
     path = [0, 1, 2, 4, 7, 10]
     differing = []
     for length in LENGTHS:
@@ -84,17 +81,17 @@ def branching_differs(folder: Path) -> list[int]:
         tokens = [63] * 12
         for depth, node in enumerate(path):
             tokens[node] = text[length + depth]
-        positions = [length + depth for depth in depths]
-        tree = Rows(tokens, positions, length, [1], None, None, 0, parents)
+        tree = Rows(tokens, length, [1], 0, parents)
         if not torch.equal(runner.forward([tree])[path], torch.stack(chain)):
             differing.append(length)
     return differing
 
 
-def test_a_node_is_the_same_in_a_tree_and_in_a_chain(folder: Path) -> None:
-    assert branching_differs(folder) == []
+@pytest.mark.parametrize("name", NAMES)
+def test_a_node_is_the_same_in_a_tree_and_in_a_chain(folder: Path, name: str) -> None:
+    assert branching_differs(folder, name) == []
 
 
 def test_a_smaller_padding_would_be_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "PAD", 1)
-    assert differing_lengths(folder)
+    monkeypatch.setattr(sdpa, "PAD", 1)
+    assert differing_lengths(folder, "torch")

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from specinfer.errors import IntegrityError
-from specinfer.runtime.sampling import coupled_children, target_law
+from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify import coupled_choice, most_likely
+from specinfer.verify.scan import MASS_ERROR, NumpyScan
 
 
 def oracle(logits, params):
@@ -116,18 +117,23 @@ def test_most_likely_is_a_full_stable_sort(size):
             assert most_likely(logits, n).tolist() == order[:n].tolist()
 
 
-def test_greedy_children_are_the_most_likely_tokens():
-    logits = np.array([0, 4, 2, 3, 1], dtype=np.float32)
-    assert coupled_children(logits, SamplingParams(temperature=0), 1, 1, 3).tolist() == [1, 3, 2]
+class Skewed(NumpyScan):
+    """Scans whose mass is as wrong as it may be."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def mass(self, logits, highest, temperature):
+        exact = float(np.exp((logits.astype(np.float64) - highest) / temperature).sum())
+        return exact * (1 + self.error)
 
 
-def test_a_narrow_law_is_filled_up_with_the_next_most_likely_tokens():
-    logits = np.random.default_rng(6).normal(size=500).astype(np.float32)
-    ranked = most_likely(logits, 5).tolist()
-    for seed in range(30):
-        children = coupled_children(logits, SamplingParams(top_k=3), seed, 2, 5).tolist()
-        assert sorted(children[:3]) == sorted(ranked[:3])
-        assert children[3:] == ranked[3:]
-        law = target_law(logits, SamplingParams(top_k=3))
-        assert children[0] == coupled_choice(law, seed, 2), "the target's choice, were it the target"
-    assert len(coupled_children(logits[:3], SamplingParams(), 0, 0, 5)) == 3
+@pytest.mark.parametrize("error", [-0.99 * MASS_ERROR, 0.99 * MASS_ERROR])
+@pytest.mark.parametrize("top_p", [0.25, 0.5, 0.95, 1 - 1e-7])
+def test_the_cut_of_top_p_does_not_depend_on_the_error_of_the_mass(top_p, error):
+    for row in (*ROWS.values(), np.zeros(4096), np.repeat([0.0, 1.0], 512)):
+        logits = row.astype(np.float32)
+        params = SamplingParams(temperature=0.9, top_p=top_p)
+        exact = target_law(logits, params, Skewed(0.0))
+        assert target_law(logits, params, Skewed(error)).ids.tolist() == exact.ids.tolist()
+        assert target_law(logits, params).ids.tolist() == exact.ids.tolist()

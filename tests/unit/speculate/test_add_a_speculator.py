@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from specinfer.attention.sdpa import SdpaBackend
 from specinfer.config import SchedulerConfig, SpeculationConfig
 from specinfer.engine.admission import Admission
 from specinfer.engine.engine import Engine
@@ -74,7 +73,7 @@ def test_in_an_engine_it_is_believed_sometimes_and_the_text_is_the_targets(
 def answer(tiny: Tiny, speculator: Speculator, verifier: Verifier, request: Request) -> RequestOutput:
     pool = BlockPool(num_blocks=8, block_size=16)
     engine = Engine(
-        target=ModelRunner(tiny.target, SdpaBackend(), num_blocks=8, block_size=16),
+        target=ModelRunner(tiny.target, num_blocks=8, block_size=16),
         speculator=Ensemble([speculator], vocab=tiny.target.config.vocab_size),
         tokenizer=tiny.tokenizer,
         admission=Admission(

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from specinfer import SamplingParams
-from specinfer.attention.sdpa import SdpaBackend
 from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows
@@ -27,7 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def draft(tiny: Tiny, *widths: int, max_rows: int = 64) -> DraftModel:
-    runner = ModelRunner(tiny.similar, SdpaBackend(), num_blocks=60, block_size=4)
+    runner = ModelRunner(tiny.similar, num_blocks=60, block_size=4)
     return DraftModel("draft", runner, Expansion(widths), DrawRule.POINT_MASS, max_rows=max_rows)
 
 
@@ -148,7 +147,7 @@ def read(model: DraftModel, monkeypatch: pytest.MonkeyPatch, step: PlanEntry) ->
 
 
 def draft_of(model: DraftModel) -> DraftModel:
-    runner = ModelRunner(model._runner.model, SdpaBackend(), num_blocks=60, block_size=4)
+    runner = ModelRunner(model._runner.model, num_blocks=60, block_size=4)
     return DraftModel("draft", runner, Expansion((2, 2)), DrawRule.POINT_MASS, max_rows=64)
 
 
@@ -182,3 +181,15 @@ def test_a_block_that_got_another_text_is_not_taken_for_the_old_one(
     assert read(model, monkeypatch, entry(other, name="o", hashes=(b"3 1 4 1",))) == other
     model.observe([Outcome("o", (), finished=True)])
     assert read(model, monkeypatch, entry(TEXT[:10], name="again", hashes=(A, B))) == TEXT[:10]
+
+
+def test_what_it_has_yet_to_read_is_known_beforehand(tiny: Tiny) -> None:
+    model = draft(tiny, 1, 1, 1)
+    assert model.unread(entry(TEXT)) == len(TEXT)
+    tree = guesses(model, entry(TEXT))
+    model.observe([Outcome("r", (*tree.token_ids[1:3], 17), finished=False)])
+    text = [*TEXT, *tree.token_ids[1:3], 17]
+    assert model.unread(entry(text)) == 1  # both guesses were run: the root is left
+    assert model.unread(entry([*text, 3, 4])) == 3
+    assert model.unread(entry(text, incarnation=1)) == len(text)
+    assert model.unread(entry(text, name="another")) == len(text)

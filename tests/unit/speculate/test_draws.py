@@ -7,9 +7,12 @@ import pytest
 
 from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.draws import Site, draw_children
+from specinfer.speculate.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.draws import Site, coupled_children, draw_children, probabilities
 from specinfer.tree import DrawRule, TreeBuilder
+from specinfer.tree.distribution import Distribution
 from specinfer.verify.coupled import coupled_choice
+from specinfer.verify.law import most_likely
 
 LOGITS = np.log(np.array([[0.05, 0.4, 0.3, 0.2, 0.05]], dtype=np.float32))
 
@@ -48,8 +51,8 @@ def test_iid_draws_may_repeat_and_keep_their_law() -> None:
     assert drawn(builder) == [1, 1, 4]
     assert builder.token_ids == [0, 1, 4]  # two draws share a node
     for d in builder.draws:
-        assert d.law is not None
-        np.testing.assert_allclose(d.law, [0.05, 0.4, 0.3, 0.2, 0.05], atol=1e-7)
+        assert isinstance(d.law, Distribution)
+        np.testing.assert_allclose(d.law.dense(), [0.05, 0.4, 0.3, 0.2, 0.05], atol=1e-7)
 
 
 def test_draws_without_replacement_take_from_what_is_left() -> None:
@@ -68,3 +71,52 @@ def test_a_coupled_draw_of_the_right_law_is_the_targets_choice() -> None:
     law = target_law(LOGITS[0], SamplingParams(temperature=1.0))
     for seed in range(50):
         assert drawn(draw(DrawRule.COUPLED, 2, seed=seed))[0] == coupled_choice(law, seed, 17)
+
+
+def test_greedy_children_are_the_most_likely_tokens() -> None:
+    logits = np.array([0, 4, 2, 3, 1], dtype=np.float32)
+    assert coupled_children(logits, SamplingParams(temperature=0), 1, 1, 3).tolist() == [1, 3, 2]
+
+
+def test_a_narrow_law_is_filled_up_with_the_next_most_likely_tokens() -> None:
+    logits = np.random.default_rng(6).normal(size=500).astype(np.float32)
+    ranked = most_likely(logits, 5).tolist()
+    for seed in range(30):
+        children = coupled_children(logits, SamplingParams(top_k=3), seed, 2, 5).tolist()
+        assert sorted(children[:3]) == sorted(ranked[:3])
+        assert children[3:] == ranked[3:]
+        law = target_law(logits, SamplingParams(top_k=3))
+        assert children[0] == coupled_choice(law, seed, 2), "the target's choice, were it the target"
+    assert len(coupled_children(logits[:3], SamplingParams(), 0, 0, 5)) == 3
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature", "confidences"),
+    [
+        (DrawRule.POINT_MASS, 0.0, [0.4, 0.3]),
+        (DrawRule.POINT_MASS, 0.5, [0.4, 0.3]),  # the top-k of the model, whatever the temperature
+        (DrawRule.COUPLED, 1.0, [0.4, 0.3, 0.2, 0.05, 0.05]),
+        (DrawRule.COUPLED, 0.5, [0.16, 0.09, 0.04, 0.0025, 0.0025]),  # of 0.295
+    ],
+)
+def test_a_draw_says_how_likely_the_draft_thinks_it(
+    rule: DrawRule, temperature: float, confidences: list[float]
+) -> None:
+    builder = draw(rule, len(confidences), temperature=temperature)
+    scale = sum(confidences) if rule is DrawRule.COUPLED else 1
+    by_token = {builder.token_ids[d.node]: d.confidence for d in builder.draws}
+    expected = dict(zip([1, 2, 3, 0, 4], [c / scale for c in confidences], strict=False))
+    assert by_token == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("rule", [DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT])
+def test_a_sampled_draw_says_its_laws_probability(rule: DrawRule) -> None:
+    builder = draw(rule, 2, [0.2, 0.9])
+    assert [d.confidence for d in builder.draws] == pytest.approx([0.4, 0.2])
+
+
+def test_a_pruned_vocabulary_is_asked_by_its_own_entries() -> None:
+    kept = DraftVocabulary(np.array([3, 5, 8, 9, 11]), 12)
+    tokens = np.array([9, 3])
+    found = probabilities(LOGITS[0], tokens, 1.0, kept)
+    np.testing.assert_allclose(found, [0.2, 0.05], rtol=1e-5)

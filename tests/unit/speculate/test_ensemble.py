@@ -8,7 +8,7 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.errors import ConfigError, SpeculatorError
-from specinfer.plan import PlanEntry
+from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.speculator import Outcome
@@ -63,7 +63,7 @@ def test_each_is_offered_what_its_predecessors_left(
     max_nodes: int, offered: tuple[list[int], ...], token_ids: tuple[int, ...]
 ) -> None:
     a, b, c = Fan("a", [10, 11, 12]), Fan("b", [11, 12, 13]), Fan("c", [14])
-    (tree,) = Ensemble([a, b, c], vocab=99).propose([entry(max_nodes)])
+    (tree,) = Ensemble([a, b, c], vocab=99).propose(StepPlan((entry(max_nodes),)))
     assert (a.offered, b.offered, c.offered) == offered
     assert tree.token_ids == token_ids
     assert tree.num_nodes <= max_nodes
@@ -71,7 +71,15 @@ def test_each_is_offered_what_its_predecessors_left(
 
 def test_nobody_is_asked_where_nothing_is_worth_guessing() -> None:
     fan = Fan("a", [10])
-    trees = Ensemble([fan], vocab=99).propose([entry(1), entry(8, max_depth=0), entry(8)])
+    trees = Ensemble([fan], vocab=99).propose(
+        StepPlan(
+            (
+                entry(1),
+                entry(8, max_depth=0),
+                entry(8),
+            )
+        )
+    )
     assert [tree.token_ids for tree in trees] == [(7,), (7,), (7, 10)]
     assert fan.offered == [8]
 
@@ -105,4 +113,4 @@ class Wrong(Fan):
 )
 def test_a_speculator_that_breaks_its_contract_is_named(trees: list[TokenTree], complaint: str) -> None:
     with pytest.raises(SpeculatorError, match=complaint):
-        Ensemble([Wrong(*trees)], vocab=99).propose([entry(3, max_depth=1)])
+        Ensemble([Wrong(*trees)], vocab=99).propose(StepPlan((entry(3, max_depth=1),)))

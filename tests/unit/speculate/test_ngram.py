@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.calibration import match_confidence
 from specinfer.speculate.ngram import NgramSpeculator
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import DrawRule, TokenTree
@@ -158,3 +159,13 @@ def by_looking_everywhere(text: list[int], shortest: int, longest: int, depth: i
                     longer.append(longer[stop + i])
                 return longer[end:]
     return []
+
+
+def test_a_longer_match_makes_a_surer_guess_and_every_token_of_it_a_longer_match() -> None:
+    def sure(text: str) -> list[float]:
+        speculator = NgramSpeculator(shortest=1, longest=2, branches=1, depth=3)
+        return [d.confidence for d in speculator.propose([entry(letters(text))])[0].draws]
+
+    assert sure("xab-yb") == [match_confidence(n) for n in (1, 2, 3)]
+    assert sure("xab-yxab") == [match_confidence(n) for n in (3, 4, 5)]  # beyond the longest n-gram
+    assert sure("aaa") == [match_confidence(n) for n in (2, 3, 4)]  # the match ends where the text begins

@@ -13,6 +13,7 @@ from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.alignment import SIDE_DEPTH
+from specinfer.speculate.calibration import match_confidence
 from specinfer.speculate.prediction import PredictionSpeculator
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import DrawRule, TokenTree
@@ -229,3 +230,14 @@ def test_in_an_engine_a_prediction_with_errors_saves_steps_and_the_text_is_the_t
     assert output.figures.accepted_tokens < output.figures.drafted["prediction"]
     assert output.figures.tokens_per_step > 1.5
     assert speculator._alignments == {}
+
+
+def test_a_guess_is_as_sure_as_the_answer_has_agreed() -> None:
+    def sure(output: str) -> list[float]:
+        speculator = PredictionSpeculator(depth=2)
+        return [
+            d.confidence for d in speculator.propose([entry(letters("abcdefghij"), letters(output))])[0].draws
+        ]
+
+    assert sure("abcdefg") == [match_confidence(n) for n in (11, 12)]  # it was trusted for 4 from the start
+    assert sure("abcdX") == [match_confidence(n) for n in (0, 1, 0, 1)]

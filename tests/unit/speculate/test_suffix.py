@@ -14,6 +14,7 @@ from specinfer.errors import ConfigError
 from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.calibration import match_confidence
 from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.suffix import SuffixSpeculator
 from specinfer.tree import DrawRule, TokenTree
@@ -318,3 +319,10 @@ def test_in_an_engine_an_answer_asked_for_again_takes_the_fewest_steps(
     assert first.figures.tokens_per_step < again.figures.tokens_per_step
     assert again.figures.tokens_per_step > 3.5  # of at most 4, the last step being cut short
     speculator.check_integrity()
+
+
+def test_a_guess_is_as_sure_as_its_share_of_the_votes_and_the_length_of_its_match() -> None:
+    [tree] = suffix(max_depth=2, depth_factor=9.0).propose([entry(letters("abc-abd+abc*a"))])
+    sure = {"".join(map(chr, tree.path_tokens(d.node))): d.confidence for d in tree.draws}
+    one, two = match_confidence(1), match_confidence(2)
+    assert sure == pytest.approx({"b": one, "bc": two * 2 / 3, "bd": two / 3})

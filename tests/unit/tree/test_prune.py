@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
-from specinfer.tree.prune import prune
+from specinfer.tree.prune import keep, prunable, prune
 
 #      4
 #     / \
@@ -123,3 +123,18 @@ def test_what_stays_is_what_can_be_text(
         (whole.path_tokens(d.node), d.speculator) for d in whole.draws if can_be(whole.path_tokens(d.node))
     ]
     assert [(pruned.path_tokens(d.node), d.speculator) for d in pruned.draws] == kept
+
+
+def test_chosen_nodes_are_kept_with_their_draws() -> None:
+    whole = tree()
+    chosen = [0, *(node for node in range(1, 7) if whole.token_ids[node] in (7, 9))]
+    kept = keep(whole, chosen)
+    assert (kept.token_ids, kept.parents) == ((4, 7, 9), (-1, 0, 1))
+    assert [(d.parent, d.node, d.confidence) for d in kept.draws] == [(0, 1, 0.5)] * 2 + [(1, 2, 0.5)]
+    assert keep(whole, range(whole.num_nodes)) is whole
+    assert keep(whole, [0]) == TokenTree((4,), (-1,))
+
+
+@pytest.mark.parametrize("rule", list(DrawRule))
+def test_a_tree_with_a_sampled_draw_is_left_alone(rule: DrawRule) -> None:
+    assert prunable(tree(rule)) == (rule in (DrawRule.POINT_MASS, DrawRule.COUPLED))

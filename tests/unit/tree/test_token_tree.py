@@ -179,3 +179,12 @@ def test_merging_in_two_turns_is_merging_at_once(
     turns, once = merge([merge([x, y]), z]), merge([x, y, z])
     assert (turns.token_ids, turns.parents) == (once.token_ids, once.parents)
     assert draws(turns) == draws(once)
+
+
+def test_merging_keeps_how_sure_everybody_was() -> None:
+    trees = []
+    for name, confidence in (("a", 0.2), ("b", 0.7)):
+        builder = TreeBuilder(root=4)
+        builder.add(0, 5, name, confidence=confidence)
+        trees.append(builder.build())
+    assert [(d.node, d.confidence) for d in merge(trees).draws] == [(1, 0.2), (1, 0.7)]

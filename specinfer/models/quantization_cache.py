@@ -1,0 +1,211 @@
+"""Quantized matrices on disk, so that a model is quantized once.
+
+One safetensors file per model and quantization. It is written while the model is quantized, matrix by matrix
+behind room for its header, and gets its name when whole. What it was made from stands in the header, and a
+checksum of every tensor: a file of another model, version or length is not opened, and a damaged tensor is
+found when it is read. Either way the file is made anew. Not being able to write one costs the next start
+its time, nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Final, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from specinfer.hub.resolution import cache_dir
+from specinfer.kernels.quantized import Int4Weight, Int8Weight
+
+_VERSION: Final = 1  # of what the numbers mean and how they lie; a file of another is made anew
+_HEADER: Final = 1 << 20  # bytes before the first tensor; 80 layers need a tenth of that
+_DTYPES: Final = {"U8": torch.uint8, "I8": torch.int8, "F16": torch.float16, "F32": torch.float32}
+_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+_LOG = logging.getLogger(__name__)
+
+Weight = TypeVar("Weight", Int8Weight, Int4Weight)
+
+
+class DamagedCacheError(Exception):
+    """A kept tensor is not the one that was written; the model must be quantized anew."""
+
+
+class QuantizedMatrices(Protocol):
+    """Where quantized matrices come from."""
+
+    def get(self, name: str, kind: type[Weight], make: Callable[[], Weight]) -> Weight:
+        """The matrix of that name, or else what `make` makes of the model's file."""
+        ...
+
+
+def cache_path(model: Path, quantization: str, folder: Path | None = None) -> Path:
+    """Where a model's quantized matrices are kept: in `folder`, by default of the user's cache."""
+    place = hashlib.sha256(str(model.resolve()).encode()).hexdigest()[:12]
+    return (folder or cache_dir() / "quantized") / f"{model.stem}-{quantization}-{place}.safetensors"
+
+
+def identity(model: Path, quantization: str) -> dict[str, str]:
+    """What a cache file was made from: names, sizes and times of the model's files, and how."""
+    files = [model / "config.json", *sorted(model.glob("*.safetensors"))] if model.is_dir() else [model]
+    states = [(file.name, (state := file.stat()).st_size, state.st_mtime_ns) for file in files]
+    return {
+        "made_by": f"specinfer quantization {_VERSION}",
+        "quantization": quantization,
+        "model": json.dumps([str(model.resolve()), *states]),
+    }
+
+
+class KeptMatrices:
+    """The matrices of a cache file; `get` raises DamagedCacheError for one that is not what was written."""
+
+    def __init__(self, path: Path, entries: Mapping[str, Any], checksums: Mapping[str, int]) -> None:
+        self._path = path
+        self._entries = entries
+        self._checksums = checksums
+
+    @classmethod
+    def open(cls, path: Path, wanted: Mapping[str, str]) -> Self | None:
+        """The file at `path`, if it is whole and was made from what is `wanted`; else None."""
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length)) if length == _HEADER else {}
+                size = file.seek(0, os.SEEK_END)
+            made_from: dict[str, str] = header.pop("__metadata__")
+            checksums = json.loads(made_from.pop("checksums"))
+            end = max(int(entry["data_offsets"][1]) for entry in header.values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None  # no such file, or no header of ours
+        if made_from != wanted or size != 8 + _HEADER + end:
+            return None
+        return cls(path, header, checksums)
+
+    def get(self, name: str, kind: type[Weight], make: Callable[[], Weight]) -> Weight:
+        """The matrix of that name; `make` is not called."""
+        tensors = [self._read(f"{name}.{field}") for field in kind._fields]
+        return kind(*tensors)
+
+    def _read(self, name: str) -> Tensor:
+        try:
+            entry = self._entries[name]
+            shape = [int(extent) for extent in entry["shape"]]
+            dtype, (begin, end) = _DTYPES[entry["dtype"]], entry["data_offsets"]
+            if end - begin != math.prod(shape) * dtype.itemsize:
+                raise ValueError("its length is not that of its shape")
+            tensor = torch.empty(shape, dtype=dtype)
+            with self._path.open("rb", buffering=0) as file:
+                file.seek(8 + _HEADER + begin)
+                _read_into(file, _bytes(tensor))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DamagedCacheError(f"{self._path}: {name} cannot be read ({error})") from error
+        if _checksum(name, tensor) != self._checksums.get(name):
+            raise DamagedCacheError(f"{self._path}: {name} has a wrong checksum")
+        return tensor
+
+
+class NewMatrices:
+    """Makes matrices, and keeps them in a file that appears at `path` when `finish` is called.
+
+    A context manager: a file that is not finished is removed.
+    """
+
+    def __init__(self, path: Path, made_from: Mapping[str, str]) -> None:
+        self._path = path
+        self._made_from = made_from
+        self._entries: dict[str, Any] = {}
+        self._checksums: dict[str, int] = {}
+        self._end = 0
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            number, name = tempfile.mkstemp(dir=self._path.parent, suffix=".partial")
+            self._partial = Path(name)
+            self._file = os.fdopen(number, "wb", buffering=0)
+            self._file.seek(8 + _HEADER)
+        except OSError as error:
+            self._give_up(error)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._partial.unlink(missing_ok=True)
+            self._file = None
+
+    def get(self, name: str, kind: type[Weight], make: Callable[[], Weight]) -> Weight:
+        """What `make` makes, after writing it down."""
+        weight = make()
+        for field, tensor in zip(kind._fields, weight, strict=True):
+            self._write(f"{name}.{field}", tensor)
+        return weight
+
+    def finish(self) -> None:
+        """Write the header, and give the file its name."""
+        if self._file is None:
+            return
+        made_from = {**self._made_from, "checksums": json.dumps(self._checksums)}
+        header = json.dumps({"__metadata__": made_from, **self._entries}).encode().ljust(_HEADER)
+        try:
+            if len(header) > _HEADER:
+                raise OSError(f"its header would take {len(header)} bytes of {_HEADER}")
+            self._file.seek(0)
+            self._file.write(_HEADER.to_bytes(8, "little") + header)
+            self._file.close()
+            self._partial.replace(self._path)
+            self._file = None
+        except OSError as error:
+            self._give_up(error)
+
+    def _write(self, name: str, tensor: Tensor) -> None:
+        if self._file is None:
+            return
+        data = _bytes(tensor)
+        self._checksums[name] = _checksum(name, tensor)
+        self._entries[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [self._end, self._end + len(data)],
+        }
+        self._end += len(data)
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        _LOG.warning("the quantized model is not kept for the next start: %s", error)
+        self.__exit__(None, None, None)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, in place."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _checksum(name: str, tensor: Tensor) -> int:
+    """Of what a tensor is called, of what kind it is, and of its bytes."""
+    kind = f"{name} {_NAMES[tensor.dtype]} {list(tensor.shape)}"
+    return zlib.crc32(_bytes(tensor), zlib.crc32(kind.encode()))
+
+
+def _read_into(file: BinaryIO, data: memoryview) -> None:
+    while data:
+        count = file.readinto(data)  # type: ignore[attr-defined]
+        if not count:
+            raise ValueError("the file ends before it")
+        data = data[count:]

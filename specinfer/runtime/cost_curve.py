@@ -1,0 +1,213 @@
+"""What a forward pass costs against the number of its rows: measured once, kept on disk.
+
+On a machine bound by memory 16 rows cost what one costs, on one bound by arithmetic they cost several times
+as much; most are bound by the one for few rows and by the other for many. So it is measured, at a few sizes,
+and read off between them.
+
+Whatever else runs on the machine only adds time. So the quickest of some passes counts, and a size that
+lies above the line between its neighbours was disturbed: the curve is the lower hull of what was measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import specinfer
+from specinfer.hub.resolution import cache_dir
+from specinfer.models.decoder import LanguageModel
+from specinfer.progress import Progress, Silence
+from specinfer.runtime.batch import chain_rows
+from specinfer.runtime.runner import LogitRows, ModelRunner
+
+_SIZES: Final = (1, 16, 4, 64, 2, 8, 32, 128)  # rows; a slow model is measured at the first few
+_FEWEST: Final = 2  # sizes that are measured however long they take
+_SECONDS: Final = 2.0  # for all sizes together, about
+_ROUNDS: Final = 5
+_WORTH_KEEPING: Final = 0.2  # seconds; what is measured quicker is measured at every start
+_FAR: Final = 1 << 20  # rows; beyond the last size the curve goes on as it ended
+_CODE: Final = ("attention", "kernels", "models", "runtime")  # the packages a pass runs through
+
+Key = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class CostCurve:
+    """Seconds of one pass by its rows: straight from size to size, never falling; no rows cost nothing."""
+
+    rows: tuple[int, ...]  # ascending, at least two
+    at_rows: tuple[float, ...]  # seconds of a pass of that size, rising ever faster
+
+    @classmethod
+    def through(cls, measured: Mapping[int, float]) -> CostCurve:
+        """The lower hull of what passes took, seconds by rows, of at least two sizes."""
+        hull: list[tuple[int, float]] = []
+        quickest = math.inf
+        for rows in sorted(measured, reverse=True):  # a larger pass that was quicker shows a disturbed one
+            quickest = min(quickest, measured[rows])
+            point = (rows, quickest)
+            while len(hull) >= 2 and _slope(point, hull[-1]) > _slope(hull[-1], hull[-2]):
+                hull.pop()
+            hull.append(point)
+        return cls(*map(tuple, zip(*reversed(hull), strict=True)))
+
+    def seconds(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
+        """Seconds of passes of so many rows, in the shape of `rows`."""
+        last, before = (self.rows[-1], self.at_rows[-1]), (self.rows[-2], self.at_rows[-2])
+        far = last[1] + _slope(before, last) * (_FAR - last[0])
+        return np.asarray(np.interp(rows, (0, *self.rows, _FAR), (0.0, *self.at_rows, far)))
+
+
+def _slope(left: tuple[int, float], right: tuple[int, float]) -> float:
+    return (right[1] - left[1]) / (right[0] - left[0])
+
+
+def cost_curve(
+    runner: ModelRunner,
+    *,
+    max_rows: int,
+    kept: str,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+) -> CostCurve:
+    """The curve of this model on this machine, measured now or before.
+
+    Curves are kept in `folder`, by default in the user's cache. `max_rows` is the most rows a pass will have
+    and the cache has room for, `kept` says how weights are kept and multiplied. Writes into the cache's first
+    slots, which nobody may use yet. A folder that cannot be written costs the next start its time, no more.
+    """
+    key = _key(runner.model, max_rows, kept)
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    file = (folder or cache_dir() / "curves") / f"{digest}.json"
+    curve = _read(file, key)
+    if curve is None:
+        began = time.perf_counter()
+        curve = measure(runner, max_rows=max_rows, progress=progress)
+        if time.perf_counter() - began > _WORTH_KEEPING:
+            _write(file, key, curve)
+    return curve
+
+
+def measure(
+    runner: ModelRunner,
+    *,
+    max_rows: int,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CostCurve:
+    """Time passes of a few sizes up to `max_rows` rows, round after round.
+
+    Writes into the first slots of the cache. Takes two seconds or three, a small model's milliseconds: a size
+    is measured again until it has had its share of the time.
+    """
+    show = progress or Silence()
+    sizes = [size for size in _SIZES if size <= max(_FEWEST, max_rows)]
+    share = _SECONDS / len(sizes)
+    spent = dict.fromkeys(sizes, 0.0)
+    quickest: dict[int, float] = {}
+    show.start(_ROUNDS * len(sizes), "measuring what a pass costs (once per model and machine)", "passes")
+    try:
+        _pass_seconds(runner, _FEWEST, clock)  # the first pass of all is slow
+        for size in _ROUNDS * sizes:
+            late = sum(spent.values()) > _SECONDS and len(quickest) >= _FEWEST
+            if not late and spent[size] < share:
+                seconds = _pass_seconds(runner, size, clock)
+                spent[size] += seconds
+                quickest[size] = min(seconds, quickest.get(size, math.inf))
+            show.advance(1)
+    finally:
+        show.finish()
+    return CostCurve.through(quickest)
+
+
+def _pass_seconds(runner: ModelRunner, rows: int, clock: Callable[[], float]) -> float:
+    """One pass as a step makes it: from lists to logits in host memory, which waits for a GPU."""
+    blocks = range(-(-rows // runner.block_size))
+    part = replace(
+        chain_rows([0] * rows, 0, blocks, logits=True), logits_from=0
+    )  # of every node, as in a step
+    began = clock()
+    LogitRows(runner.forward([part]))
+    return clock() - began
+
+
+def _key(model: LanguageModel, max_rows: int, kept: str) -> dict[str, str]:
+    """Everything a pass's time depends on. The values of the weights are not among it."""
+    return {
+        "model": hashlib.sha256(repr(model.config).encode()).hexdigest(),
+        "dtype": str(model.dtype),
+        "kept": kept,
+        "max_rows": str(min(max_rows, max(_SIZES))),
+        "device": _device_name(model.device),
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "code": _code(),
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
+
+
+@cache
+def _code() -> str:
+    """A hash of the code a pass runs through: a faster kernel has another curve."""
+    root = Path(specinfer.__file__).parent
+    digest = hashlib.sha256()
+    for package in _CODE:
+        for path in sorted((root / package).rglob("*")):
+            if path.suffix in (".py", ".cpp", ".h"):
+                digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(file: Path, key: Key) -> CostCurve | None:
+    """The curve of a file, if it is whole and of that key."""
+    try:
+        found: Any = json.loads(file.read_text(encoding="utf-8"))
+        rows, seconds = tuple(found["rows"]), tuple(found["seconds"])
+        if found["key"] != key or len(rows) != len(seconds) or not _plausible(rows, seconds):
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return CostCurve(rows, seconds)
+
+
+def _plausible(rows: Sequence[object], seconds: Sequence[object]) -> bool:
+    counts = [r for r in rows if type(r) is int and r >= 1]
+    times = [s for s in seconds if type(s) is float and 0 < s < math.inf]
+    whole = len(counts) == len(rows) >= _FEWEST and len(times) == len(seconds)
+    return whole and all(a < b for a, b in pairwise(counts)) and all(a <= b for a, b in pairwise(times))
+
+
+def _write(file: Path, key: Key, curve: CostCurve) -> None:
+    """Keep a curve; the file gets its name only when whole."""
+    text = json.dumps({"key": dict(key), "rows": curve.rows, "seconds": curve.at_rows}, indent=1)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=file.parent, suffix=".partial")
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+        os.replace(partial, file)
+    except OSError:
+        return  # read-only or full: measured anew at the next start

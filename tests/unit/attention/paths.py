@@ -1,0 +1,107 @@
+"""Random caches, random rows, and attention written out in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specinfer.attention.backend import AttentionBackend, Heads, Paths, Rotation
+from specinfer.runtime.batch import Rows, build_batch
+
+BLOCK = 16
+BLOCKS = 64
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def scattered(first: int, count: int) -> list[int]:
+    """Block tables that share no block and lie in no order."""
+    order = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(7)).tolist()
+    return order[first : first + count]
+
+
+def paths_of(*rows: Rows) -> Paths:
+    return build_batch(rows, block_size=BLOCK, device=torch.device("cpu")).paths
+
+
+@dataclass
+class Layer:
+    """One attention layer with random weights, caches and inputs; every call begins with the same cache."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    norms: bool = False
+    rope: bool = False
+
+    @property
+    def heads(self) -> Heads:
+        norm = random(2, self.head_dim, seed=3).to(self.dtype)
+        return Heads(
+            layer=0,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            scale=self.head_dim**-0.5,
+            window=self.window,
+            q_norm_H=norm[0] if self.norms else None,
+            k_norm_H=norm[1] if self.norms else None,
+            norm_eps=1e-5,
+        )
+
+    def caches(self) -> tuple[Tensor, Tensor]:
+        shape = (BLOCKS * BLOCK, self.num_kv_heads, self.head_dim)
+        return random(*shape, seed=1).to(self.dtype), random(*shape, seed=2).to(self.dtype)
+
+    def inputs(self, paths: Paths) -> tuple[Tensor, Rotation | None]:
+        """What a row holds depends on its slot alone, so the same row can stand in several batches."""
+        slots = torch.from_numpy(paths.write_slots_T).long()
+        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        qkv = random(BLOCKS * BLOCK, width, seed=4).to(self.dtype)[slots]
+        angles = random(BLOCKS * BLOCK, self.head_dim // 2, seed=5)[slots]
+        return qkv, Rotation(angles.cos(), angles.sin()) if self.rope else None
+
+    def run(self, backend: AttentionBackend, paths: Paths) -> tuple[Tensor, Tensor, Tensor]:
+        """The attended values [T, N, H], and the caches afterwards."""
+        k, v = self.caches()
+        qkv, rotation = self.inputs(paths)
+        out = backend.bind(paths, [k], [v])(self.heads, qkv, rotation)
+        return out.view(len(qkv), self.num_heads, self.head_dim), k, v
+
+    def oracle(self, paths: Paths) -> tuple[Tensor, Tensor, Tensor]:
+        """The same row by row and head by head, in float64."""
+        k, v = (cache.double() for cache in self.caches())
+        qkv, rotation = self.inputs(paths)
+        n, kv = self.num_heads, self.num_kv_heads
+        heads = qkv.double().view(len(qkv), n + 2 * kv, self.head_dim).clone()
+        for t in range(len(qkv)):
+            for i in range(n + kv):
+                heads[t, i] = self._turned(heads[t, i], t, i < n, rotation)
+        slots = torch.from_numpy(paths.write_slots_T).long()
+        k[slots], v[slots] = heads[:, n : n + kv], heads[:, n + kv :]
+        out = torch.zeros(len(qkv), n, self.head_dim, dtype=torch.float64)
+        for first, count, begin, _ in paths.requests.tolist():
+            for t in range(first, first + count):
+                tail = paths.tails[paths.tail_ends[t] : paths.tail_ends[t + 1]].tolist()
+                path = [begin + p for p in [*range(paths.shared_T[t]), *tail]][-(self.window or 10**9) :]
+                keys = torch.from_numpy(paths.slots[path]).long()
+                for i in range(n):
+                    weights = (k[keys, i // (n // kv)] @ heads[t, i] * self.heads.scale).softmax(0)
+                    out[t, i] = weights @ v[keys, i // (n // kv)]
+        return out, k, v
+
+    def _turned(self, x: Tensor, row: int, query: bool, rotation: Rotation | None) -> Tensor:
+        norm = self.heads.q_norm_H if query else self.heads.k_norm_H
+        if norm is not None:
+            x = x / (x.square().mean() + 1e-5).sqrt() * norm.double()
+        if rotation is not None:
+            half = self.head_dim // 2
+            turn = torch.complex(rotation.cos[row].double(), rotation.sin[row].double())
+            point = torch.complex(x[:half], x[half:]) * turn
+            x = torch.cat((point.real, point.imag))
+        return x

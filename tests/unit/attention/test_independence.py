@@ -1,0 +1,109 @@
+"""A row's attention is the same to the last bit wherever the row stands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer.attention.backend import AttentionBackend
+from specinfer.runtime.batch import Rows
+from tests.kernels import kernels
+from tests.unit.attention.paths import Layer, paths_of, scattered
+
+#  0 - 1 - 2 -+- 3 - 6 - 9      three branches, of which the middle one is the text
+#             +- 4 - 7 - 10
+#             +- 5 - 8 - 11
+PARENTS = [-1, 0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8]
+MIDDLE = [0, 1, 2, 4, 7, 10]
+TABLE = scattered(0, 20)
+STARTS = [0, 1, 13, 57, 60, 63, 64, 121, 127, 190, 250]
+
+
+@pytest.fixture(
+    params=[("native", torch.bfloat16), ("native", torch.float32), ("torch", torch.bfloat16)],
+    ids=["native-bfloat16", "native-float32", "torch-bfloat16"],
+)
+def both(request: pytest.FixtureRequest) -> tuple[AttentionBackend, Layer]:
+    name, dtype = request.param
+    return kernels(name).attention, Layer(6, 2, 64, dtype, norms=True, rope=True)
+
+
+@pytest.fixture
+def backend(both: tuple[AttentionBackend, Layer]) -> AttentionBackend:
+    return both[0]
+
+
+@pytest.fixture
+def layer(both: tuple[AttentionBackend, Layer]) -> Layer:
+    return both[1]
+
+
+def attended(layer: Layer, backend: AttentionBackend, *rows: Rows) -> Tensor:
+    return layer.run(backend, paths_of(*rows))[0]
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("step", [1, 2, 7, 16, 17, 100])
+def test_a_prompt_in_one_chunk_and_in_several(backend, layer, step, window):
+    layer.window = window
+    whole = attended(layer, backend, Rows([1] * 300, 0, TABLE, 0))
+    # What is before a chunk must be in the cache as the whole prompt wrote it.
+    _, k, v = layer.run(backend, paths_of(Rows([1] * 300, 0, TABLE, 0)))
+    for first in range(0, 300, step):
+        paths = paths_of(Rows([1] * min(step, 300 - first), first, TABLE, 0))
+        qkv, rotation = layer.inputs(paths)
+        chunk = backend.bind(paths, [k], [v])(layer.heads, qkv, rotation).view(len(qkv), 6, 64)
+        count = min(step, 300 - first)
+        assert torch.equal(chunk[:count], whole[first : first + count]), first
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_path_of_a_tree_and_a_chain(backend, layer, start):
+    """The nodes of the middle branch, and the same keys and values in a row, slot behind slot."""
+    tree = paths_of(Rows([1] * 12, start, TABLE, 0, PARENTS))
+    chain = paths_of(Rows([1] * 6, start, TABLE, 0))
+    in_tree, k, v = layer.run(backend, tree)
+    moved = torch.from_numpy(tree.write_slots_T[MIDDLE]).long()
+    there = torch.from_numpy(chain.write_slots_T).long()
+    k[there], v[there] = k[moved], v[moved]
+    qkv, rotation = layer.inputs(tree)
+    assert rotation is not None
+    turns = type(rotation)(rotation.cos[MIDDLE].contiguous(), rotation.sin[MIDDLE].contiguous())
+    as_chain = backend.bind(chain, [k], [v])(layer.heads, qkv[MIDDLE].contiguous(), turns)
+    assert torch.equal(as_chain.view(6, 6, 64), in_tree[MIDDLE])
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_tree_level_by_level_and_at_once(backend, layer, start):
+    at_once = attended(layer, backend, Rows([1] * 12, start, TABLE, 0, PARENTS))
+    k, v = layer.caches()
+    for first, last in ((0, 1), (1, 2), (2, 3), (3, 6), (6, 9), (9, 12)):
+        paths = paths_of(Rows([1] * (last - first), start + first, TABLE, 0, PARENTS[:last]))
+        qkv, rotation = layer.inputs(paths)
+        level = backend.bind(paths, [k], [v])(layer.heads, qkv, rotation).view(len(qkv), 6, 64)
+        assert torch.equal(level[: last - first], at_once[first:last])
+
+
+def test_alone_and_in_a_batch(backend, layer):
+    parts = [
+        Rows([1] * 12, 60, scattered(0, 5), 0, PARENTS),
+        Rows([1] * 100, 0, scattered(5, 7), 0),
+        Rows([1], 200, scattered(12, 13), 0),
+        Rows([1] * 40, 100, scattered(25, 10), 0, [-1, *[n // 2 for n in range(39)]]),
+    ]
+    together = attended(layer, backend, *parts).split([len(part.token_ids) for part in parts])
+    for part, rows in zip(parts, together, strict=True):
+        assert torch.equal(attended(layer, backend, part)[: len(rows)], rows)
+
+
+def test_with_any_number_of_threads(backend, layer):
+    parts = [Rows([1] * 100, 400, scattered(0, 32), 0), Rows([1] * 12, 300, scattered(32, 20), 0, PARENTS)]
+    one = attended(layer, backend, *parts)
+    threads = torch.get_num_threads()
+    try:
+        for count in (2, 8):
+            torch.set_num_threads(count)
+            assert torch.equal(attended(layer, backend, *parts), one), f"{count} threads"
+    finally:
+        torch.set_num_threads(threads)

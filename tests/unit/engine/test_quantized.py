@@ -1,0 +1,78 @@
+"""Quantized models in the engine: the same text with and without speculation, whatever computes it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from specinfer.config import EngineConfig
+from specinfer.engine.build import load_models
+from specinfer.errors import ConfigError
+from specinfer.kernels.quantized import TorchProducts, slow_products
+from specinfer.llm import LLM
+from specinfer.sampling_params import SamplingParams
+from tests.engines import ENGINE
+from tests.tiny_models import write_similar_llama, write_tiny_llama
+
+PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], list(range(5, 45)), [7, 7, 7, 7]]
+PARAMS = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(temperature=1, seed=5, max_tokens=24)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_tiny_llama(folder / "target", tokenizer=True)
+    write_similar_llama(folder / "target", folder / "draft", noise=0.1)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path_factory.getbasetemp() / "quantized"))
+
+
+def texts(folder: Path, **options: object) -> list[tuple[int, ...]]:
+    llm = LLM(folder / "target", **{**ENGINE, "kernels": "torch", **options})
+    return [tuple(out.token_ids) for params in PARAMS for out in llm.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_speculation_does_not_change_the_text(folder: Path, quantization: str, dtype: str) -> None:
+    options = {"quantization": quantization, "dtype": dtype}
+    plain = texts(folder, **options)
+    assert plain != texts(folder, dtype=dtype)
+    assert texts(folder, ngram=True, **options) == plain
+    draft = {"drafts": (str(folder / "draft"),), "expansion": (2, 2, 1)}
+    assert texts(folder, **draft, **options) == plain
+    assert texts(folder, **draft, draft_quantization="int4", **options) == plain
+
+
+def test_a_draft_is_quantized_on_its_own(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+    options = {**ENGINE, "drafts": (str(folder / "draft"),), "draft_quantization": "int8"}
+    load_models(EngineConfig.from_options(str(folder / "target"), {**options, "kernels": "torch"}))
+    [kept] = (tmp_path / "quantized").iterdir()
+    assert kept.name.startswith("draft-int8-")
+
+
+def test_slow_products_are_told_in_one_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        texts(folder, quantization="int4")
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line == (
+        "quantized products give the same text here, but slowly: they run in PyTorch, without native kernels"
+    )
+    assert slow_products(TorchProducts()) is not None
+
+
+def test_quantization_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for option in ("quantization", "draft_quantization"):
+        config = EngineConfig.from_options(str(folder / "target"), {option: "int8", "device": "cuda"})
+        with pytest.raises(ConfigError, match=rf"^{option} is 'int8' on device cuda; .* use device cpu, or "):
+            load_models(config)

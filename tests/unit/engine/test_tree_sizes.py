@@ -1,0 +1,123 @@
+"""The text is the same whatever a pass costs, and the figures are those of the trees that were verified."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.engine.trace import TreeEvent
+from specinfer.llm import LLM
+from specinfer.request import RequestOutput
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.runtime.runner import ModelRunner
+from tests.engines import Tiny, write_tiny
+
+PROMPTS = [list(range(i, i + 9)) * 2 for i in range(6)]
+FREE = CostCurve((1, 1000), (1.0, 1.0))
+DEAR = CostCurve((1, 2), (1.0, 2.0))
+BENT = CostCurve((1, 7, 8), (1.0, 1.01, 5.0))
+# Of the target's pass, and of a draft's.
+CURVES = {
+    "rows are free": (FREE, CostCurve((1, 1000), (0.01, 0.01))),
+    "rows are dear": (DEAR, CostCurve((1, 1000), (0.01, 0.01))),
+    "seven rows are free": (BENT, CostCurve((1, 1000), (0.1, 0.1))),
+    "drafts are dear": (BENT, CostCurve((1, 2), (5.0, 9.0))),
+}
+SPECULATION = {"drafts": ("similar",), "ngram": True, "suffix": True, "expansion": (2, 1, 2)}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=32, max_context=128)
+
+
+def engine(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, curves: tuple[CostCurve, CostCurve], **options: Any
+) -> LLM:
+    def curve(runner: ModelRunner, **_: object) -> CostCurve:
+        return curves[runner.model is not tiny.target]
+
+    monkeypatch.setattr("specinfer.engine.build.cost_curve", curve)
+    return tiny.llm(tree_size="cost", **{**SPECULATION, **options})
+
+
+def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, max_tokens=40),
+        SamplingParams(temperature=0.8, seed=3, max_tokens=40),
+        SamplingParams(temperature=0.8, seed=3, top_p=0.9, frequency_penalty=0.5, max_tokens=40),
+    ],
+    ids=["greedy", "sampled", "processed"],
+)
+def test_the_text_is_the_same_whatever_a_pass_costs(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, params: SamplingParams
+) -> None:
+    plain = tiny.llm().generate(PROMPTS, params)
+    nodes: set[int] = set()
+    for curves in CURVES.values():
+        outputs = engine(tiny, monkeypatch, curves).generate(PROMPTS, params)
+        assert texts(outputs) == texts(plain)
+        nodes.add(sum(output.figures.drafted_tokens for output in outputs))
+    fixed = tiny.llm(**SPECULATION).generate(PROMPTS, params)
+    assert texts(fixed) == texts(plain)
+    assert len(nodes) > 2, "the trees had different sizes"
+    assert max(nodes) <= sum(output.figures.drafted_tokens for output in fixed)
+
+
+def test_figures_are_of_the_nodes_that_were_verified(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(tiny, monkeypatch, CURVES["seven rows are free"])
+    events: list[TreeEvent] = []
+    llm.engine.on_tree = events.append
+    outputs = llm.generate(PROMPTS[:2], SamplingParams(temperature=0, max_tokens=30))
+    rows = Counter[int]()
+    for event in events:
+        rows[event.step] += event.tree.num_nodes
+    assert max(rows.values()) == 7, "the requests of a step share what is free"
+    assert sum(o.figures.drafted_tokens for o in outputs) == sum(e.tree.num_nodes - 1 for e in events)
+    assert sum(o.figures.accepted_tokens for o in outputs) > 0
+    llm.engine.check_integrity()
+
+
+def test_where_nothing_pays_the_draft_is_hardly_run(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(tiny, monkeypatch, CURVES["drafts are dear"], ngram=False, suffix=False)
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=60))
+    steps = sum(output.figures.steps for output in outputs)
+    assert steps > 300
+    assert sum(output.figures.drafted_tokens for output in outputs) < 6
+
+
+@pytest.mark.parametrize("wishes", [{"expansion": "2,1"}, {"max_nodes": 5}])
+def test_a_request_gets_the_size_it_asks_for(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, wishes: dict[str, Any]
+) -> None:
+    llm = engine(tiny, monkeypatch, CURVES["drafts are dear"], ngram=False, suffix=False)
+    asking = SamplingParams(temperature=0, max_tokens=20, speculation=wishes)
+    drafted = [
+        output.figures.drafted_tokens / output.figures.steps
+        for output in llm.generate(PROMPTS[:2], [asking, SamplingParams(temperature=0, max_tokens=20)])
+    ]
+    assert drafted[0] > 3.5
+    assert drafted[1] < 0.5
+
+
+def test_multi_step_sampling_runs_with_depths_chosen_before_anything_is_drawn(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0.9, seed=2, max_tokens=40)
+    widths: set[int] = set()
+    for curves in CURVES.values():
+        llm = engine(tiny, monkeypatch, curves, ngram=False, suffix=False, verifier="mss")
+        llm.engine.on_tree = lambda event: widths.add(event.tree.parents.count(0))
+        for output in llm.generate(PROMPTS, params):
+            assert len(output.token_ids) == 40
+            assert output.error is None
+    # Draws without replacement: two children, or none. One alone would have lost its sister for her value.
+    assert widths == {0, 2}

@@ -1,0 +1,151 @@
+"""Quantized products: near the real ones, the same bits from every implementation, a row for itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer.kernels.quantized import (
+    GROUP,
+    Int4Weight,
+    NativeProducts,
+    Product,
+    Products,
+    TorchProducts,
+    int4_bytes,
+    int8_bytes,
+    pack_levels,
+    rotate,
+    unpack_levels,
+)
+from specinfer.models.quantization import quantize_int4, quantize_int8
+from tests.kernels import kernels
+
+SHAPES = [(1, 1), (16, 32), (48, 80), (49, 576), (40, 1100)]  # channels, inner
+ROWS = [0, 1, 2, 3, 5, 8, 9, 17, 40]
+NOISE = {"int8": 0.02, "int4": 0.1}  # of the norm of all outputs, for random weights
+KINDS = pytest.mark.parametrize("kind", NOISE)
+
+
+@pytest.fixture(scope="module")
+def native() -> Products:
+    return kernels("native").products
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def activations(rows: int, inner: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows of very different sizes, with a large value in the first and nothing in the second."""
+    x = random(rows, inner, seed=1) * torch.logspace(-3, 3, max(rows, 1))[:rows, None]
+    x[:1, inner // 2] *= 100
+    x[1:2] = 0
+    return x.to(dtype)
+
+
+def product(products: Products, kind: str, weight: Tensor, bias: Tensor | None = None) -> Product:
+    if kind == "int8":
+        return products.int8(quantize_int8([weight]), bias)
+    return products.int4(quantize_int4([weight]), bias, len(weight))
+
+
+@KINDS
+@pytest.mark.parametrize(("channels", "inner"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+def test_native_products_and_twins_give_the_same_bits(
+    native: Products, kind: str, channels: int, inner: int, dtype: torch.dtype, biased: bool
+) -> None:
+    weight, bias = random(channels, inner), random(channels, seed=2) if biased else None
+    ours, twin = product(native, kind, weight, bias), product(TorchProducts(), kind, weight, bias)
+    for rows in ROWS:
+        x = activations(rows, inner, dtype)
+        got = ours(x)
+        assert got.dtype is dtype
+        assert torch.equal(got, twin(x)), f"{rows} rows"
+
+
+@pytest.mark.parametrize(("channels", "inner"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_onednn_gives_the_same_bits(native: Products, channels: int, inner: int, dtype: torch.dtype) -> None:
+    """What runs where there is AMX; elsewhere it is slow, and as exact."""
+    weight, bias = random(channels, inner), random(channels, seed=2)
+    onednn = product(NativeProducts(onednn=True), "int8", weight, bias)
+    for rows in (0, 1, 3):
+        x = activations(rows, inner, dtype)
+        assert torch.equal(onednn(x), product(native, "int8", weight, bias)(x)), f"{rows} rows"
+
+
+@KINDS
+@pytest.mark.parametrize("inner", [80, 576])
+def test_a_row_does_not_depend_on_the_rows_beside_it(native: Products, kind: str, inner: int) -> None:
+    run, x = product(native, kind, random(40, inner)), activations(33, inner)
+    whole = run(x)
+    for step in (1, 2, 7, 16):
+        assert torch.equal(torch.cat([run(part) for part in x.split(step)]), whole), f"{step} rows at a time"
+
+
+@KINDS
+@pytest.mark.parametrize(("channels", "inner"), SHAPES)
+def test_products_are_near_the_real_ones(native: Products, kind: str, channels: int, inner: int) -> None:
+    weight, bias, x = random(channels, inner), random(channels, seed=2), random(9, inner, seed=3)
+    want = x.double() @ weight.double().T + bias.double()
+    got = product(native, kind, weight, bias)(x).double()
+    assert (got - want).norm() <= NOISE[kind] * want.norm()
+
+
+@KINDS
+def test_one_large_activation_leaves_the_others_their_bits(native: Products, kind: str) -> None:
+    """With one scale for the row there would be a thousand for 127, and nothing left of values near one."""
+    run, small = product(native, kind, random(64, 576)), random(4, 576, seed=1)
+    small[:, 100] = 0.0
+    large = small.clone()
+    large[:, 100] = 1000.0
+    weight = run(torch.eye(576)).double()  # as it is multiplied: ones and zeros are quantized exactly
+    noise = (run(large).double() - large.double() @ weight).norm() / (small.double() @ weight).norm()
+    assert noise <= {"int8": 0.6, "int4": 0.3}[kind]
+
+
+@KINDS
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(native: Products, kind: str, value: float) -> None:
+    x = random(3, 96)
+    x[1, 40] = value
+    for products in (native, TorchProducts()):
+        finite = product(products, kind, random(20, 96, seed=1))(x).isfinite()
+        assert finite[[0, 2]].all()
+        assert not finite[1].any()
+
+
+def test_turning_by_h_is_a_product_with_a_hadamard_matrix() -> None:
+    h = rotate(torch.eye(GROUP))
+    assert set(h.unique().tolist()) == {-1.0, 1.0}
+    assert torch.equal(h @ h.T, GROUP * torch.eye(GROUP))
+    x = torch.arange(2.0 * GROUP).view(2, GROUP)
+    assert torch.equal(rotate(x), x @ h)
+
+
+def test_packed_levels_are_unpacked_again() -> None:
+    levels = torch.arange(32 * 64).remainder(13).to(torch.uint8).view(32, 64)
+    packed = pack_levels(levels)
+    assert packed.shape == (2, 2, 4, 16, 4)
+    assert torch.equal(torch.cat([unpack_levels(packed[:, g]) for g in (0, 1)], 1), levels)
+
+
+def test_sizes_are_those_of_the_tensors() -> None:
+    weight = random(48, 100)
+    assert sum(t.nbytes for t in quantize_int8([weight])) == int8_bytes(48, 100) == 48 * (128 + 4)
+    assert sum(t.nbytes for t in quantize_int4([weight])) == int4_bytes(48, 100) == 48 * 128 // 32 * 19
+
+
+def test_a_weight_of_another_shape_is_refused(native: Products) -> None:
+    weight = quantize_int4([random(16, 64)])
+    with pytest.raises(RuntimeError, match="a weight of 512 bytes for 16 x 96"):
+        native.int4(weight, None, 16)(random(1, 96))
+    with pytest.raises(RuntimeError, match="a weight of 1024 elements for 16 x 96"):
+        native.int8(quantize_int8([random(16, 64)]), None)(random(1, 96))
+    short = Int4Weight(weight.levels, weight.scales[:, :1], weight.zeros)
+    with pytest.raises(RuntimeError, match="a weight of 512 bytes"):
+        native.int4(short, None, 16)(random(1, 64))

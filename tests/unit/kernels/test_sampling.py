@@ -1,0 +1,119 @@
+"""The native scans against their NumPy twins: the same ids, a mass within its error, the same choices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from specinfer.errors import KernelBuildError
+from specinfer.kernels.build import load_library
+from specinfer.kernels.sampling import NativeScan
+from specinfer.runtime.sampling import target_law
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.draws import coupled_children
+from specinfer.verify import Law, coupled_choice
+from specinfer.verify.scan import MASS_ERROR, NUMPY
+
+Row = NDArray[np.float32]
+
+SHAPES: dict[str, Callable[[np.random.Generator, int], NDArray[np.float64]]] = {
+    "flat": lambda rng, vocab: np.zeros(vocab),
+    "wide": lambda rng, vocab: rng.normal(size=vocab),
+    "peaked": lambda rng, vocab: rng.normal(size=vocab) * 8,
+    "one far ahead": lambda rng, vocab: rng.normal(size=vocab) + 60 * (np.arange(vocab) == vocab // 2),
+    "tied": lambda rng, vocab: rng.integers(-3, 3, vocab) / 4,
+    "ascending": lambda rng, vocab: np.arange(vocab) / vocab * 9,
+    "half banned": lambda rng, vocab: np.where(rng.random(vocab) < 0.5, -np.inf, rng.normal(size=vocab)),
+    "nearly all banned": lambda rng, vocab: np.where(
+        np.arange(vocab) % 97 > 0, -np.inf, np.arange(vocab) % 5
+    ),
+    "far below zero": lambda rng, vocab: rng.normal(size=vocab) * 3 - 1e4,
+    "like a model's": lambda rng, vocab: np.round(rng.gumbel(size=vocab) * 2.5 * 8) / 8,  # bf16 has ties
+}
+SIZES = [1, 2, 15, 16, 17, 257, 1025, 40_003]
+PARAMS = {
+    "plain": SamplingParams(temperature=0.8),
+    "cold": SamplingParams(temperature=0.02),
+    "hot": SamplingParams(temperature=1e20),
+    "top_k": SamplingParams(temperature=0.9, top_k=40),
+    "top_p": SamplingParams(temperature=0.8, top_p=0.95),
+    "narrow top_p": SamplingParams(temperature=1.5, top_p=0.3),
+    "min_p": SamplingParams(temperature=1.2, min_p=0.05),
+    "all": SamplingParams(temperature=0.7, top_k=300, top_p=0.9, min_p=0.01),
+}
+
+
+@pytest.fixture(scope="module")
+def native() -> NativeScan:
+    try:
+        load_library()
+    except KernelBuildError as error:
+        pytest.skip(f"no native code on this machine: {error}")
+    return NativeScan()
+
+
+def rows(vocab: int) -> dict[str, Row]:
+    rng = np.random.default_rng([vocab, 8])
+    return {name: shape(rng, vocab).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("vocab", SIZES)
+def test_the_likeliest_tokens_are_the_twins(native: NativeScan, vocab: int) -> None:
+    for name, row in rows(vocab).items():
+        for n in (1, 3, 64, 700, vocab, vocab + 5):
+            assert native.most_likely(row, n).tolist() == NUMPY.most_likely(row, n).tolist(), (name, n)
+
+
+@pytest.mark.parametrize("temperature", [0.02, 0.8, 5.0, 1e20])
+@pytest.mark.parametrize("vocab", SIZES)
+def test_the_mass_is_known_within_its_error(native: NativeScan, vocab: int, temperature: float) -> None:
+    for name, row in rows(vocab).items():
+        highest = float(row.max())
+        exact = float(np.exp((row.astype(np.float64) - highest) / temperature).sum())
+        for scan in (native, NUMPY):
+            assert abs(scan.mass(row, highest, temperature) / exact - 1) < MASS_ERROR, name
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+@pytest.mark.parametrize("vocab", SIZES)
+def test_laws_choices_and_guesses_are_the_twins(
+    native: NativeScan, vocab: int, params: SamplingParams
+) -> None:
+    kept = DraftVocabulary(np.arange(vocab) * 3 + 1, 3 * vocab + 7)
+    for name, row in rows(vocab).items():
+        law, twin = target_law(row, params, native), target_law(row, params)
+        assert (law.ids is None) == (twin.ids is None)
+        assert law.ids is None or twin.ids is None or law.ids.tolist() == twin.ids.tolist(), name
+        for seed in range(4 if vocab > 5000 else 12):
+            assert coupled_choice(law, seed, 12, native) == coupled_choice(twin, seed, 12), (name, seed)
+            for vocabulary in (None, kept):
+                ours = coupled_children(row, params, seed, 12, 3, vocabulary, native)
+                theirs = coupled_children(row, params, seed, 12, 3, vocabulary)
+                assert ours.tolist() == theirs.tolist(), (name, seed)
+
+
+def test_the_race_over_named_ids_is_the_twins(native: NativeScan) -> None:
+    # A pruned vocabulary's whole row: many ids, and their numbers are not their places.
+    rng = np.random.default_rng(3)
+    ids = np.sort(rng.choice(200_000, 30_001, replace=False))
+    row = rng.normal(size=30_001).astype(np.float32) * 3
+    law = Law(row, ids, int(row.argmax()), 0.9, 200_000)
+    for seed in range(40):
+        assert coupled_choice(law, seed, 5, native) == coupled_choice(law, seed, 5)
+
+
+def test_one_racer_is_left_but_for_ties(native: NativeScan) -> None:
+    row = np.random.default_rng(5).normal(size=9000).astype(np.float32)
+    law = target_law(row, SamplingParams(temperature=1.0))
+    assert {native.racers(law, key * 0x9E3779B97F4A7C15 % 2**64).shape[0] for key in range(50)} == {1}
+
+
+def test_a_row_of_another_kind_is_refused(native: NativeScan) -> None:
+    with pytest.raises(RuntimeError, match="a row of float32 logits is wanted"):
+        native.most_likely(np.zeros((2, 3), dtype=np.float32), 1)
+    with pytest.raises(RuntimeError, match="float32"):
+        native.mass(np.zeros(3), 0.0, 1.0)  # type: ignore[arg-type]

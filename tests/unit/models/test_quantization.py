@@ -1,0 +1,73 @@
+"""Floats -> quantized weights: how near they come, and that pieces make the same whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer.kernels.quantized import GROUP, Int4Weight, rotate, unpack_levels
+from specinfer.models.quantization import quantize_int4, quantize_int8
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def int4_values(weight: Int4Weight) -> Tensor:
+    """The weights it stands for, [blocks * 16, padded inner]."""
+    columns = [
+        (unpack_levels(weight.levels[:, g]) - weight.zeros[:, g].reshape(-1, 1) / 16)
+        * weight.scales[:, g].reshape(-1, 1).float()
+        for g in range(weight.scales.shape[1])
+    ]
+    return torch.cat(columns, 1)
+
+
+def test_int8_is_within_half_a_step_of_the_turned_weights() -> None:
+    w = random(20, 100) * torch.logspace(-4, 4, 20)[:, None]
+    values, scales = quantize_int8([w])
+    turned = rotate(torch.nn.functional.pad(w, (0, 28)).view(20, 4, GROUP)).flatten(1) / GROUP
+    assert values.abs().amax(1).tolist() == [127] * 20
+    error = (values * scales[:, None] - turned).abs().amax(1)
+    assert (error <= 0.501 * scales).all()
+
+
+@pytest.mark.parametrize("span", [15, 12, 10])
+def test_int4_finds_the_grid_that_weights_lie_on(span: int) -> None:
+    """Groups that use `span` + 1 of 16 levels with a zero among them, as those of 4-bit files do."""
+    generator = torch.Generator().manual_seed(0)
+    levels = torch.randint(0, span + 1, (16, 4, GROUP), generator=generator).float()
+    levels[..., 0], levels[..., 1] = 0, span
+    steps = 2.0 ** -torch.randint(4, 9, (16, 4, 1), generator=generator)
+    w = ((levels - 6.25) * steps).view(16, 4 * GROUP)
+    torch.testing.assert_close(int4_values(quantize_int4([w])), w, rtol=2**-9, atol=0)
+
+
+def test_int4_searches_for_the_smallest_error() -> None:
+    w = random(64, 256)
+    groups = w.view(64, -1, GROUP)
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    step = (high - low) / 15
+    plain = (((groups - low) / step).round() * step + low).view_as(w)
+    found = int4_values(quantize_int4([w]))
+    assert (found - w).square().sum() < 0.97 * (plain - w).square().sum()
+
+
+@pytest.mark.parametrize(
+    "w",
+    [torch.zeros(16, 64), torch.full((16, 64), 0.25), torch.full((16, 64), -3.0), torch.full((16, 64), 1e-9)],
+    ids=["zero", "positive", "negative", "tiny"],
+)
+def test_groups_of_one_value(w: Tensor) -> None:
+    torch.testing.assert_close(int4_values(quantize_int4([w])), w, rtol=2**-9, atol=1e-7)
+    values, scales = quantize_int8([w])
+    back = rotate((values * scales[:, None]).view(16, 2, GROUP)).flatten(1)
+    torch.testing.assert_close(back, w, rtol=1e-6, atol=1e-4)
+
+
+def test_parts_make_the_same_whole() -> None:
+    w = random(40, 70)  # two blocks and a half, two groups and a bit
+    for quantize in (quantize_int8, quantize_int4):
+        whole, parts = quantize([w]), quantize([w[:16], w[16:32], w[32:]])
+        assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))

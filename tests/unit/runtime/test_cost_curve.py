@@ -1,0 +1,180 @@
+"""What a pass costs: the hull of what was measured, and the file it is kept in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.cost_curve import CostCurve, cost_curve, measure
+from specinfer.runtime.runner import ModelRunner
+from tests.engines import Tiny, write_tiny
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=16, max_context=256)
+
+
+def runner(tiny: Tiny) -> ModelRunner:
+    return ModelRunner(tiny.target, num_blocks=16, block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("measured", "curve"),
+    [
+        ({1: 2.0, 2: 2.0, 4: 2.0, 8: 4.0}, ((1, 4, 8), (2.0, 2.0, 4.0))),
+        ({1: 2.0, 8: 9.0, 16: 4.0}, ((1, 16), (2.0, 4.0))),  # 8 rows were disturbed: 16 took less
+        ({1: 5.0, 2: 3.0, 4: 4.0}, ((1, 2, 4), (3.0, 3.0, 4.0))),  # so was 1
+        ({1: 1.0, 4: 3.5, 16: 4.0}, ((1, 16), (1.0, 4.0))),  # 4 lies above the line from 1 to 16
+        ({4: 1.0, 1: 1.0}, ((1, 4), (1.0, 1.0))),
+    ],
+)
+def test_disturbed_sizes_are_left_out(
+    measured: dict[int, float], curve: tuple[tuple[int, ...], tuple[float, ...]]
+) -> None:
+    hull = CostCurve.through(measured)
+    assert list(zip(hull.rows, hull.at_rows, strict=True))[-1] == (curve[0][-1], curve[1][-1])
+    np.testing.assert_allclose(hull.seconds(range(1, 17)), CostCurve(*curve).seconds(range(1, 17)))
+
+
+def test_between_sizes_it_is_straight_and_beyond_them_it_goes_on() -> None:
+    curve = CostCurve((1, 8, 16), (2.0, 2.0, 10.0))
+    assert curve.seconds([0, 1, 4, 8, 12, 16, 17, 116]).tolist() == [0, 2, 2, 2, 6, 10, 11, 110]
+    assert curve.seconds(np.array([[8], [12]])).tolist() == [[2], [6]]
+
+
+class Paced:
+    """A clock and a model whose passes take what a table says: only the clock moves."""
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self.now = 0.0
+        self.passes: list[int] = []
+        self._seconds = seconds
+
+    def clock(self) -> float:
+        return self.now
+
+    def over(self, inner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+        forward = inner.forward
+
+        def paced(rows: Sequence[Rows]) -> object:
+            (part,) = rows
+            assert part.logits_from == 0, "a step wants the logits of every node"
+            self.passes.append(len(part.token_ids))
+            self.now += self._seconds(len(part.token_ids))
+            return forward(rows)
+
+        monkeypatch.setattr(inner, "forward", paced)
+        return inner
+
+
+def test_a_quick_model_is_measured_at_every_size_several_times(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pace = Paced(lambda rows: 0.001 * max(rows, 8))
+    curve = measure(pace.over(runner(tiny), monkeypatch), max_rows=512, clock=pace.clock)
+    assert curve.seconds([1, 8, 64, 128]).tolist() == pytest.approx([0.008, 0.008, 0.064, 0.128])
+    assert {size: pace.passes[1:].count(size) for size in (1, 8, 128)} == {1: 5, 8: 5, 128: 2}
+    assert pace.now < 2
+
+
+def test_a_slow_model_is_measured_at_both_ends_and_no_more(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pace = Paced(lambda rows: 1.5 + 0.1 * rows)
+    curve = measure(pace.over(runner(tiny), monkeypatch), max_rows=512, clock=pace.clock)
+    assert pace.passes[1:] == [1, 16]
+    assert curve.seconds([1, 16, 32]).tolist() == pytest.approx([1.6, 3.1, 4.7])
+
+
+def test_a_disturbed_pass_does_not_count(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = count()
+    pace = Paced(lambda rows: 0.001 + (0.05 if next(number) % 3 == 0 else 0))
+    curve = measure(pace.over(runner(tiny), monkeypatch), max_rows=512, clock=pace.clock)
+    assert curve.seconds([1, 128]).tolist() == pytest.approx([0.001, 0.001])
+
+
+@pytest.mark.parametrize(("max_rows", "largest"), [(1, 2), (2, 2), (5, 4), (31, 16), (999, 128)])
+def test_no_pass_is_larger_than_a_step(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, max_rows: int, largest: int
+) -> None:
+    pace = Paced(lambda rows: 0.001 * rows)
+    measure(pace.over(runner(tiny), monkeypatch), max_rows=max_rows, clock=pace.clock)
+    assert max(pace.passes) == largest
+
+
+def damaged_files() -> dict[str, Callable[[str], str]]:
+    def edited(**values: object) -> Callable[[str], str]:
+        return lambda text: json.dumps({**json.loads(text), **values})
+
+    return {
+        "empty": lambda text: "",
+        "cut off": lambda text: text[: len(text) // 2],
+        "another kind": lambda text: "[1, 2]",
+        "another key": edited(key={"model": "another"}),
+        "no rows": edited(rows=[], seconds=[]),
+        "one size": edited(rows=[1], seconds=[0.1]),
+        "a size short": edited(rows=[1, 2, 4]),
+        "rows that fall": edited(rows=[4, 1], seconds=[0.1, 0.2]),
+        "seconds that fall": edited(rows=[1, 4], seconds=[0.2, 0.1]),
+        "no time": edited(rows=[1, 4], seconds=[0.0, 0.1]),
+        "text": edited(rows=[1, 4], seconds=["0.1", "0.2"]),
+    }
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Makes whatever is measured seem slow enough to be worth a file; notes the measurements."""
+    measured: list[int] = []
+
+    def pretend(runner: ModelRunner, *, max_rows: int, progress: object) -> CostCurve:
+        measured.append(max_rows)
+        return CostCurve((1, 16), (0.1, 0.2 + len(measured)))
+
+    monkeypatch.setattr("specinfer.runtime.cost_curve.measure", pretend)
+    monkeypatch.setattr("specinfer.runtime.cost_curve._WORTH_KEEPING", -1.0)
+    return measured
+
+
+def test_a_curve_is_measured_once_for_a_model_and_a_way_to_run_it(
+    tiny: Tiny, slow: list[int], tmp_path: Path
+) -> None:
+    first = cost_curve(runner(tiny), max_rows=512, kept="bfloat16", folder=tmp_path)
+    assert cost_curve(runner(tiny), max_rows=512, kept="bfloat16", folder=tmp_path) == first
+    assert len(slow) == 1
+    assert cost_curve(runner(tiny), max_rows=512, kept="int8", folder=tmp_path) != first
+    assert cost_curve(runner(tiny), max_rows=64, kept="bfloat16", folder=tmp_path) != first
+    assert slow == [512, 512, 64]
+    assert len(list(tmp_path.iterdir())) == 3, "nothing but whole curves is left behind"
+
+
+@pytest.mark.parametrize("damage", damaged_files().values(), ids=damaged_files())
+def test_a_damaged_or_foreign_file_is_measured_anew(
+    tiny: Tiny, slow: list[int], tmp_path: Path, damage: Callable[[str], str]
+) -> None:
+    first = cost_curve(runner(tiny), max_rows=512, kept="", folder=tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text(damage(file.read_text()))
+    second = cost_curve(runner(tiny), max_rows=512, kept="", folder=tmp_path)
+    assert (len(slow), second != first) == (2, True)
+    assert cost_curve(runner(tiny), max_rows=512, kept="", folder=tmp_path) == second
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_file(
+    tiny: Tiny, slow: list[int], tmp_path: Path
+) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("a file, no folder")
+    assert cost_curve(runner(tiny), max_rows=512, kept="", folder=taken).rows == (1, 16)
+
+
+def test_what_is_measured_in_a_blink_is_not_kept(tiny: Tiny, tmp_path: Path) -> None:
+    curve = cost_curve(runner(tiny), max_rows=8, kept="", folder=tmp_path)
+    assert (np.diff(curve.seconds(range(1, 9))) >= 0).all()
+    assert not list(tmp_path.iterdir())

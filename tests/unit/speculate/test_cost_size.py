@@ -1,0 +1,258 @@
+"""Which nodes are worth their rows, and how deep a draft is worth its passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.request import Request
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.speculate.cost_size import CostSize, worth_verifying
+from specinfer.speculate.draft_depth import DraftDepth
+from specinfer.speculate.speculator import Outcome
+from specinfer.speculation_params import SpeculationParams
+from specinfer.tree import DrawRule, TokenTree, TreeBuilder
+from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import single_node
+
+FREE = CostCurve((1, 1000), (1.0, 1.0))  # bound by memory: rows cost nothing
+DEAR = CostCurve((1, 2), (1.0, 2.0))  # bound by arithmetic: every row costs what the first costs
+HALF = CostCurve((1, 3), (1.0, 2.0))
+
+
+def entry(
+    name: str = "r", *, room: int = 100, rows: int = 1, wishes: SpeculationParams | None = None
+) -> PlanEntry:
+    """A request whose text ends in token 7, of which `rows` tokens are computed in this step."""
+    params = SamplingParams(temperature=0, speculation=wishes)
+    text = [*range(20), 7]
+    return PlanEntry(
+        request=Request(name, tuple(text), params, seed=0),
+        token_ids=text,
+        start=len(text) - rows,
+        end=len(text),
+        max_nodes=32,
+        max_depth=room,
+        block_table=(0, 1, 2),
+        incarnation=0,
+    )
+
+
+def chain(*confidences: float, speculator: str = "s", rule: DrawRule = DrawRule.POINT_MASS) -> TokenTree:
+    builder = TreeBuilder(root=7)
+    for node, confidence in enumerate(confidences):
+        builder.add(node, 10 + node, speculator, rule, confidence=confidence)
+    return builder.build()
+
+
+def fitted(curve: CostCurve, trees: Sequence[TokenTree], *entries: PlanEntry) -> list[int]:
+    """The nodes left of each tree, the root included."""
+    size = CostSize(curve, {})
+    size.open(StepPlan(entries or tuple(entry(str(i)) for i in range(len(trees)))))
+    return [tree.num_nodes for tree in size.fit(trees)]
+
+
+SURE, UNSURE = chain(*6 * [0.9]), chain(*6 * [0.5])  # hopes .88 .78 .68 .60 .53 .47 and .50 .25 .13 ...
+
+
+@pytest.mark.parametrize(
+    ("curve", "trees", "left"),
+    [
+        (FREE, [SURE, UNSURE], [7, 7]),
+        (DEAR, [SURE, UNSURE], [1, 1]),  # a row costs a token's time and brings less than a token
+        (HALF, [SURE], [4]),  # 3.34 tokens in 2.5 s; with another row 3.94 in 3 s
+        (HALF, [UNSURE], [1]),  # 1.5 tokens in 1.5 s are no faster than 1 in 1 s
+        (HALF, [SURE, UNSURE], [3, 1]),  # 3.66 tokens in 2.5 s; with the next best, .68, 4.34 in 3 s
+        (HALF, [UNSURE, SURE], [1, 3]),
+        (HALF, [single_node(7), single_node(7)], [1, 1]),
+    ],
+)
+def test_a_node_has_to_bring_what_its_row_costs(
+    curve: CostCurve, trees: list[TokenTree], left: list[int]
+) -> None:
+    assert fitted(curve, trees) == left
+
+
+@pytest.mark.parametrize(("rows", "left"), [(1, 7), (5, 4), (8, 1)])
+def test_rows_of_prompts_count(rows: int, left: int) -> None:
+    curve = CostCurve((1, 8, 9), (1.0, 1.0, 9.0))  # 8 rows are free, the ninth is dear
+    assert fitted(curve, [SURE], entry(rows=rows)) == [left]
+
+
+@pytest.mark.parametrize(
+    "wishes", [SpeculationParams(max_nodes=7), SpeculationParams(expansion=Expansion((1, 1, 1)))]
+)
+def test_who_asks_for_a_size_gets_it(wishes: SpeculationParams) -> None:
+    curve = CostCurve((1, 7, 8), (1.0, 1.0, 9.0))
+    assert fitted(curve, [UNSURE, UNSURE], entry("a", wishes=wishes), entry("b")) == [7, 1]
+
+
+@pytest.mark.parametrize(
+    ("rule", "left"),
+    [
+        (DrawRule.POINT_MASS, 1),
+        (DrawRule.COUPLED, 1),
+        (DrawRule.IID, 7),
+        (DrawRule.WITHOUT_REPLACEMENT, 7),
+    ],
+)
+def test_sampled_draws_are_never_dropped_for_their_value(rule: DrawRule, left: int) -> None:
+    assert fitted(DEAR, [chain(*6 * [0.5], rule=rule)]) == [left]
+
+
+def test_every_guess_whose_parent_became_text_is_learnt_from_verified_or_not() -> None:
+    size = CostSize(HALF, {})
+
+    def step(*committed: int) -> int:
+        size.open(StepPlan((entry(),)))
+        (tree,) = size.fit([UNSURE])
+        size.observe([Outcome("r", committed, finished=False)])
+        return tree.num_nodes
+
+    assert step(10) == 1, "the first guess was right, and was not verified"
+    assert step(10, 11, 99) == 2, "so the next time it is"
+    assert [step(99) for _ in range(50)][-1] == 1
+    assert [step(*range(10, 16), 99) for _ in range(200)][-1] == 7
+
+
+def test_a_step_that_was_cut_short_teaches_nothing() -> None:
+    size = CostSize(HALF, {})
+    for _ in range(50):
+        size.open(StepPlan((entry(),)))
+        size.fit([UNSURE])
+    size.observe([Outcome("r", (), finished=True), Outcome("another", (1, 2), finished=False)])
+    size.open(StepPlan((entry(),)))
+    assert size.fit([UNSURE])[0].num_nodes == 1
+
+
+def best_subset(
+    hopes: Sequence[float], parents: Sequence[int], tokens: float, seconds: Sequence[float]
+) -> float:
+    """The highest tokens per second of any set of nodes that has every node's parent."""
+    rates = [tokens / seconds[0]]
+    for n in range(1, len(hopes) + 1):
+        rates.extend(
+            (tokens + sum(hopes[i] for i in nodes)) / seconds[n]
+            for nodes in combinations(range(len(hopes)), n)
+            if all(parents[node] == -1 or parents[node] in nodes for node in nodes)
+        )
+    return max(rates)
+
+
+def test_no_other_choice_of_nodes_would_be_faster() -> None:
+    random = np.random.default_rng(5)
+    parents = [-1, 0, 0, -1, 3, 4, 4]
+    for _, curve in product(range(40), (FREE, DEAR, HALF, CostCurve((1, 4, 12), (1.0, 1.1, 3.0)))):
+        hopes: list[float] = []
+        for parent in parents:
+            hopes.append(float(random.uniform(0, 1 if parent < 0 else hopes[parent])))
+        seconds = 0.2 + curve.seconds(2 + np.arange(len(hopes) + 1))
+        kept = worth_verifying(np.array(hopes), 2.0, seconds)
+        assert all(kept[parents[i]] for i in np.flatnonzero(kept) if parents[i] >= 0), (
+            "what is kept are trees"
+        )
+        rate = (2.0 + float(np.array(hopes)[kept].sum())) / seconds[kept.sum()]
+        assert rate == pytest.approx(best_subset(hopes, parents, 2.0, seconds.tolist()))
+
+
+def test_choosing_costs_little() -> None:
+    random = np.random.default_rng(0)
+    hopes, seconds = random.uniform(size=8 * 32), np.linspace(1, 20, 8 * 32 + 1)
+    began = time.perf_counter()
+    for _ in range(200):
+        worth_verifying(hopes, 8.0, seconds)
+    assert (time.perf_counter() - began) / 200 < 1e-3  # a tenth of that where nothing else runs
+
+
+def sized(
+    target: CostCurve, draft: CostCurve, unread: int = 1, expansion: tuple[int, ...] = (1, 1, 1, 1)
+) -> CostSize:
+    depth = DraftDepth(draft, Expansion(expansion), lambda entry: unread)
+    return CostSize(target, {"draft": depth})
+
+
+def depths(size: CostSize, *entries: PlanEntry, trees: Sequence[TokenTree] | None = None) -> list[int]:
+    size.open(StepPlan(entries))
+    return size.depths("draft", entries, trees or [single_node(7) for _ in entries])
+
+
+def teach(size: CostSize, levels: int, steps: int = 100) -> None:
+    """Trees of four levels of which the first `levels` become text."""
+    for _ in range(steps):
+        size.open(StepPlan((entry(),)))
+        size.fit([chain(*4 * [0.9], speculator="draft")])
+        size.observe([Outcome("r", (*range(10, 10 + levels), 99), finished=False)])
+
+
+QUICK = CostCurve((1, 1000), (0.1, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("levels", "draft", "depth"),
+    [
+        (4, QUICK, 4),
+        (2, QUICK, 2),
+        (0, QUICK, 0),
+        (4, CostCurve((1, 1000), (0.9, 0.9)), 4),  # dear, and nearly always right: 5 tokens in 4.6 s
+        (4, CostCurve((1, 1000), (1.5, 1.5)), 0),  # a pass of the draft costs more than a token does
+    ],
+)
+def test_a_draft_goes_as_deep_as_its_levels_have_been_worth(
+    levels: int, draft: CostCurve, depth: int
+) -> None:
+    size = sized(FREE, draft)
+    teach(size, levels)
+    assert depths(size, entry()) == [depth]
+
+
+def test_in_a_batch_the_targets_rows_are_dear() -> None:
+    size = sized(CostCurve((1, 8, 9), (1.0, 1.0, 2.0)), QUICK)
+    teach(size, 4)
+    assert depths(size, entry()) == [4]
+    assert depths(size, *(entry(str(i)) for i in range(2))) == 2 * [3]
+    assert depths(size, *(entry(str(i)) for i in range(8))) == 8 * [0]
+
+
+def test_what_another_has_guessed_already_needs_no_draft() -> None:
+    size = sized(FREE, CostCurve((1, 1000), (0.5, 0.5)))
+    teach(size, 4)
+    known = chain(*4 * [0.999], speculator="prediction")
+    assert depths(size, entry(), trees=[single_node(7)]) == [4]
+    assert depths(size, entry(), trees=[known]) == [0]
+
+
+def test_reading_a_long_text_has_to_be_worth_it() -> None:
+    dear = CostCurve((1, 1000), (0.1, 100.1))  # a tenth of a second for each token that is read
+    size = sized(FREE, dear, unread=500)
+    teach(size, 4)
+    assert depths(size, entry(room=500)) == [4]
+    assert depths(size, entry(room=10)) == [0]
+
+
+def test_who_asks_for_an_expansion_is_drafted_for() -> None:
+    size = sized(FREE, CostCurve((1, 1000), (9.0, 9.0)))
+    asking = entry("a", wishes=SpeculationParams(expansion=Expansion((1, 1))))
+    teach(size, 0)
+    assert depths(size, asking, entry("b")) == [100, 0]
+
+
+def test_what_was_not_worth_it_is_tried_again_for_a_hundredth_of_the_time() -> None:
+    size = sized(FREE, CostCurve((1, 1000), (0.5, 0.5)))
+    teach(size, 0)
+    tried = [depths(size, entry("a"), entry("b")) for _ in range(1000)]
+    assert {tuple(depth) for depth in tried} == {(0, 0), (1, 0)}
+    assert 15 <= tried.count([1, 0]) <= 21  # each costs half a second of the 1000 s the steps take
+    teach(size, 4)
+    assert depths(size, entry()) == [4], "and is worth it again once it guesses right"
+
+
+def test_others_guess_as_far_as_they_like() -> None:
+    size = sized(DEAR, DEAR)
+    size.open(StepPlan((entry(room=5),)))
+    assert size.depths("ngram", [entry(room=5)], [single_node(7)]) == [5]
