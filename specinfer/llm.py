@@ -133,8 +133,6 @@ class LLM:
 
     def _stream(self, requests: Sequence[Request]) -> Iterator[RequestOutput]:
         """Every output of `requests` as it comes, until all have finished."""
-        for request in requests:
-            self.engine.check(request)
         inbox: deque[RequestOutput] = deque()
         running = len(requests)
         try:

@@ -35,35 +35,22 @@ class Admission:
 
     def check(self, request: Request) -> None:
         """Raise RequestError when the request can never be served here."""
-        prompt, params = len(request.prompt_token_ids), request.params
-        if prompt == 0:
-            raise RequestError("the prompt is empty; give at least one token of text")
-        if prompt >= self.max_context:
-            raise RequestError(
-                f"the prompt has {prompt} tokens; allowed: at most {self.max_context - 1}, since the context "
-                f"is {self.max_context} and an answer needs at least one; shorten the prompt"
-            )
-        self._check_ids("the prompt", request.prompt_token_ids)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("prediction", request.prediction)
-        longest = min(prompt + params.max_tokens, self.max_context)
-        if longest > self._capacity:
-            raise RequestError(
-                f"{prompt} prompt tokens and max_tokens {params.max_tokens} need {longest} KV cache "
-                f"positions; the cache has {self._capacity}; lower max_tokens or raise kv_cache_memory"
-            )
-        self._budget.check(request)
-        self._check_first_token(request)
+        self.admit(request)
 
     def admit(self, request: Request) -> tuple[SequenceState, frozenset[int]]:
         """The request as the scheduler sees it, and the token ids that may end its text.
 
         Raises RequestError as `check` does.
         """
-        self.check(request)
+        self._check_prompt(request)
+        params = request.params
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("prediction", request.prediction)
+        self._budget.check(request)
         processors = self.processors(request)
+        self._check_first_token(processors)
         sequence = SequenceState(
             request,
             tree_nodes=self._budget.nodes(request),
@@ -90,9 +77,25 @@ class Admission:
             grammar=None if form is None else self._grammars.compile(form).state(),
         )
 
-    def _check_first_token(self, request: Request) -> None:
+    def _check_prompt(self, request: Request) -> None:
+        prompt, most = len(request.prompt_token_ids), request.params.max_tokens
+        if prompt == 0:
+            raise RequestError("the prompt is empty; give at least one token of text")
+        if prompt >= self.max_context:
+            raise RequestError(
+                f"the prompt has {prompt} tokens; allowed: at most {self.max_context - 1}, since the context "
+                f"is {self.max_context} and an answer needs at least one; shorten the prompt"
+            )
+        self._check_ids("the prompt", request.prompt_token_ids)
+        longest = min(prompt + most, self.max_context)
+        if longest > self._capacity:
+            raise RequestError(
+                f"{prompt} prompt tokens and max_tokens {most} need {longest} KV cache positions; the cache "
+                f"has {self._capacity}; lower max_tokens or raise kv_cache_memory"
+            )
+
+    def _check_first_token(self, processors: Processors) -> None:
         """Parameters that exclude every first token contradict each other; that shows at once."""
-        processors = self.processors(request)
         bans = processors.bans
         if bans and processors.apply(np.zeros(self._vocab, dtype=np.float32), ()).max() == -np.inf:
             raise RequestError(f"{' and '.join(bans)} leave no token to begin with; relax one of them")

@@ -78,8 +78,13 @@ class GrammarCompiler:
         """The grammar of a form; the last 32 are kept.
 
         Raises RequestError, naming the parameter, on a form that is malformed, uses what is not supported,
-        can never be met, or is too large to follow.
+        can never be met, or is too large to follow, and when the model has no token that ends a text.
         """
+        if not self._vocabulary.end_ids:
+            raise RequestError(
+                f"{spec.parameter} needs a model with an end-of-text token, which says that the form is "
+                "complete; this one names none: leave it out"
+            )
         with self._lock:
             if spec not in self._grammars:
                 try:

@@ -42,7 +42,7 @@ class Processors:
         self._num_output = 0
         self._min_tokens = params.min_tokens
         self.ending = frozenset(ending)  # after one of these no text follows; barred before min_tokens
-        self._barred = np.array(sorted(self.ending), dtype=np.int64)
+        self._barred = np.array([token for token in sorted(self.ending) if token < vocab], dtype=np.int64)
         self._grammar = grammar
         form = params.structured_output
         self._form = "" if form is None else form.parameter

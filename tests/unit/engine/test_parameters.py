@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import cycle, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from hypothesis import strategies as st
 
 from specinfer import LLM, SamplingParams
 from specinfer.check.target_alone import TargetAlone
+from specinfer.engine.admission import Admission
 from specinfer.errors import RequestError
 from specinfer.processors.grammar import GrammarCompiler
-from specinfer.request import FinishReason, Logprobs, RequestOutput
+from specinfer.processors.pipeline import Processors
+from specinfer.request import FinishReason, Logprobs, Request, RequestOutput
 from specinfer.verify.noise import completion_seed
 from tests.engines import Tiny, write_tiny
 from tests.exact.slow_sampling import (
@@ -191,7 +194,10 @@ def test_requests_with_different_parameters_and_wishes_share_a_batch(
 ) -> None:
     llm = llms[speculation]
     known = llm.engine._admission._budget.names
-    wishes = cycle(w for w in WISHES if not isinstance(w, dict) or set(w.get("speculators", ())) <= {*known})
+    possible = [w for w in WISHES if not isinstance(w, dict) or set(w.get("speculators", ())) <= {*known}]
+    if "0-similar" not in known:
+        possible = [w for w in possible if not isinstance(w, dict) or "expansion" not in w]
+    wishes = cycle(possible)
     batch = [
         (prompt, make(name, seed=seed, speculation=next(wishes)))
         for seed, (name, prompt) in enumerate(product(PARAMS, PROMPTS[:2]))
@@ -442,6 +448,32 @@ def test_what_cannot_be_served_is_one_line_and_costs_no_other(
         llm.generate(PROMPTS[:2], [SamplingParams(), SamplingParams(**params)])
     assert str(caught.value) == says
     assert not llm.engine.has_work
+
+
+def test_each_requests_processors_are_made_once(llms: dict[str, LLM], monkeypatch: Any) -> None:
+    made: list[str] = []
+    processors = Admission.processors
+
+    def counted(self: Admission, request: Request) -> Processors:
+        made.append(request.request_id)
+        return processors(self, request)
+
+    monkeypatch.setattr(Admission, "processors", counted)
+    llms["both"].generate(PROMPTS, make("all of them", max_tokens=3, n=2))
+    assert len(made) == len(set(made)) == 2 * len(PROMPTS)
+
+
+def test_a_form_needs_a_model_whose_texts_end(tmp_path: Path) -> None:
+    llm = write_tiny(tmp_path, vocab_size=VOCAB).llm()
+    with pytest.raises(RequestError, match="choice needs a model with an end-of-text token, which says"):
+        llm.generate(PROMPTS[:2], [SamplingParams(), SamplingParams(choice=["yes"])])
+    assert not llm.engine.has_work
+
+
+def test_an_end_of_text_id_beyond_the_logits_is_never_chosen_anyway(tmp_path: Path) -> None:
+    llm = write_tiny(tmp_path, vocab_size=VOCAB, eos_token_id=VOCAB + 3).llm()
+    (output,) = llm.generate([PROMPTS[0]], SamplingParams(min_tokens=2, max_tokens=4, seed=1))
+    assert len(output.token_ids) == 4
 
 
 @pytest.mark.parametrize("speculation", SPECULATION)

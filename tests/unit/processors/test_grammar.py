@@ -435,6 +435,7 @@ def test_forms_too_deep_or_too_broken_are_refused_at_once(asked, message):
 
 def test_a_vocabulary_that_lacks_what_must_come_is_refused():
     tokenizer = tokenizer_of(byte_level_header())
+    tokenizer.eos_token_ids = frozenset({7})
     with pytest.raises(RequestError, match="response_format cannot be met: nothing can follow ''"):
         GrammarCompiler(tokenizer, 64).compile(structured_output({"type": "json_object"}))
 
