@@ -29,13 +29,18 @@ class TreeBudget:
         )
 
     def check(self, request: Request) -> None:
-        """Raise RequestError when the request names a speculator that is not there, or too large a tree."""
+        """Raise RequestError when the request wishes for what this engine cannot do."""
         wishes = request.params.speculation
         for name in wishes.speculators or ():
             if name not in self.names:
                 raise RequestError(
                     f"speculation.speculators names {name!r}; this engine has {', '.join(self.names)}"
                 )
+        if wishes.expansion is not None and not (self._drafts or self._extra):
+            raise RequestError(
+                f"speculation.expansion is {wishes.expansion}; it is the shape of a draft model's trees, and "
+                "this engine has no draft model: leave it out"
+            )
         if (wishes.max_nodes or 0) > self._config.max_nodes:
             raise RequestError(
                 f"speculation.max_nodes is {wishes.max_nodes}; the engine allows at most "

@@ -106,3 +106,15 @@ def test_what_the_engine_does_not_have_is_refused(speculation: Any, line: str) -
     with pytest.raises(RequestError) as caught:
         budget().check(request(speculation))
     assert str(caught.value) == line
+
+
+def test_the_shape_of_a_drafts_trees_is_refused_where_nobody_drafts() -> None:
+    asked = request({"expansion": "3,1"})
+    budget().check(asked)
+    budget(SpeculationConfig(ngram=True), extra=("ours",)).check(asked)  # the caller's own may heed it
+    with pytest.raises(RequestError) as caught:
+        budget(SpeculationConfig(ngram=True)).check(asked)
+    assert str(caught.value) == (
+        "speculation.expansion is 3,1; it is the shape of a draft model's trees, and this engine has no "
+        "draft model: leave it out"
+    )
