@@ -96,9 +96,7 @@ class LLM:
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template; else as `generate`."""
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = [messages] if one else messages
-        prompts = [self.tokenizer.encode_chat(c) for c in conversations]  # type: ignore[arg-type]
+        prompts = [self.tokenizer.encode_chat(c) for c in _conversations(messages)]
         return self._answer(prompts, params, on_output)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -175,6 +173,10 @@ class LLM:
         """For every prompt its n requests."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+            raise RequestError(
+                f"the sampling parameters are {params!r}; allowed: a SamplingParams, or one per prompt"
+            )
         if len(params) != len(prompts):
             raise RequestError(
                 f"{len(params)} sampling parameters for {len(prompts)} prompts; give one, or one per prompt"
@@ -204,19 +206,31 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt (a string, or token ids) or several, as several."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Mapping)):
         raise RequestError(f"the prompt is {prompts!r}; allowed: text, token ids, or a list of these")
     several = list(prompts)
     return [several] if several and _is_id(several[0]) else several  # type: ignore[list-item, return-value]
 
 
+def _conversations(messages: object) -> list[Sequence[Message]]:
+    """One conversation (a list of messages) or several, as several."""
+    several = list(messages) if isinstance(messages, Iterable) and not isinstance(messages, Mapping) else None
+    if several is not None and all(isinstance(item, Mapping) for item in several):
+        return [several] if several else []
+    if several is None or isinstance(messages, str) or not all(isinstance(c, Sequence) for c in several):
+        raise RequestError(f"the messages are {messages!r}; allowed: a list of messages, or of such lists")
+    return several
+
+
 def _is_id(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    """Whether it is an integer of any kind; an array of several has `__index__`, too, and is none."""
+    return hasattr(value, "__index__") and not isinstance(value, bool) and not getattr(value, "ndim", 0)
 
 
 def _token_ids(prompt: object) -> list[int]:
     """Token ids of any integer type (numpy's, say) as Python's own."""
-    ids: list[Any] = list(prompt) if isinstance(prompt, Iterable) else [prompt]
+    plain = isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping))
+    ids: list[Any] = list(prompt) if plain else [prompt]  # type: ignore[call-overload]
     for token in ids:
         if not _is_id(token):
             raise RequestError(f"a prompt has {token!r} among its token ids; allowed: text, or integers")

@@ -162,16 +162,30 @@ def test_a_request_that_cannot_be_served_is_refused_and_costs_no_other(
     assert len(llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=3))[0].token_ids) == 3
 
 
-@pytest.mark.parametrize("prompts", [[["a"]], [[1.5]], [None], [[True]], None, 3])
+@pytest.mark.parametrize(
+    "prompts", [[["a"]], [[1.5]], [None], [[True]], None, 3, b"ab", [b"ab"], {"a": 1}, [{1: 2}]]
+)
 def test_a_prompt_that_is_none_is_one_line(tiny: Tiny, prompts: Any) -> None:
     with pytest.raises(RequestError, match="allowed: text"):
         tiny.llm().generate(prompts)
 
 
+@pytest.mark.parametrize("messages", [None, 5, "hi", [5], {"role": "user"}, [[{"role": "user"}], 5]])
+def test_messages_that_are_none_are_one_line(tiny: Tiny, messages: Any) -> None:
+    with pytest.raises(RequestError, match=r"allowed: a list of messages|allowed: a mapping with 'role'"):
+        tiny.llm().chat(messages)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], "x", 5])
+def test_what_are_no_sampling_params_is_one_line(tiny: Tiny, params: Any) -> None:
+    with pytest.raises(RequestError, match=r"the sampling parameters are .*; allowed: a SamplingParams"):
+        tiny.llm().generate([[1, 2]], params)
+
+
 def test_token_ids_may_be_any_integers(tiny: Tiny) -> None:
     llm, params = tiny.llm(), SamplingParams(temperature=0, max_tokens=3)
     (plain,) = llm.generate([1, 2, 3], params)
-    for same in (np.array([1, 2, 3]), [[np.int32(1), np.int64(2), 3]]):
+    for same in (np.array([1, 2, 3]), [[np.int32(1), np.int64(2), 3]], [np.array([1, 2, 3])]):
         (output,) = llm.generate(same, params)  # type: ignore[arg-type]
         assert output.token_ids == plain.token_ids
         assert [type(token) for token in output.prompt_token_ids] == [int, int, int]
