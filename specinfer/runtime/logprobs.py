@@ -34,13 +34,13 @@ def report(logprobs_V: NDArray[np.float64], chosen: int, top: int, tokenizer: To
 
     The rank of a token is one more than the number of likelier ones.
     """
+    ranks = {chosen: int((logprobs_V > logprobs_V[chosen]).sum()) + 1}
+    likeliest = _likeliest(logprobs_V, top)
+    falling = -logprobs_V[likeliest]  # whatever is likelier than one of them is one of them
+    ranks.update(zip(likeliest, (np.searchsorted(falling, falling) + 1).tolist(), strict=True))
     return {
-        token: Logprob(
-            logprob=float(logprobs_V[token]),
-            rank=int((logprobs_V > logprobs_V[token]).sum()) + 1,
-            text=tokenizer.text_of(token),
-        )
-        for token in dict.fromkeys([chosen, *_likeliest(logprobs_V, top)])
+        token: Logprob(logprob=float(logprobs_V[token]), rank=rank, text=tokenizer.text_of(token))
+        for token, rank in ranks.items()
     }
 
 
