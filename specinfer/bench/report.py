@@ -72,6 +72,7 @@ def options_of(llm: LLM, load: Load) -> dict[str, Any]:
     speculation, target = llm.config.speculation, llm.models.target
     return {
         "dtype": str(target.dtype).removeprefix("torch."),
+        "quantization": llm.config.quantization,
         "device": str(target.device),
         "batch_size": load.batch_size,
         "chat": load.chat,

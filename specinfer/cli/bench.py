@@ -110,8 +110,9 @@ def _show(result: dict[str, Any]) -> None:
     options, dataset = result["options"], result["dataset"]
     sampling = options["sampling"]
     how = "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}"
+    weights = options["dtype"] if options["quantization"] == "none" else options["quantization"]
     click.echo(
-        f"{Path(result['model']).name} ({options['dtype']}, {options['device']}), "
+        f"{Path(result['model']).name} ({weights}, {options['device']}), "
         f"{dataset['requests']} requests of {dataset['name']}, {options['batch_size']} in flight, {how}, "
         f"at most {sampling['max_tokens']} tokens each\n"
     )

@@ -33,9 +33,14 @@ def prune(
     return keep(tree, paths)
 
 
+def may_drop(rule: DrawRule) -> bool:
+    """Whether a node so drawn may be dropped for its value, whichever verifier the tree meets."""
+    return rule in _ANY_VALUE
+
+
 def prunable(tree: TokenTree) -> bool:
-    """Whether any node may be dropped for its value, whichever verifier the tree meets: none was sampled."""
-    return all(draw.rule in _ANY_VALUE for draw in tree.draws)
+    """Whether any node may be dropped for its value: none was sampled."""
+    return all(may_drop(draw.rule) for draw in tree.draws)
 
 
 def keep(tree: TokenTree, nodes: Collection[int]) -> TokenTree:

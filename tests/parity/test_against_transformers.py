@@ -11,6 +11,8 @@ from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
 
+from tests.kernels import NAMES, kernels
+
 from .families import CASES, save_random
 
 TOLERANCE = 1e-4
@@ -28,13 +30,17 @@ TREE_PARENTS = [-1, 0, 0, 1, 2, 3, 3]
 TREE_PATHS = [[], [7], [20], [7, 8], [20, 8], [7, 8, 30], [7, 8, 31]]  # below the root, per node
 
 
-@pytest.fixture(params=[(name, tied) for name in CASES for tied in (True, False)], ids=str, scope="module")
+@pytest.fixture(
+    params=[(name, tied, run) for name in CASES for tied in (True, False) for run in NAMES],
+    ids=str,
+    scope="module",
+)
 def both(request, tmp_path_factory):
     """A transformers model, and ours loaded from the folder it was saved to."""
-    name, tied = request.param
+    name, tied, run = request.param
     folder = tmp_path_factory.mktemp(name)
     theirs = save_random(name, folder, tied=tied)
-    ours = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+    ours = load_model(folder, dtype=torch.float32, device=torch.device("cpu"), kernels=kernels(run))
     assert ours.config.tie_embeddings == tied
     return theirs, ours
 
@@ -118,11 +124,12 @@ def test_a_config_as_transformers_4_wrote_it(tmp_path):
     )
 
 
+@pytest.mark.parametrize("run", NAMES)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "opt"])
-def test_bf16_stays_near_float32(name, tmp_path):
+def test_bf16_stays_near_float32(name, run, tmp_path):
     """The packed bf16 products: not to 1e-4, but the same model."""
     theirs = save_random(name, tmp_path, tied=False)
-    ours = load_model(tmp_path, dtype=torch.bfloat16, device=torch.device("cpu"))
+    ours = load_model(tmp_path, dtype=torch.bfloat16, device=torch.device("cpu"), kernels=kernels(run))
     rows = Rows(PROMPT, 0, CONTIGUOUS, 0)
     got, want = runner_of(ours).forward([rows]), logits_of(theirs, PROMPT)
     assert got.dtype is torch.bfloat16

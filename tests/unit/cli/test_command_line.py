@@ -83,6 +83,14 @@ BAD: dict[str, tuple[list[str], str]] = {
     "wrong pair": (["--verifier", "mss", "--draw", "coupled", "hi"], "would change the output law"),
     "verifier": (["--verifier", "luck", "hi"], "verifier is 'luck'; allowed: coupled, mss"),
     "dtype": (["--dtype", "int3", "hi"], "dtype is 'int3'; allowed: auto, bfloat16, float32"),
+    "quantization": (
+        ["--quantization", "int3", "hi"],
+        "quantization is 'int3'; allowed: none, int8, int4",
+    ),
+    "draft quantization without a draft": (
+        ["--draft-quantization", "int8", "hi"],
+        "--draft-quantization is for draft models, and none is named; add --draft MODEL",
+    ),
     "memory": (["--kv-cache-memory", "much", "hi"], "size is 'much'"),
     "too little memory": (["--kv-cache-memory", "1KB", "hi"], "the KV cache needs at least"),
     "context": (["--max-context", "9999", "hi"], "has a context of 64"),
