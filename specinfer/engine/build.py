@@ -125,20 +125,6 @@ def build_engine(
     def runner(model: LanguageModel) -> ModelRunner:
         return ModelRunner(model, num_blocks=blocks, block_size=config.cache.block_size)
 
-    target = runner(models.target)
-    draft_runners = {name: runner(model) for name, model in models.drafts.items()}
-    drafts = {
-        name: DraftModel(
-            name,
-            draft,
-            speculation.expansion,
-            speculation.draw_rule,
-            max_rows=limits.max_step_tokens,
-            vocabulary=models.draft_vocabulary,
-        )
-        for name, draft in draft_runners.items()
-    }
-
     def curve(runner: ModelRunner) -> CostCurve:
         rows = min(limits.max_step_tokens, blocks * config.cache.block_size)
         kept = replace(  # everything about a model but its weights' values and what uses it
@@ -153,18 +139,29 @@ def build_engine(
         )
         return cost_curve(runner, max_rows=rows, kept=repr(kept), progress=progress)
 
+    target = runner(models.target)
+    guessing = {name: runner(model) for name, model in models.drafts.items()}
     size: TreeSize = FixedSize()
     if speculation.tree_size == "cost":
-        depths = {
-            name: DraftDepth(curve(draft_runners[name]), speculation.expansion, draft.unread)
-            for name, draft in drafts.items()
-        }
-        size = CostSize(curve(target), depths)
+        shape = speculation.expansion, speculation.draw_rule
+        size = CostSize(curve(target), {name: DraftDepth(curve(r), *shape) for name, r in guessing.items()})
+    drafts = [
+        DraftModel(
+            name,
+            runner,
+            speculation.expansion,
+            speculation.draw_rule,
+            max_rows=limits.max_step_tokens,
+            size=size,
+            vocabulary=models.draft_vocabulary,
+        )
+        for name, runner in guessing.items()
+    ]
     pool = BlockPool(blocks, config.cache.block_size)
     return Engine(
         target=target,
         speculator=Ensemble(
-            [*_asked_first(speculation), *drafts.values(), *_asked_last(speculation), *extra],
+            [*_asked_first(speculation), *drafts, *_asked_last(speculation), *extra],
             vocab=models.target.config.vocab_size,
             size=size,
         ),

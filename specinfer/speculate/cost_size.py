@@ -1,15 +1,15 @@
 """Trees as large as makes the most tokens per second.
 
-The one idea: a step is expected to make `tokens` in `seconds`, and whatever is added to it is worth its time
-while that ratio grows.
+The one idea: a step is expected to make so many tokens in so many seconds, and whatever is added to it is
+worth its time while that ratio grows.
 
     tokens   one for every request, and for every node the probability that it becomes text
     seconds  the target's pass at that many rows, and the passes of the drafts
 
-So the nodes of all requests in the batch compete: sorted by probability they are taken as long as it pays,
-none where the target is bound by arithmetic and nobody is sure, all where rows cost nothing. A node is less
-likely than its parent, so what is taken are trees. How deep a draft goes is decided before it guesses, from
-what its levels have yielded; what has become too small is tried again now and then, as estimates age.
+So the nodes of all requests in the batch compete: the likeliest are verified, as many as pay; none where the
+target is bound by arithmetic and nobody is sure, all where rows cost nothing. A node is less likely than its
+parent, so what is chosen are trees. A draft's pass competes in the same way: it is made for the requests for
+which the level it brings is likely to be right.
 """
 
 from __future__ import annotations
@@ -29,52 +29,77 @@ from specinfer.tree import TokenTree
 from specinfer.tree.prune import keep, prunable
 from specinfer.tree.token_tree import draws_by_parent
 
-_CURIOSITY: Final = 0.01  # of all time goes at most into trying what does not seem worth it
+_CURIOSITY: Final = 0.01  # of all time goes at most into drafts that do not seem worth it: they may be by now
+_USUAL_UNREAD: Final = 2  # tokens a draft reads in every step: the root, and a last guess it has not run
 
 
 class CostSize:
     """A TreeSize that weighs what nodes are expected to bring against what they cost.
 
-    Requests that ask for an expansion or a number of nodes get them. Trees with sampled draws are sized by
-    their depth alone, which is decided before anything is drawn (the fourth rule of docs/losslessness.md).
+    Requests that ask for an expansion or a number of nodes get them. Where draws are samples, only the depth
+    of the trees is chosen, and before anything is drawn (the fourth rule of docs/losslessness.md).
     """
 
     def __init__(self, target: CostCurve, drafts: Mapping[str, DraftDepth]) -> None:
         self._target = target
         self._drafts = drafts
         self._calibration = Calibration()
-        self._saved = dict.fromkeys(drafts, 0.0)  # seconds each draft may spend on trying a level more
+        self._saved = dict.fromkeys(drafts, 0.0)  # seconds each draft may spend without seeming worth it
         self._plan = StepPlan(())
+        self._trees: dict[str, TokenTree] = {}  # by request, what was guessed in this step
         self._spent = 0.0  # seconds of this step's passes of drafts
-        self._proposed: dict[str, TokenTree] = {}  # by request, all that was guessed
 
     def open(self, plan: StepPlan) -> None:
-        """A step begins: nothing is spent yet."""
+        """A step begins: nothing is spent or guessed yet."""
         self._plan = plan
+        self._trees = {}
         self._spent = 0.0
-        self._proposed = {}
 
-    def depths(self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]) -> list[int]:
-        """Of a draft model, the levels that are worth their passes; of others all, as they cost nothing."""
-        draft = self._drafts.get(speculator)
-        depths = [entry.max_depth for entry in entries]
-        if draft is None:
-            return depths
+    def note(self, trees: Sequence[TokenTree]) -> None:
+        """Remember what has been guessed so far, by request."""
+        entries = self._plan.tree_entries
+        self._trees = {e.request.request_id: tree for e, tree in zip(entries, trees, strict=True)}
+
+    def depths(self, draft: str, entries: Sequence[PlanEntry], unread: Sequence[int]) -> list[int]:
+        """All levels where the first is worth it, or as many as are where `deeper` may not be asked."""
+        depth = self._drafts[draft]
+        sampled = any(depth.samples(entry) for entry in entries)
         free = [i for i, entry in enumerate(entries) if not _has_wishes(entry)]
-        chosen = self._worth(speculator, draft, [entries[i] for i in free], [trees[i] for i in free])
-        asked = len(entries) - len(free)
-        for i, depth in zip(free, chosen, strict=True):
-            depths[i] = min(depth, depths[i])
-        for level in range(draft.deepest):
-            grown = asked + sum(depth > level for depth in chosen)
-            self._spent += draft.passes(grown)[level]
+        levels = self._levels(draft, [entries[i] for i in free], [unread[i] for i in free], sampled=sampled)
+        depths = [entry.max_depth for entry in entries]
+        for i, level in zip(free, levels, strict=True):
+            if sampled or level == 0:
+                depths[i] = level
+        self._spent += float(depth.passes(0, [sum(level > 0 for level in depths)])[0])
         return depths
+
+    def deeper(self, draft: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]) -> list[bool]:
+        """For those whose last level is likely to be right, and those it has been decided for before."""
+        depth = self._drafts[draft]
+        level = max(trees[0].depths())
+        free = [i for i, e in enumerate(entries) if not _has_wishes(e) and not depth.samples(e)]
+        goes_on = [True] * len(entries)
+        if free and level < depth.deepest:
+            gains = np.array([self._at_level(trees[i], level) for i in free]) * depth.rates()[level]
+            hopes = np.array([hope for tree in trees for hope in self._calibration.hopes(tree)[1:]])
+            tokens, rows = len(self._plan.tree_entries), self._rows
+            worth = fastest(
+                hopes, tokens, self._spent + self._target.seconds(rows + np.arange(len(hopes) + 1))
+            )
+            rows += int(worth.sum())
+            more = np.arange(len(free) + 1)
+            passes = depth.passes(level, len(entries) - len(free) + more)
+            seconds = self._spent + passes + self._target.seconds(rows + more)
+            for i, going in zip(free, fastest(gains, tokens + hopes[worth].sum(), seconds), strict=True):
+                goes_on[i] = bool(going)
+        self._spent += float(depth.passes(min(level, depth.deepest - 1), [sum(goes_on)])[0])
+        return goes_on
 
     def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """The nodes that make the step faster; requests with wishes of their own keep all of theirs."""
+        self.note(trees)
         entries, fitted = self._plan.tree_entries, list(trees)
         hopes = [self._calibration.hopes(tree) for tree in trees]
-        self._proposed = {e.request.request_id: tree for e, tree in zip(entries, trees, strict=True)}
         tokens, rows, free = float(len(entries)), self._rows, list[int]()
         for i, (entry, tree) in enumerate(zip(entries, trees, strict=True)):
             if not _has_wishes(entry) and prunable(tree):
@@ -84,7 +109,7 @@ class CostSize:
                 rows += tree.num_nodes - 1
         candidates = np.array([hope for i in free for hope in hopes[i][1:]])
         seconds = self._spent + self._target.seconds(rows + np.arange(len(candidates) + 1))
-        kept = worth_verifying(candidates, tokens, seconds)
+        kept = fastest(candidates, tokens, seconds)
         first = 0
         for i in free:
             end = first + trees[i].num_nodes - 1
@@ -95,7 +120,7 @@ class CostSize:
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Learn from every guess whose parent became text, verified or not: the next token is known."""
         for outcome in outcomes:
-            tree = self._proposed.pop(outcome.request_id, None)
+            tree = self._trees.pop(outcome.request_id, None)
             if tree is None or tree.num_nodes == 1:
                 continue
             below, children = draws_by_parent(tree.draws), tree.children()
@@ -115,81 +140,69 @@ class CostSize:
         """The target's rows without any guess."""
         return sum(entry.end - entry.start for entry in self._plan.entries)
 
-    def _worth(
-        self, name: str, draft: DraftDepth, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
+    def _levels(
+        self, name: str, entries: Sequence[PlanEntry], unread: Sequence[int], *, sampled: bool
     ) -> list[int]:
-        """The levels of each entry's tree: those that make the step faster, and now and then one more."""
+        """For each entry 0, or the levels that make the step fastest: 1 where others can be decided later."""
         if not entries:
             return []
-        known = [self._known(tree, draft.deepest) for tree in trees]
-        yields = draft.yields()
-        gains = [_gains(yields, hopes, e.max_depth) for e, hopes in zip(entries, known, strict=True)]
-        # Reading a text once is for all of its steps: this one's share is what it brings of what is left.
-        reading = draft.reading(entries)
-        shares = [
-            seconds * (1 + gain[-1]) / (entry.max_depth + 1)
-            for seconds, gain, entry in zip(reading, gains, entries, strict=True)
-        ]
-        tokens = len(self._plan.tree_entries) + sum(map(sum, known))
+        draft = self._drafts[name]
+        levels = np.arange((draft.deepest if sampled else 1) + 1)
+        trees = [self._trees[entry.request.request_id] for entry in entries]
+        reached = np.cumprod(draft.rates()[: levels[-1]])
+        gains = np.array([self._gains(reached, *pair) for pair in zip(entries, trees, strict=True)])
+        known = sum(sum(self._calibration.hopes(tree)[1:]) for tree in trees)
+        tokens = len(self._plan.tree_entries) + known
         rows = self._rows + sum(tree.num_nodes - 1 for tree in trees)
+        # Reading a text is once for all of its steps: this one's share is what it brings of what is left.
+        reading = draft.reading([max(1, tokens - _USUAL_UNREAD) for tokens in unread])
+        shares = reading * (1 + gains[:, -1]) / [entry.max_depth + 1 for entry in entries]
         step = self._spent + float(self._target.seconds([rows])[0])
-        reads = [gain[-1] * step > share * tokens for gain, share in zip(gains, shares, strict=True)]
-        readers = [i for i, worth in enumerate(reads) if worth]
-        passes = np.cumsum([0.0, *draft.passes(len(readers))])
-        levels = np.arange(draft.deepest + 1)
-        expected = tokens + np.sum([gains[i] for i in readers], axis=0)
-        seconds = self._spent + passes + self._target.seconds(rows + levels * len(readers))
-        seconds[1:] += sum(shares[i] for i in readers)
-        best = int(np.argmax(expected / seconds))
-        chosen = [best if worth else 0 for worth in reads]
-        return self._curious(name, draft, chosen, reading, float(seconds[best]))
+        reads = gains[:, -1] * step > shares * tokens
+        seconds = self._spent + self._target.seconds(rows + levels * int(reads.sum()))
+        for level in range(levels[-1]):
+            requests = int(reads.sum()) * (_USUAL_UNREAD if level == 0 else 1)
+            seconds[level + 1 :] += draft.passes(level, [requests])
+        seconds[1:] += shares[reads].sum()
+        best = int(np.argmax((tokens + gains[reads].sum(axis=0)) / seconds))
+        chosen = np.where(reads, best, 0)
+        self._saved[name] += _CURIOSITY * float(seconds[best])
+        if best == 0:
+            least = int(np.argmin(unread))
+            cost = float(draft.passes(0, [1])[0] + draft.reading(unread)[least])
+            if self._saved[name] >= cost:
+                self._saved[name] = 0.0
+                chosen[least] = 1
+        return [int(level) for level in chosen]
 
-    def _curious(
-        self, name: str, draft: DraftDepth, chosen: list[int], reading: Sequence[float], step: float
-    ) -> list[int]:
-        """The same levels, one entry's with one more where enough time was saved for it."""
-        self._saved[name] += _CURIOSITY * step
-        cheapest = min(range(len(chosen)), key=lambda i: reading[i] if chosen[i] == 0 else 0.0)
-        level = chosen[cheapest]
-        if level == draft.deepest:
-            return chosen
-        cost = draft.passes(1)[level] + (reading[cheapest] if level == 0 else 0.0)
-        if self._saved[name] >= cost:
-            self._saved[name] = 0.0
-            chosen[cheapest] += 1
-        return chosen
+    def _gains(self, reached: NDArray[np.floating], entry: PlanEntry, tree: TokenTree) -> NDArray[np.float64]:
+        """The tokens that 0, 1, ... levels add to those an entry's tree is expected to bring already."""
+        known = [self._at_level(tree, level) for level in range(1, len(reached) + 1)]
+        added = reached * np.maximum(0.0, 1.0 - np.array(known))
+        added[entry.max_depth :] = 0.0
+        return np.concatenate([[0.0], np.cumsum(added)])
 
-    def _known(self, tree: TokenTree, levels: int) -> list[float]:
-        """The tokens a tree is expected to bring at each of the first levels, [levels]."""
-        known = [0.0] * (levels + 1)
-        if tree.num_nodes > 1:
-            for depth, hope in zip(tree.depths(), self._calibration.hopes(tree), strict=True):
-                known[min(depth, levels)] += hope
-        return known[1:]
+    def _at_level(self, tree: TokenTree, level: int) -> float:
+        """The probability that one of a tree's nodes of that depth becomes text."""
+        if tree.num_nodes == 1:
+            return 0.0
+        hopes = self._calibration.hopes(tree)
+        return sum(hope for hope, depth in zip(hopes, tree.depths(), strict=True) if depth == level)
 
 
-def worth_verifying(
-    hopes: NDArray[np.float64], tokens: float, seconds: NDArray[np.float64]
-) -> NDArray[np.bool_]:
-    """Which nodes make a step's tokens per second highest, [nodes]; none rather than some at the same speed.
+def fastest(hopes: NDArray[np.float64], tokens: float, seconds: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which of some candidates make a step's tokens per second highest, [n]; fewer at the same speed.
 
     Args:
-        hopes: the probability of each node to become text, [nodes]; a node's is at most its parent's, and
-            parents come first.
-        tokens: expected of the step without any of the nodes.
-        seconds: of the step with 0, 1, ... of the nodes, [nodes + 1].
+        hopes: the tokens each is expected to bring, [n]; equal ones are chosen in their order.
+        tokens: expected of the step without any of them.
+        seconds: of the step with 0, 1, ... of them, [n + 1].
     """
     order = np.argsort(-hopes, kind="stable")
     expected = tokens + np.concatenate([[0.0], np.cumsum(hopes[order])])
-    kept = np.zeros(len(hopes), dtype=np.bool_)
-    kept[order[: int(np.argmax(expected / seconds))]] = True
-    return kept
-
-
-def _gains(yields: Sequence[float], known: Sequence[float], room: int) -> list[float]:
-    """The tokens that 0, 1, ... levels of a draft add to those known of; no more than there is room for."""
-    added = [reached * max(0.0, 1 - hope) for reached, hope in zip(yields, known, strict=True)]
-    return [sum(added[: min(levels, room)]) for levels in range(len(yields) + 1)]
+    chosen = np.zeros(len(hopes), dtype=np.bool_)
+    chosen[order[: int(np.argmax(expected / seconds))]] = True
+    return chosen
 
 
 def _has_wishes(entry: PlanEntry) -> bool:

@@ -1,4 +1,4 @@
-"""How many levels a draft model has been worth, and what they cost.
+"""What the levels of a draft's trees cost, and how often they were right.
 
 A level is one pass of the draft and brings a token for every request whose text goes on as it guessed. So
 what counts is how often the draft goes on rightly at each level, given that it was right so far.
@@ -6,18 +6,24 @@ what counts is how often the draft goes on rightly at each level, given that it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from specinfer.config import draw_rule
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
+from specinfer.tree import DrawRule
 from specinfer.tree.expansion import Expansion
+from specinfer.tree.prune import may_drop
 
 _PRIOR_RATE: Final = 0.7  # of the first level, before anything was seen
-_PRIOR: Final = 4.0  # guesses; a level nobody has been to is thought to be like the one above it
+_PRIOR: Final = 8.0  # guesses; a level nobody has been to is thought to be like the one above it
 _MEMORY: Final = 0.99  # what a count keeps at each new outcome
 
 
@@ -30,11 +36,11 @@ class _Level:
 
 
 class DraftDepth:
-    """One draft's costs, and how its levels have done; `unread` counts the tokens it has yet to read."""
+    """One draft model's costs, by `curve`, and how its levels have done; `rule` is how it draws as a rule."""
 
-    def __init__(self, curve: CostCurve, expansion: Expansion, unread: Callable[[PlanEntry], int]) -> None:
+    def __init__(self, curve: CostCurve, expansion: Expansion, rule: DrawRule) -> None:
         self._curve = curve
-        self._unread = unread
+        self._rule = rule
         self._levels = [_Level() for _ in expansion.widths]
         self._frontiers = list(accumulate((1, *expansion.widths[:-1]), mul))  # rows of a request in each pass
 
@@ -43,28 +49,32 @@ class DraftDepth:
         """The levels of a full tree."""
         return len(self._levels)
 
+    def samples(self, entry: PlanEntry) -> bool:
+        """Whether its draws for the entry would be samples, so that no tree may depend on their values."""
+        params = entry.request.params
+        return not params.greedy and not may_drop(draw_rule(params.speculation.verifier, self._rule))
+
     def learn(self, level: int, hit: bool) -> None:
         """Count whether the guesses at `level`, 0 being the root's children, held the text's next token."""
+        if level == 0:  # what is not tried any more is forgotten as well
+            for seen in self._levels:
+                seen.hits *= _MEMORY
+                seen.tries *= _MEMORY
         if level < len(self._levels):
-            seen = self._levels[level]
-            seen.hits = _MEMORY * seen.hits + hit
-            seen.tries = _MEMORY * seen.tries + 1
+            self._levels[level].hits += hit
+            self._levels[level].tries += 1
 
-    def yields(self) -> list[float]:
-        """The probability that a text goes on through a tree to each level, [deepest]."""
-        rate, reached = _PRIOR_RATE, 1.0
-        yields: list[float] = []
+    def rates(self) -> list[float]:
+        """The probability that the guesses at each level hold the next token of a text that got there."""
+        rates = [_PRIOR_RATE]
         for level in self._levels:
-            rate = (level.hits + _PRIOR * rate) / (level.tries + _PRIOR)
-            reached *= rate
-            yields.append(reached)
-        return yields
+            rates.append((level.hits + _PRIOR * rates[-1]) / (level.tries + _PRIOR))
+        return rates[1:]
 
-    def passes(self, requests: int) -> list[float]:
-        """Seconds of the pass of each level, with so many requests in it, [deepest]."""
-        return list(map(float, self._curve.seconds([requests * rows for rows in self._frontiers])))
+    def passes(self, level: int, requests: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
+        """Seconds of the pass for `level` with so many requests in it."""
+        return self._curve.seconds(np.asarray(requests) * self._frontiers[level])
 
-    def reading(self, entries: Sequence[PlanEntry]) -> list[float]:
-        """Seconds that reading what the draft has not seen of each entry's text adds to its first pass."""
-        rows = [self._unread(entry) for entry in entries]
-        return list(map(float, self._curve.seconds(rows) - self._curve.seconds([1])))
+    def reading(self, unread: Sequence[int]) -> NDArray[np.float64]:
+        """Seconds that reading so many tokens of a text, not just one, adds to a pass."""
+        return self._curve.seconds(unread) - self._curve.seconds([1])

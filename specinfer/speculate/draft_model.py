@@ -24,6 +24,7 @@ from specinfer.runtime.runner import LogitRows, ModelRunner, Move
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.draws import Site, draw_children
 from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.tree_size import TreeSize
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.verify.noise import draft_stream, uniform
@@ -46,6 +47,7 @@ class _Growth:
     entry: PlanEntry
     builder: TreeBuilder
     stream: int  # of the random numbers of sampled draws
+    limit: int  # levels, at most
     drawn: int = 0  # random numbers used
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes of the last depth
     depth: int = 0  # of the frontier
@@ -55,6 +57,11 @@ class _Growth:
         """The next number in [0, 1) of this tree's own stream."""
         self.drawn += 1
         return uniform(self.entry.request.seed, self.entry.end - 1, self.drawn, stream=self.stream)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether there is room for another level below the frontier."""
+        return self.depth < self.limit and bool(self.frontier) and not self.builder.full
 
     def descend(self) -> None:
         """Make the nodes added below the frontier the new frontier."""
@@ -73,6 +80,7 @@ class DraftModel:
         rule: DrawRule,
         *,
         max_rows: int,
+        size: TreeSize,
         vocabulary: DraftVocabulary | None = None,
     ) -> None:
         self.name = name
@@ -80,6 +88,7 @@ class DraftModel:
         self._expansion = expansion
         self._rule = rule
         self._max_rows = max_rows  # of one pass over text
+        self._size = size
         self._vocabulary = vocabulary  # of the model's logits; None: all ids
         self._scan = runner.model.kernels.scan
         self._block_size = runner.block_size
@@ -88,12 +97,17 @@ class DraftModel:
         self._holds: dict[int, bytes] = {}  # block -> hash of the text whose K and V the draft has there
 
     def propose(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
-        """One tree per entry; `len(expansion)` passes of the draft, whatever the number of entries."""
+        """One tree per entry; at most `len(expansion)` passes of the draft, however many entries."""
         growths = [
-            _Growth(e, TreeBuilder(e.token_ids[e.end - 1], e.max_nodes), draft_stream(self.name, e.end - 1))
-            for e in entries
+            _Growth(
+                e,
+                TreeBuilder(e.token_ids[e.end - 1], e.max_nodes),
+                draft_stream(self.name, e.end - 1),
+                limit=min(depth, e.max_depth, self._expansion_for(e).depth, self._max_context - e.end),
+            )
+            for e, depth in zip(entries, self._depths(entries), strict=True)
         ]
-        growing = [g for g in growths if self._wants_more(g)]
+        growing = [g for g in growths if g.wants_more]
         rows = [self._read_text(g) for g in growing]
         while growing:
             logits = self._runner.forward(rows)
@@ -101,16 +115,9 @@ class DraftModel:
             draw_children(LogitRows(logits), sites, self.name, self._vocabulary, self._scan)
             for growth in growing:
                 growth.descend()
-            growing = [g for g in growing if self._wants_more(g)]
+            growing = self._deeper([g for g in growing if g.wants_more])
             rows = [_frontier_rows(g) for g in growing]
         return [g.builder.build() for g in growths]
-
-    def unread(self, entry: PlanEntry) -> int:
-        """The tokens of the entry's text its first pass has to read, the root among them."""
-        memory = self._memory.get(entry.request.request_id)
-        if memory is None or memory.incarnation != entry.incarnation:
-            memory = self._start(entry)
-        return entry.end - memory.cached
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the K and V of guessed nodes that were committed; forget requests that ended."""
@@ -131,18 +138,24 @@ class DraftModel:
                 moves.append(Move(growth.entry.block_table, sources, range(end, end + len(path))))
         self._runner.move(moves)
 
-    def _wants_more(self, growth: _Growth) -> bool:
-        entry, depth = growth.entry, growth.depth
-        limit = min(self._expansion_for(entry).depth, entry.max_depth, self._max_context - entry.end)
-        return depth < limit and bool(growth.frontier) and not growth.builder.full
+    def _depths(self, entries: Sequence[PlanEntry]) -> list[int]:
+        """The levels that are worth guessing for each entry."""
+        unread = [entry.end - self._memory_of(entry).cached for entry in entries]
+        return self._size.depths(self.name, entries, unread)
+
+    def _deeper(self, growing: list[_Growth]) -> list[_Growth]:
+        """Those for which another level is worth it."""
+        if not growing:
+            return []
+        trees = [g.builder.build() for g in growing]
+        worth = self._size.deeper(self.name, [g.entry for g in growing], trees)
+        return [g for g, goes_on in zip(growing, worth, strict=True) if goes_on]
 
     def _read_text(self, growth: _Growth) -> Rows:
         """Rows of the text the draft's cache lacks, up to the root; all but the last chunk is run here."""
         entry = growth.entry
         request = entry.request
-        memory = self._memory.get(request.request_id)
-        if memory is None or memory.incarnation != entry.incarnation:
-            memory = self._memory[request.request_id] = self._start(entry)
+        memory = self._memory[request.request_id] = self._memory_of(entry)
         self._claim(memory, entry)
         start = memory.cached
         while entry.end - start > self._max_rows:
@@ -152,6 +165,13 @@ class DraftModel:
         memory.growth = growth
         memory.cached = entry.end
         return chain_rows(entry.token_ids[start : entry.end], start, entry.block_table, logits=True)
+
+    def _memory_of(self, entry: PlanEntry) -> _Memory:
+        """What is held of the entry's request, or what a new memory of it would start with."""
+        memory = self._memory.get(entry.request.request_id)
+        return (
+            memory if memory is not None and memory.incarnation == entry.incarnation else self._start(entry)
+        )
 
     def _start(self, entry: PlanEntry) -> _Memory:
         """The memory of a request that is new here: it starts behind the blocks whose text the draft has."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from specinfer.errors import ConfigError, RequestError, SpeculatorError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.speculate.speculator import Outcome, Speculator
-from specinfer.speculate.tree_size import FixedSize, TreeSize
+from specinfer.speculate.tree_size import TreeSize
 from specinfer.tree import TokenTree, merge
 from specinfer.tree.prune import prune
 from specinfer.tree.token_tree import single_node
@@ -17,21 +17,20 @@ from specinfer.tree.token_tree import single_node
 class Ensemble:
     """Asks each speculator in turn and merges what they propose (SpecInfer's merge-based construction).
 
-    A speculator is offered the nodes its predecessors left over and the levels `size` allows, and its guesses
-    that can never become text are dropped before the next one is asked. What it is offered is known before
-    it draws, and sampled draws are never dropped for their value, so the merged tree is lossless under every
-    verifier (the fourth rule of docs/losslessness.md).
+    A speculator is offered the nodes its predecessors left over, and its guesses that can never become text
+    are dropped before the next one is asked. That budget is known before it draws, and sampled draws are
+    never dropped for their value, so the merged tree is lossless under every verifier (the fourth rule of
+    docs/losslessness.md). What of the merged trees is verified is decided by `size`, which draft models ask
+    as well.
     """
 
-    def __init__(
-        self, speculators: Sequence[Speculator], *, vocab: int, size: TreeSize | None = None
-    ) -> None:
+    def __init__(self, speculators: Sequence[Speculator], *, vocab: int, size: TreeSize) -> None:
         names = [s.name for s in speculators]
         if len(set(names)) != len(names):
             raise ConfigError(f"speculators are named {names}; each needs a name of its own")
         self._speculators = tuple(speculators)
         self._vocab = vocab  # of the target
-        self._size = size or FixedSize()
+        self._size = size
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         """One merged tree per entry that has a tree, of at most `entry.max_nodes` nodes."""
@@ -39,17 +38,21 @@ class Ensemble:
         trees = [single_node(entry.token_ids[entry.end - 1]) for entry in entries]
         self._size.open(plan)
         for speculator in self._speculators:
-            offers = self._offers(speculator.name, entries, trees)
-            if not offers:
+            asked = [i for i, e in enumerate(entries) if _may_guess(speculator.name, e, trees[i])]
+            if not asked:
                 continue
-            proposed = speculator.propose(list(offers.values()))
-            if len(proposed) != len(offers):
+            budgets = [
+                replace(entries[i], max_nodes=entries[i].max_nodes - trees[i].num_nodes + 1) for i in asked
+            ]
+            self._size.note(trees)
+            proposed = speculator.propose(budgets)
+            if len(proposed) != len(asked):
                 raise SpeculatorError(
-                    f"speculator {speculator.name!r} gave {len(proposed)} trees for {len(offers)} entries; "
+                    f"speculator {speculator.name!r} gave {len(proposed)} trees for {len(asked)} entries; "
                     "propose returns one for each"
                 )
-            for (i, offer), tree in zip(offers.items(), proposed, strict=True):
-                _check(speculator.name, offer, tree, self._vocab)
+            for i, budget, tree in zip(asked, budgets, proposed, strict=True):
+                _check(speculator.name, budget, tree, self._vocab)
                 tree = _possible(tree, entries[i])
                 trees[i] = merge((trees[i], tree)) if trees[i].num_nodes > 1 else tree
         return self._size.fit(trees)
@@ -59,20 +62,6 @@ class Ensemble:
         for speculator in self._speculators:
             speculator.observe(outcomes)
         self._size.observe(outcomes)
-
-    def _offers(
-        self, name: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
-    ) -> dict[int, PlanEntry]:
-        """What a speculator is offered, by entry: the nodes that are left, the levels that are worth it."""
-        able = [i for i, entry in enumerate(entries) if _may_guess(name, entry, trees[i])]
-        if not able:
-            return {}
-        depths = self._size.depths(name, [entries[i] for i in able], [trees[i] for i in able])
-        return {
-            i: replace(entries[i], max_nodes=entries[i].max_nodes - trees[i].num_nodes + 1, max_depth=depth)
-            for i, depth in zip(able, depths, strict=True)
-            if depth > 0
-        }
 
 
 def _may_guess(name: str, entry: PlanEntry, tree: TokenTree) -> bool:

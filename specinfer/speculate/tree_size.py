@@ -15,14 +15,14 @@ from specinfer.tree import TokenTree
 
 
 class TreeSize(Protocol):
-    """Told what a step has guessed so far; asked by draft models while they guess, and in the end for the trees."""
+    """Asked by draft models while they guess, and by the ensemble when all have."""
 
     def open(self, plan: StepPlan) -> None:
-        """A step begins; its trees are one node each."""
+        """A step begins."""
         ...
 
-    def add(self, trees: Sequence[TokenTree]) -> None:
-        """The trees of the plan's entries now that another speculator has guessed."""
+    def note(self, trees: Sequence[TokenTree]) -> None:
+        """What has been guessed so far for each of the plan's entries; told before a speculator is asked."""
         ...
 
     def depths(self, draft: str, entries: Sequence[PlanEntry], unread: Sequence[int]) -> list[int]:
@@ -40,8 +40,8 @@ class TreeSize(Protocol):
         """
         ...
 
-    def fit(self) -> list[TokenTree]:
-        """The trees to verify: of each tree, in the order of the plan, the nodes that are worth it."""
+    def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        """Of each of the plan's trees, now that all have guessed, the nodes that are worth verifying."""
         ...
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -52,16 +52,11 @@ class TreeSize(Protocol):
 class FixedSize:
     """A TreeSize that lets everybody guess as configured, and drops nothing."""
 
-    def __init__(self) -> None:
-        self._trees: list[TokenTree] = []
-
     def open(self, plan: StepPlan) -> None:
-        """The trees of a step without speculators."""
-        self._trees = [single_node(entry.token_ids[entry.end - 1]) for entry in plan.tree_entries]
+        """All steps are alike."""
 
-    def add(self, trees: Sequence[TokenTree]) -> None:
-        """Keep the trees."""
-        self._trees = list(trees)
+    def note(self, trees: Sequence[TokenTree]) -> None:
+        """All trees are alike."""
 
     def depths(self, draft: str, entries: Sequence[PlanEntry], unread: Sequence[int]) -> list[int]:
         """All levels there may be."""
@@ -71,9 +66,9 @@ class FixedSize:
         """For all of them."""
         return [True] * len(entries)
 
-    def fit(self) -> list[TokenTree]:
+    def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """The trees as they are."""
-        return self._trees
+        return list(trees)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Nothing to learn."""

@@ -10,7 +10,6 @@ import torch
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
-
 from tests.kernels import NAMES, kernels
 
 from .families import CASES, save_random

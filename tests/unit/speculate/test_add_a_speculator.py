@@ -20,6 +20,7 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.budget import TreeBudget
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.speculator import Outcome, Speculator
+from specinfer.speculate.tree_size import FixedSize
 from specinfer.verify.pairs import Verifier
 from tests.engines import Tiny, slow_generate, write_tiny
 
@@ -74,7 +75,7 @@ def answer(tiny: Tiny, speculator: Speculator, verifier: Verifier, request: Requ
     pool = BlockPool(num_blocks=8, block_size=16)
     engine = Engine(
         target=ModelRunner(tiny.target, num_blocks=8, block_size=16),
-        speculator=Ensemble([speculator], vocab=tiny.target.config.vocab_size),
+        speculator=Ensemble([speculator], vocab=tiny.target.config.vocab_size, size=FixedSize()),
         tokenizer=tiny.tokenizer,
         admission=Admission(
             tiny.tokenizer,

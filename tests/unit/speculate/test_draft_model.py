@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.draft_model import DraftModel
 from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.tree_size import FixedSize, TreeSize
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
 from tests.engines import Tiny, write_tiny
@@ -25,9 +28,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
 
 
-def draft(tiny: Tiny, *widths: int, max_rows: int = 64) -> DraftModel:
+def draft(tiny: Tiny, *widths: int, max_rows: int = 64, size: TreeSize | None = None) -> DraftModel:
     runner = ModelRunner(tiny.similar, num_blocks=60, block_size=4)
-    return DraftModel("draft", runner, Expansion(widths), DrawRule.POINT_MASS, max_rows=max_rows)
+    return DraftModel(
+        "draft",
+        runner,
+        Expansion(widths),
+        DrawRule.POINT_MASS,
+        max_rows=max_rows,
+        size=size or FixedSize(),
+    )
 
 
 def entry(
@@ -148,7 +158,7 @@ def read(model: DraftModel, monkeypatch: pytest.MonkeyPatch, step: PlanEntry) ->
 
 def draft_of(model: DraftModel) -> DraftModel:
     runner = ModelRunner(model._runner.model, num_blocks=60, block_size=4)
-    return DraftModel("draft", runner, Expansion((2, 2)), DrawRule.POINT_MASS, max_rows=64)
+    return DraftModel("draft", runner, Expansion((2, 2)), DrawRule.POINT_MASS, max_rows=64, size=FixedSize())
 
 
 def test_a_new_request_starts_behind_the_blocks_whose_text_the_draft_has(
@@ -183,13 +193,51 @@ def test_a_block_that_got_another_text_is_not_taken_for_the_old_one(
     assert read(model, monkeypatch, entry(TEXT[:10], name="again", hashes=(A, B))) == TEXT[:10]
 
 
-def test_what_it_has_yet_to_read_is_known_beforehand(tiny: Tiny) -> None:
-    model = draft(tiny, 1, 1, 1)
-    assert model.unread(entry(TEXT)) == len(TEXT)
+class Watching(FixedSize):
+    """Lets a draft model guess as many levels as it is told, and remembers what it was to read."""
+
+    def __init__(self) -> None:
+        self.unread: list[int] = []
+        self.levels = 3
+        self.asked: list[int] = []  # how deep the tree was that might have gone deeper
+        self.deepest = 3
+
+    def depths(self, draft: str, entries: Sequence[PlanEntry], unread: Sequence[int]) -> list[int]:
+        self.unread.extend(unread)
+        return [self.levels] * len(entries)
+
+    def deeper(self, draft: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]) -> list[bool]:
+        self.asked.extend(max(tree.depths()) for tree in trees)
+        return [max(tree.depths()) < self.deepest for tree in trees]
+
+
+def test_what_it_has_yet_to_read_is_said_beforehand(tiny: Tiny) -> None:
+    size = Watching()
+    model = draft(tiny, 1, 1, 1, size=size)
     tree = guesses(model, entry(TEXT))
     model.observe([Outcome("r", (*tree.token_ids[1:3], 17), finished=False)])
     text = [*TEXT, *tree.token_ids[1:3], 17]
-    assert model.unread(entry(text)) == 1  # both guesses were run: the root is left
-    assert model.unread(entry([*text, 3, 4])) == 3
-    assert model.unread(entry(text, incarnation=1)) == len(text)
-    assert model.unread(entry(text, name="another")) == len(text)
+    size.levels = 0  # a draft that is not run reads nothing
+    for later in (
+        entry(text),
+        entry([*text, 3, 4]),
+        entry(text, incarnation=1),
+        entry(text, name="another"),
+        entry(text),
+    ):
+        assert guesses(model, later).num_nodes == 1
+    #  both guesses were run, so the root is left
+    assert size.unread == [len(TEXT), 1, 3, len(text), len(text), 1]
+
+
+@pytest.mark.parametrize(
+    ("levels", "deepest", "depth", "asked"),
+    [(3, 3, 3, [1, 2]), (2, 3, 2, [1]), (3, 1, 1, [1]), (0, 3, 0, [])],
+)
+def test_it_goes_as_deep_as_it_may(
+    tiny: Tiny, levels: int, deepest: int, depth: int, asked: list[int]
+) -> None:
+    size = Watching()
+    size.levels, size.deepest = levels, deepest
+    assert max(guesses(draft(tiny, 1, 2, 1, size=size), entry(TEXT)).depths()) == depth
+    assert size.asked == asked

@@ -12,6 +12,7 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.tree_size import FixedSize
 from specinfer.tree import TokenTree, TreeBuilder
 
 
@@ -63,7 +64,7 @@ def test_each_is_offered_what_its_predecessors_left(
     max_nodes: int, offered: tuple[list[int], ...], token_ids: tuple[int, ...]
 ) -> None:
     a, b, c = Fan("a", [10, 11, 12]), Fan("b", [11, 12, 13]), Fan("c", [14])
-    (tree,) = Ensemble([a, b, c], vocab=99).propose(StepPlan((entry(max_nodes),)))
+    (tree,) = Ensemble([a, b, c], vocab=99, size=FixedSize()).propose(StepPlan((entry(max_nodes),)))
     assert (a.offered, b.offered, c.offered) == offered
     assert tree.token_ids == token_ids
     assert tree.num_nodes <= max_nodes
@@ -71,7 +72,7 @@ def test_each_is_offered_what_its_predecessors_left(
 
 def test_nobody_is_asked_where_nothing_is_worth_guessing() -> None:
     fan = Fan("a", [10])
-    trees = Ensemble([fan], vocab=99).propose(
+    trees = Ensemble([fan], vocab=99, size=FixedSize()).propose(
         StepPlan(
             (
                 entry(1),
@@ -86,7 +87,7 @@ def test_nobody_is_asked_where_nothing_is_worth_guessing() -> None:
 
 def test_two_speculators_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="a name of its own"):
-        Ensemble([Fan("a", [1]), Fan("a", [2])], vocab=99)
+        Ensemble([Fan("a", [1]), Fan("a", [2])], vocab=99, size=FixedSize())
 
 
 class Wrong(Fan):
@@ -113,4 +114,4 @@ class Wrong(Fan):
 )
 def test_a_speculator_that_breaks_its_contract_is_named(trees: list[TokenTree], complaint: str) -> None:
     with pytest.raises(SpeculatorError, match=complaint):
-        Ensemble([Wrong(*trees)], vocab=99).propose(StepPlan((entry(3, max_depth=1),)))
+        Ensemble([Wrong(*trees)], vocab=99, size=FixedSize()).propose(StepPlan((entry(3, max_depth=1),)))
