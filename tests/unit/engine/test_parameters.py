@@ -272,6 +272,25 @@ def test_any_combinations_in_one_batch(
     assert tokens(outputs) == [oracle.text(prompt, params) for prompt, params in servable]
 
 
+@pytest.mark.parametrize("speculation", SPECULATION)
+def test_a_stop_string_ends_the_oracles_text_at_its_last_character(
+    llms: dict[str, LLM], oracle: Oracle, speculation: str
+) -> None:
+    batch, expected = [], []
+    for prompt, start, size, least in product(PROMPTS, (0, 3, 8), (1, 2, 4), (0, 6)):
+        whole = oracle.text(prompt, make("nothing", min_tokens=least))
+        text = bytes(token for token in whole if token != EOS).decode()  # a character a token
+        stop = text[start : start + size]
+        stops = [i for i in range(max(1, least), len(text) + 1) if text[:i].endswith(stop)] if stop else []
+        if stops:
+            batch.append((prompt, make("nothing", min_tokens=least, stop=[stop, "never said"])))
+            expected.append((whole[: stops[0]], text[: stops[0] - len(stop)]))
+    assert len(batch) > 40
+    outputs = llms[speculation].generate([prompt for prompt, _ in batch], [params for _, params in batch])
+    assert [(list(o.token_ids), o.text) for o in outputs] == expected
+    assert {o.finish_reason for o in outputs} == {FinishReason.STOP}
+
+
 def test_under_mss_greedy_text_is_the_oracles_and_sampled_text_obeys_its_bans(
     tiny: Tiny, llms: dict[str, LLM], oracle: Oracle
 ) -> None:
