@@ -232,6 +232,7 @@ class Remembered(World):
         return self.rows[model, text].copy()
 
 
+@pytest.mark.slow  # half a minute of enumeration
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("guessers", GUESSERS)
 def test_multistep_sampling_has_the_oracles_law(name, guessers, monkeypatch):

@@ -44,7 +44,7 @@ def attended(layer: Layer, backend: AttentionBackend, *rows: Rows) -> Tensor:
 
 
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("step", [1, 2, 7, 16, 17, 100])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 2, 7, 16, 17, 100])
 def test_a_prompt_in_one_chunk_and_in_several(backend, layer, step, window):
     layer.window = window
     whole = attended(layer, backend, Rows([1] * 300, 0, TABLE, 0))

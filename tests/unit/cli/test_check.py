@@ -36,6 +36,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(check, [*small, *arguments], catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_it_passes_in_words_and_in_json(models: list[str], tmp_path: Path) -> None:
     out = tmp_path / "check.json"
     result = run(*models, "--json", str(out))

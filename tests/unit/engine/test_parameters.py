@@ -291,6 +291,7 @@ def test_a_stop_string_ends_the_oracles_text_at_its_last_character(
     assert {o.finish_reason for o in outputs} == {FinishReason.STOP}
 
 
+@pytest.mark.slow
 def test_under_mss_greedy_text_is_the_oracles_and_sampled_text_obeys_its_bans(
     tiny: Tiny, llms: dict[str, LLM], oracle: Oracle
 ) -> None:

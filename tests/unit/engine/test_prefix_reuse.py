@@ -154,6 +154,7 @@ def traffic(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
     return [*prefix, *rest], params
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     requests=st.lists(traffic(), min_size=3, max_size=9),
