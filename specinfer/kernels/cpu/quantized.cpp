@@ -42,7 +42,6 @@ using Bytes = int8_t __attribute__((vector_size(16)));
 constexpr int64_t kBlock = 16;  // output channels side by side
 constexpr int64_t kGroup = 32;  // inner elements with one int4 scale; inner sizes are padded to it
 constexpr int64_t kGroupBytes = kBlock * kGroup / 2;
-constexpr int kMaxRows = 8;                // of one tile: 16 integer sums, and 16 float sums for int4
 constexpr int64_t kThreadBytes = 1 << 16;  // of weights, or elements of x: worth another thread
 
 // ---- rows -> int8 ----
@@ -269,6 +268,9 @@ struct Int8Weight {
   const float* scales;  // [blocks, 16]
   int64_t blocks;
 
+  static constexpr int kRows = 16;      // of one tile, of whose 32 registers most hold sums
+  static constexpr int kPairRows = 12;  // of one tile of two blocks
+
   static int64_t block_bytes(int64_t inner) { return inner * kBlock; }
 
   // R rows from `row` on, B blocks from `block` on.
@@ -278,22 +280,22 @@ struct Int8Weight {
     const int8_t* a = rows.values.const_data_ptr<int8_t>() + row * inner;
     const uint8_t* from = values + block * inner * kBlock;
     Ints sums[R][B];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 2
       for (int b = 0; b < B; ++b) sums[r][b] = Ints{} + rows.sums.const_data_ptr<int32_t>()[row + r];
     }
     for (int64_t k = 0; k < inner; k += 4) {
       Levels levels[B];
-#pragma GCC unroll 4
+#pragma GCC unroll 2
       for (int b = 0; b < B; ++b) {
         const uint8_t* four = from + (b * inner + k) * kBlock;
         prefetch(four);
         levels[b] = load_levels(four);
       }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int b = 0; b < B; ++b) sums[r][b] = add_products(sums[r][b], levels[b], a + r * inner + k);
       }
     }
@@ -314,94 +316,86 @@ struct Int4Weight {
   const uint8_t* zeros;
   int64_t blocks;
 
+  static constexpr int kRows = 12;  // each takes a register of integer sums and one of float sums
+  static constexpr int kPairRows = 0;
+
   static int64_t block_bytes(int64_t inner) { return inner * kBlock / 2; }
 
   template <int R, int B>
+    requires(B == 1)
   void tile(const Rows& rows, const Output& out, int64_t row, int64_t block) const {
     const int64_t inner = rows.inner, groups = inner / kGroup, first = block * groups;
     const int8_t* a = rows.values.const_data_ptr<int8_t>() + row * inner;
     const float* a_scales = rows.scales.const_data_ptr<float>() + row * groups;
     const int32_t* a_sums = rows.sums.const_data_ptr<int32_t>() + row * groups;
-    Floats total[R][B] = {};
+    Floats total[R] = {};
     for (int64_t g = 0; g < groups; ++g) {
-      Ints sums[R][B];
-#pragma GCC unroll 4
-      for (int b = 0; b < B; ++b) {
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          sums[r][b] = times_zeros(zeros + (first + b * groups + g) * kBlock, a_sums[r * groups + g]);
-        }
-      }
+      Ints sums[R];
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) sums[r] = times_zeros(zeros + (first + g) * kBlock, a_sums[r * groups + g]);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
-        Levels low[B], high[B];
-#pragma GCC unroll 4
-        for (int b = 0; b < B; ++b) {
-          const uint8_t* eight = levels + (first + b * groups + g) * kGroupBytes + 64 * j;
-          prefetch(eight);
-          const Levels both = load_levels(eight);
-          low[b] = both << 4;
-          high[b] = both & 0xf0;
-        }
-#pragma GCC unroll 8
+        const uint8_t* eight = levels + (first + g) * kGroupBytes + 64 * j;
+        prefetch(eight);
+        const Levels both = load_levels(eight), low = both << 4, high = both & 0xf0;
+#pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          const int8_t* eight = a + r * inner + g * kGroup + 8 * j;
-#pragma GCC unroll 4
-          for (int b = 0; b < B; ++b) sums[r][b] = add_products(sums[r][b], low[b], eight);
-#pragma GCC unroll 4
-          for (int b = 0; b < B; ++b) sums[r][b] = add_products(sums[r][b], high[b], eight + 4);
+          const int8_t* of_row = a + r * inner + g * kGroup + 8 * j;
+          sums[r] = add_products(add_products(sums[r], low, of_row), high, of_row + 4);
         }
       }
-#pragma GCC unroll 4
-      for (int b = 0; b < B; ++b) {
-        const Floats of_channels = load_halves(scales + (first + b * groups + g) * kBlock);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const Floats scale = of_channels * a_scales[r * groups + g];
-          total[r][b] += __builtin_convertvector(sums[r][b], Floats) * scale;
-        }
+      const Floats of_channels = load_halves(scales + (first + g) * kBlock);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        total[r] += __builtin_convertvector(sums[r], Floats) * (of_channels * a_scales[r * groups + g]);
       }
     }
-    for (int r = 0; r < R; ++r) {
-      for (int b = 0; b < B; ++b) out.store(row + r, block + b, total[r][b]);
-    }
+    for (int r = 0; r < R; ++r) out.store(row + r, block, total[r]);
   }
 };
 
 // ---- all rows by all blocks ----
 
-// Two blocks share the activations they load. For few rows it is the weights that take the time, and those come
-// fastest when they are read straight through.
-constexpr int most_blocks(int64_t rows) { return rows <= 2 ? 1 : 2; }
-
-template <typename Weight, int R>
+// R rows by the blocks from `block` to `last`, B at a time.
+template <typename Weight, int B, int R>
 void tile(const Weight& weight, const Rows& rows, const Output& out, int64_t row, int64_t block, int64_t last) {
-  constexpr int B = most_blocks(R);
   for (; block + B <= last; block += B) weight.template tile<R, B>(rows, out, row, block);
-  for (; block < last; ++block) weight.template tile<R, 1>(rows, out, row, block);
+  if constexpr (B > 1) {
+    for (; block < last; ++block) weight.template tile<R, 1>(rows, out, row, block);
+  }
 }
 
-template <typename Weight, size_t... R>
+template <typename Weight, int B, size_t... R>
 constexpr auto tiles_by_rows(std::index_sequence<R...>) {
-  return std::array{tile<Weight, static_cast<int>(R) + 1>...};
+  return std::array{tile<Weight, B, static_cast<int>(R) + 1>...};
 }
 
-template <typename Weight>
-void multiply(const Weight& weight, const Rows& rows, const Output& out) {
-  static constexpr auto tiles = tiles_by_rows<Weight>(std::make_index_sequence<kMaxRows>{});
-  if (rows.count == 0) return;
-  const int64_t count = (rows.count + kMaxRows - 1) / kMaxRows;
+// All rows by all blocks, B blocks and at most MaxRows rows at a time.
+template <typename Weight, int B, int MaxRows>
+void multiply_tiles(const Weight& weight, const Rows& rows, const Output& out) {
+  static constexpr auto tiles = tiles_by_rows<Weight, B>(std::make_index_sequence<MaxRows>{});
+  const int64_t count = (rows.count + MaxRows - 1) / MaxRows;
   const int64_t size = (rows.count + count - 1) / count;  // tiles of nearly the same height
-  const int64_t wide = most_blocks(size);
-  const int64_t grain = kThreadBytes / (wide * Weight::block_bytes(rows.inner)) + 1;
-  at::parallel_for(0, (weight.blocks + wide - 1) / wide, grain, [&](int64_t first, int64_t last) {
-    for (int64_t block = first * wide; block < std::min(last * wide, weight.blocks); block += wide) {
+  const int64_t grain = kThreadBytes / (B * Weight::block_bytes(rows.inner)) + 1;
+  at::parallel_for(0, (weight.blocks + B - 1) / B, grain, [&](int64_t first, int64_t last) {
+    for (int64_t block = first * B; block < std::min(last * B, weight.blocks); block += B) {
       for (int64_t row = 0; row < rows.count; row += size) {
         const int64_t n = std::min(size, rows.count - row);
-        tiles[n - 1](weight, rows, out, row, block, std::min(block + wide, weight.blocks));
+        tiles[n - 1](weight, rows, out, row, block, std::min(block + B, weight.blocks));
       }
     }
   });
+}
+
+// While one tile holds all rows, the weights take the time, and come fastest when they are read straight
+// through. For more rows it is the arithmetic, and two blocks share the activations they load.
+template <typename Weight>
+void multiply(const Weight& weight, const Rows& rows, const Output& out) {
+  if (rows.count == 0) return;
+  if constexpr (Weight::kPairRows > 0) {
+    if (rows.count > Weight::kRows) return multiply_tiles<Weight, 2, Weight::kPairRows>(weight, rows, out);
+  }
+  multiply_tiles<Weight, 1, Weight::kRows>(weight, rows, out);
 }
 
 // ---- ops ----
