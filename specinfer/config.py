@@ -148,6 +148,9 @@ class EngineConfig:
     device: str = "auto"  # auto: the first CUDA device, else the CPU
     quantization: Quantization = "none"  # none: matrices in `dtype`; int8, int4: fewer bits, on the CPU only
     kernels: KernelChoice = "auto"  # auto: native ones on a CPU where they can be built, else PyTorch's
+    batch_invariant: bool | None = (
+        None  # a row's result is the same beside any rows; None: where that is free
+    )
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -160,6 +163,10 @@ class EngineConfig:
         _choice("dtype", self.dtype, get_args(Dtype))
         _choice("kernels", self.kernels, get_args(KernelChoice))
         _choice("quantization", self.quantization, get_args(Quantization))
+        if self.batch_invariant not in (True, False, None):
+            raise ConfigError(
+                f"batch_invariant is {self.batch_invariant!r}; allowed: True, False, None (where it is free)"
+            )
         if not isinstance(self.device, str):
             raise ConfigError(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N")
 

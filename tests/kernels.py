@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Final, Literal
+
 import pytest
 import torch
 
 from specinfer.errors import KernelBuildError
-from specinfer.kernels.choice import TORCH, Kernels, choose_kernels
+from specinfer.kernels.choice import Kernels, choose_kernels
 
-NAMES = ("torch", "native")
+NAMES: Final = ("torch", "native")
 
 
-def kernels(name: str) -> Kernels:
+def kernels(name: Literal["torch", "native"], batch_invariant: bool | None = None) -> Kernels:
     """The kernels called `name` in EngineConfig, on the CPU."""
-    if name == "torch":
-        return TORCH
     try:
-        return choose_kernels("native", torch.device("cpu"))[0]
+        return choose_kernels(name, torch.device("cpu"), batch_invariant=batch_invariant)[0]
     except KernelBuildError as error:
         pytest.skip(f"no native kernels on this machine: {error}")

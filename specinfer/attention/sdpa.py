@@ -10,8 +10,8 @@ torch's CPU kernel makes it: it sums over S keys in an order that depends on S, 
 keys to whole blocks of PAD; it works on blocks of queries, and one of fewer than 4 goes another way through
 its products, so such a block is padded, too; and a node behind siblings has its ancestors at other places
 than a chain would, so a tree in bfloat16 is read path by path, one segment each, as if each were a chain.
-Elsewhere (float32, whose products promise nothing, and GPUs) a tree is one segment, whose mask says who sees
-whom.
+Elsewhere (GPUs, and float32, whose products promise nothing unless they are told to) a tree is one segment,
+whose mask says who sees whom.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ class _Segment:
     sees_TS: NDArray[np.bool_]
 
 
+@dataclass(frozen=True, slots=True)
 class SdpaAttention:
-    """The AttentionBackend that runs everywhere."""
+    """The AttentionBackend that runs everywhere; with `by_paths` it reads every tree path by path."""
 
-    __slots__ = ()
+    by_paths: bool = False
 
     def bind(self, paths: Paths, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Attend:
         """Attention of one pass; masks are made once for all layers."""
         cache = keys[0]
-        by_paths = cache.device.type == "cpu" and cache.dtype is torch.bfloat16
+        by_paths = self.by_paths or (cache.device.type == "cpu" and cache.dtype is torch.bfloat16)
         segments = list(_segments(paths, by_paths=by_paths))
         return _Bound(paths, segments, keys, values)
 

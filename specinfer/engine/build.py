@@ -62,6 +62,8 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     dtype = pick_dtype(config.dtype, device)
     _check_quantization("quantization", config.quantization, device)
     _check_quantization("draft_quantization", config.speculation.draft_quantization, device)
+    if config.batch_invariant and device.type != "cpu":
+        raise ConfigError(f"batch_invariant is True on device {device}; it can be had on the CPU only")
     target = resolve(config.model, progress=show)
     drafts = {
         name: resolve(model, progress=show) for name, model in _draft_names(config.speculation.drafts).items()
@@ -75,7 +77,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     logit_ids = None if kept is None else kept.ids.tolist()
     of_target, of_drafts = config.quantization, config.speculation.draft_quantization
     quantized = {of_target, of_drafts} != {"none"}
-    kernels, lacking = choose_kernels(config.kernels, device, show)
+    kernels, lacking = choose_kernels(config.kernels, device, show, config.batch_invariant)
     if lacking is not None:
         _LOG.warning("native kernels are not used, PyTorch runs instead: %s", lacking)
     elif quantized and (reason := slow_products(kernels.products)) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -28,28 +28,35 @@ class Kernels:
     attention: AttentionBackend
     scan: Scan
     products: Products  # of quantized weights
+    batch_invariant: bool | None = None  # as EngineConfig has it
 
 
 TORCH: Final = Kernels(TorchOps(), SdpaAttention(), NUMPY, TorchProducts())
 
 
 def choose_kernels(
-    wanted: KernelChoice, device: torch.device, progress: Progress | None = None
+    wanted: KernelChoice,
+    device: torch.device,
+    progress: Progress | None = None,
+    batch_invariant: bool | None = None,
 ) -> tuple[Kernels, str | None]:
     """The kernels for `device`, and why they are the twins where native ones were to be had; else None.
 
-    Compiles the native ones on first use. With "native", raises ConfigError on another device than a CPU and
-    KernelBuildError where they cannot be built.
+    Compiles the native ones on first use; `batch_invariant` is EngineConfig's. With "native", raises
+    ConfigError on another device than a CPU and KernelBuildError where they cannot be built.
     """
     if wanted == "native" and device.type != "cpu":
         raise ConfigError(f"kernels is 'native' on device {device}; allowed there: auto, torch")
+    twins = replace(
+        TORCH, attention=SdpaAttention(by_paths=bool(batch_invariant)), batch_invariant=batch_invariant
+    )
     if wanted == "torch" or device.type != "cpu":
-        return TORCH, None
+        return twins, None
     try:
         load_library(progress)
     except KernelBuildError as error:
         if wanted == "native":
             raise
-        return TORCH, str(error)
+        return twins, str(error)
     products = NativeProducts(onednn=torch.cpu._is_amx_tile_supported())
-    return Kernels(NativeOps(), NativeAttention(), NativeScan(), products), None
+    return Kernels(NativeOps(), NativeAttention(), NativeScan(), products, batch_invariant), None

@@ -43,6 +43,11 @@ class LanguageModel(Protocol):
         """What computes between its products; whoever runs it brings attention from here."""
         ...
 
+    @property
+    def lone_row_differs(self) -> bool:
+        """Whether a row alone rounds differently than beside others, so that it should be run as two."""
+        ...
+
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, logit_rows: Tensor | None = None
     ) -> Tensor:
@@ -71,6 +76,11 @@ class Weights(Protocol):
         """What the model is to compute with between its products."""
         ...
 
+    @property
+    def lone_row_differs(self) -> bool:
+        """Whether its products of one row round differently than those of several."""
+        ...
+
     def tensor(self, *names: str) -> Tensor:
         """The tensor of that name; several are stacked along the first dimension."""
         ...
@@ -92,6 +102,7 @@ class Decoder:
         self.dtype = weights.dtype
         self.device = weights.device
         self.kernels = weights.kernels
+        self.lone_row_differs = weights.lone_row_differs
         # The largest matrices come first: their unpacked copies are then gone before the layers are here.
         self._embedding_VD = weights.tensor("model.embed_tokens.weight")
         # A packed copy of tied embeddings costs V * D * 2 bytes, and pays: SmolLM2's head (49152 x 576, bf16)

@@ -212,6 +212,9 @@ class _FileWeights:
         self.dtype = dtype
         self.device = device
         self.kernels = kernels
+        self.lone_row_differs = (
+            quantized is None and packs(dtype, device) and kernels.batch_invariant is not False
+        )
         self._file = file
         self._shapes = file.shapes
         self._progress = progress
@@ -251,7 +254,7 @@ class _FileWeights:
         weight = kept if kept is not None else self.tensor(*matrices)
         if self._logit_ids is not None and output_layer:
             weight = weight[torch.tensor(self._logit_ids, device=self.device)]
-        return make_linear(weight, b)
+        return make_linear(weight, b, batch_invariant=bool(self.kernels.batch_invariant))
 
     def _quantized_linear(
         self, quantized: _Quantized, names: Sequence[str], bias: Tensor | None, output_layer: bool

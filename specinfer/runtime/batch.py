@@ -9,8 +9,8 @@ A chunk of a prompt, a whole tree, a prompt followed by a tree, and the frontier
 are all of this form. Node i of a tree lies at cache position root + i and stands in its text at root + depth.
 
 A row's result must not depend on the rows beside it, or greedy text would change where two logits are close.
-Attention sees to it path by path; but a product of one row takes another kernel than a product of several,
-with other roundings, so one row is run as two.
+Attention sees to it path by path; but some products of one row take another kernel than those of several,
+with other roundings, and there one row is run as two.
 """
 
 from __future__ import annotations
@@ -58,8 +58,13 @@ def chain_rows(token_ids: Sequence[int], start: int, block_table: Sequence[int],
     return Rows(token_ids, start, block_table, n - 1 if logits else n)
 
 
-def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) -> ModelBatch:
-    """The batch of `rows`, in order; paths stay in host memory, for the attention backend to place."""
+def build_batch(
+    rows: Sequence[Rows], *, block_size: int, device: torch.device, lone_as_two: bool = False
+) -> ModelBatch:
+    """The batch of `rows`, in order; paths stay in host memory, for the attention backend to place.
+
+    With `lone_as_two` a single row is run as two, and so is a single row of logits.
+    """
     token_ids = [token for part in rows for token in part.token_ids]
     wanted: list[int] = []
     first = 0
@@ -69,9 +74,9 @@ def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) 
         first = behind
     paths = _joined([_paths_of(part, block_size) for part in rows])
     num_logits, every_row = len(wanted), len(wanted) == len(token_ids)
-    if len(token_ids) == 1:
+    if lone_as_two and len(token_ids) == 1:
         token_ids, paths, every_row = token_ids * 2, _twice(paths), True
-    elif num_logits == 1:
+    elif lone_as_two and num_logits == 1:
         wanted *= 2
     positions = paths.shared_T + np.diff(paths.tail_ends) - 1
     return ModelBatch(

@@ -35,7 +35,7 @@ def test_native_kernels_run_on_a_cpu() -> None:
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_the_twins_run_and_the_reason_is_told() -> None:
     chosen, lacking = choose_kernels("auto", CPU)
-    assert chosen is TORCH
+    assert chosen == TORCH
     assert lacking == "no C++ compiler: no-such-compiler not found; install one or set CXX"
 
 

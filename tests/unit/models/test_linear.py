@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from specinfer.models.linear import PackedLinear, PlainLinear, make_linear, packs
+from specinfer.models.linear import BlockLinear, PackedLinear, PlainLinear, make_linear, packs
 
 CPU = torch.device("cpu")
 needs_packing = pytest.mark.skipif(
@@ -48,13 +48,38 @@ def test_packing_does_not_keep_the_source():
     assert alive() is None
 
 
-@needs_packing
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(("out", "inner"), [(96, 576), (64, 8960)])
-def test_a_row_does_not_depend_on_the_rows_beside_it(out, inner):
-    """Bit for bit from two rows on; one row alone may differ, which is why runtime/batch runs it twice."""
-    linear = make_linear(random(out, inner, dtype=torch.bfloat16))
-    x = random(64, inner, dtype=torch.bfloat16, seed=1)
+def test_packed_rows_do_not_depend_on_the_rows_beside_them(out, inner, batch_invariant):
+    """Bit for bit from two rows on; one row alone may differ, which is why runtime/batch runs it as two.
+
+    Up to 32 rows, whatever is asked; for any number if it is asked.
+    """
+    if not packs(torch.bfloat16, CPU):
+        pytest.skip("this CPU has no bf16 products in oneDNN")
+    linear = make_linear(random(out, inner, dtype=torch.bfloat16), batch_invariant=batch_invariant)
+    rows = 300 if batch_invariant else 32
+    x = random(rows, inner, dtype=torch.bfloat16, seed=1)
     whole = linear(x)
-    for step in (2, 3, 16, 33):
-        parts = [linear(x[first : first + step]) for first in range(0, 64 // step * step, step)]
-        assert torch.equal(torch.cat(parts), whole[: 64 // step * step]), f"{step} rows at a time"
+    for step in (2, 3, 16, 33, 65, 257):
+        parts = [linear(x[first : first + step]) for first in range(0, rows // step * step, step)]
+        assert torch.equal(torch.cat([*parts, whole[rows // step * step :]]), whole), f"{step} rows at a time"
+
+
+@pytest.mark.parametrize(("out", "inner"), [(96, 576), (64, 8960)])
+def test_rows_of_any_product_can_be_made_independent(out, inner):
+    linear = make_linear(random(out, inner, dtype=torch.float32), batch_invariant=True)
+    assert isinstance(linear, BlockLinear)
+    x = random(130, inner, dtype=torch.float32, seed=1)
+    whole = linear(x)
+    for step in (1, 2, 3, 5, 16, 17, 33, 64, 129):
+        assert torch.equal(torch.cat([linear(part) for part in x.split(step)]), whole), (
+            f"{step} rows at a time"
+        )
+
+
+@needs_packing
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 11, 64])
+def test_rows_in_parts_are_no_other_rows(rows):
+    weight, x = random(32, 64, dtype=torch.bfloat16), random(rows, 64, dtype=torch.bfloat16, seed=1)
+    assert torch.equal(PackedLinear(weight, rows=5)(x), PackedLinear(weight)(x))

@@ -1,4 +1,4 @@
-"""A row's logits are the same to the last bit alone, among the rows of a tree, and in a batch (bf16, CPU)."""
+"""A row's logits are the same to the last bit alone, among the rows of a tree, and in a batch (CPU)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,18 @@ CPU = torch.device("cpu")
 TREE = 12  # a root and eleven children
 LENGTHS = range(12, 620, 17)  # of the text; trees cross every multiple of 64 and of 512 somewhere
 
-pytestmark = pytest.mark.skipif(
-    not packs(torch.bfloat16, CPU),
-    reason="this CPU does not multiply bfloat16 natively; no rows are promised",
-)
+# The formats whose rows are independent: bfloat16 as it is where a CPU multiplies it, float32 on demand.
+FORMATS = [
+    pytest.param(
+        torch.bfloat16,
+        None,
+        id="bfloat16",
+        marks=pytest.mark.skipif(
+            not packs(torch.bfloat16, CPU), reason="this CPU does not multiply bfloat16 natively"
+        ),
+    ),
+    pytest.param(torch.float32, True, id="float32"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +41,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def differing_lengths(folder: Path, name: str) -> list[int]:
+def runner_of(folder: Path, name: str, dtype: torch.dtype, batch_invariant: bool | None) -> ModelRunner:
+    chosen = kernels(name, batch_invariant)
+    return ModelRunner(
+        load_model(folder, dtype=dtype, device=CPU, kernels=chosen), num_blocks=4, block_size=1024
+    )
+
+
+def differing_lengths(runner: ModelRunner) -> list[int]:
     """The text lengths at which the root's logits in a tree are not those of the root alone."""
-    model = load_model(folder, dtype=torch.bfloat16, device=CPU, kernels=kernels(name))
-    runner = ModelRunner(model, num_blocks=4, block_size=1024)
     text = [(7 * i * i + 3 * i) % 64 for i in range(1024)]
     runner.forward([chain_rows(text, 0, [1], logits=False)])
     differing = []
@@ -56,15 +69,16 @@ def differing_lengths(folder: Path, name: str) -> list[int]:
     return differing
 
 
+@pytest.mark.parametrize(("dtype", "batch_invariant"), FORMATS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_root_is_the_same_alone_and_in_a_tree_at_every_length(folder: Path, name: str) -> None:
-    assert differing_lengths(folder, name) == []
+def test_a_root_is_the_same_alone_and_in_a_tree_at_every_length(
+    folder: Path, name: str, dtype: torch.dtype, batch_invariant: bool | None
+) -> None:
+    assert differing_lengths(runner_of(folder, name, dtype, batch_invariant)) == []
 
 
-def branching_differs(folder: Path, name: str) -> list[int]:
+def branching_differs(runner: ModelRunner) -> list[int]:
     """The text lengths at which a node of a tree has other logits than the same node of a chain."""
-    model = load_model(folder, dtype=torch.bfloat16, device=CPU, kernels=kernels(name))
-    runner = ModelRunner(model, num_blocks=4, block_size=1024)
     text = [(7 * i * i + 3 * i) % 64 for i in range(1024)]
     #  0 - 1 - 2 -+- 3 - 6 - 9      three branches; the text goes down the middle one
     #             +- 4 - 7 - 10
@@ -87,11 +101,15 @@ def branching_differs(folder: Path, name: str) -> list[int]:
     return differing
 
 
+@pytest.mark.parametrize(("dtype", "batch_invariant"), FORMATS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_node_is_the_same_in_a_tree_and_in_a_chain(folder: Path, name: str) -> None:
-    assert branching_differs(folder, name) == []
+def test_a_node_is_the_same_in_a_tree_and_in_a_chain(
+    folder: Path, name: str, dtype: torch.dtype, batch_invariant: bool | None
+) -> None:
+    assert branching_differs(runner_of(folder, name, dtype, batch_invariant)) == []
 
 
-def test_a_smaller_padding_would_be_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_makes_rows_independent_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert differing_lengths(runner_of(folder, "native", torch.float32, None))
     monkeypatch.setattr(sdpa, "PAD", 1)
-    assert differing_lengths(folder, "torch")
+    assert differing_lengths(runner_of(folder, "torch", torch.float32, True))
