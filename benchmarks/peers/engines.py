@@ -29,8 +29,8 @@ class Engine:
         return self.script == OURS
 
 
-# specinfer: every quantization with every way to speculate. The draft is always int4: its trees are as good as
-# in bfloat16 (docs/log.md), and the text is the target's anyway.
+# specinfer: every quantization with every way to speculate. The draft is always int4: its trees are as good
+# as in bfloat16 (docs/log.md), and the text is the target's anyway.
 _QUANTIZATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("bf16", {"dtype": "bfloat16"}),
     "int8": ("int8", {"dtype": "bfloat16", "quantization": "int8"}),
