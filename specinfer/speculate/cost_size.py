@@ -6,6 +6,9 @@ worth its time while that ratio grows.
     tokens   one for every request, and for every node the probability that it becomes text
     seconds  the target's pass at that many rows, and the passes of the drafts
 
+What is computed of prompts takes its time in any case. So a request whose prompt is being read counts as if
+it made a token as the others do: a long step would make every guess look worth its time.
+
 So the nodes of all requests in the batch compete: the likeliest are verified, as many as pay; none where the
 target is bound by arithmetic and nobody is sure, all where rows cost nothing. A node is less likely than its
 parent, so what is chosen are trees. A draft's pass competes in the same way: it is made for the requests for
@@ -47,13 +50,16 @@ class CostSize:
         self._saved = dict.fromkeys(drafts, 0.0)  # seconds each draft may spend without seeming worth it
         self._plan = StepPlan(())
         self._trees: dict[str, TokenTree] = {}  # by request, what was guessed in this step
-        self._spent = 0.0  # seconds of this step's passes of drafts
+        self._rows = 0  # of the target in this step, without any guess
+        self._spent = 0.0  # seconds of this step's passes of drafts, less those its prompts take
 
     def open(self, plan: StepPlan) -> None:
-        """A step begins: nothing is spent or guessed yet."""
+        """A step begins: nothing is guessed yet."""
         self._plan = plan
         self._trees = {}
-        self._spent = 0.0
+        self._rows = sum(entry.end - entry.start for entry in plan.entries)
+        alone, with_prompts = self._target.seconds([len(plan.entries), self._rows])
+        self._spent = float(alone - with_prompts)
 
     def note(self, trees: Sequence[TokenTree]) -> None:
         """Remember what has been guessed so far, by request."""
@@ -82,7 +88,7 @@ class CostSize:
         if free and level < depth.deepest:
             gains = np.array([self._at_level(trees[i], level) for i in free]) * depth.rates()[level]
             hopes = np.array([hope for tree in trees for hope in self._calibration.hopes(tree)[1:]])
-            tokens, rows = len(self._plan.tree_entries), self._rows
+            tokens, rows = len(self._plan.entries), self._rows
             worth = fastest(
                 hopes, tokens, self._spent + self._target.seconds(rows + np.arange(len(hopes) + 1))
             )
@@ -100,7 +106,7 @@ class CostSize:
         self.note(trees)
         entries, fitted = self._plan.tree_entries, list(trees)
         hopes = [self._calibration.hopes(tree) for tree in trees]
-        tokens, rows, free = float(len(entries)), self._rows, list[int]()
+        tokens, rows, free = float(len(self._plan.entries)), self._rows, list[int]()
         for i, (entry, tree) in enumerate(zip(entries, trees, strict=True)):
             if not _has_wishes(entry) and prunable(tree):
                 free.append(i)
@@ -135,11 +141,6 @@ class CostSize:
                     break
                 node = child
 
-    @property
-    def _rows(self) -> int:
-        """The target's rows without any guess."""
-        return sum(entry.end - entry.start for entry in self._plan.entries)
-
     def _levels(
         self, name: str, entries: Sequence[PlanEntry], unread: Sequence[int], *, sampled: bool
     ) -> list[int]:
@@ -152,10 +153,10 @@ class CostSize:
         reached = np.cumprod(draft.rates()[: levels[-1]])
         gains = np.array([self._gains(reached, *pair) for pair in zip(entries, trees, strict=True)])
         known = sum(sum(self._calibration.hopes(tree)[1:]) for tree in trees)
-        tokens = len(self._plan.tree_entries) + known
+        tokens = len(self._plan.entries) + known
         rows = self._rows + sum(tree.num_nodes - 1 for tree in trees)
         # Reading a text is once for all of its steps: this one's share is what it brings of what is left.
-        reading = draft.reading([max(1, tokens - _USUAL_UNREAD) for tokens in unread])
+        reading = draft.reading(np.maximum(unread, _USUAL_UNREAD), _USUAL_UNREAD)
         shares = reading * (1 + gains[:, -1]) / [entry.max_depth + 1 for entry in entries]
         step = self._spent + float(self._target.seconds([rows])[0])
         reads = gains[:, -1] * step > shares * tokens
@@ -169,7 +170,7 @@ class CostSize:
         self._saved[name] += _CURIOSITY * float(seconds[best])
         if best == 0:
             least = int(np.argmin(unread))
-            cost = float(draft.passes(0, [1])[0] + draft.reading(unread)[least])
+            cost = float(draft.passes(0, [unread[least]])[0])
             if self._saved[name] >= cost:
                 self._saved[name] = 0.0
                 chosen[least] = 1

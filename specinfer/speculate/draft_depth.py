@@ -75,6 +75,7 @@ class DraftDepth:
         """Seconds of the pass for `level` with so many requests in it."""
         return self._curve.seconds(np.asarray(requests) * self._frontiers[level])
 
-    def reading(self, unread: Sequence[int]) -> NDArray[np.float64]:
-        """Seconds that reading so many tokens of a text, not just one, adds to a pass."""
-        return self._curve.seconds(unread) - self._curve.seconds([1])
+    def reading(self, unread: NDArray[np.int64], usual: int) -> NDArray[np.float64]:
+        """Seconds that each request with more than `usual` unread tokens adds to a pass for all of them."""
+        together = usual * len(unread)
+        return self._curve.seconds(together + unread - usual) - self._curve.seconds([together])

@@ -90,6 +90,11 @@ def test_rows_of_prompts_count(rows: int, left: int) -> None:
     assert fitted(curve, [SURE], entry(rows=rows)) == [left]
 
 
+@pytest.mark.parametrize("rows", [1, 2, 50])
+def test_a_step_that_is_long_anyway_makes_no_guess_worth_more(rows: int) -> None:
+    assert fitted(DEAR, [SURE, SURE], entry("a", rows=rows), entry("b")) == [1, 1]
+
+
 @pytest.mark.parametrize(
     "wishes", [SpeculationParams(max_nodes=7), SpeculationParams(expansion=Expansion((1, 1, 1)))]
 )
