@@ -20,18 +20,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import psutil
 import torch
 from provenance import default_result, provenance_lines
 from torch import Tensor
 
-from specinfer.config import EngineConfig
+from specinfer.config import EngineConfig, KernelChoice
 from specinfer.engine.build import load_models
 from specinfer.errors import SpecInferError
 from specinfer.hub import resolve
-from specinfer.kernels.choice import choose_kernels
-from specinfer.kernels.quantized import Int4Weight, Int8Weight, Product, Products, int4_bytes, int8_bytes
+from specinfer.kernels.choice import Kernels, choose_kernels
+from specinfer.kernels.quantized import Int4Weight, Int8Weight, Product, int4_bytes, int8_bytes
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.linear import PackedLinear, PlainLinear
 from specinfer.models.quantization import quantize_int4, quantize_int8
@@ -105,7 +106,7 @@ def main() -> None:
             )
         kernels, lacking = choose_kernels(args.kernels, torch.device("cpu"), Silence())
         bandwidth = Bandwidth()
-        products = list(product_rows(config, kernels.products, args.nodes, bandwidth))
+        products = list(product_rows(config, kernels, args.nodes, bandwidth))
         forwards: list[Row] = []
         shares: dict[str, list[Row]] = {}
         for quantization in args.quantization:
@@ -116,6 +117,8 @@ def main() -> None:
         sys.exit(f"error: {error}")
     page = markdown(files.path.stem, args, lacking, products, forwards, shares, bandwidth)
     out: Path = args.out or default_result("kernels", files.path.stem)
+    print(page)
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page)
     measured = {
         "bandwidth": bandwidth.best,
@@ -125,7 +128,6 @@ def main() -> None:
         "operations": {name: [asdict(row) for row in rows] for name, rows in shares.items()},
     }
     out.with_suffix(".json").write_text(json.dumps(measured, indent=1) + "\n")
-    print(page)
 
 
 def arguments() -> argparse.Namespace:
@@ -134,7 +136,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="smollm2-135m", help="folder, GGUF file or name")
     parser.add_argument("--quantization", type=_names, default=["none"], help="of whole forwards: a,b,c")
-    parser.add_argument("--kernels", default="auto", help="auto, native or torch (default auto)")
+    parser.add_argument("--kernels", default="auto", choices=get_args(KernelChoice), help="default auto")
     parser.add_argument("--nodes", type=_counts, default=NODES, help="default 1,2,4,8,16,32,64,128")
     parser.add_argument("--context", type=int, default=200, help="tokens of text before the tree")
     parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or 1)
@@ -166,12 +168,12 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def product_rows(
-    config: ModelConfig, products: Products, nodes: Sequence[int], bandwidth: Bandwidth
+    config: ModelConfig, kernels: Kernels, nodes: Sequence[int], bandwidth: Bandwidth
 ) -> Iterator[Row]:
     """Every matrix, kept in every way, times 1 to 128 rows."""
     for matrix, (outputs, inputs) in matrices(config).items():
         weight = torch.empty(outputs, inputs, dtype=torch.bfloat16).uniform_(-0.05, 0.05)
-        for kept in ways_to_keep(weight, products, output_layer=matrix == "head"):
+        for kept in ways_to_keep(weight, kernels, output_layer=matrix == "head"):
             copies = [kept.copy() for _ in range(max(2, round(STREAMED / kept.size)))]
             bandwidth.measure()
             times = {}
@@ -182,15 +184,17 @@ def product_rows(
             yield Row(f"{matrix} {outputs} x {inputs}, {kept.name}", times, kept.size)
 
 
-def ways_to_keep(weight: Tensor, products: Products, *, output_layer: bool) -> Iterator[Kept]:
+def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Iterator[Kept]:
     """A bf16 matrix in every form a model can have it in; an output layer is never int4."""
     yield Kept("bf16 plain", lambda: PlainLinear(weight.clone()), weight.nbytes)
     yield Kept("bf16 packed", lambda: PackedLinear(weight.clone()), weight.nbytes)
+    if (tiled := kernels.bfloat16) is not None:
+        yield Kept("bf16 native", lambda: tiled(weight, None), weight.nbytes)
     parts = weight.split(PART)
     int8 = quantize_int8(part.float() for part in parts)
 
     def int8_copy() -> Product:
-        return products.int8(Int8Weight(*(tensor.clone() for tensor in int8)), None)
+        return kernels.products.int8(Int8Weight(*(tensor.clone() for tensor in int8)), None)
 
     yield Kept("int8", int8_copy, int8_bytes(*weight.shape))
     if output_layer:
@@ -198,7 +202,7 @@ def ways_to_keep(weight: Tensor, products: Products, *, output_layer: bool) -> I
     int4 = quantize_int4(part.float() for part in parts)
 
     def int4_copy() -> Product:
-        return products.int4(Int4Weight(*(tensor.clone() for tensor in int4)), None, len(weight))
+        return kernels.products.int4(Int4Weight(*(tensor.clone() for tensor in int4)), None, len(weight))
 
     yield Kept("int4", int4_copy, int4_bytes(*weight.shape))
 

@@ -79,6 +79,7 @@ def main() -> None:
     task = Task(target.path, draft, prompts, args.max_tokens, rounds, args.threads)
     settings = {
         "model": target.path.stem,
+        "model_bytes": target.path.stat().st_size,
         "draft": draft.stem if draft is not None else None,
         "datasets": [Path(dataset.name).stem for dataset in datasets],
         "num_prompts": len(prompts),

@@ -15,6 +15,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,8 @@ def _texts(
     """Prompts and answers, as token ids."""
     tokenizer = models.tokenizer
     with dataset.open(encoding="utf-8") as file:
-        for _ in range(limit):
-            row = json.loads(next(file))
+        for line in islice(file, limit):
+            row = json.loads(line)
             prompt = list(tokenizer.encode_chat([{"role": "user", "content": row["prompt"]}]))
             answer = list(tokenizer.encode(row["reference"]))
             yield prompt[: max_tokens - 1], answer[: max_tokens - min(len(prompt), max_tokens - 1)]
@@ -96,7 +97,7 @@ def _row(models: dict[str, LanguageModel], prompt: list[int], answer: list[int])
         law = torch.from_numpy(logits).log_softmax(-1)
         base = law if base is None else base
         found[kind] = {
-            "nats": -law.gather(1, torch.tensor(answer)[:, None]).double().sum().item(),
+            "nats": -law.gather(1, torch.tensor(answer, dtype=torch.int64)[:, None]).double().sum().item(),
             "divergence": (base.exp() * (base - law)).double().sum().item(),
         }
     return found

@@ -163,7 +163,7 @@ class EngineConfig:
         _choice("dtype", self.dtype, get_args(Dtype))
         _choice("kernels", self.kernels, get_args(KernelChoice))
         _choice("quantization", self.quantization, get_args(Quantization))
-        if self.batch_invariant not in (True, False, None):
+        if self.batch_invariant is not None and not isinstance(self.batch_invariant, bool):
             raise ConfigError(
                 f"batch_invariant is {self.batch_invariant!r}; allowed: True, False, None (where it is free)"
             )

@@ -6,11 +6,26 @@ A row's result is a function of its own path, to the last bit, whatever rows are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from specinfer.attention.backend import Attend, Heads, Paths, Rotation
+
+_MOST_ELEMENTS: Final = 512  # of a head
+_MOST_GROUP: Final = 96  # query heads that share a key-value head
+
+
+def unsupported(head_dim: int, group: int, dtype: torch.dtype) -> str | None:
+    """Why native attention cannot serve such heads, `group` of them to a key-value head; else None."""
+    if head_dim > _MOST_ELEMENTS:
+        return f"heads have {head_dim} elements; it takes at most {_MOST_ELEMENTS}"
+    if dtype is torch.bfloat16 and head_dim % 2:
+        return f"heads have {head_dim} elements; in bfloat16 it takes an even number"
+    if group > _MOST_GROUP:
+        return f"{group} query heads share a key-value head; it takes at most {_MOST_GROUP}"
+    return None
 
 
 class NativeAttention:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specinfer.config import CacheConfig, EngineConfig, Quantization, SchedulerConfig, SpeculationConfig
+from specinfer.attention.native import NativeAttention, unsupported
+from specinfer.attention.sdpa import SdpaAttention
+from specinfer.config import EngineConfig, Quantization, SpeculationConfig
 from specinfer.engine.admission import Admission
 from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
@@ -62,6 +64,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     dtype = pick_dtype(config.dtype, device)
     _check_quantization("quantization", config.quantization, device)
     _check_quantization("draft_quantization", config.speculation.draft_quantization, device)
+    _check_drafts(config.speculation)
     if config.batch_invariant and device.type != "cpu":
         raise ConfigError(f"batch_invariant is True on device {device}; it can be had on the CPU only")
     target = resolve(config.model, progress=show)
@@ -83,13 +86,19 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     elif quantized and (reason := slow_products(kernels.products)) is not None:
         _LOG.warning("quantized products give the same text here, but slowly: %s", reason)
     sizes = {target.name: estimate_bytes(target.path, dtype, device, of_target)}
-    sizes |= {f.name: estimate_bytes(f.path, dtype, device, of_drafts) for f in drafts.values()}
+    sizes |= {
+        f"{name} {f.name}": estimate_bytes(f.path, dtype, device, of_drafts) for name, f in drafts.items()
+    }
     memory.check_weights_fit(sizes, device)
+
+    def fitting(files: ModelFiles) -> Kernels:
+        return _with_attention(kernels, files, dtype, must=config.kernels == "native")
+
     return Models(
-        target=_load(target, dtype, device, show, kernels, of_target),
+        target=_load(target, dtype, device, show, fitting(target), of_target),
         tokenizer=tokenizer,
         drafts={
-            name: _load(files, dtype, device, show, kernels, of_drafts, logit_ids)
+            name: _load(files, dtype, device, show, fitting(files), of_drafts, logit_ids)
             for name, files in drafts.items()
         },
         draft_vocabulary=kept,
@@ -127,26 +136,26 @@ def build_engine(
     def runner(model: LanguageModel) -> ModelRunner:
         return ModelRunner(model, num_blocks=blocks, block_size=config.cache.block_size)
 
-    def curve(runner: ModelRunner) -> CostCurve:
-        rows = min(limits.max_step_tokens, blocks * config.cache.block_size)
-        kept = replace(  # everything about a model but its weights' values and what uses it
-            config,
-            model="any",
-            speculation=SpeculationConfig(
-                draft_vocabulary=speculation.draft_vocabulary,
-                draft_quantization=speculation.draft_quantization,
-            ),
-            cache=CacheConfig(),
-            scheduler=SchedulerConfig(),
-        )
-        return cost_curve(runner, max_rows=rows, kept=repr(kept), progress=progress)
+    def curve(runner: ModelRunner, quantization: Quantization, logits: int) -> CostCurve:
+        model = runner.model
+        rows = min(limits.max_step_tokens, blocks * config.cache.block_size, model.config.max_context)
+        kept = f"{quantization}, {logits} logits"
+        return cost_curve(runner, max_rows=rows, kept=kept, progress=progress)
 
     target = runner(models.target)
     guessing = {name: runner(model) for name, model in models.drafts.items()}
     size: TreeSize = FixedSize()
     if speculation.tree_size == "cost":
         shape = speculation.expansion, speculation.draw_rule
-        size = CostSize(curve(target), {name: DraftDepth(curve(r), *shape) for name, r in guessing.items()})
+        vocab = models.target.config.vocab_size
+        named = vocab if models.draft_vocabulary is None else len(models.draft_vocabulary.ids)
+        size = CostSize(
+            curve(target, config.quantization, vocab),
+            {
+                name: DraftDepth(curve(draft, speculation.draft_quantization, named), *shape)
+                for name, draft in guessing.items()
+            },
+        )
     drafts = [
         DraftModel(
             name,
@@ -244,6 +253,27 @@ def _check_quantization(option: str, value: Quantization, device: torch.device) 
             f"{option} is {value!r} on device {device}; quantized products run on the CPU only: "
             f"use device cpu, or {option} none"
         )
+
+
+def _check_drafts(speculation: SpeculationConfig) -> None:
+    for option, unset in (("draft_quantization", "none"), ("draft_vocabulary", None)):
+        value = getattr(speculation, option)
+        if value != unset and not speculation.drafts:
+            raise ConfigError(
+                f"{option} is {value!r}, and no draft model is named; add one to drafts, or leave it out"
+            )
+
+
+def _with_attention(kernels: Kernels, files: ModelFiles, dtype: torch.dtype, *, must: bool) -> Kernels:
+    """`kernels`, with PyTorch's attention where the native one cannot serve a model's heads."""
+    heads = load_config(files.path)
+    reason = unsupported(heads.head_dim, heads.num_heads // heads.num_kv_heads, dtype)
+    if reason is None or not isinstance(kernels.attention, NativeAttention):
+        return kernels
+    if must:
+        raise ConfigError(f"kernels is 'native', whose attention cannot run {files.name}: {reason}; use auto")
+    _LOG.warning("native attention is not used for %s, PyTorch runs instead: %s", files.name, reason)
+    return replace(kernels, attention=SdpaAttention(by_paths=bool(kernels.batch_invariant)))
 
 
 def _draft_names(drafts: tuple[str, ...]) -> dict[str, str]:

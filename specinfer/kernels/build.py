@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from specinfer.errors import KernelBuildError
+from specinfer.hub.resolution import cache_dir
 from specinfer.progress import Progress, Silence
 
 _SOURCES = Path(__file__).parent / "cpu"
@@ -33,17 +34,25 @@ _SHOWN_LINES = 12  # of the compiler's last words
 def load_library(progress: Progress | None = None) -> None:
     """Make torch.ops.specinfer.* callable; compiles them first where that has not been done yet.
 
-    Raises KernelBuildError with the compiler's last lines when there is no compiler or it fails.
+    Raises KernelBuildError with the compiler's last lines when there is no compiler or it fails, and when
+    what it made cannot be loaded.
     """
     load: Callable[[str], None] = torch.ops.load_library
-    load(str(build_library(progress)))
+    library = build_library(progress)
+    try:
+        load(str(library))
+    except OSError as error:
+        raise KernelBuildError(
+            f"{library} cannot be loaded ({error}); delete it, or set SPECINFER_CACHE to a folder from which "
+            "libraries may be loaded"
+        ) from error
 
 
 def build_library(progress: Progress | None = None, cache: Path | None = None) -> Path:
     """The compiled library in `cache` (default: the user's), built there if it is not; raises as above."""
     compiler = _compiler()
     sources = sorted(_SOURCES.glob("*.cpp"))
-    folder = cache or cache_folder()
+    folder = cache or cache_dir() / "kernels"
     library = folder / f"specinfer-kernels-{_fingerprint(compiler)}.so"
     if library.is_file():
         return library
@@ -77,15 +86,6 @@ def _build(compiler: str, sources: Sequence[Path], library: Path, show: Progress
         _run([compiler, "-shared", *map(str, objects), "-o", str(whole), *_link_flags()])
         whole.replace(library)
         show.advance(1)
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: SPECINFER_CACHE, else under XDG_CACHE_HOME or ~/.cache."""
-    own = os.environ.get("SPECINFER_CACHE")
-    if own:
-        return Path(own).expanduser() / "kernels"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "specinfer" / "kernels"
 
 
 def _compiler() -> str:
@@ -143,7 +143,8 @@ def _fingerprint(compiler: str) -> str:
     digest = hashlib.sha256()
     for source in sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    digest.update(" ".join([torch.__version__, *_FLAGS, *_machine_flags()]).encode())
+    binary = [torch.__version__, str(torch.compiled_with_cxx11_abi()), Path(_link_flags()[-1]).name]
+    digest.update(" ".join([*binary, *_FLAGS, *_machine_flags()]).encode())
     digest.update(_run([compiler, "--version"]).encode())
     digest.update(_run([compiler, *_machine_flags(), "-dM", "-E", "-x", "c++", os.devnull]).encode())
     return digest.hexdigest()[:16]

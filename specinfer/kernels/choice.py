@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from specinfer.attention.backend import AttentionBackend
 from specinfer.attention.native import NativeAttention
 from specinfer.attention.sdpa import SdpaAttention
 from specinfer.config import KernelChoice
 from specinfer.errors import ConfigError, KernelBuildError
+from specinfer.kernels.bfloat16 import is_fastest, tiled_product
 from specinfer.kernels.build import load_library
 from specinfer.kernels.ops import NativeOps, Ops, TorchOps
-from specinfer.kernels.quantized import NativeProducts, Products, TorchProducts
+from specinfer.kernels.quantized import NativeProducts, Product, Products, TorchProducts
 from specinfer.kernels.sampling import NativeScan
 from specinfer.progress import Progress
 from specinfer.verify.scan import NUMPY, Scan
@@ -28,6 +31,7 @@ class Kernels:
     attention: AttentionBackend
     scan: Scan
     products: Products  # of quantized weights
+    bfloat16: Callable[[Tensor, Tensor | None], Product] | None = None  # products; None: oneDNN's
     batch_invariant: bool | None = None  # as EngineConfig has it
 
 
@@ -59,4 +63,5 @@ def choose_kernels(
             raise
         return twins, str(error)
     products = NativeProducts(onednn=torch.cpu._is_amx_tile_supported())
-    return Kernels(NativeOps(), NativeAttention(), NativeScan(), products, batch_invariant), None
+    bfloat16 = tiled_product if is_fastest() else None
+    return Kernels(NativeOps(), NativeAttention(), NativeScan(), products, bfloat16, batch_invariant), None

@@ -78,7 +78,7 @@ class Weights(Protocol):
 
     @property
     def lone_row_differs(self) -> bool:
-        """Whether its products of one row round differently than those of several."""
+        """Whether its products of one row may round differently than those of several."""
         ...
 
     def tensor(self, *names: str) -> Tensor:

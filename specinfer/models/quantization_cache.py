@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from specinfer.hub.resolution import cache_dir
 from specinfer.kernels.quantized import Int4Weight, Int8Weight
 
 _VERSION: Final = 1  # of what the numbers mean and how they lie; a file of another is made anew
+_DAY: Final = 86400.0  # seconds
 _HEADER: Final = 1 << 20  # bytes before the first tensor; 80 layers need a tenth of that
 _DTYPES: Final = {"U8": torch.uint8, "I8": torch.int8, "F16": torch.float16, "F32": torch.float32}
 _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
@@ -130,7 +132,10 @@ class NewMatrices:
     def __enter__(self) -> Self:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            number, name = tempfile.mkstemp(dir=self._path.parent, suffix=".partial")
+            self._remove_remains()
+            number, name = tempfile.mkstemp(
+                dir=self._path.parent, prefix=f"{self._path.stem}.", suffix=".partial"
+            )
             self._partial = Path(name)
             self._file = os.fdopen(number, "wb", buffering=0)
             self._file.seek(8 + _HEADER)
@@ -169,6 +174,12 @@ class NewMatrices:
             self._file = None
         except OSError as error:
             self._give_up(error)
+
+    def _remove_remains(self) -> None:
+        """Delete what a killed process left unfinished; nobody writes at a file for a day."""
+        for file in self._path.parent.glob(f"{self._path.stem}.*.partial"):
+            if time.time() - file.stat().st_mtime > _DAY:
+                file.unlink(missing_ok=True)
 
     def _write(self, name: str, tensor: Tensor) -> None:
         if self._file is None:

@@ -212,8 +212,12 @@ class _FileWeights:
         self.dtype = dtype
         self.device = device
         self.kernels = kernels
+        self._tiled = kernels.bfloat16 if dtype is torch.bfloat16 and device.type == "cpu" else None
         self.lone_row_differs = (
-            quantized is None and packs(dtype, device) and kernels.batch_invariant is not False
+            quantized is None
+            and self._tiled is None
+            and packs(dtype, device)
+            and kernels.batch_invariant is not False
         )
         self._file = file
         self._shapes = file.shapes
@@ -254,6 +258,8 @@ class _FileWeights:
         weight = kept if kept is not None else self.tensor(*matrices)
         if self._logit_ids is not None and output_layer:
             weight = weight[torch.tensor(self._logit_ids, device=self.device)]
+        if self._tiled is not None:
+            return self._tiled(weight, b)
         return make_linear(weight, b, batch_invariant=bool(self.kernels.batch_invariant))
 
     def _quantized_linear(

@@ -88,8 +88,9 @@ def cost_curve(
     """The curve of this model on this machine, measured now or before.
 
     Curves are kept in `folder`, by default in the user's cache. `max_rows` is the most rows a pass will have
-    and the cache has room for, `kept` says how weights are kept and multiplied. Writes into the cache's first
-    slots, which nobody may use yet. A folder that cannot be written costs the next start its time, no more.
+    and the cache has room for, `kept` says how weights are kept and how many logits there are. Writes into
+    the cache's first slots, which nobody may use yet. A folder that cannot be written costs the next start
+    its time, no more.
     """
     key = _key(runner.model, max_rows, kept)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
@@ -152,6 +153,7 @@ def _key(model: LanguageModel, max_rows: int, kept: str) -> dict[str, str]:
         "model": hashlib.sha256(repr(model.config).encode()).hexdigest(),
         "dtype": str(model.dtype),
         "kept": kept,
+        "kernels": f"{type(model.kernels.ops).__name__}, batch invariant: {model.kernels.batch_invariant}",
         "max_rows": str(min(max_rows, max(_SIZES))),
         "device": _device_name(model.device),
         "threads": str(torch.get_num_threads()),
@@ -206,8 +208,11 @@ def _write(file: Path, key: Key, curve: CostCurve) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, partial = tempfile.mkstemp(dir=file.parent, suffix=".partial")
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-        os.replace(partial, file)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as out:
+                out.write(text)
+            os.replace(partial, file)
+        finally:
+            Path(partial).unlink(missing_ok=True)
     except OSError:
         return  # read-only or full: measured anew at the next start

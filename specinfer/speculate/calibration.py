@@ -77,7 +77,7 @@ def match_confidence(tokens: int) -> float:
 
 
 def _level(confidence: float) -> int:
-    if confidence <= 0 or confidence >= 1:
+    if not 0 < confidence < 1:  # nor if it is no number
         return _LEVELS if confidence >= 1 else -_LEVELS
     return max(-_LEVELS, min(_LEVELS, round(math.log(confidence / (1 - confidence)))))
 

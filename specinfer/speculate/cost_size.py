@@ -86,7 +86,7 @@ class CostSize:
         free = [i for i, e in enumerate(entries) if not _has_wishes(e) and not depth.samples(e)]
         goes_on = [True] * len(entries)
         if free and level < depth.deepest:
-            gains = np.array([self._at_level(trees[i], level) for i in free]) * depth.rates()[level]
+            gains = np.array([self._by_level(trees[i], level)[-1] for i in free]) * depth.rates()[level]
             hopes = np.array([hope for tree in trees for hope in self._calibration.hopes(tree)[1:]])
             tokens, rows = len(self._plan.entries), self._rows
             worth = fastest(
@@ -178,17 +178,15 @@ class CostSize:
 
     def _gains(self, reached: NDArray[np.floating], entry: PlanEntry, tree: TokenTree) -> NDArray[np.float64]:
         """The tokens that 0, 1, ... levels add to those an entry's tree is expected to bring already."""
-        known = [self._at_level(tree, level) for level in range(1, len(reached) + 1)]
-        added = reached * np.maximum(0.0, 1.0 - np.array(known))
+        added = reached * np.maximum(0.0, 1.0 - self._by_level(tree, len(reached)))
         added[entry.max_depth :] = 0.0
         return np.concatenate([[0.0], np.cumsum(added)])
 
-    def _at_level(self, tree: TokenTree, level: int) -> float:
-        """The probability that one of a tree's nodes of that depth becomes text."""
-        if tree.num_nodes == 1:
-            return 0.0
-        hopes = self._calibration.hopes(tree)
-        return sum(hope for hope, depth in zip(hopes, tree.depths(), strict=True) if depth == level)
+    def _by_level(self, tree: TokenTree, levels: int) -> NDArray[np.float64]:
+        """The probability that one of a tree's nodes of depth 1, 2, ... becomes text, [levels]."""
+        sums = np.zeros(max(tree.num_nodes, levels) + 1)
+        np.add.at(sums, tree.depths(), self._calibration.hopes(tree))
+        return sums[1 : levels + 1]
 
 
 def fastest(hopes: NDArray[np.float64], tokens: float, seconds: NDArray[np.float64]) -> NDArray[np.bool_]:

@@ -88,6 +88,7 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         ({"device": 0}, "device is 0; allowed: auto, cpu, cuda, cuda:N"),
         ({"verifier": "naive"}, "verifier is 'naive'; allowed: coupled, mss"),
         ({"tree_size": 7}, "tree_size is 7; allowed: cost, fixed"),
+        ({"batch_invariant": 1}, "batch_invariant is 1; allowed: True, False, None (where it is free)"),
         ({"batch_invariant": "on"}, "batch_invariant is 'on'; allowed: True, False, None (where it is free)"),
         (
             {"draw": "iid"},

@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <new>
@@ -143,8 +144,8 @@ template <int D, size_t... I>
   each<kLanes / 2>([&](auto n) {
     constexpr int i = n / D * 2 * D + n % D;
     const Words a = v[i], b = v[i + D];
-    v[i] = __builtin_shufflevector(a, b, (I & D ? kLanes + I - D : I)...);
-    v[i + D] = __builtin_shufflevector(a, b, (I & D ? kLanes + I : I + D)...);
+    v[i] = specinfer::shuffle<(I & D ? kLanes + I - D : I)...>(a, b);
+    v[i + D] = specinfer::shuffle<(I & D ? kLanes + I : I + D)...>(a, b);
   });
 }
 
@@ -354,7 +355,7 @@ class Worker {
     float* const scores = scores_.get() + r * kBlock;
     T* const weights = weights_.get() + r * kBlock;
     if (from >= kBlock || to <= 0) {
-      std::fill_n(weights, kBlock, T(0.0f));
+      std::memset(weights, 0, kBlock * sizeof(T));  // they are read as words
       return;
     }
     using Ints = int32_t __attribute__((vector_size(64)));
@@ -440,6 +441,7 @@ template <typename T>
 void run_tasks(const std::vector<Task>& tasks, const Shape& shape, const Paths& paths, const at::Tensor& q,
                const at::Tensor& k_cache, const at::Tensor& v_cache, at::Tensor& out, float scale,
                int64_t window) {
+  if (tasks.empty()) return;
   double work = 0;
   for (const Task& task : tasks) work += task.work;
   const auto workers = std::clamp<int64_t>(static_cast<int64_t>(work / kThreadWork), 1,
@@ -476,6 +478,9 @@ at::Tensor tree_attention(const at::Tensor& q, const at::Tensor& k_cache, const 
   check_ints(shared, rows, "shared");
   check_ints(tail_ends, rows + 1, "tail_ends");
   check_ints(tails, 0, "tails");
+  for (const int32_t slot : c10::ArrayRef<int32_t>(slots.const_data_ptr<int32_t>(), slots.numel())) {
+    TORCH_CHECK(0 <= slot && slot < k_cache.size(0), "slot ", slot, " of a cache of ", k_cache.size(0));
+  }
   Shape shape{};
   shape.heads = q.size(1);
   shape.kv_heads = k_cache.size(1);

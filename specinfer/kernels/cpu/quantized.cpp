@@ -25,7 +25,7 @@
 #include <utility>
 #include <vector>
 
-#include "vector.h"
+#include "products.h"
 
 #if defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define SPECINFER_VNNI 1
@@ -34,15 +34,17 @@
 namespace {
 
 using specinfer::BFloat16;
+using specinfer::kBlock;
+using specinfer::kThreadBytes;
+using specinfer::Output;
+using specinfer::prefetch;
 using specinfer::Floats;
 using specinfer::Words;
 using Ints = int32_t __attribute__((vector_size(64)));
 using Bytes = int8_t __attribute__((vector_size(16)));
 
-constexpr int64_t kBlock = 16;  // output channels side by side
 constexpr int64_t kGroup = 32;  // inner elements with one int4 scale; inner sizes are padded to it
 constexpr int64_t kGroupBytes = kBlock * kGroup / 2;
-constexpr int64_t kThreadBytes = 1 << 16;  // of weights, or elements of x: worth another thread
 
 // ---- rows -> int8 ----
 
@@ -69,22 +71,30 @@ Group load_group(const T* x, int64_t n) {
   return {specinfer::load(x, n), specinfer::load(x + kBlock, std::max<int64_t>(0, n - kBlock))};
 }
 
-// Calls f(lane -> its partner, lane has the bit) for each bit of a lane's number, highest first.
+// Calls f(bit) for each bit of a lane's number, highest first.
 template <typename F>
 void for_each_bit(const F& f) {
-  constexpr Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   [&]<int... Bit>(std::integer_sequence<int, Bit...>) {
-    (f(lanes ^ Bit, (lanes & Bit) != 0), ...);
+    (f(std::integral_constant<int, Bit>{}), ...);
   }(std::integer_sequence<int, 8, 4, 2, 1>{});
+}
+
+// Each lane's partner: the lane whose number differs from its own in that bit.
+template <int Bit, typename V>
+V partners(V v) {
+  return [&]<size_t... Lane>(std::index_sequence<Lane...>) {
+    return specinfer::shuffle<(Lane ^ Bit)...>(v, v);
+  }(std::make_index_sequence<kBlock>{});
 }
 
 // x H for the 32 x 32 Hadamard matrix H of ones and minus ones.
 Group rotate(Group x) {
   x = {x.low + x.high, x.low - x.high};
-  for_each_bit([&](Ints partner, Ints second) {
-    const Floats sign = second ? specinfer::broadcast(-1.0f) : specinfer::broadcast(1.0f);
-    x.low = specinfer::fma(x.low, sign, __builtin_shuffle(x.low, partner));
-    x.high = specinfer::fma(x.high, sign, __builtin_shuffle(x.high, partner));
+  constexpr Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for_each_bit([&](auto bit) {
+    const Floats sign = (lanes & bit()) != 0 ? specinfer::broadcast(-1.0f) : specinfer::broadcast(1.0f);
+    x.low = specinfer::fma(x.low, sign, partners<bit()>(x.low));
+    x.high = specinfer::fma(x.high, sign, partners<bit()>(x.high));
   });
   return x;
 }
@@ -96,15 +106,15 @@ Words larger(Words most, Floats x) {
 }
 
 float largest(Words most) {
-  for_each_bit([&](Ints partner, Ints) {
-    const Words other = __builtin_shuffle(most, partner);
+  for_each_bit([&](auto bit) {
+    const Words other = partners<bit()>(most);
     most = other > most ? other : most;
   });
   return std::bit_cast<float>(most[0]);
 }
 
 int32_t sum(Ints v) {
-  for_each_bit([&](Ints partner, Ints) { v += __builtin_shuffle(v, partner); });
+  for_each_bit([&](auto bit) { v += partners<bit()>(v); });
   return v[0];
 }
 
@@ -182,36 +192,6 @@ Rows quantize(const at::Tensor& x, bool by_groups) {
   return rows;
 }
 
-// ---- sums -> outputs ----
-
-// Where results go: + bias, in x's dtype.
-struct Output {
-  at::Tensor tensor;
-  const float* bias;  // [channels], or null
-  int64_t channels;
-  bool halves;  // bfloat16
-  void* data;
-
-  Output(const at::Tensor& x, int64_t channels, const std::optional<at::Tensor>& bias)
-      : tensor(at::empty({x.size(0), channels}, x.options())),
-        bias(bias ? bias->const_data_ptr<float>() : nullptr),
-        channels(channels),
-        halves(x.scalar_type() == at::kBFloat16),
-        data(tensor.mutable_data_ptr()) {}
-
-  // The channels from 16 * block on.
-  void store(int64_t row, int64_t block, Floats y) const {
-    const int64_t first = block * kBlock, n = std::min(kBlock, channels - first);
-    if (bias != nullptr) y = y + specinfer::load(bias + first, n);
-    const int64_t at = row * channels + first;
-    if (halves) {
-      specinfer::store(static_cast<BFloat16*>(data) + at, y, n);
-    } else {
-      specinfer::store(static_cast<float*>(data) + at, y, n);
-    }
-  }
-};
-
 // ---- sixteen channels at a time ----
 
 using Levels = uint8_t __attribute__((vector_size(64)));  // four elements of each channel
@@ -258,10 +238,6 @@ inline Floats load_halves(const c10::Half* from) {
 }
 
 // ---- tiles: R rows by B blocks ----
-
-constexpr int64_t kAhead = 4096;  // bytes between what is used and what is asked for
-
-void prefetch(const uint8_t* weights) { __builtin_prefetch(weights + kAhead); }
 
 struct Int8Weight {
   const uint8_t* values;
@@ -354,50 +330,6 @@ struct Int4Weight {
   }
 };
 
-// ---- all rows by all blocks ----
-
-// R rows by the blocks from `block` to `last`, B at a time.
-template <typename Weight, int B, int R>
-void tile(const Weight& weight, const Rows& rows, const Output& out, int64_t row, int64_t block, int64_t last) {
-  for (; block + B <= last; block += B) weight.template tile<R, B>(rows, out, row, block);
-  if constexpr (B > 1) {
-    for (; block < last; ++block) weight.template tile<R, 1>(rows, out, row, block);
-  }
-}
-
-template <typename Weight, int B, size_t... R>
-constexpr auto tiles_by_rows(std::index_sequence<R...>) {
-  return std::array{tile<Weight, B, static_cast<int>(R) + 1>...};
-}
-
-// All rows by all blocks, B blocks and at most MaxRows rows at a time.
-template <typename Weight, int B, int MaxRows>
-void multiply_tiles(const Weight& weight, const Rows& rows, const Output& out) {
-  static constexpr auto tiles = tiles_by_rows<Weight, B>(std::make_index_sequence<MaxRows>{});
-  const int64_t count = (rows.count + MaxRows - 1) / MaxRows;
-  const int64_t size = (rows.count + count - 1) / count;  // tiles of nearly the same height
-  const int64_t grain = kThreadBytes / (B * Weight::block_bytes(rows.inner)) + 1;
-  at::parallel_for(0, (weight.blocks + B - 1) / B, grain, [&](int64_t first, int64_t last) {
-    for (int64_t block = first * B; block < std::min(last * B, weight.blocks); block += B) {
-      for (int64_t row = 0; row < rows.count; row += size) {
-        const int64_t n = std::min(size, rows.count - row);
-        tiles[n - 1](weight, rows, out, row, block, std::min(block + B, weight.blocks));
-      }
-    }
-  });
-}
-
-// While one tile holds all rows, the weights take the time, and come fastest when they are read straight
-// through. For more rows it is the arithmetic, and two blocks share the activations they load.
-template <typename Weight>
-void multiply(const Weight& weight, const Rows& rows, const Output& out) {
-  if (rows.count == 0) return;
-  if constexpr (Weight::kPairRows > 0) {
-    if (rows.count > Weight::kRows) return multiply_tiles<Weight, 2, Weight::kPairRows>(weight, rows, out);
-  }
-  multiply_tiles<Weight, 1, Weight::kRows>(weight, rows, out);
-}
-
 // ---- ops ----
 
 // weight [blocks, inner/4, 16, 4] uint8, scales [blocks * 16] and bias [channels] float32.
@@ -408,7 +340,8 @@ at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& weight, const at::
   TORCH_CHECK(weight.numel() == blocks * kBlock * rows.inner && scales.numel() == blocks * kBlock,
               "int8_linear: a weight of ", weight.numel(), " elements for ", channels, " x ", rows.inner);
   const Output out(x, channels, bias);
-  multiply(Int8Weight{weight.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(), blocks}, rows, out);
+  specinfer::multiply(Int8Weight{weight.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(), blocks},
+                      rows, out);
   return out.tensor;
 }
 
@@ -421,9 +354,9 @@ at::Tensor int4_linear(const at::Tensor& x, const at::Tensor& levels, const at::
                   zeros.numel() == groups * kBlock,
               "int4_linear: a weight of ", levels.numel(), " bytes for ", channels, " x ", rows.inner);
   const Output out(x, channels, bias);
-  multiply(Int4Weight{levels.const_data_ptr<uint8_t>(), scales.const_data_ptr<c10::Half>(),
-                      zeros.const_data_ptr<uint8_t>(), blocks},
-           rows, out);
+  specinfer::multiply(Int4Weight{levels.const_data_ptr<uint8_t>(), scales.const_data_ptr<c10::Half>(),
+                                 zeros.const_data_ptr<uint8_t>(), blocks},
+                      rows, out);
   return out.tensor;
 }
 
@@ -437,6 +370,9 @@ std::tuple<at::Tensor, at::Tensor> int8_rows(const at::Tensor& x) {
 at::Tensor int8_outputs(const at::Tensor& sums, const at::Tensor& row_scales, const at::Tensor& scales,
                         const std::optional<at::Tensor>& bias, const at::Tensor& like) {
   const int64_t count = sums.size(0), channels = sums.size(1);
+  TORCH_CHECK(sums.is_contiguous() && scales.numel() == channels && row_scales.numel() == count &&
+                  like.size(0) == count,
+              "int8_outputs: sums ", sums.sizes(), " for scales ", scales.sizes(), " and rows ", row_scales.sizes());
   const Output out(like, channels, bias);
   const float* from = sums.const_data_ptr<float>();
   const float* of_rows = row_scales.const_data_ptr<float>();

@@ -77,7 +77,8 @@ at::Tensor store_rows(const at::Tensor& qkv, const Norms& norms, const Turn& tur
   T* const q_data = q.mutable_data_ptr<T>();
   T* const k_data = k_cache.mutable_data_ptr<T>();
   T* const v_data = v_cache.mutable_data_ptr<T>();
-  const int64_t grain = std::max<int64_t>(1, kThreadElements / (width * head));
+  // A lone row that is run as two writes its slot twice: from one thread, then.
+  const int64_t grain = std::max<int64_t>(2, kThreadElements / (width * head));
   at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const T* x = from + r * width * head;
@@ -110,6 +111,9 @@ at::Tensor rope_and_store(const at::Tensor& qkv, const std::optional<at::Tensor>
               "qkv must be contiguous rows of whole heads, got ", qkv.sizes(), " for heads of ", head);
   TORCH_CHECK(slots.scalar_type() == at::kInt && slots.is_contiguous() && slots.numel() == qkv.size(0),
               "slots must be int32, one a row, got ", slots.sizes());
+  for (const int32_t slot : c10::ArrayRef<int32_t>(slots.const_data_ptr<int32_t>(), slots.numel())) {
+    TORCH_CHECK(0 <= slot && slot < k_cache.size(0), "slot ", slot, " of a cache of ", k_cache.size(0));
+  }
   for (const auto* weight : {&q_norm, &k_norm}) {
     TORCH_CHECK(!*weight || ((*weight)->numel() == head && (*weight)->is_contiguous() &&
                              (*weight)->scalar_type() == dtype),

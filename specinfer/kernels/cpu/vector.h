@@ -6,6 +6,7 @@
 #pragma once
 
 #include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -46,6 +47,16 @@ inline void store(BFloat16* to, Floats v) {
   const Words rounded = v == v ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : Words{} + 0x7fc0;
   const Halves halves = __builtin_convertvector(rounded, Halves);
   std::memcpy(to, &halves, sizeof halves);
+}
+
+// Lanes of a, and from kLanes on of b.
+template <size_t... I, typename V>
+inline V shuffle(V a, V b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else  // GCC has that one, too, but only since its version 12
+  return __builtin_shuffle(a, b, Words{static_cast<uint32_t>(I)...});
+#endif
 }
 
 // The first n lanes; zeros in the others.
@@ -93,10 +104,10 @@ inline float max(Floats v) {
   return lanes[0];
 }
 
-// e^x to 2 units in the last place; what would leave the normal numbers is held at their ends.
+// e^x to 2 units in the last place; what would leave the normal numbers is held at their ends, a NaN stays one.
 inline Floats exp(Floats x) {
-  x = x < 88.0f ? x : broadcast(88.0f);
-  x = x > -87.0f ? x : broadcast(-87.0f);
+  x = x > 88.0f ? broadcast(88.0f) : x;
+  x = x < -87.0f ? broadcast(-87.0f) : x;
   const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Floats shifted = fma(x, broadcast(1.44269504f), magic);
   const Floats n = shifted - magic;

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from specinfer.attention.backend import AttentionBackend
+from specinfer.attention.native import unsupported
 from specinfer.runtime.batch import Rows
 from tests.kernels import NAMES, kernels
-from tests.unit.attention.paths import Layer, paths_of, scattered
+from tests.unit.attention.paths import BLOCKS, Layer, paths_of, scattered
 
 #      0          with 70 tokens of text before it, 0 among the last of them or all of them at once
 #     / \
@@ -64,3 +65,49 @@ def test_batches(backend: AttentionBackend, rows: list[Rows], window: int | None
 def test_heads(backend, heads, kv_heads, head_dim, extras, dtype, tolerance):
     layer = Layer(heads, kv_heads, head_dim, dtype, **extras)
     check(backend, layer, BATCHES["requests of all kinds"], tolerance)
+
+
+def test_what_is_no_number_stays_none(backend: AttentionBackend) -> None:
+    """A key that overflowed must not pass for a sensible one: the engine looks for it in the logits."""
+    layer = Layer(4, 2, 32)
+    paths = paths_of(Rows([1], 40, scattered(0, 4), 0))
+    qkv, _ = layer.inputs(paths)
+    k, v = layer.caches()
+    k[paths.slots[7], 1] = float("nan")
+    out = backend.bind(paths, [k], [v])(layer.heads, qkv, None).view(1, 4, 32)
+    assert out[:, 2:].isnan().all(), "of the heads that read it"
+    assert out[:, :2].isfinite().all()
+
+
+def test_a_slot_that_is_not_there_is_refused(backend: AttentionBackend) -> None:
+    layer = Layer(2, 1, 16)
+    paths = paths_of(Rows([1, 2], 0, [BLOCKS], 0))  # one block too far
+    k, v = layer.caches()
+    with pytest.raises(
+        (RuntimeError, IndexError), match=r"slot 1024 of a cache of 1024|out of (range|bounds)"
+    ):
+        backend.bind(paths, [k], [v])(layer.heads, torch.zeros(2, 64), None)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "dtype", "reason"),
+    [
+        (64, 8, torch.bfloat16, None),
+        (15, 1, torch.float32, None),
+        (512, 96, torch.bfloat16, None),
+        (15, 1, torch.bfloat16, "heads have 15 elements; in bfloat16 it takes an even number"),
+        (576, 1, torch.float32, "heads have 576 elements; it takes at most 512"),
+        (64, 128, torch.bfloat16, "128 query heads share a key-value head; it takes at most 96"),
+    ],
+)
+def test_heads_that_native_attention_cannot_serve_are_known(
+    head_dim: int, group: int, dtype: torch.dtype, reason: str | None
+) -> None:
+    assert unsupported(head_dim, group, dtype) == reason
+    layer, paths = Layer(group, 1, head_dim, dtype), paths_of(Rows([1], 3, scattered(0, 1), 0))
+    native = kernels("native").attention
+    if reason is None:
+        assert layer.run(native, paths)[0].isfinite().all()
+    else:
+        with pytest.raises(RuntimeError):
+            layer.run(native, paths)

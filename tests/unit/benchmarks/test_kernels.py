@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from specinfer.config import EngineConfig
-from specinfer.kernels.quantized import TorchProducts, int8_bytes
+from specinfer.kernels.choice import TORCH
+from specinfer.kernels.quantized import int8_bytes
 from specinfer.models.decoder import decoder_shapes
 from specinfer.models.weights import load_config
 from tests.tiny_models import write_tiny_llama
@@ -78,7 +79,7 @@ def test_trees_are_binary(bench: ModuleType, nodes: int, parents: list[int]) -> 
 def test_a_model_is_measured_from_products_to_operations(quick: ModuleType, model: Path) -> None:
     args = argparse.Namespace(nodes=NODES, context=20, threads=1, kernels="torch")
     bandwidth = quick.Bandwidth()
-    products = list(quick.product_rows(load_config(model), TorchProducts(), NODES, bandwidth))
+    products = list(quick.product_rows(load_config(model), TORCH, NODES, bandwidth))
     kept = ["bf16 plain", "bf16 packed", "int8", "int4"]
     ways = {"qkv": kept, "o": kept, "gate": kept, "down": kept, "head": kept[:3]}
     named = [(row.name.split(" ")[0], row.name.split(", ")[1]) for row in products]

@@ -73,6 +73,14 @@ def test_slow_products_are_told_in_one_line(folder: Path, caplog: pytest.LogCapt
 def test_quantization_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for option in ("quantization", "draft_quantization"):
-        config = EngineConfig.from_options(str(folder / "target"), {option: "int8", "device": "cuda"})
+        options = {option: "int8", "device": "cuda", "drafts": (str(folder / "target"),)}
+        config = EngineConfig.from_options(str(folder / "target"), options)
         with pytest.raises(ConfigError, match=rf"^{option} is 'int8' on device cuda; .* use device cpu, or "):
             load_models(config)
+
+
+@pytest.mark.parametrize(("option", "value"), [("draft_quantization", "int4"), ("draft_vocabulary", 1000)])
+def test_what_is_said_of_drafts_needs_one(folder: Path, option: str, value: object) -> None:
+    config = EngineConfig.from_options(str(folder / "target"), {option: value, "ngram": True})
+    with pytest.raises(ConfigError, match=f"^{option} is {value!r}, and no draft model is named; add one to"):
+        load_models(config)

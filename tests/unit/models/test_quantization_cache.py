@@ -153,6 +153,20 @@ def test_a_file_takes_the_place_of_an_older_one(file: Path) -> None:
     assert KeptMatrices.open(file, MADE_FROM) is not None
 
 
+def test_what_a_killed_process_left_is_removed_after_a_day(file: Path) -> None:
+    old, fresh, other = (
+        file.with_name(name) for name in (f"{file.stem}.a.partial", f"{file.stem}.b.partial", "x.c.partial")
+    )
+    for left in (old, fresh, other):
+        left.write_bytes(b"half a model")
+    for left in (old, other):
+        os.utime(left, (0, 0))
+    write(file)
+    assert not old.exists()
+    assert fresh.exists()
+    assert other.exists()
+
+
 def test_a_full_disk_costs_the_cache_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -67,6 +67,10 @@ def test_certainty_is_not_taken_at_its_word() -> None:
     assert 0 < hopes[2] < 0.01
 
 
+def test_what_is_no_number_is_not_believed() -> None:
+    assert 0 < Calibration().hopes(chain(float("nan")))[1] < 0.01
+
+
 def test_longer_matches_are_surer() -> None:
     assert [match_confidence(n) for n in (0, 1, 2, 3)] == [0, 0.5, 0.75, 0.875]
     assert match_confidence(16) == match_confidence(99) < 1
