@@ -146,13 +146,12 @@ def build_engine(
     guessing = {name: runner(model) for name, model in models.drafts.items()}
     size: TreeSize = FixedSize()
     if speculation.tree_size == "cost":
-        shape = speculation.expansion, speculation.draw_rule
         vocab = models.target.config.vocab_size
         named = vocab if models.draft_vocabulary is None else len(models.draft_vocabulary.ids)
         size = CostSize(
             curve(target, config.quantization, vocab),
             {
-                name: DraftDepth(curve(draft, speculation.draft_quantization, named), *shape)
+                name: DraftDepth(curve(draft, speculation.draft_quantization, named), speculation.expansion)
                 for name, draft in guessing.items()
             },
         )

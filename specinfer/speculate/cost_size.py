@@ -39,8 +39,8 @@ _USUAL_UNREAD: Final = 2  # tokens a draft reads in every step: the root, and a 
 class CostSize:
     """A TreeSize that weighs what nodes are expected to bring against what they cost.
 
-    Requests that ask for an expansion or a number of nodes get them. Where draws are samples, only the depth
-    of the trees is chosen, and before anything is drawn (the fourth rule of docs/losslessness.md).
+    Requests that ask for an expansion or a number of nodes get them. Sampled draws are never dropped: whether
+    a level is drawn is decided before it is, by what was drawn above it (docs/losslessness.md).
     """
 
     def __init__(self, target: CostCurve, drafts: Mapping[str, DraftDepth]) -> None:
@@ -66,37 +66,35 @@ class CostSize:
         entries = self._plan.tree_entries
         self._trees = {e.request.request_id: tree for e, tree in zip(entries, trees, strict=True)}
 
-    def depths(self, draft: str, entries: Sequence[PlanEntry], unread: Sequence[int]) -> list[int]:
-        """All levels where the first is worth it, or as many as are where `deeper` may not be asked."""
-        depth = self._drafts[draft]
-        sampled = any(depth.samples(entry) for entry in entries)
+    def starts(self, draft: str, entries: Sequence[PlanEntry], unread: Sequence[int]) -> list[bool]:
+        """For those whose first level is worth its pass and the reading, and those with wishes."""
+        starts = [True] * len(entries)
         free = [i for i, entry in enumerate(entries) if not _has_wishes(entry)]
-        levels = self._levels(draft, [entries[i] for i in free], [unread[i] for i in free], sampled=sampled)
-        depths = [entry.max_depth for entry in entries]
-        for i, level in zip(free, levels, strict=True):
-            if sampled or level == 0:
-                depths[i] = level
-        self._spent += float(depth.passes(0, [sum(level > 0 for level in depths)])[0])
-        return depths
+        if free:
+            worth = self._first_level(draft, [entries[i] for i in free], np.array([unread[i] for i in free]))
+            for i, start in zip(free, worth, strict=True):
+                starts[i] = bool(start)
+        self._spent += float(self._drafts[draft].passes(0, [sum(starts)])[0])
+        return starts
 
     def deeper(self, draft: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]) -> list[bool]:
-        """For those whose last level is likely to be right, and those it has been decided for before."""
+        """For those whose last level is likely to be right, and those with wishes."""
         depth = self._drafts[draft]
         level = max(trees[0].depths())
-        free = [i for i, e in enumerate(entries) if not _has_wishes(e) and not depth.samples(e)]
+        free = [i for i, entry in enumerate(entries) if not _has_wishes(entry)]
         goes_on = [True] * len(entries)
         if free and level < depth.deepest:
-            gains = np.array([self._by_level(trees[i], level)[-1] for i in free]) * depth.rates()[level]
-            hopes = np.array([hope for tree in trees for hope in self._calibration.hopes(tree)[1:]])
+            hopes = [self._calibration.hopes(tree) for tree in trees]
+            gains = np.array([_at_depth(level, trees[i], hopes[i]) for i in free]) * depth.rates()[level]
+            candidates = np.array([hope for of_tree in hopes for hope in of_tree[1:]])
             tokens, rows = len(self._plan.entries), self._rows
-            worth = fastest(
-                hopes, tokens, self._spent + self._target.seconds(rows + np.arange(len(hopes) + 1))
-            )
+            seconds = self._spent + self._target.seconds(rows + np.arange(len(candidates) + 1))
+            worth = fastest(candidates, tokens, seconds)
             rows += int(worth.sum())
             more = np.arange(len(free) + 1)
             passes = depth.passes(level, len(entries) - len(free) + more)
             seconds = self._spent + passes + self._target.seconds(rows + more)
-            for i, going in zip(free, fastest(gains, tokens + hopes[worth].sum(), seconds), strict=True):
+            for i, going in zip(free, fastest(gains, tokens + candidates[worth].sum(), seconds), strict=True):
                 goes_on[i] = bool(going)
         self._spent += float(depth.passes(min(level, depth.deepest - 1), [sum(goes_on)])[0])
         return goes_on
@@ -141,52 +139,36 @@ class CostSize:
                     break
                 node = child
 
-    def _levels(
-        self, name: str, entries: Sequence[PlanEntry], unread: Sequence[int], *, sampled: bool
-    ) -> list[int]:
-        """For each entry 0, or the levels that make the step fastest: 1 where others can be decided later."""
-        if not entries:
-            return []
+    def _first_level(
+        self, name: str, entries: Sequence[PlanEntry], unread: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """For which entries a draft's first level makes the step faster, [entries]."""
         draft = self._drafts[name]
-        levels = np.arange((draft.deepest if sampled else 1) + 1)
         trees = [self._trees[entry.request.request_id] for entry in entries]
-        reached = np.cumprod(draft.rates()[: levels[-1]])
-        gains = np.array([self._gains(reached, *pair) for pair in zip(entries, trees, strict=True)])
-        known = sum(sum(self._calibration.hopes(tree)[1:]) for tree in trees)
-        tokens = len(self._plan.entries) + known
+        hopes = [self._calibration.hopes(tree) for tree in trees]
+        known = np.array([_at_depth(1, *pair) for pair in zip(trees, hopes, strict=True)])
+        gains = draft.rates()[0] * np.maximum(0.0, 1.0 - known)
+        tokens = len(self._plan.entries) + sum(sum(of_tree[1:]) for of_tree in hopes)
         rows = self._rows + sum(tree.num_nodes - 1 for tree in trees)
         # Reading a text is once for all of its steps: this one's share is what it brings of what is left.
         reading = draft.reading(np.maximum(unread, _USUAL_UNREAD), _USUAL_UNREAD)
-        shares = reading * (1 + gains[:, -1]) / [entry.max_depth + 1 for entry in entries]
-        step = self._spent + float(self._target.seconds([rows])[0])
-        reads = gains[:, -1] * step > shares * tokens
-        seconds = self._spent + self._target.seconds(rows + levels * int(reads.sum()))
-        for level in range(levels[-1]):
-            requests = int(reads.sum()) * (_USUAL_UNREAD if level == 0 else 1)
-            seconds[level + 1 :] += draft.passes(level, [requests])
-        seconds[1:] += shares[reads].sum()
-        best = int(np.argmax((tokens + gains[reads].sum(axis=0)) / seconds))
-        chosen = np.where(reads, best, 0)
-        self._saved[name] += _CURIOSITY * float(seconds[best])
-        if best == 0:
-            least = int(np.argmin(unread))
-            cost = float(draft.passes(0, [unread[least]])[0])
-            if self._saved[name] >= cost:
-                self._saved[name] = 0.0
-                chosen[least] = 1
-        return [int(level) for level in chosen]
-
-    def _gains(self, reached: NDArray[np.floating], entry: PlanEntry, tree: TokenTree) -> NDArray[np.float64]:
-        """The tokens that 0, 1, ... levels add to those an entry's tree is expected to bring already."""
-        added = reached * np.maximum(0.0, 1.0 - self._by_level(tree, len(reached)))
-        added[entry.max_depth :] = 0.0
-        return np.concatenate([[0.0], np.cumsum(added)])
-
-    def _by_level(self, tree: TokenTree, levels: int) -> NDArray[np.float64]:
-        """The probability that one of a tree's nodes of depth 1, 2, ... becomes text, [levels]."""
-        sums = np.zeros(max(tree.num_nodes, levels) + 1)
-        np.add.at(sums, tree.depths(), self._calibration.hopes(tree))
-        return sums[1 : levels + 1]
+        shares = reading * (1 + gains) / [entry.max_depth + 1 for entry in entries]
+        without = self._spent + float(self._target.seconds([rows])[0])
+        starts = gains * without > shares * tokens
+        requests = int(starts.sum())
+        step = self._spent + float(self._target.seconds([rows + requests])[0])
+        step += float(draft.passes(0, [requests * _USUAL_UNREAD])[0] + shares[starts].sum())
+        worth = (tokens + gains[starts].sum()) / step > tokens / without
+        self._saved[name] += _CURIOSITY * (step if worth else without)
+        if worth:
+            return starts
+        starts[:] = False
+        least = int(np.argmin(unread))
+        cost = float(draft.passes(0, [unread[least]])[0])
+        if self._saved[name] >= cost:
+            self._saved[name] = 0.0
+            starts[least] = True
+        return starts
 
 
 def fastest(hopes: NDArray[np.float64], tokens: float, seconds: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -208,3 +190,8 @@ def _has_wishes(entry: PlanEntry) -> bool:
     """Whether the request itself says how large its trees are."""
     wishes = entry.request.params.speculation
     return wishes.expansion is not None or wishes.max_nodes is not None
+
+
+def _at_depth(depth: int, tree: TokenTree, hopes: Sequence[float]) -> float:
+    """The probability that one of a tree's nodes of that depth becomes text."""
+    return sum(hope for hope, at in zip(hopes, tree.depths(), strict=True) if at == depth)

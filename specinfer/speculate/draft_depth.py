@@ -15,12 +15,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.config import draw_rule
-from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.tree import DrawRule
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.prune import may_drop
 
 _PRIOR_RATE: Final = 0.7  # of the first level, before anything was seen
 _PRIOR: Final = 8.0  # guesses; a level nobody has been to is thought to be like the one above it
@@ -36,11 +32,10 @@ class _Level:
 
 
 class DraftDepth:
-    """One draft model's costs, by `curve`, and how its levels have done; `rule` is how it draws as a rule."""
+    """One draft model's costs, by `curve`, and how the levels of its `expansion` have done."""
 
-    def __init__(self, curve: CostCurve, expansion: Expansion, rule: DrawRule) -> None:
+    def __init__(self, curve: CostCurve, expansion: Expansion) -> None:
         self._curve = curve
-        self._rule = rule
         self._levels = [_Level() for _ in expansion.widths]
         self._frontiers = list(accumulate((1, *expansion.widths[:-1]), mul))  # rows of a request in each pass
 
@@ -48,11 +43,6 @@ class DraftDepth:
     def deepest(self) -> int:
         """The levels of a full tree."""
         return len(self._levels)
-
-    def samples(self, entry: PlanEntry) -> bool:
-        """Whether its draws for the entry would be samples, so that no tree may depend on their values."""
-        params = entry.request.params
-        return not params.greedy and not may_drop(draw_rule(params.speculation.verifier, self._rule))
 
     def learn(self, level: int, hit: bool) -> None:
         """Count whether the guesses at `level`, 0 being the root's children, held the text's next token."""

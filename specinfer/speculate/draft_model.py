@@ -103,11 +103,11 @@ class DraftModel:
                 e,
                 TreeBuilder(e.token_ids[e.end - 1], e.max_nodes),
                 draft_stream(self.name, e.end - 1),
-                limit=min(depth, e.max_depth, self._expansion_for(e).depth, self._max_context - e.end),
+                limit=min(e.max_depth, self._expansion_for(e).depth, self._max_context - e.end),
             )
-            for e, depth in zip(entries, self._depths(entries), strict=True)
+            for e in entries
         ]
-        growing = [g for g in growths if g.wants_more]
+        growing = self._started([g for g in growths if g.wants_more])
         rows = [self._read_text(g) for g in growing]
         while growing:
             logits = self._runner.forward(rows)
@@ -138,10 +138,12 @@ class DraftModel:
                 moves.append(Move(growth.entry.block_table, sources, range(end, end + len(path))))
         self._runner.move(moves)
 
-    def _depths(self, entries: Sequence[PlanEntry]) -> list[int]:
-        """The levels that are worth guessing for each entry."""
+    def _started(self, growths: list[_Growth]) -> list[_Growth]:
+        """Those for which the draft is worth running."""
+        entries = [g.entry for g in growths]
         unread = [entry.end - self._memory_of(entry).cached for entry in entries]
-        return self._size.depths(self.name, entries, unread)
+        worth = self._size.starts(self.name, entries, unread)
+        return [g for g, starts in zip(growths, worth, strict=True) if starts]
 
     def _deeper(self, growing: list[_Growth]) -> list[_Growth]:
         """Those for which another level is worth it."""

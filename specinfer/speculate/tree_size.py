@@ -25,18 +25,14 @@ class TreeSize(Protocol):
         """What has been guessed so far for each of the plan's entries; told before a speculator is asked."""
         ...
 
-    def depths(self, draft: str, entries: Sequence[PlanEntry], unread: Sequence[int]) -> list[int]:
-        """The levels a draft model may guess for each entry, before it guesses any; 0: it is not to be run.
-
-        `unread` counts the tokens of each entry's text the draft's first pass would read. What a draft would
-        guess is not known yet, so its draws may be sampled ones.
-        """
+    def starts(self, draft: str, entries: Sequence[PlanEntry], unread: Sequence[int]) -> list[bool]:
+        """For which entries a draft model is run; its first pass would read `unread` tokens of each text."""
         ...
 
     def deeper(self, draft: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]) -> list[bool]:
-        """For which entries a draft model that has guessed `trees` may go a level deeper.
+        """For which entries a draft model that has guessed `trees`, all of one depth, guesses another level.
 
-        A tree with sampled draws may, since `depths` has decided about it.
+        Sampled draws may be looked at: whether a level is drawn never depends on what it would hold.
         """
         ...
 
@@ -58,9 +54,9 @@ class FixedSize:
     def note(self, trees: Sequence[TokenTree]) -> None:
         """All trees are alike."""
 
-    def depths(self, draft: str, entries: Sequence[PlanEntry], unread: Sequence[int]) -> list[int]:
-        """All levels there may be."""
-        return [entry.max_depth for entry in entries]
+    def starts(self, draft: str, entries: Sequence[PlanEntry], unread: Sequence[int]) -> list[bool]:
+        """For all of them."""
+        return [True] * len(entries)
 
     def deeper(self, draft: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]) -> list[bool]:
         """For all of them."""

@@ -81,6 +81,13 @@ class World:
         return target_law(self.logits(model, text), self.params).dense()
 
 
+class Supports(World):
+    """A world whose target states its laws over their supports, as the engine's does."""
+
+    def law(self, model, text):
+        return target_law(self.logits(model, text), self.params).distribution()
+
+
 @dataclass(frozen=True)
 class Guesser:
     """A speculator of the test: `widths[d]` draws below every node of depth d."""

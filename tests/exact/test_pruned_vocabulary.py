@@ -12,7 +12,7 @@ from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.draws import Site, draw_children
 from specinfer.tree.token_tree import DrawRule, TreeBuilder
 
-from .enumeration import World, distance, own_law, text_law
+from .enumeration import Supports, distance, own_law, text_law
 from .oracles import processed_law
 
 EXACT = 1e-9
@@ -22,13 +22,6 @@ PARAMS = {
     "temperature": SamplingParams(temperature=0.7),
     "truncated": SamplingParams(temperature=1.2, top_k=3, top_p=0.9),
 }
-
-
-class Supports(World):
-    """A world whose target states its laws over their supports, as the engine's does."""
-
-    def law(self, model, text):
-        return draws.target_law(self.logits(model, text), self.params).distribution()
 
 
 class PrunedDraft:

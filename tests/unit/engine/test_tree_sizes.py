@@ -108,7 +108,7 @@ def test_a_request_gets_the_size_it_asks_for(
     assert drafted[1] < 0.5
 
 
-def test_multi_step_sampling_runs_with_depths_chosen_before_anything_is_drawn(
+def test_multi_step_sampling_keeps_what_was_drawn_whatever_a_pass_costs(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(temperature=0.9, seed=2, max_tokens=40)

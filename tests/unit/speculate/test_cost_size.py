@@ -180,31 +180,29 @@ def test_choosing_costs_little() -> None:
     assert (time.perf_counter() - began) / 200 < 1e-3  # a tenth of that where nothing else runs
 
 
-def sized(
-    target: CostCurve,
-    draft: CostCurve,
-    expansion: tuple[int, ...] = (1, 1, 1, 1),
-    rule: DrawRule = DrawRule.POINT_MASS,
-) -> CostSize:
-    return CostSize(target, {"draft": DraftDepth(draft, Expansion(expansion), rule)})
+def sized(target: CostCurve, draft: CostCurve, expansion: tuple[int, ...] = (1, 1, 1, 1)) -> CostSize:
+    return CostSize(target, {"draft": DraftDepth(draft, Expansion(expansion))})
 
 
 def depths(
-    size: CostSize, *entries: PlanEntry, trees: Sequence[TokenTree] | None = None, unread: int = 1
+    size: CostSize,
+    *entries: PlanEntry,
+    trees: Sequence[TokenTree] | None = None,
+    unread: int = 1,
+    rule: DrawRule = DrawRule.POINT_MASS,
 ) -> list[int]:
     """The levels each entry is drafted for, where each guess is one the draft is sure of."""
     size.open(StepPlan(entries))
     size.note(trees or [single_node(7) for _ in entries])
-    limits = size.depths("draft", entries, [unread] * len(entries))
-    reached, going = [0] * len(entries), [i for i, limit in enumerate(limits) if limit > 0]
+    reached = [int(starts) for starts in size.starts("draft", entries, [unread] * len(entries))]
+    going = [i for i, starts in enumerate(reached) if starts]
     while going:
+        grown = [chain(*reached[i] * [0.9], speculator="draft", rule=rule) for i in going]
+        deeper = size.deeper("draft", [entries[i] for i in going], grown)
+        going = [i for i, goes_on in zip(going, deeper, strict=True) if goes_on]
         for i in going:
             reached[i] += 1
-        going = [i for i in going if reached[i] < min(limits[i], 4)]
-        if going:
-            grown = [chain(*reached[i] * [0.9], speculator="draft") for i in going]
-            deeper = size.deeper("draft", [entries[i] for i in going], grown)
-            going = [i for i, goes_on in zip(going, deeper, strict=True) if goes_on]
+        going = [i for i in going if reached[i] < 4]
     return reached
 
 
@@ -232,31 +230,21 @@ QUICK = CostCurve((1, 1000), (0.1, 0.1))
 def test_a_draft_goes_as_deep_as_its_levels_have_been_worth(
     levels: int, draft: CostCurve, depth: int, rule: DrawRule
 ) -> None:
-    size = sized(FREE, draft, rule=rule)
+    size = sized(FREE, draft)
     teach(size, levels)
     mss = SpeculationParams(verifier="mss") if rule is DrawRule.IID else None
-    assert depths(size, entry(temperature=float(mss is not None), wishes=mss)) == [depth]
+    assert depths(size, entry(temperature=float(mss is not None), wishes=mss), rule=rule) == [depth]
 
 
-def test_where_draws_are_samples_the_depth_is_chosen_beforehand() -> None:
-    size = sized(FREE, QUICK, rule=DrawRule.IID)
-    teach(size, 2)
-    plan = entry(temperature=1, wishes=SpeculationParams(verifier="mss"))
-    size.open(StepPlan((plan,)))
-    size.note([single_node(7)])
-    assert size.depths("draft", [plan], [1]) == [2]
-    unsure = chain(0.1, 0.1, speculator="draft", rule=DrawRule.IID)
-    assert size.deeper("draft", [plan], [unsure]) == [True], "and not by what was drawn"
-
-
-def test_where_they_are_not_a_draft_goes_on_below_what_it_is_sure_of() -> None:
+@pytest.mark.parametrize("rule", [DrawRule.POINT_MASS, DrawRule.IID])
+def test_a_draft_goes_on_below_what_it_is_sure_of(rule: DrawRule) -> None:
     size = sized(FREE, CostCurve((1, 4), (0.15, 0.6)))
     entries = [entry("a"), entry("b")]
     size.open(StepPlan(tuple(entries)))
     size.note([single_node(7), single_node(7)])
-    assert min(size.depths("draft", entries, [1, 1])) > 0
+    assert size.starts("draft", entries, [1, 1]) == [True, True]
     #  3.04 tokens in 1.3 s; below the first guess .7 tokens more in .15 s, below the other .04
-    sure, unsure = chain(0.99, speculator="draft"), chain(0.05, speculator="draft")
+    sure, unsure = (chain(confidence, speculator="draft", rule=rule) for confidence in (0.99, 0.05))
     assert size.deeper("draft", entries, [sure, unsure]) == [True, False]
 
 
@@ -290,7 +278,7 @@ def test_who_asks_for_an_expansion_is_drafted_for() -> None:
     teach(size, 0)
     size.open(StepPlan((asking, entry("b"))))
     size.note([single_node(7), single_node(7)])
-    assert size.depths("draft", [asking, entry("b")], [1, 1]) == [100, 0]
+    assert size.starts("draft", [asking, entry("b")], [1, 1]) == [True, False]
     assert size.deeper("draft", [asking], [chain(0.01, speculator="draft")]) == [True]
 
 
@@ -301,8 +289,8 @@ def test_what_was_not_worth_it_is_tried_again_for_a_hundredth_of_the_time() -> N
     for _ in range(1000):
         size.open(StepPlan((entry("a"), entry("b"))))
         size.note([single_node(7), single_node(7)])
-        tried.append(tuple(min(d, 1) for d in size.depths("draft", [entry("a"), entry("b")], [1, 1])))
-    assert set(tried) == {(0, 0), (1, 0)}
-    assert 15 <= tried.count((1, 0)) <= 21  # each costs half a second of the 1000 s the steps take
+        tried.append(tuple(size.starts("draft", [entry("a"), entry("b")], [1, 1])))
+    assert set(tried) == {(False, False), (True, False)}
+    assert 15 <= tried.count((True, False)) <= 21  # each costs half a second of the 1000 s the steps take
     teach(size, 4)
     assert depths(size, entry()) == [4], "and is worth it again once it guesses right"

@@ -198,13 +198,12 @@ class Watching(FixedSize):
 
     def __init__(self) -> None:
         self.unread: list[int] = []
-        self.levels = 3
         self.asked: list[int] = []  # how deep the tree was that might have gone deeper
         self.deepest = 3
 
-    def depths(self, draft: str, entries: Sequence[PlanEntry], unread: Sequence[int]) -> list[int]:
+    def starts(self, draft: str, entries: Sequence[PlanEntry], unread: Sequence[int]) -> list[bool]:
         self.unread.extend(unread)
-        return [self.levels] * len(entries)
+        return [self.deepest > 0] * len(entries)
 
     def deeper(self, draft: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]) -> list[bool]:
         self.asked.extend(max(tree.depths()) for tree in trees)
@@ -217,7 +216,7 @@ def test_what_it_has_yet_to_read_is_said_beforehand(tiny: Tiny) -> None:
     tree = guesses(model, entry(TEXT))
     model.observe([Outcome("r", (*tree.token_ids[1:3], 17), finished=False)])
     text = [*TEXT, *tree.token_ids[1:3], 17]
-    size.levels = 0  # a draft that is not run reads nothing
+    size.deepest = 0  # a draft that is not run reads nothing
     for later in (
         entry(text),
         entry([*text, 3, 4]),
@@ -230,14 +229,9 @@ def test_what_it_has_yet_to_read_is_said_beforehand(tiny: Tiny) -> None:
     assert size.unread == [len(TEXT), 1, 3, len(text), len(text), 1]
 
 
-@pytest.mark.parametrize(
-    ("levels", "deepest", "depth", "asked"),
-    [(3, 3, 3, [1, 2]), (2, 3, 2, [1]), (3, 1, 1, [1]), (0, 3, 0, [])],
-)
-def test_it_goes_as_deep_as_it_may(
-    tiny: Tiny, levels: int, deepest: int, depth: int, asked: list[int]
-) -> None:
+@pytest.mark.parametrize(("deepest", "asked"), [(3, [1, 2]), (2, [1, 2]), (1, [1]), (0, [])])
+def test_it_goes_as_deep_as_it_may(tiny: Tiny, deepest: int, asked: list[int]) -> None:
     size = Watching()
-    size.levels, size.deepest = levels, deepest
-    assert max(guesses(draft(tiny, 1, 2, 1, size=size), entry(TEXT)).depths()) == depth
+    size.deepest = deepest
+    assert max(guesses(draft(tiny, 1, 2, 1, size=size), entry(TEXT)).depths()) == deepest
     assert size.asked == asked
