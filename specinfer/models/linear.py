@@ -1,12 +1,13 @@
 """Matrix products with weights laid out once for the machine they run on.
 
 A step checks 1 to 64 rows against the same weights, so on a CPU the time is the weights' bytes over the
-memory bandwidth, if the kernel can read them in order. oneDNN's packed bf16 layout gives that: 16 rows cost
-what one costs, where the plain layout costs half as much again.
+memory bandwidth, if the kernel can read them in order. In bfloat16 our own tiles give that on CPUs with
+AVX512-BF16, and oneDNN's packed layout on those with AMX: 16 rows cost what one costs there, where the plain
+layout costs half as much again.
 
 A row's result should not depend on how many rows there are, or greedy text would change where two logits are
-close. Packed products keep to that from two rows on, on CPUs with AMX up to 32; others do where they are
-given whole blocks of rows. Both were found by trying (docs/log.md), and tests try again.
+close. Our own products keep to that; packed ones do from two rows on, on CPUs with AMX up to 32; others do
+where they are given whole blocks of rows. Both were found by trying (docs/log.md), and tests try again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from specinfer.kernels.choice import TORCH, Kernels
 
 # The row count the packed layout is tuned for; the middle of what a token tree holds.
 _PACK_ROWS = 16
@@ -94,12 +97,28 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Linear:
+def make_linear(weight: Tensor, bias: Tensor | None = None, kernels: Kernels = TORCH) -> Linear:
     """The fastest product for this weight [out, in] and bias [out]; drop `weight` afterwards.
 
-    With `batch_invariant` the fastest one on a CPU whose rows, from two on, do not depend on their number.
+    Where `kernels` ask for rows that do not depend on their number, the fastest such one on a CPU; a lone row
+    may still differ, and `lone_row_differs` says where.
     """
+    if _tiles(weight.dtype, weight.device, kernels):
+        assert kernels.bfloat16 is not None
+        return kernels.bfloat16(weight, bias)
     if packs(weight.dtype, weight.device):
-        differs = batch_invariant and torch.cpu._is_amx_tile_supported()
+        differs = kernels.batch_invariant and torch.cpu._is_amx_tile_supported()
         return PackedLinear(weight, bias, rows=_AMX_ROWS if differs else None)
-    return (BlockLinear if batch_invariant else PlainLinear)(weight, bias)
+    return (BlockLinear if kernels.batch_invariant else PlainLinear)(weight, bias)
+
+
+def lone_row_differs(dtype: torch.dtype, device: torch.device, kernels: Kernels) -> bool:
+    """Whether one row alone is to be run as two, for the result it has beside others."""
+    if kernels.batch_invariant is False or _tiles(dtype, device, kernels):
+        return False
+    return packs(dtype, device)
+
+
+def _tiles(dtype: torch.dtype, device: torch.device, kernels: Kernels) -> bool:
+    """Whether the product is our own."""
+    return kernels.bfloat16 is not None and dtype is torch.bfloat16 and device.type == "cpu"

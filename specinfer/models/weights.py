@@ -25,7 +25,7 @@ from specinfer.kernels.quantized import BLOCK, Int4Weight, Int8Weight, int4_byte
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.decoder import Decoder, LanguageModel, decoder_shapes
 from specinfer.models.gguf import GGUFFile
-from specinfer.models.linear import Linear, make_linear, packs
+from specinfer.models.linear import Linear, lone_row_differs, make_linear, packs
 from specinfer.models.opt import OPTDecoder, opt_shapes
 from specinfer.models.quantization import quantize_int4, quantize_int8
 from specinfer.models.quantization_cache import (
@@ -212,13 +212,7 @@ class _FileWeights:
         self.dtype = dtype
         self.device = device
         self.kernels = kernels
-        self._tiled = kernels.bfloat16 if dtype is torch.bfloat16 and device.type == "cpu" else None
-        self.lone_row_differs = (
-            quantized is None
-            and self._tiled is None
-            and packs(dtype, device)
-            and kernels.batch_invariant is not False
-        )
+        self.lone_row_differs = quantized is None and lone_row_differs(dtype, device, kernels)
         self._file = file
         self._shapes = file.shapes
         self._progress = progress
@@ -258,9 +252,7 @@ class _FileWeights:
         weight = kept if kept is not None else self.tensor(*matrices)
         if self._logit_ids is not None and output_layer:
             weight = weight[torch.tensor(self._logit_ids, device=self.device)]
-        if self._tiled is not None:
-            return self._tiled(weight, b)
-        return make_linear(weight, b, batch_invariant=bool(self.kernels.batch_invariant))
+        return make_linear(weight, b, self.kernels)
 
     def _quantized_linear(
         self, quantized: _Quantized, names: Sequence[str], bias: Tensor | None, output_layer: bool

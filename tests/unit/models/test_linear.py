@@ -2,13 +2,25 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
-from specinfer.models.linear import BlockLinear, PackedLinear, PlainLinear, make_linear, packs
+from specinfer.kernels.bfloat16 import is_fastest
+from specinfer.kernels.choice import TORCH
+from specinfer.models.linear import (
+    BlockLinear,
+    PackedLinear,
+    PlainLinear,
+    lone_row_differs,
+    make_linear,
+    packs,
+)
+from tests.kernels import kernels
 
 CPU = torch.device("cpu")
+INVARIANT = replace(TORCH, batch_invariant=True)
 needs_packing = pytest.mark.skipif(
     not packs(torch.bfloat16, CPU), reason="this CPU has no bf16 products in oneDNN"
 )
@@ -57,7 +69,8 @@ def test_packed_rows_do_not_depend_on_the_rows_beside_them(out, inner, batch_inv
     """
     if not packs(torch.bfloat16, CPU):
         pytest.skip("this CPU has no bf16 products in oneDNN")
-    linear = make_linear(random(out, inner, dtype=torch.bfloat16), batch_invariant=batch_invariant)
+    chosen = replace(TORCH, batch_invariant=batch_invariant)
+    linear = make_linear(random(out, inner, dtype=torch.bfloat16), kernels=chosen)
     rows = 300 if batch_invariant else 32
     x = random(rows, inner, dtype=torch.bfloat16, seed=1)
     whole = linear(x)
@@ -68,7 +81,7 @@ def test_packed_rows_do_not_depend_on_the_rows_beside_them(out, inner, batch_inv
 
 @pytest.mark.parametrize(("out", "inner"), [(96, 576), (64, 8960)])
 def test_rows_of_any_product_can_be_made_independent(out, inner):
-    linear = make_linear(random(out, inner, dtype=torch.float32), batch_invariant=True)
+    linear = make_linear(random(out, inner, dtype=torch.float32), kernels=INVARIANT)
     assert isinstance(linear, BlockLinear)
     x = random(130, inner, dtype=torch.float32, seed=1)
     whole = linear(x)
@@ -83,3 +96,21 @@ def test_rows_of_any_product_can_be_made_independent(out, inner):
 def test_rows_in_parts_are_no_other_rows(rows):
     weight, x = random(32, 64, dtype=torch.bfloat16), random(rows, 64, dtype=torch.bfloat16, seed=1)
     assert torch.equal(PackedLinear(weight, rows=5)(x), PackedLinear(weight)(x))
+
+
+@needs_packing
+def test_a_lone_row_is_another_product_where_weights_are_packed_and_nobody_says_it_may_be():
+    assert lone_row_differs(torch.bfloat16, CPU, TORCH)
+    assert lone_row_differs(torch.bfloat16, CPU, INVARIANT)
+    assert not lone_row_differs(torch.bfloat16, CPU, replace(TORCH, batch_invariant=False))
+    assert not lone_row_differs(torch.float32, CPU, TORCH)
+
+
+@pytest.mark.skipif(
+    not is_fastest(), reason="this CPU does not multiply pairs of bfloat16, or has AMX as well"
+)
+def test_our_own_product_is_taken_where_it_is_the_fastest():
+    native = kernels("native")
+    assert not isinstance(make_linear(random(8, 8, dtype=torch.bfloat16), kernels=native), PackedLinear)
+    assert isinstance(make_linear(random(8, 8, dtype=torch.float32), kernels=native), PlainLinear)
+    assert not lone_row_differs(torch.bfloat16, CPU, native)
