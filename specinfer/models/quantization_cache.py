@@ -18,9 +18,10 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Final, Protocol, Self, TypeVar
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -127,7 +128,7 @@ class NewMatrices:
         self._entries: dict[str, Any] = {}
         self._checksums: dict[str, int] = {}
         self._end = 0
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -205,7 +206,7 @@ class NewMatrices:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, in place."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _checksum(name: str, tensor: Tensor) -> int:
@@ -214,9 +215,9 @@ def _checksum(name: str, tensor: Tensor) -> int:
     return zlib.crc32(_bytes(tensor), zlib.crc32(kind.encode()))
 
 
-def _read_into(file: BinaryIO, data: memoryview) -> None:
+def _read_into(file: FileIO, data: memoryview) -> None:
     while data:
-        count = file.readinto(data)  # type: ignore[attr-defined]
+        count = file.readinto(data)
         if not count:
             raise ValueError("the file ends before it")
         data = data[count:]

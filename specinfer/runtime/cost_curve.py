@@ -149,11 +149,13 @@ def _pass_seconds(runner: ModelRunner, rows: int, clock: Callable[[], float]) ->
 
 def _key(model: LanguageModel, max_rows: int, kept: str) -> dict[str, str]:
     """Everything a pass's time depends on. The values of the weights are not among it."""
+    kernels = model.kernels
     return {
         "model": hashlib.sha256(repr(model.config).encode()).hexdigest(),
         "dtype": str(model.dtype),
         "kept": kept,
-        "kernels": f"{type(model.kernels.ops).__name__}, batch invariant: {model.kernels.batch_invariant}",
+        "kernels": ", ".join(type(part).__name__ for part in (kernels.ops, kernels.attention)),
+        "batch_invariant": str(kernels.batch_invariant),
         "max_rows": str(min(max_rows, max(_SIZES))),
         "device": _device_name(model.device),
         "threads": str(torch.get_num_threads()),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from specinfer.attention.sdpa import SdpaAttention
+from specinfer.kernels.ops import TorchOps
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve, cost_curve, measure
 from specinfer.runtime.runner import ModelRunner
@@ -152,6 +156,29 @@ def test_a_curve_is_measured_once_for_a_model_and_a_way_to_run_it(
     assert cost_curve(runner(tiny), max_rows=64, kept="bfloat16", folder=tmp_path) != first
     assert slow == [512, 512, 64]
     assert len(list(tmp_path.iterdir())) == 3, "nothing but whole curves is left behind"
+
+
+def test_other_kernels_have_another_curve(tiny: Tiny, slow: list[int], tmp_path: Path) -> None:
+    chosen = tiny.target.kernels
+    for kernels in (
+        chosen,
+        replace(chosen, batch_invariant=True),
+        replace(chosen, attention=AnotherAttention()),
+        replace(chosen, ops=AnotherOps()),
+        chosen,
+    ):
+        model = copy(tiny.target)
+        model.kernels = kernels
+        cost_curve(ModelRunner(model, num_blocks=16, block_size=16), max_rows=64, kept="", folder=tmp_path)
+    assert len(slow) == 4
+
+
+class AnotherAttention(SdpaAttention):
+    """Attention by another name."""
+
+
+class AnotherOps(TorchOps):
+    """Operations by another name."""
 
 
 @pytest.mark.parametrize("damage", damaged_files().values(), ids=damaged_files())

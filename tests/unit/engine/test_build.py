@@ -1,0 +1,116 @@
+"""What is measured, checked and chosen while an engine is put together."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer.attention.sdpa import SdpaAttention
+from specinfer.config import EngineConfig
+from specinfer.engine.build import Models, build_engine, load_models
+from specinfer.errors import ConfigError
+from specinfer.runtime import memory
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.runtime.runner import ModelRunner
+from tests.engines import ENGINE
+from tests.kernels import kernels
+from tests.tiny_models import write_similar_llama, write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_tiny_llama(folder / "target", tokenizer=True)
+    write_similar_llama(folder / "target", folder / "draft", noise=0.1)
+    return folder
+
+
+def config(model: Path, **options: Any) -> EngineConfig:
+    return EngineConfig.from_options(str(model), {**ENGINE, "kernels": "torch", **options})
+
+
+@pytest.fixture
+def large_heads(tmp_path: Path) -> Path:
+    return write_tiny_llama(
+        tmp_path / "large", hidden_size=520, num_heads=1, num_kv_heads=1, num_layers=1, tokenizer=True
+    )
+
+
+REASON = "heads have 520 elements; it takes at most 512"
+
+
+def test_heads_that_native_attention_cannot_serve_run_in_pytorch(
+    large_heads: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    native = kernels("native")
+    with caplog.at_level(logging.WARNING):
+        models = load_models(config(large_heads, kernels="auto"))
+    assert isinstance(models.target.kernels.attention, SdpaAttention)
+    assert type(models.target.kernels.ops) is type(native.ops), "only attention is another"
+    [record] = caplog.records
+    assert record.getMessage() == (
+        f"native attention is not used for {large_heads}, PyTorch runs instead: {REASON}"
+    )
+
+
+def test_native_attention_that_is_asked_for_must_serve(large_heads: Path) -> None:
+    kernels("native")
+    with pytest.raises(ConfigError, match=f"kernels is 'native', whose .*/large: {REASON}; use auto"):
+        load_models(config(large_heads, kernels="native"))
+
+
+def test_a_model_that_drafts_for_itself_needs_its_memory_twice(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[dict[str, int]] = []
+    monkeypatch.setattr(memory, "check_weights_fit", lambda sizes, device: checked.append(sizes))
+    target = str(folder / "target")
+    load_models(config(folder / "target", drafts=(target,)))
+    load_models(config(folder / "target", drafts=(target,) * 2))
+    assert [len(sizes) for sizes in checked] == [2, 3]
+    assert len({size for sizes in checked for size in sizes.values()}) == 1
+
+
+def curves_asked_for(
+    models: Models, engine: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[str, int]]:
+    """How each model's weights are kept and the most rows of a pass, the target's first."""
+    asked: list[tuple[str, int]] = []
+
+    def curve(runner: ModelRunner, *, max_rows: int, kept: str, progress: object) -> CostCurve:
+        asked.append((kept, max_rows))
+        return CostCurve((1, 2), (1.0, 2.0))
+
+    monkeypatch.setattr("specinfer.engine.build.cost_curve", curve)
+    build_engine(engine, models)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, ["none, 64 logits", "none, 64 logits"]),
+        ({"draft_quantization": "int8"}, ["none, 64 logits", "int8, 64 logits"]),
+        ({"quantization": "int4"}, ["int4, 64 logits", "none, 64 logits"]),
+        ({"draft_vocabulary": 40}, ["none, 64 logits", "none, 40 logits"]),
+    ],
+)
+def test_one_model_run_in_two_ways_has_two_curves(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], kept: list[str]
+) -> None:
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))  # quantized matrices are kept there
+    engine = config(folder / "target", drafts=(str(folder / "target"),), tree_size="cost", **options)
+    asked = curves_asked_for(load_models(engine), engine, monkeypatch)
+    assert [k for k, _ in asked] == kept
+
+
+def test_no_curve_is_measured_past_a_models_context(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = write_tiny_llama(tmp_path / "short", max_context=48, tokenizer=True)
+    engine = config(folder / "target", drafts=(str(short),), tree_size="cost")
+    asked = curves_asked_for(load_models(engine), engine, monkeypatch)
+    assert [rows for _, rows in asked] == [256, 48]
