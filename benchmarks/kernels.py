@@ -32,7 +32,8 @@ from specinfer.engine.build import load_models
 from specinfer.errors import SpecInferError
 from specinfer.hub import resolve
 from specinfer.kernels.choice import Kernels, choose_kernels
-from specinfer.kernels.quantized import Int4Weight, Int8Weight, Product, int4_bytes, int8_bytes
+from specinfer.kernels.product import Product
+from specinfer.kernels.quantized import Int4Weight, Int8Weight, int4_bytes, int8_bytes
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.linear import PackedLinear, PlainLinear
 from specinfer.models.quantization import quantize_int4, quantize_int8

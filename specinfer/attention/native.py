@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from specinfer.attention.backend import Attend, Heads, Paths, Rotation
+from specinfer.attention.backend import Heads, Paths, Rotation
 
 _MOST_ELEMENTS: Final = 512  # of a head
 _MOST_GROUP: Final = 96  # query heads that share a key-value head
@@ -28,30 +28,36 @@ def unsupported(head_dim: int, group: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-class NativeAttention:
-    """The AttentionBackend of a CPU; `kernels.build.load_library` comes before it."""
+class NativeAttend:
+    """An Attend of native ops; kernels/layers.py takes its tensors and calls the same ops."""
 
-    __slots__ = ("_attend", "_store")
+    __slots__ = ("_attend", "_store", "keys", "paths", "values", "write_slots_T")
 
-    def __init__(self) -> None:
+    def __init__(self, paths: Paths, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """For one pass over a cache of bfloat16 or float32."""
         ops = torch.ops.specinfer
         self._store: Callable[..., Tensor] = ops.rope_and_store.default
         self._attend: Callable[..., Tensor] = ops.tree_attention.default
+        self.keys = list(keys)
+        self.values = list(values)
+        fields = paths.slots, paths.requests, paths.shared_T, paths.tail_ends, paths.tails
+        self.paths = [torch.from_numpy(field) for field in fields]
+        self.write_slots_T = torch.from_numpy(paths.write_slots_T)
 
-    def bind(self, paths: Paths, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Attend:
+    def __call__(self, heads: Heads, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
+        """The attended values, [T, N H]; writes K and V of every row to the layer's cache."""
+        cache = self.keys[heads.layer], self.values[heads.layer]
+        norms = heads.q_norm_H, heads.k_norm_H, heads.norm_eps
+        turns = (None, None) if rotation is None else (rotation.cos, rotation.sin)
+        q_TNH = self._store(qkv_TC, *norms, *turns, *cache, self.write_slots_T)
+        return self._attend(q_TNH, *cache, *self.paths, heads.scale, heads.window or 0).flatten(1)
+
+
+class NativeAttention:
+    """The AttentionBackend of a CPU; `kernels.build.load_library` comes before it."""
+
+    __slots__ = ()
+
+    def bind(self, paths: Paths, keys: Sequence[Tensor], values: Sequence[Tensor]) -> NativeAttend:
         """Attention of one pass over a cache of bfloat16 or float32."""
-        path_tensors = [
-            torch.from_numpy(x)
-            for x in (paths.slots, paths.requests, paths.shared_T, paths.tail_ends, paths.tails)
-        ]
-        write_slots_T = torch.from_numpy(paths.write_slots_T)
-
-        def attend(heads: Heads, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
-            k_PKH, v_PKH = keys[heads.layer], values[heads.layer]
-            cos, sin = (None, None) if rotation is None else (rotation.cos, rotation.sin)
-            norms = heads.q_norm_H, heads.k_norm_H, heads.norm_eps
-            q_TNH = self._store(qkv_TC, *norms, cos, sin, k_PKH, v_PKH, write_slots_T)
-            attended_TNH = self._attend(q_TNH, k_PKH, v_PKH, *path_tensors, heads.scale, heads.window or 0)
-            return attended_TNH.flatten(1)
-
-        return attend
+        return NativeAttend(paths, keys, values)

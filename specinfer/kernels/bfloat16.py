@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specinfer.kernels.quantized import BLOCK, Product
+from specinfer.kernels.product import NativeProduct
+from specinfer.kernels.quantized import BLOCK
 
 _STEP: Final = 4  # inner sizes are padded to it
 
@@ -24,18 +25,13 @@ def is_fastest() -> bool:
     return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
 
-def tiled_product(weight: Tensor, bias: Tensor | None) -> Product:
+def tiled_product(weight: Tensor, bias: Tensor | None) -> NativeProduct:
     """The product with a bfloat16 weight [channels, inner] and bias [channels]; `weight` is not kept.
 
     `kernels.build.load_library` comes before it.
     """
     run: Callable[..., Tensor] = torch.ops.specinfer.bfloat16_linear.default
-    channels, inner = weight.shape
-    tiles, missing = tile(weight), -inner % _STEP
-    bias = None if bias is None else bias.float()
-    if missing:
-        return lambda x: run(F.pad(x, (0, missing)), tiles, bias, channels)
-    return lambda x: run(x, tiles, bias, channels)
+    return NativeProduct(run, (tile(weight),), None if bias is None else bias.float(), len(weight))
 
 
 def tile(weight: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from specinfer.errors import ConfigError, KernelBuildError
 from specinfer.kernels.bfloat16 import is_fastest, tiled_product
 from specinfer.kernels.build import load_library
 from specinfer.kernels.ops import NativeOps, Ops, TorchOps
-from specinfer.kernels.quantized import NativeProducts, Product, Products, TorchProducts
+from specinfer.kernels.product import Product
+from specinfer.kernels.quantized import NativeProducts, Products, TorchProducts
 from specinfer.kernels.sampling import NativeScan
 from specinfer.progress import Progress
 from specinfer.verify.scan import NUMPY, Scan

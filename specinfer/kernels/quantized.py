@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specinfer.kernels.product import NativeProduct, Product
+
 GROUP: Final = 32  # inner elements that are turned together, or share a scale; inner sizes are padded to it
 BLOCK: Final = 16  # output channels that lie side by side
 LEVELS: Final = 16  # of an int4 weight
 _EXACT: Final = 1024  # products of two int8 whose sum float32 holds exactly
 _SMALLEST: Final = 1e-30  # below it a scale's inverse would be infinite
-
-Product = Callable[[Tensor], Tensor]  # x [rows, inner] -> [rows, channels] in x's dtype
 
 
 class Int8Weight(NamedTuple):
@@ -111,14 +111,12 @@ class NativeProducts:
 
     def int4(self, weight: Int4Weight, bias: Tensor | None, channels: int) -> Product:
         """As Products says."""
-        run = self._int4
-        return lambda x: run(x, *weight, bias, channels)
+        return NativeProduct(self._int4, weight, bias, channels)
 
     def _tiled_int8(self, weight: Int8Weight, bias: Tensor | None) -> Product:
-        run, channels = self._int8, len(weight.scales)
-        tiles = tile_values(weight.values)
+        channels = len(weight.scales)
         scales = F.pad(weight.scales, (0, -channels % BLOCK))
-        return lambda x: run(x, tiles, scales, bias, channels)
+        return NativeProduct(self._int8, (tile_values(weight.values), scales), bias, channels)
 
     def _onednn_int8(self, weight: Int8Weight, bias: Tensor | None) -> Product:
         multiply: Callable[..., Tensor] = torch.ops.onednn.qlinear_pointwise.tensor

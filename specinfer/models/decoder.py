@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.attention.backend import Attend, Rotation
+from specinfer.attention.native import NativeAttend, NativeAttention
 from specinfer.kernels.choice import Kernels
-from specinfer.models.config import ModelConfig
+from specinfer.kernels.layers import LayerParts, NativeLayers
+from specinfer.kernels.product import NativeProduct
+from specinfer.models.config import Activation, ModelConfig
 from specinfer.models.layers import Attention, GatedMLP, RMSNorm
 from specinfer.models.linear import Linear
 from specinfer.models.rope import rope_frequencies, rotation
@@ -126,6 +129,7 @@ class Decoder:
             else rope_frequencies(config.local_rope, config.head_dim).to(self.device)
         )
         self._layers: Sequence[_Layer] = [_Layer(i, config, weights) for i in range(config.num_layers)]
+        self._at_once = _at_once(self._layers, config, weights.kernels)
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, logit_rows: Tensor | None = None
@@ -139,8 +143,11 @@ class Decoder:
         if config.embedding_scale != 1.0:
             x_TD = x_TD * self._embedding_scale
         y_TD: Tensor | None = None  # what the last block adds to x; the next norm does it
-        for layer, window in zip(self._layers, config.layer_windows, strict=True):
-            y_TD = layer(x_TD, y_TD, turns if window is None else local_turns, attend)
+        if self._at_once is not None and isinstance(attend, NativeAttend):
+            y_TD = self._at_once(x_TD, turns, local_turns, attend)
+        else:
+            for layer in self._layers:
+                y_TD = layer(x_TD, y_TD, local_turns if layer.local else turns, attend)
         assert y_TD is not None, "a model has layers"
         if logit_rows is not None:
             x_TD, y_TD = x_TD.index_select(0, logit_rows), y_TD.index_select(0, logit_rows)
@@ -157,10 +164,14 @@ class _Layer:
     its MLP leaves to add.
     """
 
-    __slots__ = ("_after_attention", "_after_mlp", "_attention", "_before_attention", "_before_mlp", "_mlp")
+    __slots__ = (
+        *("_after_attention", "_after_mlp", "_attention", "_before_attention", "_before_mlp", "_mlp"),
+        "local",
+    )
 
     def __init__(self, layer: int, config: ModelConfig, weights: Weights) -> None:
         prefix = f"model.layers.{layer}"
+        self.local = config.layer_windows[layer] is not None
 
         def norm(name: str) -> RMSNorm:
             weight = weights.tensor(f"{prefix}.{name}.weight")
@@ -202,6 +213,35 @@ class _Layer:
             y_TD = self._after_attention(y_TD)
         y_TD = self._mlp(self._before_mlp(x_TD, y_TD))
         return y_TD if self._after_mlp is None else self._after_mlp(y_TD)
+
+    def parts(self) -> LayerParts:
+        """What it is made of."""
+        after_attention, after_mlp = self._after_attention, self._after_mlp
+        return LayerParts(
+            before_attention_D=self._before_attention.weight_D,
+            before_mlp_D=self._before_mlp.weight_D,
+            after_attention_D=None if after_attention is None else after_attention.weight_D,
+            after_mlp_D=None if after_mlp is None else after_mlp.weight_D,
+            heads=self._attention.heads,
+            qkv=self._attention.qkv,
+            o=self._attention.o,
+            gate_up=self._mlp.gate_up,
+            down=self._mlp.down,
+            local=self.local,
+        )
+
+
+def _at_once(layers: Sequence[_Layer], config: ModelConfig, kernels: Kernels) -> NativeLayers | None:
+    """The layers in one call, where all they are made of is native; else None."""
+    parts = [layer.parts() for layer in layers]
+    products = (product for part in parts for product in (part.qkv, part.o, part.gate_up, part.down))
+    if (
+        not isinstance(kernels.attention, NativeAttention)
+        or config.activation is Activation.RELU
+        or not all(isinstance(product, NativeProduct) for product in products)
+    ):
+        return None
+    return NativeLayers(parts, gelu=config.activation is Activation.GELU_TANH)
 
 
 def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -20,16 +20,16 @@ from specinfer.models.linear import Linear
 class RMSNorm:
     """x / rms(x) * weight, with the residual sum in front of it."""
 
-    __slots__ = ("_add_rms_norm", "_eps", "_weight_D")
+    __slots__ = ("_add_rms_norm", "_eps", "weight_D")
 
     def __init__(self, weight_D: Tensor, eps: float, ops: Ops) -> None:
-        self._weight_D = weight_D
+        self.weight_D = weight_D
         self._eps = eps
         self._add_rms_norm = ops.add_rms_norm
 
     def __call__(self, x_TD: Tensor, y_TD: Tensor | None = None) -> Tensor:
         """x += y in place, where there is a y; returns x normalised, [T, D]."""
-        return self._add_rms_norm(x_TD, y_TD, self._weight_D, self._eps)
+        return self._add_rms_norm(x_TD, y_TD, self.weight_D, self._eps)
 
 
 class LayerNorm:
@@ -67,11 +67,11 @@ def _relu_mul(gate_up_T2F: Tensor) -> Tensor:
 class GatedMLP:
     """down(act(gate(x)) * up(x)), gate and up stacked in one matrix [2 F, D]."""
 
-    __slots__ = ("_down", "_gate_up", "_gated")
+    __slots__ = ("_gated", "down", "gate_up")
 
     def __init__(self, gate_up: Linear, down: Linear, activation: Activation, ops: Ops) -> None:
-        self._gate_up = gate_up
-        self._down = down
+        self.gate_up = gate_up
+        self.down = down
         self._gated: Callable[[Tensor], Tensor] = {
             Activation.SILU: ops.silu_mul,
             Activation.GELU_TANH: ops.gelu_tanh_mul,
@@ -80,13 +80,13 @@ class GatedMLP:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, D] -> [T, D]."""
-        return self._down(self._gated(self._gate_up(x_TD)))
+        return self.down(self._gated(self.gate_up(x_TD)))
 
 
 class Attention:
     """Projections around `attend`."""
 
-    __slots__ = ("_heads", "_o", "_qkv")
+    __slots__ = ("heads", "o", "qkv")
 
     def __init__(
         self,
@@ -96,9 +96,9 @@ class Attention:
         o: Linear,
         qk_norm: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
     ) -> None:
-        self._qkv = qkv
-        self._o = o
-        self._heads = Heads(
+        self.qkv = qkv
+        self.o = o
+        self.heads = Heads(
             layer=layer,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -111,4 +111,4 @@ class Attention:
 
     def __call__(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         """[T, D] -> [T, D]; `attend` writes this layer's K and V."""
-        return self._o(attend(self._heads, self._qkv(x_TD), rotation))
+        return self.o(attend(self.heads, self.qkv(x_TD), rotation))

@@ -150,7 +150,7 @@ def depths_and_error(drafts, pass_, monkeypatch, points=False):
 
 @pytest.mark.parametrize("points", [False, True], ids=["drafts", "drafts and points"])
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
-@pytest.mark.parametrize("pass_", [0.01, 0.2, 0.35, 0.5])
+@pytest.mark.parametrize("pass_", [0.01, 0.2])  # nothing is spared, and much
 def test_the_law_of_the_text_is_the_targets(drafts, pass_, points, monkeypatch):
     assert depths_and_error(drafts, pass_, monkeypatch, points)[1] < EXACT
 

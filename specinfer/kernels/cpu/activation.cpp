@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "ops.h"
 #include "vector.h"
 
 namespace {
@@ -55,9 +56,12 @@ at::Tensor gated(const at::Tensor& gate_up) {
 
 }  // namespace
 
+at::Tensor specinfer::silu_mul(const at::Tensor& gate_up) { return gated<silu>(gate_up); }
+at::Tensor specinfer::gelu_tanh_mul(const at::Tensor& gate_up) { return gated<gelu_tanh>(gate_up); }
+
 TORCH_LIBRARY_FRAGMENT(specinfer, m) {
   m.def("silu_mul(Tensor gate_up) -> Tensor");
-  m.impl("silu_mul", c10::DispatchKey::CPU, TORCH_FN(gated<silu>));
+  m.impl("silu_mul", c10::DispatchKey::CPU, TORCH_FN(specinfer::silu_mul));
   m.def("gelu_tanh_mul(Tensor gate_up) -> Tensor");
-  m.impl("gelu_tanh_mul", c10::DispatchKey::CPU, TORCH_FN(gated<gelu_tanh>));
+  m.impl("gelu_tanh_mul", c10::DispatchKey::CPU, TORCH_FN(specinfer::gelu_tanh_mul));
 }

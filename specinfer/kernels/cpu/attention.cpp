@@ -31,6 +31,7 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include "ops.h"
 #include "vector.h"
 
 namespace {
@@ -41,7 +42,7 @@ constexpr int kBlock = 64;                 // keys
 constexpr int kColumns = kBlock / kLanes;  // vectors of scores
 constexpr int kMaxRows = 6;                // with 4 vectors of sums each, 24 of 32 registers
 constexpr int kTile = 96;                  // query rows that share packed blocks: their sums stay in the L2 cache
-constexpr double kThreadWork = 1 << 19;    // multiplications worth another thread
+constexpr double kThreadWork = 1 << 15;    // multiplications worth another thread, which a product has left waiting
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -286,7 +287,9 @@ class Worker {
     const T* const k = k_ + task.kv_head * shape_.head;
     const T* const v = v_ + task.kv_head * shape_.head;
     int32_t slots[kBlock];
+    fetch(k, v, list + begin, std::min(begin / kBlock * kBlock + kBlock, agreed) - begin);
     for (int64_t block = begin / kBlock * kBlock; block < end; block += kBlock) {
+      fetch(k, v, list + block + kBlock, std::min(block + 2 * kBlock, agreed) - block - kBlock);
       if (block + kBlock <= agreed || agreed == end) {
         const int64_t count = std::min<int64_t>(kBlock, end - block);
         packed_.pack(k, v, list + block, 0, count);
@@ -307,6 +310,18 @@ class Worker {
   }
 
  private:
+  // Ask for keys and values that are packed next: in a pass the products before have swept the caches.
+  void fetch(const T* k, const T* v, const int32_t* slots, int64_t count) const {
+    constexpr int64_t line = 64 / sizeof(T);
+    for (int64_t n = 0; n < count; ++n) {
+      const int64_t at = slots[n] * shape_.stride;
+      for (int64_t i = 0; i < shape_.head; i += line) {
+        __builtin_prefetch(k + at + i);
+        __builtin_prefetch(v + at + i);
+      }
+    }
+  }
+
   int64_t seen_from(int64_t row) const {
     return window_ > 0 ? std::max<int64_t>(0, paths_.length(row) - window_) : 0;
   }
@@ -462,7 +477,9 @@ void check_ints(const at::Tensor& x, int64_t least, const char* name) {
               " must be int32, at least ", least, " of them, got ", x.sizes());
 }
 
-at::Tensor tree_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
+}  // namespace
+
+at::Tensor specinfer::tree_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
                           const at::Tensor& slots, const at::Tensor& requests, const at::Tensor& shared,
                           const at::Tensor& tail_ends, const at::Tensor& tails, double scale, int64_t window) {
   const auto dtype = q.scalar_type();
@@ -504,11 +521,9 @@ at::Tensor tree_attention(const at::Tensor& q, const at::Tensor& k_cache, const 
   return out;
 }
 
-}  // namespace
-
 TORCH_LIBRARY_FRAGMENT(specinfer, m) {
   m.def(
       "tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor slots, Tensor requests, Tensor shared, "
       "Tensor tail_ends, Tensor tails, float scale, int window) -> Tensor");
-  m.impl("tree_attention", c10::DispatchKey::CPU, TORCH_FN(tree_attention));
+  m.impl("tree_attention", c10::DispatchKey::CPU, TORCH_FN(specinfer::tree_attention));
 }

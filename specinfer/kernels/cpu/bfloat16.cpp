@@ -5,6 +5,7 @@
 // One operation adds two products per channel in float32. Each channel has two sums, of every second pair, so
 // that one operation need not wait for the last; they are made in the same order for every number of rows.
 
+#include "ops.h"
 #include "products.h"
 
 #include <torch/library.h>
@@ -78,24 +79,26 @@ struct Weight {
   }
 };
 
-// x [rows, inner] and weight [blocks, inner/2, 16, 2] bfloat16, bias [channels] float32.
-at::Tensor bfloat16_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                           int64_t channels) {
-  TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && x.scalar_type() == at::kBFloat16 && x.size(1) % kStep == 0,
-              "x must be contiguous rows of bfloat16, whole rounds of ", kStep, ", got ", x.sizes());
+}  // namespace
+
+// x [rows, inner] and weight [blocks, inner/2, 16, 2] bfloat16, inner padded; bias [channels] float32.
+at::Tensor specinfer::bfloat16_linear(const at::Tensor& given, const at::Tensor& weight,
+                                      const std::optional<at::Tensor>& bias, int64_t channels) {
+  TORCH_CHECK(given.dim() == 2 && given.is_contiguous() && given.scalar_type() == at::kBFloat16,
+              "x must be contiguous rows of bfloat16, got ", given.sizes());
+  const int64_t missing = (kStep - given.size(1) % kStep) % kStep;
+  const at::Tensor x = missing == 0 ? given : at::constant_pad_nd(given, {0, missing});
   const int64_t blocks = (channels + kBlock - 1) / kBlock;
   TORCH_CHECK(weight.numel() == blocks * kBlock * x.size(1) && weight.is_contiguous() &&
                   weight.scalar_type() == at::kBFloat16,
               "bfloat16_linear: a weight of ", weight.numel(), " elements for ", channels, " x ", x.size(1));
   const Output out(x, channels, bias);
-  specinfer::multiply(Weight{weight.const_data_ptr<BFloat16>(), blocks},
-                      Rows{x.const_data_ptr<BFloat16>(), x.size(0), x.size(1)}, out);
+  multiply(Weight{weight.const_data_ptr<BFloat16>(), blocks},
+           Rows{x.const_data_ptr<BFloat16>(), x.size(0), x.size(1)}, out);
   return out.tensor;
 }
 
 TORCH_LIBRARY_FRAGMENT(specinfer, m) {
   m.def("bfloat16_linear(Tensor x, Tensor weight, Tensor? bias, int channels) -> Tensor");
-  m.impl("bfloat16_linear", c10::DispatchKey::CPU, TORCH_FN(bfloat16_linear));
+  m.impl("bfloat16_linear", c10::DispatchKey::CPU, TORCH_FN(specinfer::bfloat16_linear));
 }
-
-}  // namespace

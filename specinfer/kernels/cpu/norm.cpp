@@ -8,6 +8,7 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include "ops.h"
 #include "vector.h"
 
 namespace {
@@ -50,7 +51,9 @@ at::Tensor norm_rows(const at::Tensor& x, const at::Tensor* y, const at::Tensor&
   return out;
 }
 
-at::Tensor add_rms_norm(at::Tensor x, const std::optional<at::Tensor>& y, const at::Tensor& weight, double eps) {
+}  // namespace
+
+at::Tensor specinfer::add_rms_norm(at::Tensor x, const std::optional<at::Tensor>& y, const at::Tensor& weight, double eps) {
   TORCH_CHECK(x.dim() == 2 && x.is_contiguous(), "x must be contiguous rows, got ", x.sizes());
   TORCH_CHECK(weight.dim() == 1 && weight.size(0) == x.size(1) && weight.is_contiguous() &&
                   weight.scalar_type() == x.scalar_type(),
@@ -65,9 +68,7 @@ at::Tensor add_rms_norm(at::Tensor x, const std::optional<at::Tensor>& y, const 
   return norm_rows<float>(x, addend, weight, static_cast<float>(eps));
 }
 
-}  // namespace
-
 TORCH_LIBRARY_FRAGMENT(specinfer, m) {
   m.def("add_rms_norm(Tensor(a!) x, Tensor? y, Tensor weight, float eps) -> Tensor");
-  m.impl("add_rms_norm", c10::DispatchKey::CPU, TORCH_FN(add_rms_norm));
+  m.impl("add_rms_norm", c10::DispatchKey::CPU, TORCH_FN(specinfer::add_rms_norm));
 }

@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "ops.h"
 #include "products.h"
 
 #if defined(__AVX512BW__) && defined(__AVX512VNNI__)
@@ -332,34 +333,6 @@ struct Int4Weight {
 
 // ---- ops ----
 
-// weight [blocks, inner/4, 16, 4] uint8, scales [blocks * 16] and bias [channels] float32.
-at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales,
-                       const std::optional<at::Tensor>& bias, int64_t channels) {
-  const Rows rows = quantize(x, false);
-  const int64_t blocks = (channels + kBlock - 1) / kBlock;
-  TORCH_CHECK(weight.numel() == blocks * kBlock * rows.inner && scales.numel() == blocks * kBlock,
-              "int8_linear: a weight of ", weight.numel(), " elements for ", channels, " x ", rows.inner);
-  const Output out(x, channels, bias);
-  specinfer::multiply(Int8Weight{weight.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(), blocks},
-                      rows, out);
-  return out.tensor;
-}
-
-// levels [blocks, groups, 4, 16, 4] uint8, scales [blocks, groups, 16] half, zeros the same uint8.
-at::Tensor int4_linear(const at::Tensor& x, const at::Tensor& levels, const at::Tensor& scales,
-                       const at::Tensor& zeros, const std::optional<at::Tensor>& bias, int64_t channels) {
-  const Rows rows = quantize(x, true);
-  const int64_t blocks = (channels + kBlock - 1) / kBlock, groups = blocks * (rows.inner / kGroup);
-  TORCH_CHECK(levels.numel() == groups * kGroupBytes && scales.numel() == groups * kBlock &&
-                  zeros.numel() == groups * kBlock,
-              "int4_linear: a weight of ", levels.numel(), " bytes for ", channels, " x ", rows.inner);
-  const Output out(x, channels, bias);
-  specinfer::multiply(Int4Weight{levels.const_data_ptr<uint8_t>(), scales.const_data_ptr<c10::Half>(),
-                                 zeros.const_data_ptr<uint8_t>(), blocks},
-                      rows, out);
-  return out.tensor;
-}
-
 // What int8_linear does before and after its product, for where oneDNN makes the product.
 std::tuple<at::Tensor, at::Tensor> int8_rows(const at::Tensor& x) {
   const Rows rows = quantize(x, false);
@@ -388,16 +361,44 @@ at::Tensor int8_outputs(const at::Tensor& sums, const at::Tensor& row_scales, co
   return out.tensor;
 }
 
+}  // namespace
+
+// weight [blocks, inner/4, 16, 4] uint8, scales [blocks * 16] and bias [channels] float32.
+at::Tensor specinfer::int8_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales,
+                                  const std::optional<at::Tensor>& bias, int64_t channels) {
+  const Rows rows = quantize(x, false);
+  const int64_t blocks = (channels + kBlock - 1) / kBlock;
+  TORCH_CHECK(weight.numel() == blocks * kBlock * rows.inner && scales.numel() == blocks * kBlock,
+              "int8_linear: a weight of ", weight.numel(), " elements for ", channels, " x ", rows.inner);
+  const Output out(x, channels, bias);
+  multiply(Int8Weight{weight.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(), blocks},
+           rows, out);
+  return out.tensor;
+}
+
+// levels [blocks, groups, 4, 16, 4] uint8, scales [blocks, groups, 16] half, zeros the same uint8.
+at::Tensor specinfer::int4_linear(const at::Tensor& x, const at::Tensor& levels, const at::Tensor& scales,
+                                  const at::Tensor& zeros, const std::optional<at::Tensor>& bias, int64_t channels) {
+  const Rows rows = quantize(x, true);
+  const int64_t blocks = (channels + kBlock - 1) / kBlock, groups = blocks * (rows.inner / kGroup);
+  TORCH_CHECK(levels.numel() == groups * kGroupBytes && scales.numel() == groups * kBlock &&
+                  zeros.numel() == groups * kBlock,
+              "int4_linear: a weight of ", levels.numel(), " bytes for ", channels, " x ", rows.inner);
+  const Output out(x, channels, bias);
+  multiply(Int4Weight{levels.const_data_ptr<uint8_t>(), scales.const_data_ptr<c10::Half>(),
+                      zeros.const_data_ptr<uint8_t>(), blocks},
+           rows, out);
+  return out.tensor;
+}
+
 TORCH_LIBRARY_FRAGMENT(specinfer, m) {
   m.def("int8_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int channels) -> Tensor");
-  m.impl("int8_linear", c10::DispatchKey::CPU, TORCH_FN(int8_linear));
+  m.impl("int8_linear", c10::DispatchKey::CPU, TORCH_FN(specinfer::int8_linear));
   m.def("int4_linear(Tensor x, Tensor levels, Tensor scales, Tensor zeros, Tensor? bias, int channels)"
         " -> Tensor");
-  m.impl("int4_linear", c10::DispatchKey::CPU, TORCH_FN(int4_linear));
+  m.impl("int4_linear", c10::DispatchKey::CPU, TORCH_FN(specinfer::int4_linear));
   m.def("int8_rows(Tensor x) -> (Tensor, Tensor)");
   m.impl("int8_rows", c10::DispatchKey::CPU, TORCH_FN(int8_rows));
   m.def("int8_outputs(Tensor sums, Tensor row_scales, Tensor scales, Tensor? bias, Tensor like) -> Tensor");
   m.impl("int8_outputs", c10::DispatchKey::CPU, TORCH_FN(int8_outputs));
 }
-
-}  // namespace

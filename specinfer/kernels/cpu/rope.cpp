@@ -10,6 +10,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "ops.h"
 #include "vector.h"
 
 namespace {
@@ -95,7 +96,9 @@ at::Tensor store_rows(const at::Tensor& qkv, const Norms& norms, const Turn& tur
   return q;
 }
 
-at::Tensor rope_and_store(const at::Tensor& qkv, const std::optional<at::Tensor>& q_norm,
+}  // namespace
+
+at::Tensor specinfer::rope_and_store(const at::Tensor& qkv, const std::optional<at::Tensor>& q_norm,
                           const std::optional<at::Tensor>& k_norm, double eps,
                           const std::optional<at::Tensor>& cos, const std::optional<at::Tensor>& sin,
                           at::Tensor k_cache, at::Tensor v_cache, const at::Tensor& slots) {
@@ -133,11 +136,9 @@ at::Tensor rope_and_store(const at::Tensor& qkv, const std::optional<at::Tensor>
   return store_rows<float>(qkv, norms, turn, k_cache, v_cache, slots);
 }
 
-}  // namespace
-
 TORCH_LIBRARY_FRAGMENT(specinfer, m) {
   m.def(
       "rope_and_store(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor? cos, Tensor? sin, "
       "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots) -> Tensor");
-  m.impl("rope_and_store", c10::DispatchKey::CPU, TORCH_FN(rope_and_store));
+  m.impl("rope_and_store", c10::DispatchKey::CPU, TORCH_FN(specinfer::rope_and_store));
 }
