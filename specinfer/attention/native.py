@@ -29,15 +29,20 @@ def unsupported(head_dim: int, group: int, dtype: torch.dtype) -> str | None:
 
 
 class NativeAttend:
-    """An Attend of native ops; kernels/layers.py takes its tensors and calls the same ops."""
+    """NativeAttention's Attend; kernels/layers.py takes its tensors to the same ops."""
 
     __slots__ = ("_attend", "_store", "keys", "paths", "values", "write_slots_T")
 
-    def __init__(self, paths: Paths, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """For one pass over a cache of bfloat16 or float32."""
-        ops = torch.ops.specinfer
-        self._store: Callable[..., Tensor] = ops.rope_and_store.default
-        self._attend: Callable[..., Tensor] = ops.tree_attention.default
+    def __init__(
+        self,
+        store: Callable[..., Tensor],
+        attend: Callable[..., Tensor],
+        paths: Paths,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> None:
+        self._store = store
+        self._attend = attend
         self.keys = list(keys)
         self.values = list(values)
         fields = paths.slots, paths.requests, paths.shared_T, paths.tail_ends, paths.tails
@@ -56,8 +61,13 @@ class NativeAttend:
 class NativeAttention:
     """The AttentionBackend of a CPU; `kernels.build.load_library` comes before it."""
 
-    __slots__ = ()
+    __slots__ = ("_attend", "_store")
+
+    def __init__(self) -> None:
+        ops = torch.ops.specinfer
+        self._store: Callable[..., Tensor] = ops.rope_and_store.default
+        self._attend: Callable[..., Tensor] = ops.tree_attention.default
 
     def bind(self, paths: Paths, keys: Sequence[Tensor], values: Sequence[Tensor]) -> NativeAttend:
         """Attention of one pass over a cache of bfloat16 or float32."""
-        return NativeAttend(paths, keys, values)
+        return NativeAttend(self._store, self._attend, paths, keys, values)

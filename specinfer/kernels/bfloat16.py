@@ -7,7 +7,6 @@ the rows beside it, or on whether there are any.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -30,8 +29,7 @@ def tiled_product(weight: Tensor, bias: Tensor | None) -> NativeProduct:
 
     `kernels.build.load_library` comes before it.
     """
-    run: Callable[..., Tensor] = torch.ops.specinfer.bfloat16_linear.default
-    return NativeProduct(run, (tile(weight),), None if bias is None else bias.float(), len(weight))
+    return NativeProduct("bfloat16", (tile(weight),), None if bias is None else bias.float(), len(weight))
 
 
 def tile(weight: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specinfer.attention.backend import Heads, Rotation
 from specinfer.attention.native import NativeAttend
+from specinfer.kernels.ops import NativeOps, Ops
 from specinfer.kernels.product import NativeProduct, Product
 
 
@@ -27,10 +28,7 @@ class LayerParts:
     after_attention_D: Tensor | None
     after_mlp_D: Tensor | None
     heads: Heads
-    qkv: Product
-    o: Product
-    gate_up: Product
-    down: Product
+    products: tuple[Product, Product, Product, Product]  # qkv, o, gate and up, down
     local: bool  # turned by the second of two rotations
 
 
@@ -39,23 +37,17 @@ class NativeLayers:
 
     __slots__ = ("_layers",)
 
-    def __init__(self, layers: Sequence[LayerParts], *, gelu: bool) -> None:
-        """Gates are gelu's (its tanh form), or silu's. Raises TypeError for a product that is not native."""
-        self._layers: Any = torch.classes.specinfer.Layers(layers[0].heads.norm_eps, gelu)
-        for layer in layers:
-            products = [_native(p) for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-            norms = layer.before_attention_D, layer.before_mlp_D, layer.after_attention_D, layer.after_mlp_D
-            heads = layer.heads
-            self._layers.add(
-                [norm for norm in norms if norm is not None],
-                [norm for norm in (heads.q_norm_H, heads.k_norm_H) if norm is not None],
-                [list(product.weight) for product in products],
-                [product.bias for product in products],
-                [product.channels for product in products],
-                heads.scale,
-                heads.window or 0,
-                layer.local,
-            )
+    def __init__(self, eps: float, *, gelu: bool) -> None:
+        """No layers yet. Gates are gelu's, in its tanh form, or silu's."""
+        self._layers: Any = torch.classes.specinfer.Layers(eps, gelu)
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerParts], ops: Ops, *, gelu: bool) -> NativeLayers | None:
+        """These layers, or None where they have a part that is not native."""
+        if not isinstance(ops, NativeOps):
+            return None
+        native = cls(layers[0].heads.norm_eps, gelu=gelu)
+        return native if all(native._add(layer) for layer in layers) else None
 
     def __call__(self, x_TD: Tensor, turns: Rotation, local_turns: Rotation, attend: NativeAttend) -> Tensor:
         """What is still to be added to x, [T, D]; sums x up to there, writes K and V of every row."""
@@ -65,8 +57,22 @@ class NativeLayers:
         )
         return y_TD
 
-
-def _native(product: Product) -> NativeProduct:
-    if not isinstance(product, NativeProduct):
-        raise TypeError(f"{product} is no native product")
-    return product
+    def _add(self, layer: LayerParts) -> bool:
+        """Add a layer behind the others, if its products are native; returns whether they are."""
+        products = [product for product in layer.products if isinstance(product, NativeProduct)]
+        if len(products) < len(layer.products):
+            return False
+        norms = layer.before_attention_D, layer.before_mlp_D, layer.after_attention_D, layer.after_mlp_D
+        heads = layer.heads
+        self._layers.add(
+            [norm for norm in norms if norm is not None],
+            [norm for norm in (heads.q_norm_H, heads.k_norm_H) if norm is not None],
+            [product.kind for product in products],
+            [list(product.weight) for product in products],
+            [product.bias for product in products],
+            [product.channels for product in products],
+            heads.scale,
+            heads.window or 0,
+            layer.local,
+        )
+        return True

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
+import torch
 from torch import Tensor
 
+Kind = Literal["bfloat16", "int8", "int4"]
 Product = Callable[[Tensor], Tensor]  # x [rows, inner] -> [rows, channels] in x's dtype
 
 
 class NativeProduct:
-    """A Product by one op of ours; `NativeLayers` calls the same op with the same tensors."""
+    """A Product by the op of its kind; `NativeLayers` calls the same op with the same tensors."""
 
-    __slots__ = ("_run", "bias", "channels", "weight")
+    __slots__ = ("_run", "bias", "channels", "kind", "weight")
 
-    def __init__(
-        self, run: Callable[..., Tensor], weight: Sequence[Tensor], bias: Tensor | None, channels: int
-    ) -> None:
+    def __init__(self, kind: Kind, weight: Sequence[Tensor], bias: Tensor | None, channels: int) -> None:
         """`weight` is as the op takes it, `bias` float32 [channels]."""
-        self._run = run
+        self._run: Callable[..., Tensor] = getattr(torch.ops.specinfer, f"{kind}_linear").default
+        self.kind = kind
         self.weight = weight
         self.bias = bias
         self.channels = channels

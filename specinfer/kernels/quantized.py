@@ -95,13 +95,11 @@ class NativeProducts:
     With `onednn` int8 products are oneDNN's: the fastest where the CPU has AMX, and far from it elsewhere.
     """
 
-    __slots__ = ("_int4", "_int8", "_onednn", "_outputs", "_rows")
+    __slots__ = ("_onednn", "_outputs", "_rows")
 
     def __init__(self, *, onednn: bool) -> None:
         ops = torch.ops.specinfer
         self._onednn = onednn
-        self._int8: Callable[..., Tensor] = ops.int8_linear.default
-        self._int4: Callable[..., Tensor] = ops.int4_linear.default
         self._rows: Callable[[Tensor], tuple[Tensor, Tensor]] = ops.int8_rows.default
         self._outputs: Callable[..., Tensor] = ops.int8_outputs.default
 
@@ -111,12 +109,12 @@ class NativeProducts:
 
     def int4(self, weight: Int4Weight, bias: Tensor | None, channels: int) -> Product:
         """As Products says."""
-        return NativeProduct(self._int4, weight, bias, channels)
+        return NativeProduct("int4", weight, bias, channels)
 
     def _tiled_int8(self, weight: Int8Weight, bias: Tensor | None) -> Product:
         channels = len(weight.scales)
         scales = F.pad(weight.scales, (0, -channels % BLOCK))
-        return NativeProduct(self._int8, (tile_values(weight.values), scales), bias, channels)
+        return NativeProduct("int8", (tile_values(weight.values), scales), bias, channels)
 
     def _onednn_int8(self, weight: Int8Weight, bias: Tensor | None) -> Product:
         multiply: Callable[..., Tensor] = torch.ops.onednn.qlinear_pointwise.tensor

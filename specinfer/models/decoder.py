@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.attention.backend import Attend, Rotation
-from specinfer.attention.native import NativeAttend, NativeAttention
+from specinfer.attention.native import NativeAttend
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.layers import LayerParts, NativeLayers
-from specinfer.kernels.product import NativeProduct
 from specinfer.models.config import Activation, ModelConfig
 from specinfer.models.layers import Attention, GatedMLP, RMSNorm
 from specinfer.models.linear import Linear
@@ -129,7 +128,11 @@ class Decoder:
             else rope_frequencies(config.local_rope, config.head_dim).to(self.device)
         )
         self._layers: Sequence[_Layer] = [_Layer(i, config, weights) for i in range(config.num_layers)]
-        self._at_once = _at_once(self._layers, config, weights.kernels)
+        self._at_once: NativeLayers | None = None
+        if config.activation is not Activation.RELU:  # of which there is no native gate
+            parts = [layer.parts() for layer in self._layers]
+            gelu = config.activation is Activation.GELU_TANH
+            self._at_once = NativeLayers.of(parts, weights.kernels.ops, gelu=gelu)
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, logit_rows: Tensor | None = None
@@ -223,25 +226,9 @@ class _Layer:
             after_attention_D=None if after_attention is None else after_attention.weight_D,
             after_mlp_D=None if after_mlp is None else after_mlp.weight_D,
             heads=self._attention.heads,
-            qkv=self._attention.qkv,
-            o=self._attention.o,
-            gate_up=self._mlp.gate_up,
-            down=self._mlp.down,
+            products=(self._attention.qkv, self._attention.o, self._mlp.gate_up, self._mlp.down),
             local=self.local,
         )
-
-
-def _at_once(layers: Sequence[_Layer], config: ModelConfig, kernels: Kernels) -> NativeLayers | None:
-    """The layers in one call, where all they are made of is native; else None."""
-    parts = [layer.parts() for layer in layers]
-    products = (product for part in parts for product in (part.qkv, part.o, part.gate_up, part.down))
-    if (
-        not isinstance(kernels.attention, NativeAttention)
-        or config.activation is Activation.RELU
-        or not all(isinstance(product, NativeProduct) for product in products)
-    ):
-        return None
-    return NativeLayers(parts, gelu=config.activation is Activation.GELU_TANH)
 
 
 def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

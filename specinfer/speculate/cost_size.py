@@ -40,7 +40,7 @@ class CostSize:
     """A TreeSize that weighs what nodes are expected to bring against what they cost.
 
     Requests that ask for an expansion or a number of nodes get them. Sampled draws are never dropped: whether
-    a level is drawn is decided before it is, by what was drawn above it (docs/losslessness.md).
+    a level is drawn is decided before it is, by what was drawn until then (docs/losslessness.md).
     """
 
     def __init__(self, target: CostCurve, drafts: Mapping[str, DraftDepth]) -> None:
@@ -83,18 +83,20 @@ class CostSize:
         level = max(trees[0].depths())
         free = [i for i, entry in enumerate(entries) if not _has_wishes(entry)]
         goes_on = [True] * len(entries)
-        if free and level < depth.deepest:
+        if free:
             hopes = [self._calibration.hopes(tree) for tree in trees]
-            gains = np.array([_at_depth(level, trees[i], hopes[i]) for i in free]) * depth.rates()[level]
-            candidates = np.array([hope for of_tree in hopes for hope in of_tree[1:]])
-            tokens, rows = len(self._plan.entries), self._rows
+            loose, tokens, rows = self._fixed(entries, trees, hopes)
+            candidates = np.array([hope for i in loose for hope in hopes[i][1:]])
             seconds = self._spent + self._target.seconds(rows + np.arange(len(candidates) + 1))
             worth = fastest(candidates, tokens, seconds)
-            rows += int(worth.sum())
+            tokens, rows = tokens + float(candidates[worth].sum()), rows + int(worth.sum())
+            gains = np.array([_at_depth(level, trees[i], hopes[i]) for i in free]) * depth.rates()[level]
+            # Of the nodes to come the likely ones are verified, one a request; of samples all.
+            nodes = sum(1 if i in loose else depth.nodes(level) for i in free) / len(free)
             more = np.arange(len(free) + 1)
             passes = depth.passes(level, len(entries) - len(free) + more)
-            seconds = self._spent + passes + self._target.seconds(rows + more)
-            for i, going in zip(free, fastest(gains, tokens + candidates[worth].sum(), seconds), strict=True):
+            seconds = self._spent + passes + self._target.seconds(rows + np.rint(more * nodes).astype(int))
+            for i, going in zip(free, fastest(gains, tokens, seconds), strict=True):
                 goes_on[i] = bool(going)
         self._spent += float(depth.passes(min(level, depth.deepest - 1), [sum(goes_on)])[0])
         return goes_on
@@ -102,20 +104,14 @@ class CostSize:
     def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """The nodes that make the step faster; requests with wishes of their own keep all of theirs."""
         self.note(trees)
-        entries, fitted = self._plan.tree_entries, list(trees)
+        fitted = list(trees)
         hopes = [self._calibration.hopes(tree) for tree in trees]
-        tokens, rows, free = float(len(self._plan.entries)), self._rows, list[int]()
-        for i, (entry, tree) in enumerate(zip(entries, trees, strict=True)):
-            if not _has_wishes(entry) and prunable(tree):
-                free.append(i)
-            else:
-                tokens += sum(hopes[i][1:])
-                rows += tree.num_nodes - 1
-        candidates = np.array([hope for i in free for hope in hopes[i][1:]])
+        loose, tokens, rows = self._fixed(self._plan.tree_entries, trees, hopes)
+        candidates = np.array([hope for i in loose for hope in hopes[i][1:]])
         seconds = self._spent + self._target.seconds(rows + np.arange(len(candidates) + 1))
         kept = fastest(candidates, tokens, seconds)
         first = 0
-        for i in free:
+        for i in loose:
             end = first + trees[i].num_nodes - 1
             fitted[i] = keep(trees[i], [0, *(np.flatnonzero(kept[first:end]) + 1).tolist()])
             first = end
@@ -138,6 +134,19 @@ class CostSize:
                 if child is None:
                     break
                 node = child
+
+    def _fixed(
+        self, entries: Sequence[PlanEntry], trees: Sequence[TokenTree], hopes: Sequence[list[float]]
+    ) -> tuple[list[int], float, int]:
+        """Whose nodes may be left out; and the step's tokens and rows without those nodes."""
+        loose, tokens, rows = list[int](), float(len(self._plan.entries)), self._rows
+        for i, (entry, tree) in enumerate(zip(entries, trees, strict=True)):
+            if not _has_wishes(entry) and prunable(tree):
+                loose.append(i)
+            else:
+                tokens += sum(hopes[i][1:])
+                rows += tree.num_nodes - 1
+        return loose, tokens, rows
 
     def _first_level(
         self, name: str, entries: Sequence[PlanEntry], unread: NDArray[np.int64]

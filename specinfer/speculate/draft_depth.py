@@ -37,7 +37,7 @@ class DraftDepth:
     def __init__(self, curve: CostCurve, expansion: Expansion) -> None:
         self._curve = curve
         self._levels = [_Level() for _ in expansion.widths]
-        self._frontiers = list(accumulate((1, *expansion.widths[:-1]), mul))  # rows of a request in each pass
+        self._nodes: list[int] = list(accumulate(expansion.widths, mul))  # of a request at each level
 
     @property
     def deepest(self) -> int:
@@ -61,9 +61,13 @@ class DraftDepth:
             rates.append((level.hits + _PRIOR * rates[-1]) / (level.tries + _PRIOR))
         return rates[1:]
 
+    def nodes(self, level: int) -> int:
+        """The guesses a request has at `level` of a full tree."""
+        return self._nodes[level]
+
     def passes(self, level: int, requests: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds of the pass for `level` with so many requests in it."""
-        return self._curve.seconds(np.asarray(requests) * self._frontiers[level])
+        """Seconds of the pass for `level` with so many requests in it: a row for each node above it."""
+        return self._curve.seconds(np.asarray(requests) * (self._nodes[level - 1] if level else 1))
 
     def reading(self, unread: NDArray[np.int64], usual: int) -> NDArray[np.float64]:
         """Seconds that each request with more than `usual` unread tokens adds to a pass for all of them."""

@@ -19,9 +19,8 @@ class Ensemble:
 
     A speculator is offered the nodes its predecessors left over, and its guesses that can never become text
     are dropped before the next one is asked. That budget is known before it draws, and sampled draws are
-    never dropped for their value, so the merged tree is lossless under every verifier (the fourth rule of
-    docs/losslessness.md). What of the merged trees is verified is decided by `size`, which draft models ask
-    as well.
+    never dropped for their value, so the merged tree is lossless under every verifier (docs/losslessness.md).
+    What of the merged trees is verified is decided by `size`, which draft models ask as well.
     """
 
     def __init__(self, speculators: Sequence[Speculator], *, vocab: int, size: TreeSize) -> None:

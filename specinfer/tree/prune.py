@@ -15,7 +15,7 @@ def prune(
     """`tree` without what follows an ending token, and without tokens their own path forbids.
 
     What hangs below a dropped node goes with it. Nodes with a sampled draw are never dropped for their own
-    value (the fourth rule of docs/losslessness.md); below an ending token there is no law left to keep.
+    value (docs/losslessness.md says why); below an ending token there is no law left to keep.
 
     Args:
         tree: the candidates; not mutated, and returned itself when nothing is dropped.
@@ -33,14 +33,9 @@ def prune(
     return keep(tree, paths)
 
 
-def may_drop(rule: DrawRule) -> bool:
-    """Whether a node so drawn may be dropped for its value, whichever verifier the tree meets."""
-    return rule in _ANY_VALUE
-
-
 def prunable(tree: TokenTree) -> bool:
-    """Whether any node may be dropped for its value: none was sampled."""
-    return all(may_drop(draw.rule) for draw in tree.draws)
+    """Whether any node may be dropped for its value, whichever verifier the tree meets: none was sampled."""
+    return all(draw.rule in _ANY_VALUE for draw in tree.draws)
 
 
 def keep(tree: TokenTree, nodes: Collection[int]) -> TokenTree:

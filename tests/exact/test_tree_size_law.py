@@ -28,7 +28,7 @@ from .oracles import processed_law
 EXACT, SEEN = 1e-9, 1e-3
 VOCAB = 3
 PROMPT = (0,)
-IID, WITHOUT = DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT
+IID, WITHOUT, POINT = DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT, DrawRule.POINT_MASS
 
 
 class MadeUpRunner:
@@ -88,6 +88,19 @@ class Points:
         pass
 
 
+class Watched(CostSize):
+    """Notes whether drafts are run."""
+
+    def __init__(self, noted, *costs):
+        super().__init__(*costs)
+        self.noted = noted
+
+    def starts(self, draft, entries, unread):
+        starts = super().starts(draft, entries, unread)
+        self.noted[draft].update(starts)
+        return starts
+
+
 class Sized:
     """All speculators of a test as one guesser: merged trees, sized by the seconds of the drafts' passes."""
 
@@ -95,6 +108,7 @@ class Sized:
         self.drafts, self.pass_, self.points = drafts, pass_, points
         self.monkeypatch = monkeypatch
         self.depths = set()  # of the trees that were verified
+        self.starts = {name: set() for name, *_ in drafts}  # whether each draft was run
 
     def grow(self, world, text, chance):
         # The draws ask the enumeration instead of a uniform number.
@@ -103,7 +117,7 @@ class Sized:
             name: DraftDepth(CostCurve((1, 1000), (self.pass_, self.pass_)), Expansion(widths))
             for name, _, widths in self.drafts
         }
-        size = CostSize(TARGET, depths)
+        size = Watched(self.starts, TARGET, depths)
         speculators = [
             DraftModel(name, MadeUpRunner(world, name), Expansion(widths), rule, max_rows=64, size=size)
             for name, rule, widths in self.drafts
@@ -128,7 +142,7 @@ def entry(world, text):
     )
 
 
-TARGET = CostCurve((1, 3, 4), (1.0, 1.1, 1.8))
+TARGET = CostCurve((1, 3, 5), (1.0, 1.1, 1.3))
 PARAMS = SamplingParams(temperature=0.7, speculation={"verifier": "mss"})
 DRAFTS = {
     "a chain": [("a", IID, (1, 1))],
@@ -138,29 +152,38 @@ DRAFTS = {
 }
 
 
-def depths_and_error(drafts, pass_, monkeypatch, points=False):
-    """How deep the verified trees were, and how far the law of three tokens is from the target's."""
+# Nothing in these is sampled: they are pruned by value.
+PRUNED = {"top-k": [("a", POINT, (2, 1))], "nobody": []}
+
+
+def play(drafts, pass_, monkeypatch, points=False):
+    """The guesser after all texts of three tokens, and how far their law is from the target's."""
     world = Supports(vocab=VOCAB, params=PARAMS, seed=5)
     sized = Sized(drafts, pass_, monkeypatch, points)
     law = text_law(world, [sized], 3)
     assert sum(law.values()) == pytest.approx(1, abs=EXACT)
     wanted = own_law(lambda text: processed_law(world.logits("target", text), PARAMS), VOCAB, 3)
-    return sized.depths, distance(law, wanted)
+    return sized, distance(law, wanted)
 
 
 @pytest.mark.parametrize("points", [False, True], ids=["drafts", "drafts and points"])
-@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
+@pytest.mark.parametrize("drafts", [*DRAFTS.values(), *PRUNED.values()], ids=[*DRAFTS, *PRUNED])
 @pytest.mark.parametrize("pass_", [0.01, 0.2])  # nothing is spared, and much
 def test_the_law_of_the_text_is_the_targets(drafts, pass_, points, monkeypatch):
-    assert depths_and_error(drafts, pass_, monkeypatch, points)[1] < EXACT
+    assert play(drafts, pass_, monkeypatch, points)[1] < EXACT
 
 
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
 def test_whether_a_level_is_drawn_depends_on_the_draws_above_it(drafts, monkeypatch):
-    assert depths_and_error(drafts, 0.2, monkeypatch)[0] == {1, 2}
+    assert play(drafts, 0.2, monkeypatch)[0].depths == {1, 2}
+
+
+def test_whether_a_draft_is_run_depends_on_the_draws_of_another(monkeypatch):
+    sized, _ = play(DRAFTS["two drafts"], 0.2, monkeypatch)
+    assert sized.starts == {"a": {True}, "b": {True, False}}
 
 
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
 def test_dropping_samples_for_their_value_is_seen(drafts, monkeypatch):
     monkeypatch.setattr(cost_size, "prunable", lambda tree: True)
-    assert depths_and_error(drafts, 0.01, monkeypatch)[1] > SEEN
+    assert play(drafts, 0.01, monkeypatch)[1] > SEEN

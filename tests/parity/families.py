@@ -50,6 +50,7 @@ _T = transformers
 CASES: dict[str, tuple[type, dict[str, object]]] = {
     "llama": (_T.LlamaConfig, _DECODER),
     "llama-biases": (_T.LlamaConfig, {**_DECODER, "attention_bias": True, "mlp_bias": True}),
+    "llama-relu": (_T.LlamaConfig, {**_DECODER, "hidden_act": "relu"}),
     "llama-llama3-rope": (_T.LlamaConfig, {**_DECODER, "rope_parameters": _LLAMA3}),
     "llama-linear-rope": (
         _T.LlamaConfig,

@@ -287,8 +287,9 @@ class Worker {
     const T* const k = k_ + task.kv_head * shape_.head;
     const T* const v = v_ + task.kv_head * shape_.head;
     int32_t slots[kBlock];
-    fetch(k, v, list + begin, std::min(begin / kBlock * kBlock + kBlock, agreed) - begin);
-    for (int64_t block = begin / kBlock * kBlock; block < end; block += kBlock) {
+    const int64_t first = begin / kBlock * kBlock;
+    fetch(k, v, list + first, std::min(first + kBlock, agreed) - first);
+    for (int64_t block = first; block < end; block += kBlock) {
       fetch(k, v, list + block + kBlock, std::min(block + 2 * kBlock, agreed) - block - kBlock);
       if (block + kBlock <= agreed || agreed == end) {
         const int64_t count = std::min<int64_t>(kBlock, end - block);
@@ -480,8 +481,9 @@ void check_ints(const at::Tensor& x, int64_t least, const char* name) {
 }  // namespace
 
 at::Tensor specinfer::tree_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
-                          const at::Tensor& slots, const at::Tensor& requests, const at::Tensor& shared,
-                          const at::Tensor& tail_ends, const at::Tensor& tails, double scale, int64_t window) {
+                                     const at::Tensor& slots, const at::Tensor& requests,
+                                     const at::Tensor& shared, const at::Tensor& tail_ends,
+                                     const at::Tensor& tails, double scale, int64_t window) {
   const auto dtype = q.scalar_type();
   TORCH_CHECK(q.dim() == 3 && q.is_contiguous(), "q must be contiguous [T, N, H], got ", q.sizes());
   TORCH_CHECK(k_cache.dim() == 3 && k_cache.is_contiguous() && v_cache.sizes() == k_cache.sizes() &&

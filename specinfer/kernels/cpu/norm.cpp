@@ -53,7 +53,8 @@ at::Tensor norm_rows(const at::Tensor& x, const at::Tensor* y, const at::Tensor&
 
 }  // namespace
 
-at::Tensor specinfer::add_rms_norm(at::Tensor x, const std::optional<at::Tensor>& y, const at::Tensor& weight, double eps) {
+at::Tensor specinfer::add_rms_norm(at::Tensor x, const std::optional<at::Tensor>& y, const at::Tensor& weight,
+                                   double eps) {
   TORCH_CHECK(x.dim() == 2 && x.is_contiguous(), "x must be contiguous rows, got ", x.sizes());
   TORCH_CHECK(weight.dim() == 1 && weight.size(0) == x.size(1) && weight.is_contiguous() &&
                   weight.scalar_type() == x.scalar_type(),

@@ -99,9 +99,9 @@ at::Tensor store_rows(const at::Tensor& qkv, const Norms& norms, const Turn& tur
 }  // namespace
 
 at::Tensor specinfer::rope_and_store(const at::Tensor& qkv, const std::optional<at::Tensor>& q_norm,
-                          const std::optional<at::Tensor>& k_norm, double eps,
-                          const std::optional<at::Tensor>& cos, const std::optional<at::Tensor>& sin,
-                          at::Tensor k_cache, at::Tensor v_cache, const at::Tensor& slots) {
+                                     const std::optional<at::Tensor>& k_norm, double eps,
+                                     const std::optional<at::Tensor>& cos, const std::optional<at::Tensor>& sin,
+                                     at::Tensor k_cache, at::Tensor v_cache, const at::Tensor& slots) {
   const auto dtype = qkv.scalar_type();
   TORCH_CHECK(k_cache.dim() == 3 && k_cache.is_contiguous() && v_cache.sizes() == k_cache.sizes() &&
                   v_cache.is_contiguous() && k_cache.scalar_type() == dtype && v_cache.scalar_type() == dtype,

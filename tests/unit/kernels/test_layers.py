@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from specinfer.config import Quantization
 from specinfer.kernels.bfloat16 import tiled_product
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.layers import NativeLayers
+from specinfer.kernels.ops import TorchOps
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.decoder import LanguageModel
 from specinfer.models.weights import load_model
@@ -25,6 +26,12 @@ from tests.kernels import kernels
 from tests.parity.families import save_random
 
 FAMILIES = ["llama", "llama-biases", "qwen2-window", "qwen3", "gemma3"]  # every part a layer may have or lack
+FORMATS = [
+    ("none", torch.bfloat16),
+    ("int8", torch.bfloat16),
+    ("int4", torch.bfloat16),
+    ("int8", torch.float32),
+]
 #  0 -+- 1 - 3 -+- 5
 #     `- 2 - 4  `- 6
 TREE = Rows([54, 7, 20, 8, 8, 30, 31], 12, [6, 2, 9, 1, 5], 0, [-1, 0, 0, 1, 2, 3, 3])
@@ -44,10 +51,12 @@ def native(quantization: Quantization = "none") -> Kernels:
     return replace(kernels("native"), products=NativeProducts(onednn=False), bfloat16=bfloat16)
 
 
-def load(folder: Path, chosen: Kernels, quantization: Quantization = "none") -> LanguageModel:
+def load(
+    folder: Path, chosen: Kernels, quantization: Quantization = "none", dtype: torch.dtype = torch.bfloat16
+) -> LanguageModel:
     return load_model(
         folder,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         device=torch.device("cpu"),
         kernels=chosen,
         quantization=quantization,
@@ -66,29 +75,50 @@ def run(model: LanguageModel) -> list[Tensor]:
     return [*logits, *runner.cache.keys, *runner.cache.values]
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize(("quantization", "dtype"), FORMATS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_bits_are_those_of_op_by_op(
-    name: str, quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    quantization: Quantization,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     save_random(name, tmp_path, tied=True)
     chosen = native(quantization)
-    by_op = run(load(tmp_path, replace(chosen, attention=OpByOp()), quantization))
+    by_op = run(load(tmp_path, replace(chosen, attention=OpByOp()), quantization, dtype))
     monkeypatch.setattr(NativeAttend, "__call__", None)
-    at_once = run(load(tmp_path, chosen, quantization))
+    at_once = run(load(tmp_path, chosen, quantization, dtype))
     assert all(torch.equal(one, other) for one, other in zip(at_once, by_op, strict=True))
     assert at_once[0].isfinite().all()
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{"bfloat16": None}, {"attention": OpByOp()}],
-    ids=["products", "attention"],
+    ("name", "changed"),
+    [
+        ("llama", lambda chosen: replace(chosen, bfloat16=None)),
+        ("llama", lambda chosen: replace(chosen, attention=OpByOp())),
+        ("llama", lambda chosen: replace(chosen, ops=TorchOps())),
+        ("llama-relu", lambda chosen: chosen),
+    ],
+    ids=["products", "attention", "ops", "gate"],
 )
 def test_with_a_part_that_is_not_native_a_model_runs_op_by_op(
-    changed: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, changed: Callable[[Kernels], Kernels], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_random("llama", tmp_path, tied=True)
-    model = load(tmp_path, replace(native(), **changed))
+    save_random(name, tmp_path, tied=True)
+    model = load(tmp_path, changed(native()))
     monkeypatch.setattr(NativeLayers, "__call__", None)
     run(model)
+
+
+def test_a_profiler_sees_every_operation(tmp_path: Path) -> None:
+    save_random("llama", tmp_path, tied=True)
+    model = load(tmp_path, native())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(model)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    passes, layers = 2, model.config.num_layers
+    assert calls["specinfer::tree_attention"] == calls["specinfer::silu_mul"] == passes * layers
+    assert calls["specinfer::bfloat16_linear"] == passes * (4 * layers + 1)
+    assert calls["specinfer::add_rms_norm"] == passes * (2 * layers + 1)

@@ -248,6 +248,17 @@ def test_a_draft_goes_on_below_what_it_is_sure_of(rule: DrawRule) -> None:
     assert size.deeper("draft", entries, [sure, unsure]) == [True, False]
 
 
+@pytest.mark.parametrize(("rule", "goes_on"), [(DrawRule.POINT_MASS, True), (DrawRule.IID, False)])
+def test_of_samples_every_node_is_a_row(rule: DrawRule, goes_on: bool) -> None:
+    # The next level brings 8 guesses: the likeliest alone is worth its row, all of them are not.
+    size = sized(CostCurve((1, 3, 4), (1.0, 1.0, 1.3)), QUICK, (1, 8))
+    plan = (entry(),)
+    size.open(StepPlan(plan))
+    size.note([single_node(7)])
+    assert size.starts("draft", plan, [1]) == [True]
+    assert size.deeper("draft", plan, [chain(0.9, speculator="draft", rule=rule)]) == [goes_on]
+
+
 def test_in_a_batch_the_targets_rows_are_dear() -> None:
     size = sized(CostCurve((1, 8, 9), (1.0, 1.0, 2.0)), QUICK)
     teach(size, 4)
