@@ -27,6 +27,7 @@ from .oracles import processed_law
 
 EXACT, SEEN = 1e-9, 1e-3
 VOCAB = 3
+LENGTH = 2  # of texts: both levels of a tree have a say
 PROMPT = (0,)
 IID, WITHOUT, POINT = DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT, DrawRule.POINT_MASS
 
@@ -157,12 +158,12 @@ PRUNED = {"top-k": [("a", POINT, (2, 1))], "nobody": []}
 
 
 def play(drafts, pass_, monkeypatch, points=False):
-    """The guesser after all texts of three tokens, and how far their law is from the target's."""
+    """The guesser after all texts, and how far their law is from the target's."""
     world = Supports(vocab=VOCAB, params=PARAMS, seed=5)
     sized = Sized(drafts, pass_, monkeypatch, points)
-    law = text_law(world, [sized], 3)
+    law = text_law(world, [sized], LENGTH)
     assert sum(law.values()) == pytest.approx(1, abs=EXACT)
-    wanted = own_law(lambda text: processed_law(world.logits("target", text), PARAMS), VOCAB, 3)
+    wanted = own_law(lambda text: processed_law(world.logits("target", text), PARAMS), VOCAB, LENGTH)
     return sized, distance(law, wanted)
 
 
