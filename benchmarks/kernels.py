@@ -62,37 +62,40 @@ class Kept:
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds by number of nodes, and the bytes whose reading is their floor (None: it has none)."""
+    """Milliseconds by number of nodes; where reading bytes is their floor, those, and how many times it."""
 
     name: str
     milliseconds: Mapping[int, float]
     floor_bytes: float | None = None
-
-    def floor(self, bandwidth: float) -> float | None:
-        """Milliseconds to read the bytes, at `bandwidth` bytes per second."""
-        return None if self.floor_bytes is None else 1e3 * self.floor_bytes / bandwidth
+    times_floor: Mapping[int, float] | None = None
 
 
 class Bandwidth:
-    """Bytes per second at which memory streams; measured again before everything held against it."""
+    """Bytes per second at which memory streams; measured right beside everything held against it.
+
+    On a shared machine it may be twice as much a second later.
+    """
 
     def __init__(self) -> None:
         self._array = torch.zeros(STREAMED // 4)
-        self._found: list[float] = []
-        self.measure()
+        self._array.sum()
+        self.found: list[float] = []
 
-    def measure(self) -> None:
-        seconds = min(_seconds(self._array.sum) for _ in range(REPEATS))
-        self._found.append(STREAMED / seconds)
+    def measure(self) -> float:
+        """What it is now."""
+        self.found.append(STREAMED / _seconds(self._array.sum))
+        return self.found[-1]
 
-    @property
-    def best(self) -> float:
-        """The most that was seen: what else the machine does can only take from it."""
-        return max(self._found)
-
-    @property
-    def least(self) -> float:
-        return min(self._found)
+    def beside(self, call: Callable[[], object], size: float, repeats: int) -> tuple[float, float]:
+        """Milliseconds of a call, and how many times as long as streaming `size` bytes that is: medians."""
+        milliseconds, times = [], []
+        before = self.measure()
+        for _ in range(repeats):
+            seconds, after = _seconds(call), self.measure()
+            milliseconds.append(1e3 * seconds)
+            times.append(seconds / (size / before + size / after) * 2)
+            before = after
+        return statistics.median(milliseconds), statistics.median(times)
 
 
 def main() -> None:
@@ -122,7 +125,7 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page)
     measured = {
-        "bandwidth": bandwidth.best,
+        "bandwidths": bandwidth.found,
         "context": args.context,
         "products": [asdict(row) for row in products],
         "forwards": [asdict(row) for row in forwards],
@@ -176,13 +179,14 @@ def product_rows(
         weight = torch.empty(outputs, inputs, dtype=torch.bfloat16).uniform_(-0.05, 0.05)
         for kept in ways_to_keep(weight, kernels, output_layer=matrix == "head"):
             copies = [kept.copy() for _ in range(max(2, round(STREAMED / kept.size)))]
-            bandwidth.measure()
-            times = {}
+            times: dict[int, float] = {}
+            floors: dict[int, float] = {}
             for count in nodes:
                 x = torch.empty(count, inputs, dtype=torch.bfloat16).uniform_(-1, 1)
-                times[count] = 1e3 * _product_seconds(copies, x)
+                together, floors[count] = _products(copies, x, kept.size * len(copies), bandwidth)
+                times[count] = together / len(copies)
             del copies
-            yield Row(f"{matrix} {outputs} x {inputs}, {kept.name}", times, kept.size)
+            yield Row(f"{matrix} {outputs} x {inputs}, {kept.name}", times, kept.size, floors)
 
 
 def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Iterator[Kept]:
@@ -208,14 +212,16 @@ def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Ite
     yield Kept("int4", int4_copy, int4_bytes(*weight.shape))
 
 
-def _product_seconds(copies: Sequence[Product], x: Tensor) -> float:
+def _products(copies: Sequence[Product], x: Tensor, size: int, bandwidth: Bandwidth) -> tuple[float, float]:
+    """Milliseconds of one product after another, and how many times the floor of their bytes."""
+
     def all_copies() -> None:
         for product in copies:
             product(x)
 
     with torch.inference_mode():
         all_copies()
-        return statistics.median(_seconds(all_copies) for _ in range(REPEATS)) / len(copies)
+        return bandwidth.beside(all_copies, size, REPEATS)
 
 
 def forward_rows(
@@ -230,20 +236,20 @@ def forward_rows(
     table = list(range(blocks))
     text = [token % target.config.vocab_size for token in range(args.context)]
     runner.forward([chain_rows(text, 0, table, logits=True)])
-    bandwidth.measure()
+    config = target.config
+    weights = weight_bytes(resolve(model).path, config, engine_config)
+    size = weights + args.context * KvCache.bytes_per_slot(
+        config.num_layers, config.num_kv_heads, config.head_dim, target.dtype
+    )
     times: dict[int, float] = {}
+    floors: dict[int, float] = {}
     operations: dict[int, dict[str, float]] = {}
     for count in args.nodes:
         forward = partial(runner.forward, [tree_rows(count, args.context, table)])
         forward()
-        times[count] = 1e3 * statistics.median(_seconds(forward) for _ in range(2 * REPEATS))
+        times[count], floors[count] = bandwidth.beside(forward, size, 2 * REPEATS)
         operations[count] = operation_milliseconds(forward)
-    config = target.config
-    weights = weight_bytes(resolve(model).path, config, engine_config)
-    text_bytes = args.context * KvCache.bytes_per_slot(
-        config.num_layers, config.num_kv_heads, config.head_dim, target.dtype
-    )
-    return Row(f"quantization {quantization}", times, weights + text_bytes), share_rows(operations, times)
+    return Row(f"quantization {quantization}", times, size, floors), share_rows(operations, times)
 
 
 def weight_bytes(path: Path, config: ModelConfig, engine_config: EngineConfig) -> int:
@@ -291,27 +297,29 @@ def markdown(
     shares: Mapping[str, Sequence[Row]],
     bandwidth: Bandwidth,
 ) -> str:
+    streams = sorted(rate / 1e9 for rate in bandwidth.found)
+    usual = statistics.median(streams)
     lines = [
         f"# A forward pass against the floor of its bytes: {model}",
         "",
-        f"Memory streams at {bandwidth.best / 1e9:.1f} GB/s with {args.threads} threads (the best of "
-        f"measurements through the run, the worst {bandwidth.least / 1e9:.1f}). The floor is the weights' "
-        "bytes over that, for whole forwards with the K and V of the text. Cells: milliseconds, and in "
-        "brackets times the floor.",
+        f"Memory streams at {usual:.1f} GB/s with {args.threads} threads (the median of measurements through "
+        f"the run, {streams[0]:.1f} to {streams[-1]:.1f}). The floor is the weights' bytes over that, for "
+        "whole forwards with the K and V of the text. Cells: milliseconds, and in brackets times the floor at the "
+        "bandwidth right before and after.",
         *([] if lacking is None else ["", f"Native kernels are not used: {lacking}"]),
         "",
         "## Products",
         "",
         f"Medians of {REPEATS} passes over copies of the matrix that are together {STREAMED >> 20} MB.",
         "",
-        *_table(products, args.nodes, bandwidth.best),
+        *_table(products, args.nodes, usual),
         "",
         "## Whole forwards",
         "",
         f"A binary tree of nodes behind {args.context} tokens of text, through ModelRunner; medians of "
         f"{2 * REPEATS}.",
         "",
-        *_table(forwards, args.nodes, bandwidth.best),
+        *_table(forwards, args.nodes, usual),
     ]
     for quantization, rows in shares.items():
         lines += [
@@ -320,26 +328,25 @@ def markdown(
             "",
             "Milliseconds of one forward by the profiler, whose own cost is in.",
             "",
-            *_table(rows, args.nodes, bandwidth.best),
+            *_table(rows, args.nodes, usual),
         ]
     return "\n".join([*lines, "", *provenance_lines(), ""])
 
 
 def _table(rows: Sequence[Row], nodes: Sequence[int], bandwidth: float) -> list[str]:
+    """Markdown; `bandwidth` in GB/s is the floor column's."""
     lines = [
         f"| | floor ms | {' | '.join(f'{n} node' + 's' * (n > 1) for n in nodes)} |",
         f"|---|---|{'---|' * len(nodes)}",
     ]
     for row in rows:
-        floor = row.floor(bandwidth)
-        cells = (_cell(row.milliseconds[n], floor) for n in nodes)
-        shown = "" if floor is None else f"{floor:.2f}"
+        shown = "" if row.floor_bytes is None else f"{row.floor_bytes / bandwidth / 1e6:.2f}"
+        cells = [
+            f"{row.milliseconds[n]:.2f}" + ("" if row.times_floor is None else f" ({row.times_floor[n]:.2f})")
+            for n in nodes
+        ]
         lines.append(f"| {row.name} | {shown} | {' | '.join(cells)} |")
     return lines
-
-
-def _cell(milliseconds: float, floor: float | None) -> str:
-    return f"{milliseconds:.2f}" if floor is None else f"{milliseconds:.2f} ({milliseconds / floor:.2f})"
 
 
 def _seconds(call: Callable[[], object]) -> float:

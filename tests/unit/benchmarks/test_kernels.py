@@ -106,13 +106,26 @@ def test_operations_that_are_always_short_are_one_row(bench: ModuleType) -> None
 
 
 def test_a_cell_says_how_many_times_the_floor(bench: ModuleType) -> None:
-    rows = [bench.Row("head", {1: 3.0, 16: 4.5}, 3e7), bench.Row("`add`", {1: 0.25, 16: 0.5})]
-    assert bench._table(rows, (1, 16), 2e10) == [
+    head = bench.Row("head", {1: 3.0, 16: 4.5}, 3e7, {1: 2.0, 16: 3.0})
+    rows = [head, bench.Row("`add`", {1: 0.25, 16: 0.5})]
+    assert bench._table(rows, (1, 16), 20.0) == [
         "| | floor ms | 1 node | 16 nodes |",
         "|---|---|---|---|",
         "| head | 1.50 | 3.00 (2.00) | 4.50 (3.00) |",
         "| `add` |  | 0.25 | 0.50 |",
     ]
+
+
+def test_the_floor_is_what_memory_gives_at_the_time(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Streams and calls in turns: memory slows down by half, and so does what is bound by it.
+    seconds = iter([0.010, 0.030, 0.010, 0.045, 0.020, 0.060, 0.020])
+    bandwidth = bench.Bandwidth()
+    monkeypatch.setattr(bench, "_seconds", lambda call: next(seconds))
+    milliseconds, times = bandwidth.beside(lambda: None, bench.STREAMED, 3)
+    assert milliseconds == pytest.approx(45)
+    assert times == pytest.approx(3)
 
 
 @pytest.mark.parametrize("text", ["0,1", "1,-2"])
