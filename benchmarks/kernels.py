@@ -304,8 +304,8 @@ def markdown(
         "",
         f"Memory streams at {usual:.1f} GB/s with {args.threads} threads (the median of measurements through "
         f"the run, {streams[0]:.1f} to {streams[-1]:.1f}). The floor is the weights' bytes over that, for "
-        "whole forwards with the K and V of the text. Cells: milliseconds, and in brackets times the floor at the "
-        "bandwidth right before and after.",
+        "whole forwards with the K and V of the text. Cells: milliseconds, and in brackets times the floor "
+        "at the bandwidth right before and after.",
         *([] if lacking is None else ["", f"Native kernels are not used: {lacking}"]),
         "",
         "## Products",
