@@ -77,6 +77,7 @@ def check_law(
         found.extend(text_places[~np.isnan(text_places)].tolist())
     counts = np.histogram(found, bins=BINS, range=(0.0, 1.0))[0]
     p_value = chi_square(counts)
+    broken = p_value <= THRESHOLD or impossible > 0
     enough = len(found) >= LEAST and figures.drafted_tokens > 0
     words = (
         f"p = {p_value:.3g} for {len(found)} tokens, "
@@ -90,7 +91,7 @@ def check_law(
         words += f"; too little was guessed or counted (at least {LEAST} tokens): raise --samples"
     return Verdict(
         name,
-        p_value > THRESHOLD and not impossible and enough,
+        enough and not broken,
         words,
         {
             "p_value": p_value,
@@ -101,6 +102,7 @@ def check_law(
             "drafted_tokens": figures.drafted_tokens,
             "accepted_tokens": figures.accepted_tokens,
         },
+        decided=enough or broken,
     )
 
 

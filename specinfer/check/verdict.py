@@ -14,10 +14,13 @@ class Verdict:
     passed: bool
     words: str  # what was seen, for a person
     details: dict[str, Any] = field(default_factory=dict)  # plain JSON values
+    decided: bool = True  # False: too little was seen to say
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"name": self.name, "passed": self.passed, "words": self.words, **self.details}
+        known = {"name": self.name, "passed": self.passed, "decided": self.decided, "words": self.words}
+        return {**known, **self.details}
 
     def __str__(self) -> str:
-        return f"{'pass' if self.passed else 'FAIL'}  {self.name}: {self.words}"
+        mark = "pass" if self.passed else "FAIL" if self.decided else "open"
+        return f"{mark}  {self.name}: {self.words}"

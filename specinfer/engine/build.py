@@ -255,11 +255,12 @@ def _check_quantization(option: str, value: Quantization, device: torch.device) 
 
 
 def _check_drafts(speculation: SpeculationConfig) -> None:
-    for option, unset in (("draft_quantization", "none"), ("draft_vocabulary", None)):
+    unset = SpeculationConfig()
+    for option in ("expansion", "draw", "draft_quantization", "draft_vocabulary"):
         value = getattr(speculation, option)
-        if value != unset and not speculation.drafts:
+        if value != getattr(unset, option) and not speculation.drafts:
             raise ConfigError(
-                f"{option} is {value!r}, and no draft model is named; add one to drafts, or leave it out"
+                f"{option} is {str(value)!r}, and no draft model is named; add one to drafts, or leave it out"
             )
 
 

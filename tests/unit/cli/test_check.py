@@ -70,6 +70,18 @@ def test_a_broken_promise_is_status_1_and_says_where(
     assert json.loads(out.read_text())["passed"] is False
 
 
+def test_too_little_to_say_is_no_broken_promise(models: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "check.json"
+    result = run(*models, "--prompts", "1", "--samples", "1", "--json", str(out))
+    assert result.exit_code == 1
+    assert "open  law, coupled, T=1: " in result.stdout
+    assert "open: 4 of 11 checks saw too little to say; raise --samples" in result.stdout
+    assert "FAIL" not in result.stdout
+    report = json.loads(out.read_text())
+    assert report["passed"] is False
+    assert sum(not verdict["decided"] for verdict in report["verdicts"]) == 4
+
+
 def test_what_cannot_be_checked_is_refused(models: list[str]) -> None:
     with pytest.raises(ConfigError, match="nobody speculates"):
         run(*models[:2], "--no-ngram", "--kv-cache-memory", "64MB")

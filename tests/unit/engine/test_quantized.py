@@ -79,7 +79,10 @@ def test_quantization_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folde
             load_models(config)
 
 
-@pytest.mark.parametrize(("option", "value"), [("draft_quantization", "int4"), ("draft_vocabulary", 1000)])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("draft_quantization", "int4"), ("draft_vocabulary", "1000"), ("expansion", "2,2"), ("draw", "top_k")],
+)
 def test_what_is_said_of_drafts_needs_one(folder: Path, option: str, value: object) -> None:
     config = EngineConfig.from_options(str(folder / "target"), {option: value, "ngram": True})
     with pytest.raises(ConfigError, match=f"^{option} is {value!r}, and no draft model is named; add one to"):
