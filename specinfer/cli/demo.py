@@ -71,7 +71,7 @@ def _table(plain: list[RequestOutput], speculative: list[RequestOutput]) -> None
     click.echo(f"\nspeedup: {rates[1] / rates[0]:.2f}x (medians of {ROUNDS} rounds, after the prompt)")
     click.echo(f"identical texts: {'yes' if identical else 'NO'}")
     click.echo("The guesses are looked up in the text itself, so answers that repeat it gain, others little.")
-    click.echo("See the trees: specinfer generate --show-trees 'Write the word river ten times.'")
+    click.echo("""See the trees: specinfer generate --show-trees 'Write the word "river" ten times.'""")
 
 
 def _rate(output: RequestOutput) -> float:
