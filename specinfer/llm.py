@@ -208,8 +208,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Mapping)):
         raise RequestError(f"the prompt is {prompts!r}; allowed: text, token ids, or a list of these")
-    several = list(prompts)
-    return [several] if several and _is_id(several[0]) else several  # type: ignore[list-item, return-value]
+    several: list[Any] = list(prompts)
+    return [several] if several and _is_id(several[0]) else several
 
 
 def _conversations(messages: object) -> list[Sequence[Message]]:
@@ -229,8 +229,9 @@ def _is_id(value: object) -> bool:
 
 def _token_ids(prompt: object) -> list[int]:
     """Token ids of any integer type (numpy's, say) as Python's own."""
-    plain = isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping))
-    ids: list[Any] = list(prompt) if plain else [prompt]  # type: ignore[call-overload]
+    ids: list[Any] = [prompt]
+    if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping)):
+        ids = list(prompt)
     for token in ids:
         if not _is_id(token):
             raise RequestError(f"a prompt has {token!r} among its token ids; allowed: text, or integers")

@@ -96,6 +96,13 @@ def write_similar_llama(source: Path, folder: Path, *, noise: float = 0.05, seed
     return folder
 
 
+def write_pair(folder: Path) -> Path:
+    """Write a tiny "target" with a tokenizer and a "draft" that often agrees with it; return the folder."""
+    write_tiny_llama(folder / "target", tokenizer=True)
+    write_similar_llama(folder / "target", folder / "draft", noise=0.1)
+    return folder
+
+
 def write_byte_tokenizer(folder: Path, vocab_size: int) -> None:
     """Write a tokenizer.json that has one token per byte, for the first `vocab_size` bytes, and no merges."""
     assert vocab_size <= 256, "a byte tokenizer has at most 256 tokens"

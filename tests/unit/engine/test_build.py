@@ -17,15 +17,12 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.runner import ModelRunner
 from tests.engines import ENGINE
 from tests.kernels import kernels
-from tests.tiny_models import write_similar_llama, write_tiny_llama
+from tests.tiny_models import write_pair, write_tiny_llama
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    write_tiny_llama(folder / "target", tokenizer=True)
-    write_similar_llama(folder / "target", folder / "draft", noise=0.1)
-    return folder
+    return write_pair(tmp_path_factory.mktemp("models"))
 
 
 def config(model: Path, **options: Any) -> EngineConfig:

@@ -14,7 +14,7 @@ from specinfer.kernels.quantized import TorchProducts, slow_products
 from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams
 from tests.engines import ENGINE
-from tests.tiny_models import write_similar_llama, write_tiny_llama
+from tests.tiny_models import write_pair
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], list(range(5, 45)), [7, 7, 7, 7]]
 PARAMS = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(temperature=1, seed=5, max_tokens=24)]
@@ -22,10 +22,7 @@ PARAMS = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(temperatu
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    write_tiny_llama(folder / "target", tokenizer=True)
-    write_similar_llama(folder / "target", folder / "draft", noise=0.1)
-    return folder
+    return write_pair(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(autouse=True)
