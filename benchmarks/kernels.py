@@ -3,9 +3,10 @@
     python benchmarks/kernels.py --model TARGET --quantization none,int8,int4
 
 The floor is the bytes that must be read over the bandwidth at which memory streams, measured in the same run
-with the same threads. Three tables: every matrix product of the model with weights kept in every way, from
-copies enough that none is still in a cache; whole forwards of a tree behind some text through the runner, for
-every quantization; and where the time of these goes, operation by operation.
+with the same threads, from large pages where the system has them, as weights are. Three tables: every matrix
+product of the model with weights kept in every way, from copies enough that none is still in a cache; whole
+forwards of a tree behind some text through the runner, for every quantization; and where the time of these
+goes, stage by stage.
 """
 
 from __future__ import annotations
@@ -22,20 +23,22 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-import psutil
 import torch
 from provenance import default_result, provenance_lines
 from torch import Tensor
 
 from specinfer.config import EngineConfig, KernelChoice
-from specinfer.engine.build import load_models
+from specinfer.engine.build import load_models, use_threads
 from specinfer.errors import SpecInferError
 from specinfer.hub import resolve
 from specinfer.kernels.choice import Kernels, choose_kernels
-from specinfer.kernels.product import Product
+from specinfer.kernels.library import Library
+from specinfer.kernels.machine import thread_count
+from specinfer.kernels.product import Product, in_huge_pages
+from specinfer.kernels.profile import profiled
 from specinfer.kernels.quantized import Int4Weight, Int8Weight, int4_bytes, int8_bytes
 from specinfer.models.config import Family, ModelConfig
-from specinfer.models.linear import PackedLinear, PlainLinear
+from specinfer.models.linear import PlainLinear
 from specinfer.models.quantization import quantize_int4, quantize_int8
 from specinfer.models.weights import estimate_bytes, load_config
 from specinfer.progress import Silence
@@ -73,17 +76,24 @@ class Row:
 class Bandwidth:
     """Bytes per second at which memory streams; measured right beside everything held against it.
 
-    On a shared machine it may be twice as much a second later.
+    On a shared machine it may be twice as much a second later. With native kernels their own reader measures
+    it, which is the quickest there is; else torch.sum.
     """
 
-    def __init__(self) -> None:
-        self._array = torch.zeros(STREAMED // 4)
-        self._array.sum()
+    def __init__(self, library: Library | None) -> None:
+        self._library = library
+        self._array = torch.empty(STREAMED // 4)
+        if library is not None:
+            in_huge_pages(library, self._array)
+        self._array.zero_()
         self.found: list[float] = []
 
     def measure(self) -> float:
         """What it is now."""
-        self.found.append(STREAMED / _seconds(self._array.sum))
+        if self._library is None:
+            self.found.append(STREAMED / _seconds(self._array.sum))
+        else:
+            self.found.append(self._library.stream(self._array.data_ptr(), STREAMED))
         return self.found[-1]
 
     def beside(self, call: Callable[[], object], size: float, repeats: int) -> tuple[float, float]:
@@ -100,7 +110,6 @@ class Bandwidth:
 
 def main() -> None:
     args = arguments()
-    torch.set_num_threads(args.threads)
     try:
         files = resolve(args.model)
         config = load_config(files.path)
@@ -109,8 +118,9 @@ def main() -> None:
                 f"error: {files.name} is an OPT model; allowed: models with a gated MLP (Llama, Qwen, ...)"
             )
         kernels, lacking = choose_kernels(args.kernels, torch.device("cpu"), Silence())
-        bandwidth = Bandwidth()
-        products = list(product_rows(config, kernels, args.nodes, bandwidth))
+        use_threads(args.threads, kernels)
+        bandwidth = Bandwidth(kernels.library)
+        products = list(product_rows(config, kernels, args.nodes, bandwidth)) if args.products else []
         forwards: list[Row] = []
         shares: dict[str, list[Row]] = {}
         for quantization in args.quantization:
@@ -119,7 +129,7 @@ def main() -> None:
             forwards.append(whole)
     except SpecInferError as error:
         sys.exit(f"error: {error}")
-    page = markdown(files.path.stem, args, lacking, products, forwards, shares, bandwidth)
+    page = markdown(files.path.stem, args, kernels, lacking, products, forwards, shares, bandwidth)
     out: Path = args.out or default_result("kernels", files.path.stem)
     print(page)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +153,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kernels", default="auto", choices=get_args(KernelChoice), help="default auto")
     parser.add_argument("--nodes", type=_counts, default=NODES, help="default 1,2,4,8,16,32,64,128")
     parser.add_argument("--context", type=int, default=200, help="tokens of text before the tree")
-    parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or 1)
+    parser.add_argument("--threads", type=int, default=thread_count())
+    parser.add_argument(
+        "--products", action=argparse.BooleanOptionalAction, default=True, help="or only passes"
+    )
     parser.add_argument("--out", type=Path, help="Markdown file; the figures lie beside it as .json")
     return parser.parse_args()
 
@@ -192,14 +205,12 @@ def product_rows(
 def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Iterator[Kept]:
     """A bf16 matrix in every form a model can have it in; an output layer is never int4."""
     yield Kept("bf16 plain", lambda: PlainLinear(weight.clone()), weight.nbytes)
-    yield Kept("bf16 packed", lambda: PackedLinear(weight.clone()), weight.nbytes)
-    if (tiled := kernels.bfloat16) is not None:
-        yield Kept("bf16 native", lambda: tiled(weight, None), weight.nbytes)
-    parts = weight.split(PART)
+    yield Kept("bf16", lambda: kernels.products.floats(weight, None), weight.nbytes)
+    parts, inner = weight.split(PART), weight.shape[1]
     int8 = quantize_int8(part.float() for part in parts)
 
     def int8_copy() -> Product:
-        return kernels.products.int8(Int8Weight(*(tensor.clone() for tensor in int8)), None)
+        return kernels.products.int8(Int8Weight(*(tensor.clone() for tensor in int8)), None, inner)
 
     yield Kept("int8", int8_copy, int8_bytes(*weight.shape))
     if output_layer:
@@ -207,7 +218,9 @@ def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Ite
     int4 = quantize_int4(part.float() for part in parts)
 
     def int4_copy() -> Product:
-        return kernels.products.int4(Int4Weight(*(tensor.clone() for tensor in int4)), None, len(weight))
+        return kernels.products.int4(
+            Int4Weight(*(tensor.clone() for tensor in int4)), None, inner, len(weight)
+        )
 
     yield Kept("int4", int4_copy, int4_bytes(*weight.shape))
 
@@ -228,7 +241,13 @@ def forward_rows(
     model: str, quantization: str, args: argparse.Namespace, bandwidth: Bandwidth
 ) -> tuple[Row, list[Row]]:
     """Whole forwards of one quantization, and its operations."""
-    options = {"dtype": "bfloat16", "device": "cpu", "kernels": args.kernels, "quantization": quantization}
+    options = {
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "kernels": args.kernels,
+        "quantization": quantization,
+        "threads": args.threads,
+    }
     engine_config = EngineConfig.from_options(model, options)
     target = load_models(engine_config).target
     blocks = -(-(args.context + max(args.nodes)) // BLOCK)
@@ -237,7 +256,7 @@ def forward_rows(
     text = [token % target.config.vocab_size for token in range(args.context)]
     runner.forward([chain_rows(text, 0, table, logits=True)])
     config = target.config
-    weights = weight_bytes(resolve(model).path, config, engine_config)
+    weights = weight_bytes(resolve(model).path, config, engine_config, target.kernels)
     size = weights + args.context * KvCache.bytes_per_slot(
         config.num_layers, config.num_kv_heads, config.head_dim, target.dtype
     )
@@ -248,14 +267,14 @@ def forward_rows(
         forward = partial(runner.forward, [tree_rows(count, args.context, table)])
         forward()
         times[count], floors[count] = bandwidth.beside(forward, size, 2 * REPEATS)
-        operations[count] = operation_milliseconds(forward)
+        operations[count] = operation_milliseconds(forward, target.kernels)
     return Row(f"quantization {quantization}", times, size, floors), share_rows(operations, times)
 
 
-def weight_bytes(path: Path, config: ModelConfig, engine_config: EngineConfig) -> int:
+def weight_bytes(path: Path, config: ModelConfig, engine_config: EngineConfig, kernels: Kernels) -> int:
     """The bytes of weights one forward reads: all but the embeddings, of which it takes a few rows."""
     embeddings = config.vocab_size * config.embedding_size * torch.bfloat16.itemsize
-    return estimate_bytes(path, torch.bfloat16, quantization=engine_config.quantization) - embeddings
+    return estimate_bytes(path, torch.bfloat16, kernels, engine_config.quantization) - embeddings
 
 
 def tree_rows(nodes: int, start: int, table: Sequence[int]) -> Rows:
@@ -264,16 +283,15 @@ def tree_rows(nodes: int, start: int, table: Sequence[int]) -> Rows:
     return Rows(list(range(1, nodes + 1)), start, table, logits_from=0, parents=parents)
 
 
-def operation_milliseconds(forward: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of one forward by operation, what it calls not counted; the profiler's own cost is in."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+def operation_milliseconds(forward: Callable[[], object], kernels: Kernels) -> dict[str, float]:
+    """Milliseconds of one forward by stage of the native kernels, and what is outside of them."""
+    began = time.perf_counter()
+    with profiled(kernels) as nanoseconds:
         for _ in range(REPEATS):
             forward()
-    return {
-        event.key: event.self_cpu_time_total / 1e3 / REPEATS
-        for event in profile.key_averages()
-        if event.self_cpu_time_total > 0
-    }
+        taken = 1e3 * (time.perf_counter() - began) / REPEATS
+    stages = {stage: spent / 1e6 / REPEATS for stage, spent in nanoseconds.items()}
+    return {**stages, "outside of native calls": taken - sum(stages.values())}
 
 
 def share_rows(operations: Mapping[int, Mapping[str, float]], times: Mapping[int, float]) -> list[Row]:
@@ -282,15 +300,16 @@ def share_rows(operations: Mapping[int, Mapping[str, float]], times: Mapping[int
     by_name = {name: {n: operations[n].get(name, 0.0) for n in operations} for name in names}
     large = [name for name in names if any(by_name[name][n] >= SHOWN_SHARE * times[n] for n in times)]
     large.sort(key=lambda name: -max(by_name[name].values()))
-    rows = [Row(f"`{name}`", by_name[name]) for name in large]
+    rows = [Row(name, by_name[name]) for name in large]
     small = [name for name in names if name not in large]
     others = {n: sum(by_name[name][n] for name in small) for n in times}
-    return [*rows, Row(f"{len(small)} others", others)]
+    return [*rows, Row(", ".join(small), others)] if small else rows
 
 
 def markdown(
     model: str,
     args: argparse.Namespace,
+    kernels: Kernels,
     lacking: str | None,
     products: Sequence[Row],
     forwards: Sequence[Row],
@@ -306,14 +325,10 @@ def markdown(
         f"the run, {streams[0]:.1f} to {streams[-1]:.1f}). The floor is the weights' bytes over that, for "
         "whole forwards with the K and V of the text. Cells: milliseconds, and in brackets times the floor "
         "at the bandwidth right before and after.",
-        *([] if lacking is None else ["", f"Native kernels are not used: {lacking}"]),
         "",
-        "## Products",
+        kernels_line(kernels, lacking),
         "",
-        f"Medians of {REPEATS} passes over copies of the matrix that are together {STREAMED >> 20} MB.",
-        "",
-        *_table(products, args.nodes, usual),
-        "",
+        *([] if not products else product_lines(products, args.nodes, usual)),
         "## Whole forwards",
         "",
         f"A binary tree of nodes behind {args.context} tokens of text, through ModelRunner; medians of "
@@ -326,11 +341,30 @@ def markdown(
             "",
             f"## Operations, quantization {quantization}",
             "",
-            "Milliseconds of one forward by the profiler, whose own cost is in.",
+            "Milliseconds of one forward by the kernels' own profile.",
             "",
             *_table(rows, args.nodes, usual),
         ]
     return "\n".join([*lines, "", *provenance_lines(), ""])
+
+
+def kernels_line(kernels: Kernels, lacking: str | None) -> str:
+    """Which kernels ran."""
+    if kernels.library is None:
+        return f"Native kernels are not used: {lacking or 'PyTorch was asked for'}."
+    return f"Native kernels for {kernels.library.level.words}."
+
+
+def product_lines(products: Sequence[Row], nodes: Sequence[int], bandwidth: float) -> list[str]:
+    """The table of products, in Markdown."""
+    return [
+        "## Products",
+        "",
+        f"Medians of {REPEATS} passes over copies of the matrix that are together {STREAMED >> 20} MB.",
+        "",
+        *_table(products, nodes, bandwidth),
+        "",
+    ]
 
 
 def _table(rows: Sequence[Row], nodes: Sequence[int], bandwidth: float) -> list[str]:

@@ -148,9 +148,7 @@ class EngineConfig:
     device: str = "auto"  # auto: the first CUDA device, else the CPU
     quantization: Quantization = "none"  # none: matrices in `dtype`; int8, int4: fewer bits, on the CPU only
     kernels: KernelChoice = "auto"  # auto: native ones on a CPU where they can be built, else PyTorch's
-    batch_invariant: bool | None = (
-        None  # a row's result is the same beside any rows; None: where that is free
-    )
+    threads: int | None = None  # that compute on the CPU; None: the physical cores this process may use
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -163,10 +161,8 @@ class EngineConfig:
         _choice("dtype", self.dtype, get_args(Dtype))
         _choice("kernels", self.kernels, get_args(KernelChoice))
         _choice("quantization", self.quantization, get_args(Quantization))
-        if self.batch_invariant is not None and not isinstance(self.batch_invariant, bool):
-            raise ConfigError(
-                f"batch_invariant is {self.batch_invariant!r}; allowed: True, False, None (where it is free)"
-            )
+        if self.threads is not None:
+            _at_least("threads", self.threads, 1)
         if not isinstance(self.device, str):
             raise ConfigError(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N")
 

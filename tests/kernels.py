@@ -13,9 +13,9 @@ from specinfer.kernels.choice import Kernels, choose_kernels
 NAMES: Final = ("torch", "native")
 
 
-def kernels(name: Literal["torch", "native"], batch_invariant: bool | None = None) -> Kernels:
+def kernels(name: Literal["torch", "native"]) -> Kernels:
     """The kernels called `name` in EngineConfig, on the CPU."""
     try:
-        return choose_kernels(name, torch.device("cpu"), batch_invariant=batch_invariant)[0]
+        return choose_kernels(name, torch.device("cpu"))[0]
     except KernelBuildError as error:
         pytest.skip(f"no native kernels on this machine: {error}")

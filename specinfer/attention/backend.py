@@ -51,6 +51,7 @@ class Heads:
     layer: int
     num_heads: int
     num_kv_heads: int
+    head_dim: int
     scale: float
     window: int | None  # a row sees the last `window` positions of its path; None: all
     q_norm_H: Tensor | None  # weights of the RMSNorm over each head, before the rotation; None: there is none
@@ -66,9 +67,17 @@ class Attend(Protocol):
         ...
 
 
+class CacheAttention(Protocol):
+    """Attention over one cache."""
+
+    def bind(self, paths: Paths) -> Attend:
+        """Attention of one pass."""
+        ...
+
+
 class AttentionBackend(Protocol):
     """Computes attention along paths."""
 
-    def bind(self, paths: Paths, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Attend:
-        """Attention of one pass over a cache: per layer K and V, [P, K, H], in the activations' dtype."""
+    def over(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> CacheAttention:
+        """Attention over a cache: per layer K and V, [P, K, H], in the activations' dtype."""
         ...

@@ -1,17 +1,21 @@
-"""Attention by the ops of kernels/cpu/rope.cpp and attention.cpp: slots are read where they lie.
+"""Attention by cpu/rope.cpp and cpu/attention.cpp: slots are read where they lie.
 
 A row's result is a function of its own path, to the last bit, whatever rows are computed with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specinfer.attention.backend import Heads, Paths, Rotation
+from specinfer.kernels.library import HeadsArgs, Library, PathsArgs
+from specinfer.kernels.product import FLOATS, check_rows
 
 _MOST_ELEMENTS: Final = 512  # of a head
 _MOST_GROUP: Final = 96  # query heads that share a key-value head
@@ -28,46 +32,118 @@ def unsupported(head_dim: int, group: int, dtype: torch.dtype) -> str | None:
     return None
 
 
+def heads_args(heads: Heads) -> HeadsArgs:
+    """The heads as the library is told of them; `heads` keeps the memory it points to."""
+    return HeadsArgs(
+        heads.num_heads,
+        heads.num_kv_heads,
+        heads.head_dim,
+        heads.scale,
+        heads.norm_eps,
+        heads.window or 0,
+        None if heads.q_norm_H is None else heads.q_norm_H.data_ptr(),
+        None if heads.k_norm_H is None else heads.k_norm_H.data_ptr(),
+    )
+
+
+class NativeCache:
+    """A cache as the library is told of it."""
+
+    __slots__ = ("_kept", "dtype", "key_addresses", "library", "shape", "value_addresses")
+
+    def __init__(self, library: Library, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Raises ValueError where the layers' caches are not alike."""
+        both = (*keys, *values)
+        alike = {(tuple(t.shape), t.dtype, t.is_contiguous(), t.device.type) for t in both}
+        self.shape, self.dtype = keys[0].shape, keys[0].dtype
+        if (
+            alike != {(tuple(self.shape), self.dtype, True, "cpu")}
+            or self.dtype not in FLOATS
+            or len(self.shape) != 3
+        ):
+            raise ValueError(
+                "the caches must be contiguous [P, K, H] of bfloat16 or float32 on the CPU, all alike, got "
+                f"{sorted(alike, key=str)}"
+            )
+        self.library = library
+        self._kept = both
+        self.key_addresses = (ctypes.c_void_p * len(keys))(*(k.data_ptr() for k in keys))
+        self.value_addresses = (ctypes.c_void_p * len(values))(*(v.data_ptr() for v in values))
+
+    def bind(self, paths: Paths) -> NativeAttend:
+        """Attention of one pass."""
+        return NativeAttend(self, paths)
+
+
 class NativeAttend:
-    """NativeAttention's Attend; kernels/layers.py takes its tensors to the same ops."""
+    """NativeAttention's Attend; kernels/layers.py takes its addresses to the same code."""
 
-    __slots__ = ("_attend", "_store", "keys", "paths", "values", "write_slots_T")
+    __slots__ = ("_kept", "cache", "paths")
 
-    def __init__(
-        self,
-        store: Callable[..., Tensor],
-        attend: Callable[..., Tensor],
-        paths: Paths,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-    ) -> None:
-        self._store = store
-        self._attend = attend
-        self.keys = list(keys)
-        self.values = list(values)
-        fields = paths.slots, paths.requests, paths.shared_T, paths.tail_ends, paths.tails
-        self.paths = [torch.from_numpy(field) for field in fields]
-        self.write_slots_T = torch.from_numpy(paths.write_slots_T)
+    def __init__(self, cache: NativeCache, paths: Paths) -> None:
+        """Raises ValueError where a slot is none of the cache's."""
+        fields = (
+            paths.slots,
+            paths.requests,
+            paths.shared_T,
+            paths.tail_ends,
+            paths.tails,
+            paths.write_slots_T,
+        )
+        if any(field.dtype != np.int32 or not field.flags.c_contiguous for field in fields):
+            raise ValueError("paths must be contiguous int32")
+        for slots in (paths.slots, paths.write_slots_T):
+            if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < cache.shape[0]:
+                raise ValueError(f"slots {slots.min()} .. {slots.max()} of a cache of {cache.shape[0]}")
+        self.cache = cache
+        self._kept = fields
+        rows = len(paths.write_slots_T)
+        self.paths = PathsArgs(*(field.ctypes.data for field in fields), len(paths.requests), rows)
+
+    def check(self, dtype: torch.dtype, rows: int, heads: Heads, rotation: Rotation | None) -> None:
+        """Raise ValueError where rows, heads or turns are not those of the caches and paths."""
+        (_, kv_heads, head), cached = self.cache.shape, self.cache.dtype
+        if (kv_heads, head, cached, rows) != (heads.num_kv_heads, heads.head_dim, dtype, self.paths.rows):
+            raise ValueError(
+                f"{rows} rows of {dtype} for {heads.num_kv_heads} heads of {heads.head_dim}; paths have "
+                f"{self.paths.rows} rows, the caches {kv_heads} heads of {head} of {cached}"
+            )
+        reason = unsupported(head, heads.num_heads // kv_heads, dtype)
+        if reason is not None:
+            raise ValueError(reason)
+        for weight in (heads.q_norm_H, heads.k_norm_H):
+            if weight is not None and (weight.shape != (head,) or weight.dtype is not dtype):
+                raise ValueError(
+                    f"a head norm's weight must be [{head}] of {dtype}, got {list(weight.shape)}"
+                )
+        for turn in () if rotation is None else (rotation.cos, rotation.sin):
+            if turn.dtype is not torch.float32 or turn.shape != (rows, head // 2) or not turn.is_contiguous():
+                raise ValueError(f"cos and sin must be float32 [{rows}, {head // 2}], got {list(turn.shape)}")
 
     def __call__(self, heads: Heads, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
         """The attended values, [T, N H]; writes K and V of every row to the layer's cache."""
-        cache = self.keys[heads.layer], self.values[heads.layer]
-        norms = heads.q_norm_H, heads.k_norm_H, heads.norm_eps
-        turns = (None, None) if rotation is None else (rotation.cos, rotation.sin)
-        q_TNH = self._store(qkv_TC, *norms, *turns, *cache, self.write_slots_T)
-        return self._attend(q_TNH, *cache, *self.paths, heads.scale, heads.window or 0).flatten(1)
+        width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+        code, rows = check_rows(qkv_TC, width), len(qkv_TC)
+        self.check(qkv_TC.dtype, rows, heads, rotation)
+        args, paths = ctypes.byref(heads_args(heads)), ctypes.byref(self.paths)
+        turns = (None, None) if rotation is None else (rotation.cos.data_ptr(), rotation.sin.data_ptr())
+        library = self.cache.library
+        cache = self.cache.key_addresses[heads.layer], self.cache.value_addresses[heads.layer]
+        q_TC = qkv_TC.new_empty(rows, heads.num_heads * heads.head_dim)
+        out_TC = torch.empty_like(q_TC)
+        library.rope_and_store(code, args, paths, qkv_TC.data_ptr(), *turns, *cache, q_TC.data_ptr())
+        library.tree_attention(code, args, paths, q_TC.data_ptr(), *cache, out_TC.data_ptr())
+        return out_TC
 
 
 class NativeAttention:
-    """The AttentionBackend of a CPU; `kernels.build.load_library` comes before it."""
+    """The AttentionBackend of a CPU."""
 
-    __slots__ = ("_attend", "_store")
+    __slots__ = ("_library",)
 
-    def __init__(self) -> None:
-        ops = torch.ops.specinfer
-        self._store: Callable[..., Tensor] = ops.rope_and_store.default
-        self._attend: Callable[..., Tensor] = ops.tree_attention.default
+    def __init__(self, library: Library) -> None:
+        self._library = library
 
-    def bind(self, paths: Paths, keys: Sequence[Tensor], values: Sequence[Tensor]) -> NativeAttend:
-        """Attention of one pass over a cache of bfloat16 or float32."""
-        return NativeAttend(self._store, self._attend, paths, keys, values)
+    def over(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> NativeCache:
+        """Attention over a cache of bfloat16 or float32."""
+        return NativeCache(self._library, keys, values)

@@ -9,9 +9,8 @@ A row's result must not depend on the rows beside it, or greedy text would chang
 torch's CPU kernel makes it: it sums over S keys in an order that depends on S, so S is padded with hidden
 keys to whole blocks of PAD; it works on blocks of queries, and one of fewer than 4 goes another way through
 its products, so such a block is padded, too; and a node behind siblings has its ancestors at other places
-than a chain would, so a tree in bfloat16 is read path by path, one segment each, as if each were a chain.
-Elsewhere (GPUs, and float32, whose products promise nothing unless they are told to) a tree is one segment,
-whose mask says who sees whom.
+than a chain would, so a tree is read path by path, one segment each, as if each were a chain. On GPUs, where
+nothing is promised yet, a tree is one segment, whose mask says who sees whom.
 """
 
 from __future__ import annotations
@@ -43,17 +42,26 @@ class _Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class SdpaAttention:
-    """The AttentionBackend that runs everywhere; with `by_paths` it reads every tree path by path."""
+class SdpaCache:
+    """Keys and values of one cache, for attention of one pass after another."""
 
-    by_paths: bool = False
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
 
-    def bind(self, paths: Paths, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Attend:
+    def bind(self, paths: Paths) -> Attend:
         """Attention of one pass; masks are made once for all layers."""
-        cache = keys[0]
-        by_paths = self.by_paths or (cache.device.type == "cpu" and cache.dtype is torch.bfloat16)
-        segments = list(_segments(paths, by_paths=by_paths))
-        return _Bound(paths, segments, keys, values)
+        by_paths = self.keys[0].device.type == "cpu"
+        return _Bound(paths, list(_segments(paths, by_paths=by_paths)), self.keys, self.values)
+
+
+class SdpaAttention:
+    """The AttentionBackend that runs everywhere."""
+
+    __slots__ = ()
+
+    def over(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> SdpaCache:
+        """Attention over a cache of any dtype, on any device."""
+        return SdpaCache(keys, values)
 
 
 class _Bound:

@@ -18,7 +18,7 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.hub import ModelFiles, resolve
 from specinfer.kernels.choice import Kernels, choose_kernels
-from specinfer.kernels.quantized import slow_products
+from specinfer.kernels.machine import thread_count
 from specinfer.models.decoder import LanguageModel
 from specinfer.models.weights import estimate_bytes, load_config, load_model
 from specinfer.progress import Progress, Silence
@@ -61,12 +61,12 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     """
     show = progress or Silence()
     device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device)
+    kernels, lacking = choose_kernels(config.kernels, device, show)
+    dtype = pick_dtype(config.dtype, device, kernels)
+    use_threads(config.threads, kernels)
     _check_quantization("quantization", config.quantization, device)
     _check_quantization("draft_quantization", config.speculation.draft_quantization, device)
     _check_drafts(config.speculation)
-    if config.batch_invariant and device.type != "cpu":
-        raise ConfigError(f"batch_invariant is True on device {device}; it can be had on the CPU only")
     target = resolve(config.model, progress=show)
     drafts = {
         name: resolve(model, progress=show) for name, model in _draft_names(config.speculation.drafts).items()
@@ -79,15 +79,13 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     )
     logit_ids = None if kept is None else kept.ids.tolist()
     of_target, of_drafts = config.quantization, config.speculation.draft_quantization
-    quantized = {of_target, of_drafts} != {"none"}
-    kernels, lacking = choose_kernels(config.kernels, device, show, config.batch_invariant)
     if lacking is not None:
-        _LOG.warning("native kernels are not used, PyTorch runs instead: %s", lacking)
-    elif quantized and (reason := slow_products(kernels.products)) is not None:
-        _LOG.warning("quantized products give the same text here, but slowly: %s", reason)
-    sizes = {target.name: estimate_bytes(target.path, dtype, device, of_target)}
+        _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
+    elif kernels.library is None and {of_target, of_drafts} != {"none"}:
+        _LOG.warning("quantized products run in PyTorch, without native kernels: the same text, but slowly")
+    sizes = {target.name: estimate_bytes(target.path, dtype, kernels, of_target)}
     sizes |= {
-        f"{name} {f.name}": estimate_bytes(f.path, dtype, device, of_drafts) for name, f in drafts.items()
+        f"{name} {f.name}": estimate_bytes(f.path, dtype, kernels, of_drafts) for name, f in drafts.items()
     }
     memory.check_weights_fit(sizes, device)
 
@@ -238,12 +236,23 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype an option names; auto is bfloat16 where the device multiplies it natively."""
+def pick_dtype(name: str, device: torch.device, kernels: Kernels) -> torch.dtype:
+    """The dtype an option names; auto is bfloat16 where the device or the kernels multiply it natively."""
     if name == "auto":
-        native = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        native = device.type == "cuda" or kernels.library is not None
         return torch.bfloat16 if native else torch.float32
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def use_threads(wanted: int | None, kernels: Kernels) -> None:
+    """Let so many threads compute, in this process: the native kernels' and PyTorch's.
+
+    Never more than OMP_NUM_THREADS says. PyTorch's load models, and run where kernels are its own.
+    """
+    count = thread_count(wanted)
+    torch.set_num_threads(count)
+    if kernels.library is not None:
+        kernels.library.set_threads(count)
 
 
 def _check_quantization(option: str, value: Quantization, device: torch.device) -> None:
@@ -273,7 +282,7 @@ def _with_attention(kernels: Kernels, files: ModelFiles, dtype: torch.dtype, *, 
     if must:
         raise ConfigError(f"kernels is 'native', whose attention cannot run {files.name}: {reason}; use auto")
     _LOG.warning("native attention is not used for %s, PyTorch runs instead: %s", files.name, reason)
-    return replace(kernels, attention=SdpaAttention(by_paths=bool(kernels.batch_invariant)))
+    return replace(kernels, attention=SdpaAttention())
 
 
 def _draft_names(drafts: tuple[str, ...]) -> dict[str, str]:

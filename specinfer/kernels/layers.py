@@ -6,17 +6,18 @@ the calls took 1.7. models/decoder.py computes the same op by op, where anything
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specinfer.attention.backend import Heads, Rotation
-from specinfer.attention.native import NativeAttend
+from specinfer.attention.native import NativeAttend, heads_args
+from specinfer.kernels.library import LayerArgs
 from specinfer.kernels.ops import NativeOps, Ops
-from specinfer.kernels.product import NativeProduct, Product
+from specinfer.kernels.product import NativeProduct, Product, check_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,46 +34,55 @@ class LayerParts:
 
 
 class NativeLayers:
-    """Layers whose every part is native; `kernels.build.load_library` comes before it."""
+    """Layers whose every part is native."""
 
-    __slots__ = ("_layers",)
+    __slots__ = ("_args", "_eps", "_gelu", "_kept", "_library", "_size")
 
-    def __init__(self, eps: float, *, gelu: bool) -> None:
-        """No layers yet. Gates are gelu's, in its tanh form, or silu's."""
-        self._layers: Any = torch.classes.specinfer.Layers(eps, gelu)
+    def __init__(self, layers: Sequence[LayerParts], ops: NativeOps, *, gelu: bool) -> None:
+        """All products must be native. Gates are gelu's, in its tanh form, or silu's."""
+        self._library = ops.library
+        self._gelu = gelu
+        self._eps = layers[0].heads.norm_eps
+        self._size = layers[0].before_attention_D.numel()
+        self._kept = list(layers)  # whose memory `_args` points to
+        self._args = (LayerArgs * len(layers))(*map(_layer_args, layers))
 
     @classmethod
     def of(cls, layers: Sequence[LayerParts], ops: Ops, *, gelu: bool) -> NativeLayers | None:
         """These layers, or None where they have a part that is not native."""
-        if not isinstance(ops, NativeOps):
+        products = [product for layer in layers for product in layer.products]
+        if not isinstance(ops, NativeOps) or not all(isinstance(p, NativeProduct) for p in products):
             return None
-        native = cls(layers[0].heads.norm_eps, gelu=gelu)
-        return native if all(native._add(layer) for layer in layers) else None
+        return cls(layers, ops, gelu=gelu)
 
     def __call__(self, x_TD: Tensor, turns: Rotation, local_turns: Rotation, attend: NativeAttend) -> Tensor:
         """What is still to be added to x, [T, D]; sums x up to there, writes K and V of every row."""
-        tables = [turns.cos, turns.sin, local_turns.cos, local_turns.sin]
-        y_TD: Tensor = self._layers.run(
-            x_TD, tables, attend.keys, attend.values, attend.paths, attend.write_slots_T
+        code = check_rows(x_TD, self._size)
+        attend.check(x_TD.dtype, len(x_TD), self._kept[0].heads, turns)
+        attend.check(x_TD.dtype, len(x_TD), self._kept[0].heads, local_turns)
+        y_TD = torch.empty_like(x_TD)
+        self._library.layers(
+            self._args,
+            len(self._args),
+            code,
+            self._gelu,
+            self._eps,
+            ctypes.byref(attend.paths),
+            _addresses([turns.cos, turns.sin, local_turns.cos, local_turns.sin]),
+            attend.cache.key_addresses,
+            attend.cache.value_addresses,
+            x_TD.data_ptr(),
+            y_TD.data_ptr(),
         )
         return y_TD
 
-    def _add(self, layer: LayerParts) -> bool:
-        """Add a layer behind the others, if its products are native; returns whether they are."""
-        products = [product for product in layer.products if isinstance(product, NativeProduct)]
-        if len(products) < len(layer.products):
-            return False
-        norms = layer.before_attention_D, layer.before_mlp_D, layer.after_attention_D, layer.after_mlp_D
-        heads = layer.heads
-        self._layers.add(
-            [norm for norm in norms if norm is not None],
-            [norm for norm in (heads.q_norm_H, heads.k_norm_H) if norm is not None],
-            [product.kind for product in products],
-            [list(product.weight) for product in products],
-            [product.bias for product in products],
-            [product.channels for product in products],
-            heads.scale,
-            heads.window or 0,
-            layer.local,
-        )
-        return True
+
+def _layer_args(layer: LayerParts) -> LayerArgs:
+    norms = layer.before_attention_D, layer.before_mlp_D, layer.after_attention_D, layer.after_mlp_D
+    products = [product.args for product in layer.products if isinstance(product, NativeProduct)]
+    addresses = [None if norm is None else norm.data_ptr() for norm in norms]
+    return LayerArgs(*addresses, heads_args(layer.heads), *products, layer.local)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

@@ -1,23 +1,34 @@
-"""The small operations between a transformer's products, and their PyTorch twins.
+"""The small operations around a transformer's products, and their PyTorch twins.
 
-Shapes: T rows, D hidden size, F MLP size. Rows are independent: none is read for another's result.
+Shapes: T rows, R of them that are chosen, D hidden size, F MLP size, V vocabulary. Rows are independent: none
+is read for another's result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from specinfer.kernels.library import Library
+from specinfer.kernels.product import check_rows, float_code
 
 
 class Ops(Protocol):
     """What lies between products, apart from attention."""
 
-    def add_rms_norm(self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-        """x += y in place, where there is a y; then x / rms(x) * weight as a new tensor, [T, D]."""
+    def embed(self, token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Tensor:
+        """The rows of the table at `token_ids_T`, times `scale`, [T, D]."""
+        ...
+
+    def add_rms_norm(
+        self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float, rows_R: Tensor | None = None
+    ) -> Tensor:
+        """x += y in place, where there is a y; then x / rms(x) * weight as a new tensor, [T, D].
+
+        With `rows_R` of these rows alone, [R, D]; whether x then becomes the sum elsewhere is not said.
+        """
         ...
 
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
@@ -25,17 +36,27 @@ class Ops(Protocol):
         ...
 
     def gelu_tanh_mul(self, gate_up_T2F: Tensor) -> Tensor:
-        """gelu(gate) * up, [T, F], with tanh for the error function; a row holds gate, then up."""
+        """gelu(gate) * up in its tanh form, [T, F]; a row holds gate, then up."""
         ...
 
 
 class TorchOps:
-    """The Ops of any device and dtype, and the native ones' oracle."""
+    """The Ops that run everywhere, and the native ones' oracle."""
 
     __slots__ = ()
 
-    def add_rms_norm(self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+    def embed(self, token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Tensor:
         """As Ops says."""
+        x_TD = F.embedding(token_ids_T, table_VD)
+        return x_TD if scale == 1.0 else x_TD * scale
+
+    def add_rms_norm(
+        self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float, rows_R: Tensor | None = None
+    ) -> Tensor:
+        """As Ops says."""
+        if rows_R is not None:
+            x_TD = x_TD.index_select(0, rows_R)
+            y_TD = None if y_TD is None else y_TD.index_select(0, rows_R)
         if y_TD is not None:
             x_TD += y_TD
         return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
@@ -52,24 +73,72 @@ class TorchOps:
 
 
 class NativeOps:
-    """The Ops of a CPU in bfloat16 and float32; `kernels.build.load_library` comes before it."""
+    """The Ops of a CPU in bfloat16 and float32."""
 
-    __slots__ = ("_add_rms_norm", "_gelu_tanh_mul", "_silu_mul")
+    __slots__ = ("library",)
 
-    def __init__(self) -> None:
-        ops = torch.ops.specinfer
-        self._add_rms_norm: Callable[..., Tensor] = ops.add_rms_norm.default
-        self._silu_mul: Callable[[Tensor], Tensor] = ops.silu_mul.default
-        self._gelu_tanh_mul: Callable[[Tensor], Tensor] = ops.gelu_tanh_mul.default
+    def __init__(self, library: Library) -> None:
+        self.library = library
 
-    def add_rms_norm(self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+    def embed(self, token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Tensor:
+        """As Ops says; ids are int64 and those of rows of the table."""
+        rows, size = len(token_ids_T), table_VD.shape[1]
+        if rows and not 0 <= int(token_ids_T.min()) <= int(token_ids_T.max()) < len(table_VD):
+            raise IndexError(f"token ids must be 0 .. {len(table_VD) - 1}")
+        out_TD = table_VD.new_empty(rows, size)
+        self.library.embed(
+            float_code(table_VD),
+            table_VD.data_ptr(),
+            token_ids_T.data_ptr(),
+            scale,
+            out_TD.data_ptr(),
+            rows,
+            size,
+        )
+        return out_TD
+
+    def add_rms_norm(
+        self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float, rows_R: Tensor | None = None
+    ) -> Tensor:
         """As Ops says."""
-        return self._add_rms_norm(x_TD, y_TD, weight_D, eps)
+        size = x_TD.shape[-1]
+        code = check_rows(x_TD, size)
+        if weight_D.shape != (size,) or weight_D.dtype is not x_TD.dtype or not weight_D.is_contiguous():
+            raise ValueError(
+                f"weight must be [{size}] of x's dtype, got {list(weight_D.shape)} of {weight_D.dtype}"
+            )
+        if y_TD is not None and (
+            y_TD.shape != x_TD.shape or y_TD.dtype is not x_TD.dtype or not y_TD.is_contiguous()
+        ):
+            raise ValueError(f"y must be as x is, {list(x_TD.shape)}, got {list(y_TD.shape)} of {y_TD.dtype}")
+        rows = len(x_TD) if rows_R is None else len(rows_R)
+        out = x_TD.new_empty(rows, size)
+        self.library.add_rms_norm(
+            code,
+            x_TD.data_ptr(),
+            None if y_TD is None else y_TD.data_ptr(),
+            weight_D.data_ptr(),
+            out.data_ptr(),
+            None if rows_R is None else rows_R.data_ptr(),
+            rows,
+            size,
+            eps,
+        )
+        return out
 
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
         """As Ops says."""
-        return self._silu_mul(gate_up_T2F)
+        return self._gate(gate_up_T2F, gelu=False)
 
     def gelu_tanh_mul(self, gate_up_T2F: Tensor) -> Tensor:
         """As Ops says."""
-        return self._gelu_tanh_mul(gate_up_T2F)
+        return self._gate(gate_up_T2F, gelu=True)
+
+    def _gate(self, gate_up_T2F: Tensor, *, gelu: bool) -> Tensor:
+        if gate_up_T2F.shape[-1] % 2 or not gate_up_T2F.is_contiguous():
+            raise ValueError(f"gate_up must be contiguous rows of even size, got {list(gate_up_T2F.shape)}")
+        rows, size = len(gate_up_T2F), gate_up_T2F.shape[1] // 2
+        code = float_code(gate_up_T2F)
+        out_TF = gate_up_T2F.new_empty(rows, size)
+        self.library.gate(code, gelu, gate_up_T2F.data_ptr(), out_TF.data_ptr(), rows, size)
+        return out_TF

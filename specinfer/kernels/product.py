@@ -1,30 +1,130 @@
-"""A product with a weight that lies ready for one native op."""
+"""A product with a weight that lies ready for the native library."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+import ctypes
+from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
 
-Kind = Literal["bfloat16", "int8", "int4"]
+from specinfer.kernels.library import (
+    BLOCK,
+    KINDS,
+    TYPES,
+    FloatType,
+    Kind,
+    Library,
+    ProductArgs,
+    num_blocks,
+    padded_inner,
+)
+
 Product = Callable[[Tensor], Tensor]  # x [rows, inner] -> [rows, channels] in x's dtype
+
+FLOATS: Final[dict[torch.dtype, FloatType]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def float_code(x: Tensor) -> int:
+    """The number by which the library knows the dtype of x."""
+    if x.dtype not in FLOATS:
+        raise TypeError(f"got a tensor of {x.dtype}; native kernels take bfloat16 or float32")
+    return TYPES[FLOATS[x.dtype]]
+
+
+def check_rows(x: Tensor, columns: int) -> int:
+    """float_code of x, which must be contiguous rows of so many elements on the CPU."""
+    if x.dim() != 2 or x.shape[1] != columns or not x.is_contiguous() or x.device.type != "cpu":
+        raise ValueError(f"x must be contiguous rows of {columns} on the CPU, got {list(x.shape)}")
+    return float_code(x)
+
+
+def in_huge_pages(library: Library, fresh: Tensor) -> Tensor:
+    """`fresh`, whose memory nobody has written yet, in large pages where the system has some."""
+    library.want_huge_pages(fresh.data_ptr(), fresh.nbytes)
+    return fresh
 
 
 class NativeProduct:
-    """A Product by the op of its kind; `NativeLayers` calls the same op with the same tensors."""
+    """A Product by the library; `NativeLayers` uses the same `args`.
 
-    __slots__ = ("_run", "bias", "channels", "kind", "weight")
+    A row's result depends on that row alone. The given tensors are kept, laid out as cpu/product.h has them.
+    """
 
-    def __init__(self, kind: Kind, weight: Sequence[Tensor], bias: Tensor | None, channels: int) -> None:
-        """`weight` is as the op takes it, `bias` float32 [channels]."""
-        self._run: Callable[..., Tensor] = getattr(torch.ops.specinfer, f"{kind}_linear").default
+    __slots__ = ("_kept", "_library", "args", "channels", "inner", "kind")
+
+    def __init__(
+        self,
+        library: Library,
+        kind: Kind,
+        weight: Tensor,
+        *,
+        channels: int,
+        inner: int,
+        scales: Tensor | None = None,
+        zeros: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        """`bias` is float32 [channels]; raises ValueError where a tensor is not of the size it must have."""
+        blocks, padded = num_blocks(channels), padded_inner(kind, inner)
+        elements = blocks * BLOCK * padded
+        groups = elements // 32
+        wanted = {
+            "float32": (elements * 4, 0, 0),
+            "bfloat16": (elements * 2, 0, 0),
+            "int8": (elements, blocks * BLOCK * 4, 0),
+            "int4": (elements // 2, groups * 2, groups),
+        }[kind]
+        self._kept = [None if t is None else t.contiguous() for t in (weight, scales, zeros, bias)]
+        sizes = tuple(0 if t is None else t.nbytes for t in self._kept[:3])
+        if sizes != wanted:
+            raise ValueError(
+                f"a weight of {sizes[0]} bytes with {sizes[1]} of scales and {sizes[2]} of zeros; "
+                f"{kind} {channels} x {inner} has {wanted[0]}, {wanted[1]} and {wanted[2]}"
+            )
+        if bias is not None and (bias.dtype is not torch.float32 or bias.numel() != channels):
+            raise ValueError(f"bias must be float32 [{channels}], got {bias.dtype} {list(bias.shape)}")
         self.kind = kind
-        self.weight = weight
-        self.bias = bias
         self.channels = channels
+        self.inner = inner
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in self._kept]
+        self.args = ProductArgs(KINDS[kind], *addresses, channels, inner)
+        self._library = library
+
+    @classmethod
+    def of_floats(cls, library: Library, weight: Tensor, bias: Tensor | None) -> NativeProduct:
+        """The product with a float32 or bfloat16 weight [channels, inner]; `weight` is not kept."""
+        return cls._laid_out(library, FLOATS[weight.dtype], weight, None, bias)
+
+    @classmethod
+    def of_int8(
+        cls, library: Library, values: Tensor, scales: Tensor, bias: Tensor | None, inner: int
+    ) -> NativeProduct:
+        """The product with int8 values [channels, padded inner] and float32 scales [channels], none kept."""
+        padding = -len(scales) % BLOCK
+        product = cls._laid_out(library, "int8", values, torch.nn.functional.pad(scales, (0, padding)), bias)
+        if not product.inner - 32 < inner <= product.inner:
+            raise ValueError(f"a weight of inner size {product.inner} for rows of {inner}")
+        product.inner = product.args.inner = inner
+        return product
+
+    @classmethod
+    def _laid_out(
+        cls, library: Library, kind: Kind, weight: Tensor, scales: Tensor | None, bias: Tensor | None
+    ) -> NativeProduct:
+        channels, inner = weight.shape
+        size = num_blocks(channels) * BLOCK * padded_inner(kind, inner)
+        laid_out = in_huge_pages(library, torch.empty(size, dtype=weight.dtype))
+        library.lay_out(KINDS[kind], weight.contiguous().data_ptr(), channels, inner, laid_out.data_ptr())
+        bias = None if bias is None else bias.float()
+        return cls(library, kind, laid_out, channels=channels, inner=inner, scales=scales, bias=bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, inner] -> [rows, channels] in x's dtype."""
-        return self._run(x, *self.weight, self.bias, self.channels)
+        code = check_rows(x, self.inner)
+        if self.kind in TYPES and FLOATS[x.dtype] != self.kind:
+            raise TypeError(f"x is {FLOATS[x.dtype]}, the weight {self.kind}; they must be the same")
+        out = x.new_empty(len(x), self.channels)
+        self._library.multiply(ctypes.byref(self.args), code, x.data_ptr(), len(x), out.data_ptr())
+        return out

@@ -1,4 +1,4 @@
-"""Products with quantized weights: what the numbers mean, and the PyTorch twins of cpu/quantized.cpp.
+"""Products with quantized weights: what the numbers mean, and the PyTorch twins of cpu/.
 
 Activations are quantized as they come, to int8. A few of a transformer's activations are a hundred times
 larger than the others, and one scale for a row would leave those others two or three bits. So a row is cut
@@ -8,24 +8,24 @@ turned by a Hadamard matrix H, of ones and minus ones, which shares a large valu
 weights are turned the other way beforehand: x W^T = (x H) (W H / 32)^T.
 
 Products of integers are summed exactly, and a fixed sequence of float operations follows. So the native
-products, oneDNN's and the twins give the same bits, and a row's result does not depend on the rows beside
+products of every CPU and the twins give the same bits, and a row's result does not depend on the rows beside
 it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specinfer.kernels.product import NativeProduct, Product
+from specinfer.kernels.library import BLOCK, Library
+from specinfer.kernels.product import NativeProduct, Product, in_huge_pages
 
 GROUP: Final = 32  # inner elements that are turned together, or share a scale; inner sizes are padded to it
-BLOCK: Final = 16  # output channels that lie side by side
 LEVELS: Final = 16  # of an int4 weight
+_ROWS: Final = 16  # of a float product
 _EXACT: Final = 1024  # products of two int8 whose sum float32 holds exactly
 _SMALLEST: Final = 1e-30  # below it a scale's inverse would be infinite
 
@@ -46,14 +46,18 @@ class Int4Weight(NamedTuple):
 
 
 class Products(Protocol):
-    """How quantized weights are multiplied; each weight is laid out once, and the given one not kept."""
+    """How a CPU multiplies; each weight is laid out once, and the given one not kept."""
 
-    def int8(self, weight: Int8Weight, bias: Tensor | None) -> Product:
-        """The product with an int8 weight; `bias` is float32 [channels]."""
+    def floats(self, weight: Tensor, bias: Tensor | None) -> Product:
+        """The product with a weight [channels, inner] and bias [channels], both float32 or bfloat16."""
         ...
 
-    def int4(self, weight: Int4Weight, bias: Tensor | None, channels: int) -> Product:
-        """The product with the first `channels` of an int4 weight; `bias` is float32 [channels]."""
+    def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int) -> Product:
+        """The product of rows of `inner` elements with an int8 weight; `bias` is float32 [channels]."""
+        ...
+
+    def int4(self, weight: Int4Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
+        """The product with the first `channels` of an int4 weight; the rest as above."""
         ...
 
 
@@ -62,8 +66,19 @@ class TorchProducts:
 
     __slots__ = ()
 
-    def int8(self, weight: Int8Weight, bias: Tensor | None) -> Product:
+    def floats(self, weight: Tensor, bias: Tensor | None) -> Product:
+        """As Products says; always as many rows at once, as a row would round differently beside others."""
+
+        def product(x: Tensor) -> Tensor:
+            whole = F.pad(x, (0, 0, 0, -len(x) % _ROWS))
+            parts = [F.linear(whole[i : i + _ROWS], weight, bias) for i in range(0, len(whole), _ROWS)]
+            return torch.cat(parts)[: len(x)] if parts else x.new_empty(0, len(weight))
+
+        return product
+
+    def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int) -> Product:
         """As Products says."""
+        _check_inner(padded(inner), weight.values.shape[1])
 
         def product(x: Tensor) -> Tensor:
             values, row_scales = int8_rows(x)
@@ -71,8 +86,9 @@ class TorchProducts:
 
         return product
 
-    def int4(self, weight: Int4Weight, bias: Tensor | None, channels: int) -> Product:
+    def int4(self, weight: Int4Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
         """As Products says."""
+        _check_inner(padded(inner), weight.scales.shape[1] * GROUP)
 
         def product(x: Tensor) -> Tensor:
             values_RGI, scales_RG = int4_rows(x)
@@ -90,58 +106,34 @@ class TorchProducts:
 
 
 class NativeProducts:
-    """Products in native code; `kernels.build.load_library` comes before it.
+    """Products of the native library."""
 
-    With `onednn` int8 products are oneDNN's: the fastest where the CPU has AMX, and far from it elsewhere.
-    """
+    __slots__ = ("_library",)
 
-    __slots__ = ("_onednn", "_outputs", "_rows")
+    def __init__(self, library: Library) -> None:
+        self._library = library
 
-    def __init__(self, *, onednn: bool) -> None:
-        ops = torch.ops.specinfer
-        self._onednn = onednn
-        self._rows: Callable[[Tensor], tuple[Tensor, Tensor]] = ops.int8_rows.default
-        self._outputs: Callable[..., Tensor] = ops.int8_outputs.default
-
-    def int8(self, weight: Int8Weight, bias: Tensor | None) -> Product:
+    def floats(self, weight: Tensor, bias: Tensor | None) -> Product:
         """As Products says."""
-        return self._onednn_int8(weight, bias) if self._onednn else self._tiled_int8(weight, bias)
+        return NativeProduct.of_floats(self._library, weight, bias)
 
-    def int4(self, weight: Int4Weight, bias: Tensor | None, channels: int) -> Product:
+    def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int) -> Product:
         """As Products says."""
-        return NativeProduct("int4", weight, bias, channels)
+        return NativeProduct.of_int8(self._library, weight.values, weight.scales, bias, inner)
 
-    def _tiled_int8(self, weight: Int8Weight, bias: Tensor | None) -> Product:
-        channels = len(weight.scales)
-        scales = F.pad(weight.scales, (0, -channels % BLOCK))
-        return NativeProduct("int8", (tile_values(weight.values), scales), bias, channels)
-
-    def _onednn_int8(self, weight: Int8Weight, bias: Tensor | None) -> Product:
-        multiply: Callable[..., Tensor] = torch.ops.onednn.qlinear_pointwise.tensor
-        packed: Tensor = torch.ops.onednn.qlinear_prepack(weight.values, None)
-        rows, outputs, scales = self._rows, self._outputs, weight.scales
-        one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
-        ones, zeros = torch.ones_like(scales), torch.zeros(len(scales), dtype=torch.int32)
-
-        def product(x: Tensor) -> Tensor:
-            if len(x) == 0:  # oneDNN refuses empty products
-                return x.new_empty(0, len(scales))
-            values, row_scales = rows(x)
-            sums = multiply(
-                values, one, zero, packed, ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-            )
-            return outputs(sums, row_scales, scales, bias, x)
-
-        return product
-
-
-def slow_products(products: Products) -> str | None:
-    """Why these products are far from as fast as reading the weights, if they are."""
-    if isinstance(products, TorchProducts):
-        return "they run in PyTorch, without native kernels"
-    if not torch.cpu._is_vnni_supported():
-        return "this CPU has no AVX512-VNNI"
-    return None
+    def int4(self, weight: Int4Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
+        """As Products says."""
+        levels, scales, zeros = (in_huge_pages(self._library, torch.empty_like(t)).copy_(t) for t in weight)
+        return NativeProduct(
+            self._library,
+            "int4",
+            levels,
+            channels=channels,
+            inner=inner,
+            scales=scales,
+            zeros=zeros,
+            bias=bias,
+        )
 
 
 def int8_bytes(channels: int, inner: int) -> int:
@@ -206,14 +198,6 @@ def exact_sums(values: Tensor, weight: Tensor) -> Tensor:
     return total.float()
 
 
-def tile_values(values: Tensor) -> Tensor:
-    """int8 [channels, inner] plus 128, as the native product reads it: [blocks, inner / 4, BLOCK, 4]."""
-    channels, inner = values.shape
-    whole = F.pad(values, (0, 0, 0, -channels % BLOCK))
-    quads = whole.view(torch.int32).view(-1, BLOCK, inner // 4).transpose(1, 2).contiguous()
-    return quads.view(torch.uint8).bitwise_xor_(128).view(-1, inner // 4, BLOCK, 4)
-
-
 def pack_levels(levels: Tensor) -> Tensor:
     """Levels 0 .. 15, uint8 [blocks * BLOCK, inner], as an Int4Weight has them."""
     eights = levels.view(-1, BLOCK, levels.shape[1] // GROUP, 4, 2, 4)
@@ -225,6 +209,11 @@ def unpack_levels(levels: Tensor) -> Tensor:
     """The levels of one group of every block, [blocks, 4, BLOCK, 4], as uint8 [blocks * BLOCK, GROUP]."""
     eights = torch.stack((levels & 15, levels >> 4), 3)  # [blocks, 4, BLOCK, 2, 4]
     return eights.permute(0, 2, 1, 3, 4).reshape(-1, GROUP)
+
+
+def _check_inner(wanted: int, got: int) -> None:
+    if wanted != got:
+        raise ValueError(f"a weight of inner size {got} for rows of {wanted}; both are padded to {GROUP}")
 
 
 def _inverse(most: Tensor) -> Tensor:

@@ -2,44 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from specinfer.kernels.library import Library
 from specinfer.verify.law import Law, inverse_temperature
-
-_SIGN = 1 << 63  # a key is an unsigned 64-bit number, an op's argument a signed one
 
 
 class NativeScan:
-    """A `verify.scan.Scan` that reads a row once; `kernels.build.load_library` comes before it."""
+    """A `verify.scan.Scan` that reads a row once."""
 
-    def __init__(self) -> None:
-        ops = torch.ops.specinfer
-        self._most_likely: Callable[[Tensor, int], Tensor] = ops.most_likely.default
-        self._mass: Callable[[Tensor, float, float], float] = ops.mass.default
-        self._racers: Callable[..., Tensor] = ops.racers.default
+    __slots__ = ("_library",)
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
 
     def most_likely(self, logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
         """The ids of the n >= 1 largest logits, largest first, ties lowest id first; never one of -inf."""
-        ids: NDArray[np.int64] = self._most_likely(torch.from_numpy(logits), n).numpy()
-        return ids
+        row = _row(logits)
+        assert n >= 1, n
+        ids = np.empty(min(n, row.size), dtype=np.int64)
+        found: int = self._library.most_likely(row.ctypes.data, row.size, n, ids.ctypes.data)
+        return ids[:found]
 
     def mass(self, logits: NDArray[np.float32], highest: float, temperature: float) -> float:
         """The sum of exp((logit - highest) / temperature), up to `verify.scan.MASS_ERROR` of it."""
-        return self._mass(torch.from_numpy(logits), highest, inverse_temperature(temperature))
+        row = _row(logits)
+        mass: float = self._library.mass(row.ctypes.data, row.size, highest, inverse_temperature(temperature))
+        return mass
 
     def racers(self, law: Law, key: int) -> NDArray[np.int64]:
         """The entries of the support that rounding may let win, ascending: one, but for a tie."""
-        indices: NDArray[np.int64] = self._racers(
-            torch.from_numpy(law.logits),
-            None if law.ids is None else torch.from_numpy(law.ids),
+        row = _row(law.logits)
+        assert 0 <= law.top < row.size, (law.top, row.size)
+        ids = None if law.ids is None else np.ascontiguousarray(law.ids, dtype=np.int64)
+        assert ids is None or ids.shape == row.shape, ids
+        indices = np.empty(row.size, dtype=np.int64)
+        found: int = self._library.racers(
+            row.ctypes.data,
+            row.size,
+            None if ids is None else ids.ctypes.data,
             law.top,
             law.temperature,
             inverse_temperature(law.temperature),
-            (key ^ _SIGN) - _SIGN,
-        ).numpy()
-        return indices
+            key,
+            indices.ctypes.data,
+        )
+        return indices[:found].copy()
+
+
+def _row(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    if logits.dtype != np.float32 or logits.ndim != 1:
+        raise TypeError(f"a row of float32 logits is wanted, got {logits.dtype} {list(logits.shape)}")
+    return np.ascontiguousarray(logits)

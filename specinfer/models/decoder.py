@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.attention.backend import Attend, Rotation
@@ -45,11 +44,6 @@ class LanguageModel(Protocol):
         """What computes between its products; whoever runs it brings attention from here."""
         ...
 
-    @property
-    def lone_row_differs(self) -> bool:
-        """Whether a row alone rounds differently than beside others, so that it should be run as two."""
-        ...
-
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, logit_rows: Tensor | None = None
     ) -> Tensor:
@@ -78,11 +72,6 @@ class Weights(Protocol):
         """What the model is to compute with between its products."""
         ...
 
-    @property
-    def lone_row_differs(self) -> bool:
-        """Whether its products of one row may round differently than those of several."""
-        ...
-
     def tensor(self, *names: str) -> Tensor:
         """The tensor of that name; several are stacked along the first dimension."""
         ...
@@ -104,11 +93,10 @@ class Decoder:
         self.dtype = weights.dtype
         self.device = weights.device
         self.kernels = weights.kernels
-        self.lone_row_differs = weights.lone_row_differs
         # The largest matrices come first: their unpacked copies are then gone before the layers are here.
         self._embedding_VD = weights.tensor("model.embed_tokens.weight")
-        # A packed copy of tied embeddings costs V * D * 2 bytes, and pays: SmolLM2's head (49152 x 576, bf16)
-        # takes 0.95 ms packed and 1.77 plain for one row, 1.65 and 2.54 for 16, of steps of 11 and 16 ms.
+        # A copy of tied embeddings, laid out as products read them, costs V * D * 2 bytes, and pays: a
+        # product with the plain matrix takes nearly twice as long.
         self._head = (
             weights.linear("model.embed_tokens", kept=self._embedding_VD)
             if config.tie_embeddings
@@ -142,9 +130,7 @@ class Decoder:
         turns = local_turns = rotation(positions_T, self._frequencies)
         if self._local_frequencies is not None:
             local_turns = rotation(positions_T, self._local_frequencies)
-        x_TD = F.embedding(token_ids_T, self._embedding_VD)
-        if config.embedding_scale != 1.0:
-            x_TD = x_TD * self._embedding_scale
+        x_TD = self.kernels.ops.embed(token_ids_T, self._embedding_VD, self._embedding_scale)
         y_TD: Tensor | None = None  # what the last block adds to x; the next norm does it
         if self._at_once is not None and isinstance(attend, NativeAttend):
             y_TD = self._at_once(x_TD, turns, local_turns, attend)
@@ -152,9 +138,7 @@ class Decoder:
             for layer in self._layers:
                 y_TD = layer(x_TD, y_TD, local_turns if layer.local else turns, attend)
         assert y_TD is not None, "a model has layers"
-        if logit_rows is not None:
-            x_TD, y_TD = x_TD.index_select(0, logit_rows), y_TD.index_select(0, logit_rows)
-        logits_RV = self._head(self._final_norm(x_TD, y_TD))
+        logits_RV = self._head(self._final_norm(x_TD, y_TD, logit_rows))
         if config.logit_softcap is not None:
             logits_RV = torch.tanh(logits_RV / config.logit_softcap) * config.logit_softcap
         return logits_RV

@@ -27,9 +27,9 @@ class RMSNorm:
         self._eps = eps
         self._add_rms_norm = ops.add_rms_norm
 
-    def __call__(self, x_TD: Tensor, y_TD: Tensor | None = None) -> Tensor:
-        """x += y in place, where there is a y; returns x normalised, [T, D]."""
-        return self._add_rms_norm(x_TD, y_TD, self.weight_D, self._eps)
+    def __call__(self, x_TD: Tensor, y_TD: Tensor | None = None, rows_R: Tensor | None = None) -> Tensor:
+        """x += y in place, where there is a y; returns x normalised, [T, D], or these rows of it, [R, D]."""
+        return self._add_rms_norm(x_TD, y_TD, self.weight_D, self._eps, rows_R)
 
 
 class LayerNorm:
@@ -102,6 +102,7 @@ class Attention:
             layer=layer,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
             scale=config.attention_scale,
             window=config.layer_windows[layer],
             q_norm_H=qk_norm[0],

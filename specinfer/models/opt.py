@@ -26,7 +26,6 @@ class OPTDecoder:
         self.dtype = weights.dtype
         self.device = weights.device
         self.kernels = weights.kernels
-        self.lone_row_differs = weights.lone_row_differs
         self._embedding_VE = weights.tensor("model.decoder.embed_tokens.weight")
         self._head = (
             weights.linear("model.decoder.embed_tokens", kept=self._embedding_VE)

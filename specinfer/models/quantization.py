@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specinfer.kernels.library import BLOCK
 from specinfer.kernels.quantized import (
-    BLOCK,
     GROUP,
     LEVELS,
     Int4Weight,

@@ -21,11 +21,12 @@ from torch import Tensor
 from specinfer.config import Quantization
 from specinfer.errors import ModelFileError, ModelNotFoundError
 from specinfer.kernels.choice import TORCH, Kernels
-from specinfer.kernels.quantized import BLOCK, Int4Weight, Int8Weight, int4_bytes, int8_bytes
+from specinfer.kernels.library import BLOCK
+from specinfer.kernels.quantized import Int4Weight, Int8Weight, int4_bytes, int8_bytes
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.decoder import Decoder, LanguageModel, decoder_shapes
 from specinfer.models.gguf import GGUFFile
-from specinfer.models.linear import Linear, lone_row_differs, make_linear, packs
+from specinfer.models.linear import Linear, make_linear
 from specinfer.models.opt import OPTDecoder, opt_shapes
 from specinfer.models.quantization import quantize_int4, quantize_int8
 from specinfer.models.quantization_cache import (
@@ -110,18 +111,18 @@ def load_config(path: Path) -> ModelConfig:
 def estimate_bytes(
     path: Path,
     dtype: torch.dtype,
-    device: torch.device | None = None,
+    kernels: Kernels = TORCH,
     quantization: Quantization = "none",
 ) -> int:
-    """The bytes a model's weights will take in `dtype` on `device` (default: the CPU), without loading them.
+    """The bytes a model's weights will take in `dtype`, without loading them.
 
-    Counts the packed or quantized second copy of tied embeddings where there is one. Raises as `load_model`.
+    Counts the second copy of tied embeddings that native or quantized products read. Raises as `load_model`.
     """
     config = _open(path).config
     output_layer = (config.vocab_size, config.embedding_size)
     if quantization == "none":
         elements = sum(math.prod(shape) for shape in _shapes(config).values())
-        if config.tie_embeddings and packs(dtype, device or torch.device("cpu")):
+        if config.tie_embeddings and kernels.library is not None:
             elements += math.prod(output_layer)
         return elements * dtype.itemsize
     size = int8_bytes(*output_layer)
@@ -212,7 +213,6 @@ class _FileWeights:
         self.dtype = dtype
         self.device = device
         self.kernels = kernels
-        self.lone_row_differs = quantized is None and lone_row_differs(dtype, device, kernels)
         self._file = file
         self._shapes = file.shapes
         self._progress = progress
@@ -257,17 +257,17 @@ class _FileWeights:
     def _quantized_linear(
         self, quantized: _Quantized, names: Sequence[str], bias: Tensor | None, output_layer: bool
     ) -> Linear:
-        products, key = self.kernels.products, "+".join(names)
+        products, key, inner = self.kernels.products, "+".join(names), self._shapes[names[0]][1]
         bias = None if bias is None else bias.float()
         # Rounded to 4 bits, the output layer costs a small model more than all its other matrices together.
         if quantized.kind == "int4" and not output_layer:
             levels = quantized.matrices.get(key, Int4Weight, lambda: quantize_int4(self._parts(names)))
-            return products.int4(levels, bias, sum(self._shapes[name][0] for name in names))
+            return products.int4(levels, bias, inner, sum(self._shapes[name][0] for name in names))
         weight = quantized.matrices.get(key, Int8Weight, lambda: quantize_int8(self._parts(names)))
         if self._logit_ids is not None and output_layer:
             rows = torch.tensor(self._logit_ids)
             weight = Int8Weight(*(tensor[rows] for tensor in weight))
-        return products.int8(weight, bias)
+        return products.int8(weight, bias, inner)
 
     def _parts(self, names: Sequence[str]) -> Iterator[Tensor]:
         """The stacked matrices in float32, some rows at a time: whole blocks of rows, the last part apart."""

@@ -7,10 +7,6 @@ Cache positions of one request, as the rows of a pass find and write them:
 
 A chunk of a prompt, a whole tree, a prompt followed by a tree, and the frontier of a draft's half-grown tree
 are all of this form. Node i of a tree lies at cache position root + i and stands in its text at root + depth.
-
-A row's result must not depend on the rows beside it, or greedy text would change where two logits are close.
-Attention sees to it path by path; but some products of one row take another kernel than those of several,
-with other roundings, and there one row is run as two.
 """
 
 from __future__ import annotations
@@ -49,7 +45,6 @@ class ModelBatch:
     positions_T: Tensor  # where each token stands in its own text
     paths: Paths
     logit_rows: Tensor | None  # None: every row
-    num_logits: int  # how many of these are wanted; the others are padding
 
 
 def chain_rows(token_ids: Sequence[int], start: int, block_table: Sequence[int], *, logits: bool) -> Rows:
@@ -58,13 +53,8 @@ def chain_rows(token_ids: Sequence[int], start: int, block_table: Sequence[int],
     return Rows(token_ids, start, block_table, n - 1 if logits else n)
 
 
-def build_batch(
-    rows: Sequence[Rows], *, block_size: int, device: torch.device, lone_as_two: bool = False
-) -> ModelBatch:
-    """The batch of `rows`, in order; paths stay in host memory, for the attention backend to place.
-
-    With `lone_as_two` a single row is run as two, and so is a single row of logits.
-    """
+def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) -> ModelBatch:
+    """The batch of `rows`, in order; paths stay in host memory, for the attention backend to place."""
     token_ids = [token for part in rows for token in part.token_ids]
     wanted: list[int] = []
     first = 0
@@ -73,18 +63,13 @@ def build_batch(
         wanted.extend(range(first + part.logits_from, behind))
         first = behind
     paths = _joined([_paths_of(part, block_size) for part in rows])
-    num_logits, every_row = len(wanted), len(wanted) == len(token_ids)
-    if lone_as_two and len(token_ids) == 1:
-        token_ids, paths, every_row = token_ids * 2, _twice(paths), True
-    elif lone_as_two and num_logits == 1:
-        wanted *= 2
     positions = paths.shared_T + np.diff(paths.tail_ends) - 1
+    every_row = len(wanted) == len(token_ids)
     return ModelBatch(
         token_ids_T=torch.tensor(token_ids, dtype=torch.int64, device=device),
         positions_T=torch.from_numpy(positions).to(device, torch.int64),
         paths=paths,
         logit_rows=None if every_row else torch.tensor(wanted, dtype=torch.int64, device=device),
-        num_logits=num_logits,
     )
 
 
@@ -146,18 +131,6 @@ def _joined(parts: Sequence[Paths]) -> Paths:
         tail_ends=_ends(np.concatenate([np.diff(part.tail_ends) for part in parts])),
         tails=np.concatenate([part.tails for part in parts]),
         write_slots_T=np.concatenate([part.write_slots_T for part in parts]),
-    )
-
-
-def _twice(paths: Paths) -> Paths:
-    """One row as two; both write the same K and V to the same slot."""
-    return Paths(
-        slots=paths.slots,
-        requests=paths.requests * np.array([1, 2, 1, 1], dtype=np.int32),
-        shared_T=np.tile(paths.shared_T, 2),
-        tail_ends=_ends(np.tile(np.diff(paths.tail_ends), 2)),
-        tails=np.tile(paths.tails, 2),
-        write_slots_T=np.tile(paths.write_slots_T, 2),
     )
 
 

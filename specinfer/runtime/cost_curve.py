@@ -13,9 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import platform
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +25,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-import specinfer
+from specinfer.files import write_whole
 from specinfer.hub.resolution import cache_dir
+from specinfer.kernels.machine import allowed_cpus, cpu_name
 from specinfer.models.decoder import LanguageModel
 from specinfer.progress import Progress, Silence
 from specinfer.runtime.batch import chain_rows
@@ -100,7 +98,8 @@ def cost_curve(
         began = time.perf_counter()
         curve = measure(runner, max_rows=max_rows, progress=progress)
         if time.perf_counter() - began > _WORTH_KEEPING:
-            _write(file, key, curve)
+            kept_curve = {"key": key, "rows": curve.rows, "seconds": curve.at_rows}
+            write_whole(file, json.dumps(kept_curve, indent=1))
     return curve
 
 
@@ -155,10 +154,10 @@ def _key(model: LanguageModel, max_rows: int, kept: str) -> dict[str, str]:
         "dtype": str(model.dtype),
         "kept": kept,
         "kernels": ", ".join(type(part).__name__ for part in (kernels.ops, kernels.attention)),
-        "batch_invariant": str(kernels.batch_invariant),
+        "level": "" if kernels.library is None else kernels.library.level.name,
         "max_rows": str(min(max_rows, max(_SIZES))),
         "device": _device_name(model.device),
-        "threads": str(torch.get_num_threads()),
+        "threads": str(torch.get_num_threads() if kernels.library is None else kernels.library.threads()),
         "torch": torch.__version__,
         "code": _code(),
     }
@@ -167,16 +166,13 @@ def _key(model: LanguageModel, max_rows: int, kept: str) -> dict[str, str]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
+    return f"{len(allowed_cpus())} x {cpu_name()}"
 
 
 @cache
 def _code() -> str:
     """A hash of the code a pass runs through: a faster kernel has another curve."""
-    root = Path(specinfer.__file__).parent
+    root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for package in _CODE:
         for path in sorted((root / package).rglob("*")):
@@ -202,19 +198,3 @@ def _plausible(rows: Sequence[object], seconds: Sequence[object]) -> bool:
     times = [s for s in seconds if type(s) is float and 0 < s < math.inf]
     whole = len(counts) == len(rows) >= _FEWEST and len(times) == len(seconds)
     return whole and all(a < b for a, b in pairwise(counts)) and all(a <= b for a, b in pairwise(times))
-
-
-def _write(file: Path, key: Key, curve: CostCurve) -> None:
-    """Keep a curve; the file gets its name only when whole."""
-    text = json.dumps({"key": dict(key), "rows": curve.rows, "seconds": curve.at_rows}, indent=1)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=file.parent, suffix=".partial")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as out:
-                out.write(text)
-            os.replace(partial, file)
-        finally:
-            Path(partial).unlink(missing_ok=True)
-    except OSError:
-        return  # read-only or full: measured anew at the next start

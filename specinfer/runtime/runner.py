@@ -40,18 +40,15 @@ class ModelRunner:
             dtype=model.dtype,
             device=model.device,
         )
+        self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Rows]) -> Tensor:
         """Write K and V of `rows` and return the logits of the rows that want them, [R, vocab]."""
         model = self.model
-        batch = build_batch(
-            rows, block_size=self.block_size, device=model.device, lone_as_two=model.lone_row_differs
-        )
-        attend = model.kernels.attention.bind(batch.paths, self.cache.keys, self.cache.values)
-        return model.forward(batch.token_ids_T, batch.positions_T, attend, batch.logit_rows)[
-            : batch.num_logits
-        ]
+        batch = build_batch(rows, block_size=self.block_size, device=model.device)
+        attend = self._attention.bind(batch.paths)
+        return model.forward(batch.token_ids_T, batch.positions_T, attend, batch.logit_rows)
 
     @torch.inference_mode()
     def move(self, moves: Sequence[Move]) -> None:

@@ -3,25 +3,18 @@
 // Each op answers exactly (most_likely), or so that whoever asks can still decide in float64 (mass, racers):
 // choices are then the twins' to the last token, whatever exp and log a machine has.
 
+#include "sampling.h"
+
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <limits>
-#include <numeric>
-#include <optional>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
+#include "vector.h"
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
+namespace specinfer {
 namespace {
 
-constexpr int kLanes = 16;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // How the screen's float32 may err; scan.py has the argument for it.
@@ -32,23 +25,17 @@ constexpr double kTie = 1e-11;
 
 struct Candidate {
   float value;
-  int32_t id;
+  int64_t id;
 };
 
 bool before(const Candidate& a, const Candidate& b) {
   return a.value > b.value || (a.value == b.value && a.id < b.id);
 }
 
-at::Tensor as_ids(const std::vector<Candidate>& found) {
-  at::Tensor ids = at::empty({static_cast<int64_t>(found.size())}, at::kLong);
-  std::transform(found.begin(), found.end(), ids.mutable_data_ptr<int64_t>(),
-                 [](const Candidate& c) { return static_cast<int64_t>(c.id); });
-  return ids;
-}
-
-void check_row(const at::Tensor& logits) {
-  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.dim() == 1 && logits.is_contiguous(),
-              "a row of float32 logits is wanted, got ", logits.sizes(), " of ", logits.scalar_type());
+// f(i) for the lanes of a mask, counted from `first`.
+template <typename F>
+void for_each_lane(uint32_t lanes, int64_t first, const F& f) {
+  for (; lanes != 0; lanes &= lanes - 1) f(first + __builtin_ctz(lanes));
 }
 
 // The n best so far; `bound` is what a later value must exceed to be among them. Equal values come in the
@@ -59,7 +46,7 @@ class Best {
 
   float bound() const { return bound_; }
 
-  void add(float value, int32_t id) { found_.push_back({value, id}); }
+  void add(float value, int64_t id) { found_.push_back({value, id}); }
 
   void tidy() {
     if (found_.size() >= capacity_) keep();
@@ -84,76 +71,7 @@ class Best {
   std::vector<Candidate> found_;
 };
 
-at::Tensor most_likely(const at::Tensor& logits, int64_t n) {
-  check_row(logits);
-  const float* row = logits.const_data_ptr<float>();
-  const int64_t size = logits.numel();
-  TORCH_CHECK(n >= 1, "at least one token is wanted, got ", n);
-  Best best(std::min(n, size));
-  int64_t i = 0;
-#if defined(__AVX512F__)
-  for (; i + kLanes <= size; i += kLanes) {
-    const __m512 values = _mm512_loadu_ps(row + i);
-    unsigned above = _mm512_cmp_ps_mask(values, _mm512_set1_ps(best.bound()), _CMP_GT_OQ);
-    if (above == 0) continue;
-    for (; above != 0; above &= above - 1) {
-      const int lane = __builtin_ctz(above);
-      best.add(row[i + lane], static_cast<int32_t>(i + lane));
-    }
-    best.tidy();
-  }
-#endif
-  for (; i < size; ++i) {
-    if (row[i] > best.bound()) {
-      best.add(row[i], static_cast<int32_t>(i));
-      best.tidy();
-    }
-  }
-  return as_ids(best.sorted());
-}
-
-#if defined(__AVX512F__)
-// exp of 16 values <= 0 to 2e-7: 2^k times a polynomial of degree 6 on |r| <= ln 2 / 2; 0 below -87.
-__m512 exp16(__m512 x) {
-  const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GT_OQ);
-  const __m512 k = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-  __m512 r = _mm512_fnmadd_ps(k, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(k, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.3888889e-3f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3333333e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1666667e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666667e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-  return _mm512_maskz_scalef_ps(some, p, k);
-}
-#endif
-
-double mass(const at::Tensor& logits, double highest, double inverse_temperature) {
-  check_row(logits);
-  const float* row = logits.const_data_ptr<float>();
-  const int64_t size = logits.numel();
-  const float top = static_cast<float>(highest), scale = static_cast<float>(inverse_temperature);
-  double sum = 0.0;
-  int64_t i = 0;
-#if defined(__AVX512F__)
-  __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
-  for (; i + kLanes <= size; i += kLanes) {
-    const __m512 x = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(row + i), _mm512_set1_ps(top)),
-                                   _mm512_set1_ps(scale));
-    const __m512 weights = exp16(x);
-    low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(weights)));
-    const __m256d upper = _mm512_extractf64x4_pd(_mm512_castps_pd(weights), 1);
-    high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm256_castpd_ps(upper)));
-  }
-  sum = _mm512_reduce_add_pd(_mm512_add_pd(low, high));
-#endif
-  for (; i < size; ++i) sum += std::exp((row[i] - top) * scale);
-  return sum;
-}
-
-// The noise of verify/noise.py, one id at a time.
+// The noise of verify/noise.py.
 struct Noise {
   uint64_t key;
   uint64_t mixed_key;
@@ -168,31 +86,16 @@ struct Noise {
     return x ^ (x >> 31);
   }
 
-  uint32_t high(uint32_t id) const {
-    uint32_t h = id;
+  // Of one id, or of one in each lane.
+  template <typename Id>
+  Id high(Id h) const {
     h = (h ^ (h >> 16)) * 0x7FEB352Du;
     h = (h ^ (h >> 15)) * 0x846CA68Bu;
     h = (h ^ (h >> 16)) ^ static_cast<uint32_t>(key);
-    h *= 0x7FEB352Du;
+    h = h * 0x7FEB352Du;
     h = ((h ^ (h >> 15)) + static_cast<uint32_t>(key >> 32)) * 0x846CA68Bu;
     return h ^ (h >> 16);
   }
-
-#if defined(__AVX512F__)
-  __m512i high16(__m512i h) const {
-    const __m512i first = _mm512_set1_epi32(0x7FEB352D);
-    const __m512i second = _mm512_set1_epi32(static_cast<int>(0x846CA68Bu));
-    h = _mm512_mullo_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 16)), first);
-    h = _mm512_mullo_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 15)), second);
-    h = _mm512_xor_si512(h, _mm512_srli_epi32(h, 16));
-    h = _mm512_xor_si512(h, _mm512_set1_epi32(static_cast<int>(key)));
-    h = _mm512_mullo_epi32(h, first);
-    h = _mm512_xor_si512(h, _mm512_srli_epi32(h, 15));
-    h = _mm512_add_epi32(h, _mm512_set1_epi32(static_cast<int>(key >> 32)));
-    h = _mm512_mullo_epi32(h, second);
-    return _mm512_xor_si512(h, _mm512_srli_epi32(h, 16));
-  }
-#endif
 
   double log_exponential(uint32_t id) const {
     const uint64_t low = mix(id * kGolden + mixed_key) >> 32;
@@ -203,20 +106,45 @@ struct Noise {
   }
 };
 
-// The entries of a support that may win the race argmin(E / w), w = exp((logit - highest) / temperature).
-at::Tensor racers(const at::Tensor& logits, const std::optional<at::Tensor>& ids, int64_t top,
-                  double temperature, double inverse_temperature, int64_t key) {
-  check_row(logits);
-  const float* row = logits.const_data_ptr<float>();
-  const int64_t size = logits.numel();
-  const int64_t* names = nullptr;
-  if (ids.has_value()) {
-    TORCH_CHECK(ids->scalar_type() == at::kLong && ids->numel() == size && ids->is_contiguous(),
-                "an int64 id for each of ", size, " logits is wanted, got ", ids->sizes());
-    names = ids->const_data_ptr<int64_t>();
+}  // namespace
+
+int64_t most_likely(const float* row, int64_t size, int64_t n, int64_t* ids) {
+  Best best(std::min(n, size));
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    const uint32_t above = lanes_of(load(row + i) > best.bound());
+    if (above == 0) continue;
+    for_each_lane(above, i, [&](int64_t at) { best.add(row[at], at); });
+    best.tidy();
   }
-  TORCH_CHECK(0 <= top && top < size, "the largest logit is entry ", top, " of ", size);
-  const Noise noise(static_cast<uint64_t>(key));
+  for (; i < size; ++i) {
+    if (row[i] > best.bound()) {
+      best.add(row[i], i);
+      best.tidy();
+    }
+  }
+  const auto found = best.sorted();
+  std::transform(found.begin(), found.end(), ids, [](const Candidate& c) { return c.id; });
+  return static_cast<int64_t>(found.size());
+}
+
+double mass(const float* row, int64_t size, double highest, double inverse_temperature) {
+  const auto top = static_cast<float>(highest), scale = static_cast<float>(inverse_temperature);
+  double sums[kLanes] = {}, sum = 0.0;
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    float weights[kLanes];
+    store(weights, exp((load(row + i) - top) * scale));
+    for (int lane = 0; lane < kLanes; ++lane) sums[lane] += weights[lane];
+  }
+  for (; i < size; ++i) sum += std::exp((row[i] - top) * scale);
+  for (const double part : sums) sum += part;
+  return sum;
+}
+
+int64_t racers(const float* row, int64_t size, const int64_t* ids, int64_t top, double temperature,
+               double inverse_temperature, uint64_t key, int64_t* indices) {
+  const Noise noise(key);
   const float highest = row[top], scale = static_cast<float>(inverse_temperature);
   struct Racer {
     int64_t index;
@@ -226,7 +154,7 @@ at::Tensor racers(const at::Tensor& logits, const std::optional<at::Tensor>& ids
   double best = std::numeric_limits<double>::infinity();
   float bound = 0.0f;  // an entry may win while the upper half of its hash is at most w * bound
   const auto run = [&](int64_t i) {
-    const double score = noise.log_exponential(static_cast<uint32_t>(names ? names[i] : i)) -
+    const double score = noise.log_exponential(static_cast<uint32_t>(ids ? ids[i] : i)) -
                          (static_cast<double>(row[i]) - static_cast<double>(highest)) / temperature;
     if (!(score <= best + kTie * (1.0 + std::fabs(best)))) return;
     found.push_back({i, score});
@@ -235,50 +163,31 @@ at::Tensor racers(const at::Tensor& logits, const std::optional<at::Tensor>& ids
       bound = static_cast<float>(std::exp(best) * kScreen);
     }
   };
+  const auto run_others = [&](int64_t i) {
+    if (i != top) run(i);
+  };
   run(top);
   int64_t i = 0;
-#if defined(__AVX512F__)
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (; i + kLanes <= size; i += kLanes) {
-    __m512i id = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(i)));
-    if (names != nullptr) {
-      id = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi64_epi32(_mm512_loadu_si512(names + i))),
-                              _mm512_cvtepi64_epi32(_mm512_loadu_si512(names + i + 8)), 1);
+    Words id = bits_as<uint32_t>(lane_numbers()) + static_cast<uint32_t>(i);
+    if (ids != nullptr) {
+      uint32_t names[kLanes];
+      std::copy(ids + i, ids + i + kLanes, names);
+      id = load_vector<uint32_t>(names);
     }
-    const __m512 high = _mm512_cvtepu32_ps(noise.high16(id));
-    const __m512 x = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(row + i), _mm512_set1_ps(highest)),
-                                   _mm512_set1_ps(scale));
-    const __m512 reach = _mm512_mul_ps(exp16(x), _mm512_set1_ps(bound));
-    unsigned may_win = _mm512_cmp_ps_mask(high, reach, _CMP_LE_OQ);
-    for (; may_win != 0; may_win &= may_win - 1) {
-      const int64_t index = i + __builtin_ctz(may_win);
-      if (index != top) run(index);
-    }
+    const Floats reach = exp((load(row + i) - highest) * scale) * bound;
+    for_each_lane(lanes_of(to_floats(noise.high(id)) <= reach), i, run_others);
   }
-#endif
   for (; i < size; ++i) {
-    const float high = static_cast<float>(noise.high(static_cast<uint32_t>(names ? names[i] : i)));
-    if (i != top && high <= std::exp((row[i] - highest) * scale) * bound) run(i);
+    const auto high = static_cast<float>(noise.high(static_cast<uint32_t>(ids ? ids[i] : i)));
+    if (high <= std::exp((row[i] - highest) * scale) * bound) run_others(i);
   }
   const double limit = best + kTie * (1.0 + std::fabs(best));
   found.erase(std::remove_if(found.begin(), found.end(), [&](const Racer& r) { return !(r.score <= limit); }),
               found.end());
   std::sort(found.begin(), found.end(), [](const Racer& a, const Racer& b) { return a.index < b.index; });
-  at::Tensor indices = at::empty({static_cast<int64_t>(found.size())}, at::kLong);
-  std::transform(found.begin(), found.end(), indices.mutable_data_ptr<int64_t>(),
-                 [](const Racer& r) { return r.index; });
-  return indices;
+  std::transform(found.begin(), found.end(), indices, [](const Racer& r) { return r.index; });
+  return static_cast<int64_t>(found.size());
 }
 
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(specinfer, m) {
-  m.def("most_likely(Tensor logits, int n) -> Tensor");
-  m.def("mass(Tensor logits, float highest, float inverse_temperature) -> float");
-  m.def(
-      "racers(Tensor logits, Tensor? ids, int top, float temperature, float inverse_temperature, int key) "
-      "-> Tensor");
-  m.impl("most_likely", c10::DispatchKey::CPU, TORCH_FN(most_likely));
-  m.impl("mass", c10::DispatchKey::CPU, TORCH_FN(mass));
-  m.impl("racers", c10::DispatchKey::CPU, TORCH_FN(racers));
-}
+}  // namespace specinfer

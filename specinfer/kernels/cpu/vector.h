@@ -1,4 +1,5 @@
-// Sixteen floats at a time, in the compiler's own vectors: AVX-512 registers where there are any.
+// Sixteen lanes of 32 bits at a time, in as many registers as the CPU needs for them: one of AVX-512, two of
+// AVX2, four of NEON.
 //
 // Every function is a fixed sequence of operations, so a row's result never depends on where it lies in
 // memory or on the rows beside it.
@@ -9,54 +10,248 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
-#include <c10/util/BFloat16.h>
-
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace specinfer {
 
-using c10::BFloat16;
+struct BFloat16 {
+  uint16_t bits;
+};
+
+struct Half {
+  uint16_t bits;
+};
 
 constexpr int kLanes = 16;
-using Floats = float __attribute__((vector_size(64)));
-using Words = uint32_t __attribute__((vector_size(64)));
-using Halves = uint16_t __attribute__((vector_size(32)));
+#if defined(__AVX512F__)
+constexpr int kRegister = 64;  // bytes
+#elif defined(__AVX2__)
+constexpr int kRegister = 32;
+#else
+constexpr int kRegister = 16;
+#endif
+constexpr int kParts = 64 / kRegister;       // registers of a vector
+constexpr int kPartLanes = kLanes / kParts;  // lanes of one of them
 
-inline Floats broadcast(float x) { return Floats{} + x; }
+// A register of so many lanes.
+template <typename T>
+struct Register;
+template <>
+struct Register<float> {
+  using Part = float __attribute__((vector_size(kRegister)));
+};
+template <>
+struct Register<int32_t> {
+  using Part = int32_t __attribute__((vector_size(kRegister)));
+};
+template <>
+struct Register<uint32_t> {
+  using Part = uint32_t __attribute__((vector_size(kRegister)));
+};
 
-inline Floats load(const float* from) {
-  Floats v;
-  std::memcpy(&v, from, sizeof v);
+template <typename T>
+struct Vector {
+  using Part = typename Register<T>::Part;
+  Part part[kParts];
+
+  Vector() = default;
+  [[gnu::always_inline]] Vector(T x) {
+    // Lane by lane: 0 + x is no broadcast to a compiler, since it makes 0 of -0.
+    const Part all = [x]<size_t... I>(std::index_sequence<I...>) __attribute__((always_inline)) {
+      return Part{(static_cast<void>(I), x)...};
+    }(std::make_index_sequence<kPartLanes>{});
+    for (Part& p : part) p = all;
+  }
+
+  T operator[](int lane) const { return part[lane / kPartLanes][lane % kPartLanes]; }
+};
+
+using Floats = Vector<float>;
+using Ints = Vector<int32_t>;
+using Words = Vector<uint32_t>;
+
+// What `f` makes of each register of some vectors, as a vector of T.
+template <typename T, typename F, typename... Vectors>
+[[gnu::always_inline]] inline Vector<T> by_parts(F f, const Vectors&... v) {
+  Vector<T> out;
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) out.part[i] = (typename Vector<T>::Part)f(v.part[i]...);
+  return out;
+}
+
+#define SPECINFER_OPERATOR(op)                                                       \
+  template <typename T>                                                              \
+  [[gnu::always_inline]] inline Vector<T> operator op(Vector<T> a, Vector<T> b) {    \
+    return by_parts<T>([](auto x, auto y) { return x op y; }, a, b);                 \
+  }                                                                                  \
+  template <typename T>                                                              \
+  [[gnu::always_inline]] inline Vector<T> operator op(Vector<T> a, std::type_identity_t<T> b) { \
+    return a op Vector<T>(b);                                                        \
+  }
+SPECINFER_OPERATOR(+)
+SPECINFER_OPERATOR(-)
+SPECINFER_OPERATOR(*)
+SPECINFER_OPERATOR(/)
+SPECINFER_OPERATOR(&)
+SPECINFER_OPERATOR(|)
+SPECINFER_OPERATOR(^)
+#undef SPECINFER_OPERATOR
+
+// Comparisons: all bits of a lane where it holds, none where it does not.
+#define SPECINFER_COMPARISON(op)                                                     \
+  template <typename T>                                                              \
+  [[gnu::always_inline]] inline Ints operator op(Vector<T> a, Vector<T> b) {         \
+    return by_parts<int32_t>([](auto x, auto y) { return x op y; }, a, b);           \
+  }                                                                                  \
+  template <typename T>                                                              \
+  [[gnu::always_inline]] inline Ints operator op(Vector<T> a, std::type_identity_t<T> b) { \
+    return a op Vector<T>(b);                                                        \
+  }
+SPECINFER_COMPARISON(<)
+SPECINFER_COMPARISON(<=)
+SPECINFER_COMPARISON(>)
+SPECINFER_COMPARISON(>=)
+SPECINFER_COMPARISON(==)
+SPECINFER_COMPARISON(!=)
+#undef SPECINFER_COMPARISON
+
+inline Words operator<<(Words a, int bits) {
+  return by_parts<uint32_t>([=](auto x) { return x << bits; }, a);
+}
+inline Words operator>>(Words a, int bits) {
+  return by_parts<uint32_t>([=](auto x) { return x >> bits; }, a);
+}
+
+// Lanes of a where the mask has ones, of b elsewhere.
+template <typename T>
+[[gnu::always_inline]] inline Vector<T> select(Ints mask, Vector<T> a, Vector<T> b) {
+  return by_parts<T>([](auto m, auto x, auto y) { return m ? x : y; }, mask, a, b);
+}
+
+template <typename To, typename From>
+[[gnu::always_inline]] inline Vector<To> bits_as(Vector<From> v) {
+  return std::bit_cast<Vector<To>>(v);
+}
+
+inline Floats to_floats(Ints v) {
+  return by_parts<float>([](auto x) { return __builtin_convertvector(x, Floats::Part); }, v);
+}
+inline Floats to_floats(Words v) {
+  return by_parts<float>([](auto x) { return __builtin_convertvector(x, Floats::Part); }, v);
+}
+inline Ints to_ints(Floats v) {
+  return by_parts<int32_t>([](auto x) { return __builtin_convertvector(x, Ints::Part); }, v);
+}
+
+inline Ints lane_numbers() {
+  constexpr int32_t numbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Ints v;
+  std::memcpy(&v, numbers, sizeof v);
   return v;
 }
 
-inline Floats load(const BFloat16* from) {
-  Halves halves;
-  std::memcpy(&halves, from, sizeof halves);
-  return std::bit_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
+// A bit for each lane of a mask.
+inline uint32_t lanes_of(Ints mask) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)mask.part[0]);
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps((__m256)mask.part[0])) |
+         static_cast<uint32_t>(_mm256_movemask_ps((__m256)mask.part[1])) << 8;
+#else
+  uint32_t any = 0, bits = 0;
+  for (const auto& part : mask.part) {
+    for (int i = 0; i < kPartLanes; ++i) any |= part[i];
+  }
+  if (any == 0) return 0;
+  for (int i = 0; i < kLanes; ++i) bits |= (mask[i] != 0 ? 1u : 0u) << i;
+  return bits;
+#endif
 }
 
-inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
+// ---- memory ----
+
+template <typename T>
+inline Vector<T> load_vector(const void* from) {
+  Vector<T> v;
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) {
+    std::memcpy(&v.part[i], static_cast<const char*>(from) + i * kRegister, kRegister);
+  }
+  return v;
+}
+
+template <typename T>
+inline void store_vector(void* to, Vector<T> v) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) {
+    std::memcpy(static_cast<char*>(to) + i * kRegister, &v.part[i], kRegister);
+  }
+}
+
+inline Floats load(const float* from) { return load_vector<float>(from); }
+
+inline Floats load(const BFloat16* from) {
+  using Narrow = uint16_t __attribute__((vector_size(kRegister / 2)));
+  Words v;
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) {
+    Narrow narrow;
+    std::memcpy(&narrow, from + i * kPartLanes, sizeof narrow);
+    v.part[i] = __builtin_convertvector(narrow, Words::Part) << 16;
+  }
+  return bits_as<float>(v);
+}
+
+inline Floats load(const Half* from) {
+#if defined(__AVX512F__)
+  return std::bit_cast<Floats>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(__AVX2__)
+  Floats v;
+  for (int i = 0; i < kParts; ++i) {
+    const auto* eight = reinterpret_cast<const __m128i*>(from + i * kPartLanes);
+    v.part[i] = (Floats::Part)_mm256_cvtph_ps(_mm_loadu_si128(eight));
+  }
+  return v;
+#elif defined(__aarch64__)
+  Floats v;
+  for (int i = 0; i < kParts; ++i) {
+    float16x4_t four;
+    std::memcpy(&four, from + i * kPartLanes, sizeof four);
+    v.part[i] = (Floats::Part)vcvt_f32_f16(four);
+  }
+  return v;
+#else
+#error "this CPU needs its own conversion of float16"
+#endif
+}
+
+inline void store(float* to, Floats v) { store_vector(to, v); }
 
 // To the nearest, ties to even; a NaN stays one.
 inline void store(BFloat16* to, Floats v) {
-  const Words bits = std::bit_cast<Words>(v);
-  const Words rounded = v == v ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : Words{} + 0x7fc0;
-  const Halves halves = __builtin_convertvector(rounded, Halves);
-  std::memcpy(to, &halves, sizeof halves);
-}
-
-// Lanes of a, and from kLanes on of b.
-template <size_t... I, typename V>
-inline V shuffle(V a, V b) {
-#if defined(__clang__)
-  return __builtin_shufflevector(a, b, I...);
-#else  // GCC has that one, too, but only since its version 12
-  return __builtin_shuffle(a, b, Words{static_cast<uint32_t>(I)...});
+#if defined(__AVX512BF16__)
+  constexpr int kSubnormal = 0x20;  // which the instruction would take for zero
+  if (_mm512_fpclass_ps_mask((__m512)v.part[0], kSubnormal) == 0) [[likely]] {
+    const __m256bh halves = _mm512_cvtneps_pbh((__m512)v.part[0]);
+    std::memcpy(to, &halves, sizeof halves);
+    return;
+  }
 #endif
+  using Narrow = uint16_t __attribute__((vector_size(kRegister / 2)));
+  const Words bits = bits_as<uint32_t>(v);
+  const Words rounded = select(v == v, (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Words(0x7fc0));
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) {
+    const Narrow narrow = __builtin_convertvector(rounded.part[i], Narrow);
+    std::memcpy(to + i * kPartLanes, &narrow, sizeof narrow);
+  }
 }
 
 // The first n lanes; zeros in the others.
@@ -64,7 +259,7 @@ template <typename T>
 inline Floats load(const T* from, int64_t n) {
   if (n >= kLanes) return load(from);
   T lanes[kLanes] = {};
-  std::memcpy(lanes, from, n * sizeof(T));
+  if (n > 0) std::memcpy(lanes, from, n * sizeof(T));
   return load(lanes);
 }
 
@@ -76,51 +271,115 @@ inline void store(T* to, Floats v, int64_t n) {
   std::memcpy(to, lanes, n * sizeof(T));
 }
 
+// ---- arithmetic ----
+
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
-  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  return std::bit_cast<Floats>(_mm512_fmadd_ps((__m512)a.part[0], (__m512)b.part[0], (__m512)c.part[0]));
+#elif defined(__AVX2__)
+  return by_parts<float>([](auto x, auto y, auto z) { return _mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z); },
+                         a, b, c);
 #else
-  return a * b + c;
+  return by_parts<float>(
+      [](auto x, auto y, auto z) { return vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y); }, a, b, c);
 #endif
 }
 
-inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats max(Floats a, Floats b) { return select(a > b, a, b); }
 
-inline float sum(Floats v) {
-  float lanes[kLanes];
-  store(lanes, v);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  }
-  return lanes[0];
+// f(0), ..., f(N - 1), with numbers the compiler knows from the start.
+template <int N, typename F>
+[[gnu::always_inline]] inline void each(F f) {
+  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+    (f(std::integral_constant<int, I>{}), ...);
+  }(std::make_integer_sequence<int, N>{});
 }
 
-inline float max(Floats v) {
-  float lanes[kLanes];
-  store(lanes, v);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-  }
-  return lanes[0];
+// One register: lanes I... of a, and from its own number of lanes on of b.
+template <typename Part, size_t... I>
+[[gnu::always_inline]] inline Part shuffle_part(Part a, Part b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else  // GCC has that one, too, but only since its version 12
+  return __builtin_shuffle(a, b, Words::Part{static_cast<uint32_t>(I)...});
+#endif
+}
+
+// Each lane's partner: the lane whose number differs from its own in that bit.
+template <int Bit, typename T>
+[[gnu::always_inline]] inline Vector<T> partners(Vector<T> v) {
+  Vector<T> out;
+  each<kParts>([&](auto i) {
+    if constexpr (Bit >= kPartLanes) {
+      out.part[i] = v.part[i ^ (Bit / kPartLanes)];
+    } else {
+      [&]<size_t... Lane>(std::index_sequence<Lane...>) __attribute__((always_inline)) {
+        out.part[i] = shuffle_part<typename Vector<T>::Part, (Lane ^ Bit)...>(v.part[i], v.part[i]);
+      }(std::make_index_sequence<kPartLanes>{});
+    }
+  });
+  return out;
+}
+
+// The lanes of a with `Bit` in their number change places with those of b without it.
+template <int Bit>
+[[gnu::always_inline]] inline void exchange(Words& a, Words& b) {
+  Words first, second;
+  each<kParts>([&](auto i) {
+    if constexpr (Bit >= kPartLanes) {
+      constexpr int bit = Bit / kPartLanes;
+      first.part[i] = (i & bit) != 0 ? b.part[i ^ bit] : a.part[i];
+      second.part[i] = (i & bit) != 0 ? b.part[i] : a.part[i ^ bit];
+    } else {
+      [&]<size_t... Lane>(std::index_sequence<Lane...>) __attribute__((always_inline)) {
+        first.part[i] = shuffle_part<Words::Part, (Lane & Bit ? kPartLanes + Lane - Bit : Lane)...>(a.part[i], b.part[i]);
+        second.part[i] = shuffle_part<Words::Part, (Lane & Bit ? kPartLanes + Lane : Lane + Bit)...>(a.part[i], b.part[i]);
+      }(std::make_index_sequence<kPartLanes>{});
+    }
+  });
+  a = first;
+  b = second;
+}
+
+// After this, rows are columns.
+[[gnu::always_inline]] inline void transpose(Words (&v)[kLanes]) {
+  each<4>([&](auto bit) {
+    constexpr int d = 1 << bit;
+    each<kLanes / 2>([&](auto n) {
+      constexpr int i = n / d * 2 * d + n % d;
+      exchange<d>(v[i], v[i + d]);
+    });
+  });
+}
+
+template <typename T>
+[[gnu::always_inline]] inline T sum(Vector<T> v) {
+  each<4>([&](auto i) { v = v + partners<(8 >> i)>(v); });
+  return v[0];
+}
+
+[[gnu::always_inline]] inline float max(Floats v) {
+  each<4>([&](auto i) { v = max(v, partners<(8 >> i)>(v)); });
+  return v[0];
 }
 
 // e^x to 2 units in the last place; what would leave the normal numbers is held at their ends, a NaN stays one.
 inline Floats exp(Floats x) {
-  x = x > 88.0f ? broadcast(88.0f) : x;
-  x = x < -87.0f ? broadcast(-87.0f) : x;
-  const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Floats shifted = fma(x, broadcast(1.44269504f), magic);
+  x = select(x > 88.0f, Floats(88.0f), x);
+  x = select(x < -87.0f, Floats(-87.0f), x);
+  const Floats magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats shifted = fma(x, Floats(1.44269504f), magic);
   const Floats n = shifted - magic;
-  Floats r = fma(n, broadcast(-0.693359375f), x);
-  r = fma(n, broadcast(2.12194440e-4f), r);
-  Floats p = broadcast(1.9875691500e-4f);
-  p = fma(p, r, broadcast(1.3981999507e-3f));
-  p = fma(p, r, broadcast(8.3334519073e-3f));
-  p = fma(p, r, broadcast(4.1665795894e-2f));
-  p = fma(p, r, broadcast(1.6666665459e-1f));
-  p = fma(p, r, broadcast(5.0000001201e-1f));
+  Floats r = fma(n, Floats(-0.693359375f), x);
+  r = fma(n, Floats(2.12194440e-4f), r);
+  Floats p = 1.9875691500e-4f;
+  p = fma(p, r, Floats(1.3981999507e-3f));
+  p = fma(p, r, Floats(8.3334519073e-3f));
+  p = fma(p, r, Floats(4.1665795894e-2f));
+  p = fma(p, r, Floats(1.6666665459e-1f));
+  p = fma(p, r, Floats(5.0000001201e-1f));
   p = fma(p * r, r, r + 1.0f);
-  return std::bit_cast<Floats>(std::bit_cast<Words>(p) + (std::bit_cast<Words>(shifted) << 23));
+  return bits_as<float>(bits_as<uint32_t>(p) + (bits_as<uint32_t>(shifted) << 23));
 }
 
 }  // namespace specinfer

@@ -47,6 +47,7 @@ class Layer:
             layer=0,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
             window=self.window,
             q_norm_H=norm[0] if self.norms else None,
@@ -70,7 +71,7 @@ class Layer:
         """The attended values [T, N, H], and the caches afterwards."""
         k, v = self.caches()
         qkv, rotation = self.inputs(paths)
-        out = backend.bind(paths, [k], [v])(self.heads, qkv, rotation)
+        out = backend.over([k], [v]).bind(paths)(self.heads, qkv, rotation)
         return out.view(len(qkv), self.num_heads, self.head_dim), k, v
 
     def oracle(self, paths: Paths) -> tuple[Tensor, Tensor, Tensor]:

@@ -53,7 +53,7 @@ def test_a_prompt_in_one_chunk_and_in_several(backend, layer, step, window):
     for first in range(0, 300, step):
         paths = paths_of(Rows([1] * min(step, 300 - first), first, TABLE, 0))
         qkv, rotation = layer.inputs(paths)
-        chunk = backend.bind(paths, [k], [v])(layer.heads, qkv, rotation).view(len(qkv), 6, 64)
+        chunk = backend.over([k], [v]).bind(paths)(layer.heads, qkv, rotation).view(len(qkv), 6, 64)
         count = min(step, 300 - first)
         assert torch.equal(chunk[:count], whole[first : first + count]), first
 
@@ -70,7 +70,7 @@ def test_a_path_of_a_tree_and_a_chain(backend, layer, start):
     qkv, rotation = layer.inputs(tree)
     assert rotation is not None
     turns = type(rotation)(rotation.cos[MIDDLE].contiguous(), rotation.sin[MIDDLE].contiguous())
-    as_chain = backend.bind(chain, [k], [v])(layer.heads, qkv[MIDDLE].contiguous(), turns)
+    as_chain = backend.over([k], [v]).bind(chain)(layer.heads, qkv[MIDDLE].contiguous(), turns)
     assert torch.equal(as_chain.view(6, 6, 64), in_tree[MIDDLE])
 
 
@@ -81,7 +81,7 @@ def test_a_tree_level_by_level_and_at_once(backend, layer, start):
     for first, last in ((0, 1), (1, 2), (2, 3), (3, 6), (6, 9), (9, 12)):
         paths = paths_of(Rows([1] * (last - first), start + first, TABLE, 0, PARENTS[:last]))
         qkv, rotation = layer.inputs(paths)
-        level = backend.bind(paths, [k], [v])(layer.heads, qkv, rotation).view(len(qkv), 6, 64)
+        level = backend.over([k], [v]).bind(paths)(layer.heads, qkv, rotation).view(len(qkv), 6, 64)
         assert torch.equal(level[: last - first], at_once[first:last])
 
 
@@ -100,10 +100,14 @@ def test_alone_and_in_a_batch(backend, layer):
 def test_with_any_number_of_threads(backend, layer):
     parts = [Rows([1] * 100, 400, scattered(0, 32), 0), Rows([1] * 12, 300, scattered(32, 20), 0, PARENTS)]
     one = attended(layer, backend, *parts)
-    threads = torch.get_num_threads()
+    library = kernels("native").library
+    assert library is not None
+    before = torch.get_num_threads(), library.threads()
     try:
-        for count in (2, 8):
+        for count in (1, 2, 8):
             torch.set_num_threads(count)
+            library.set_threads(count)
             assert torch.equal(attended(layer, backend, *parts), one), f"{count} threads"
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before[0])
+        library.set_threads(before[1])

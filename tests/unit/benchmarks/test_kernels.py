@@ -6,15 +6,16 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 import pytest
 import torch
 
 from specinfer.config import EngineConfig
-from specinfer.kernels.choice import TORCH
 from specinfer.kernels.quantized import int8_bytes
 from specinfer.models.decoder import decoder_shapes
 from specinfer.models.weights import load_config
+from tests.kernels import NAMES, kernels
 from tests.tiny_models import write_tiny_llama
 
 NODES = (1, 2, 8)
@@ -59,12 +60,12 @@ def test_a_forward_reads_all_weights_but_the_embeddings(bench: ModuleType, model
     embeddings = sizes.pop("model.embed_tokens.weight")
     head = sizes.pop("lm_head.weight", embeddings)  # tied embeddings are read as the head
     plain = EngineConfig(model=str(model))
-    assert bench.weight_bytes(model, config, plain) == 2 * (sum(sizes.values()) + head)
+    assert bench.weight_bytes(model, config, plain, kernels("native")) == 2 * (sum(sizes.values()) + head)
     int8 = EngineConfig(model=str(model), quantization="int8")
     matrices = [decoder_shapes(config)[name] for name in sizes if len(decoder_shapes(config)[name]) == 2]
     norms = sum(size for name, size in sizes.items() if len(decoder_shapes(config)[name]) == 1)
     quantized = sum(int8_bytes(*shape) for shape in [*matrices, (config.vocab_size, config.hidden_size)])
-    assert bench.weight_bytes(model, config, int8) == 2 * norms + quantized
+    assert bench.weight_bytes(model, config, int8, kernels("native")) == 2 * norms + quantized
 
 
 @pytest.mark.parametrize(("nodes", "parents"), [(1, [-1]), (2, [-1, 0]), (6, [-1, 0, 0, 1, 1, 2])])
@@ -76,11 +77,15 @@ def test_trees_are_binary(bench: ModuleType, nodes: int, parents: list[int]) -> 
     assert rows.logits_from == 0
 
 
-def test_a_model_is_measured_from_products_to_operations(quick: ModuleType, model: Path) -> None:
-    args = argparse.Namespace(nodes=NODES, context=20, threads=1, kernels="torch")
-    bandwidth = quick.Bandwidth()
-    products = list(quick.product_rows(load_config(model), TORCH, NODES, bandwidth))
-    kept = ["bf16 plain", "bf16 packed", "int8", "int4"]
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_is_measured_from_products_to_operations(
+    quick: ModuleType, model: Path, name: Literal["torch", "native"]
+) -> None:
+    args = argparse.Namespace(nodes=NODES, context=20, threads=1, kernels=name)
+    chosen = kernels(name)
+    bandwidth = quick.Bandwidth(chosen.library)
+    products = list(quick.product_rows(load_config(model), chosen, NODES, bandwidth))
+    kept = ["bf16 plain", "bf16", "int8", "int4"]
     ways = {"qkv": kept, "o": kept, "gate": kept, "down": kept, "head": kept[:3]}
     named = [(row.name.split(" ")[0], row.name.split(", ")[1]) for row in products]
     assert named == [(matrix, way) for matrix, ways_of_it in ways.items() for way in ways_of_it]
@@ -90,18 +95,20 @@ def test_a_model_is_measured_from_products_to_operations(quick: ModuleType, mode
     assert all(
         whole.milliseconds[n] > 0 and sum(row.milliseconds[n] for row in operations) > 0 for n in NODES
     )
-    page = quick.markdown("tiny", args, "no compiler", products, [whole], {"int8": operations}, bandwidth)
+    page = quick.markdown("tiny", args, chosen, "why", products, [whole], {"int8": operations}, bandwidth)
     assert "## Operations, quantization int8" in page
-    assert "Native kernels are not used: no compiler" in page
+    twins = chosen.library is None
+    assert ("Native kernels are not used: why." in page) == twins
+    assert ("\n| attention | " in page) != twins
 
 
 def test_operations_that_are_always_short_are_one_row(bench: ModuleType) -> None:
     operations = {1: {"a": 5.0, "b": 0.01, "c": 0.05}, 8: {"a": 5.0, "c": 0.3, "d": 0.02}}
     rows = bench.share_rows(operations, {1: 10.0, 8: 10.0})
     assert [(row.name, dict(row.milliseconds)) for row in rows] == [
-        ("`a`", {1: 5.0, 8: 5.0}),
-        ("`c`", {1: 0.05, 8: 0.3}),
-        ("2 others", {1: 0.01, 8: 0.02}),
+        ("a", {1: 5.0, 8: 5.0}),
+        ("c", {1: 0.05, 8: 0.3}),
+        ("b, d", {1: 0.01, 8: 0.02}),
     ]
 
 
@@ -121,7 +128,7 @@ def test_the_floor_is_what_memory_gives_at_the_time(
 ) -> None:
     # Streams and calls in turns: memory slows down by half, and so does what is bound by it.
     seconds = iter([0.010, 0.030, 0.010, 0.045, 0.020, 0.060, 0.020])
-    bandwidth = bench.Bandwidth()
+    bandwidth = bench.Bandwidth(None)
     monkeypatch.setattr(bench, "_seconds", lambda call: next(seconds))
     milliseconds, times = bandwidth.beside(lambda: None, bench.STREAMED, 3)
     assert milliseconds == pytest.approx(45)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from specinfer.attention.backend import Attend, Paths
+from specinfer.attention.backend import Attend, CacheAttention, Paths
 from specinfer.attention.native import NativeAttend, NativeAttention
 from specinfer.config import Quantization
-from specinfer.kernels.bfloat16 import tiled_product
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.layers import NativeLayers
+from specinfer.kernels.library import STAGES
 from specinfer.kernels.ops import TorchOps
-from specinfer.kernels.quantized import NativeProducts
+from specinfer.kernels.profile import profiled
+from specinfer.kernels.quantized import TorchProducts
 from specinfer.models.decoder import LanguageModel
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
@@ -31,6 +32,7 @@ FORMATS = [
     ("int8", torch.bfloat16),
     ("int4", torch.bfloat16),
     ("int8", torch.float32),
+    ("none", torch.float32),
 ]
 #  0 -+- 1 - 3 -+- 5
 #     `- 2 - 4  `- 6
@@ -40,15 +42,24 @@ TREE = Rows([54, 7, 20, 8, 8, 30, 31], 12, [6, 2, 9, 1, 5], 0, [-1, 0, 0, 1, 2, 
 class OpByOp(NativeAttention):
     """Native attention that no other op can look into."""
 
-    def bind(self, paths: Paths, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Attend:
-        attend = super().bind(paths, keys, values)
+    def over(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> CacheAttention:
+        return Hidden(super().over(keys, values))
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """A cache whose attention is no native one to look at."""
+
+    cache: CacheAttention
+
+    def bind(self, paths: Paths) -> Attend:
+        attend = self.cache.bind(paths)
         return lambda heads, qkv_TC, rotation: attend(heads, qkv_TC, rotation)
 
 
-def native(quantization: Quantization = "none") -> Kernels:
-    """All native, whatever is the fastest on this CPU."""
-    bfloat16 = tiled_product if quantization == "none" else None
-    return replace(kernels("native"), products=NativeProducts(onednn=False), bfloat16=bfloat16)
+def op_by_op(chosen: Kernels) -> Kernels:
+    assert chosen.library is not None
+    return replace(chosen, attention=OpByOp(chosen.library))
 
 
 def load(
@@ -85,8 +96,8 @@ def test_the_bits_are_those_of_op_by_op(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     save_random(name, tmp_path, tied=True)
-    chosen = native(quantization)
-    by_op = run(load(tmp_path, replace(chosen, attention=OpByOp()), quantization, dtype))
+    chosen = kernels("native")
+    by_op = run(load(tmp_path, op_by_op(chosen), quantization, dtype))
     monkeypatch.setattr(NativeAttend, "__call__", None)
     at_once = run(load(tmp_path, chosen, quantization, dtype))
     assert all(torch.equal(one, other) for one, other in zip(at_once, by_op, strict=True))
@@ -96,8 +107,8 @@ def test_the_bits_are_those_of_op_by_op(
 @pytest.mark.parametrize(
     ("name", "changed"),
     [
-        ("llama", lambda chosen: replace(chosen, bfloat16=None)),
-        ("llama", lambda chosen: replace(chosen, attention=OpByOp())),
+        ("llama", lambda chosen: replace(chosen, products=TorchProducts())),
+        ("llama", op_by_op),
         ("llama", lambda chosen: replace(chosen, ops=TorchOps())),
         ("llama-relu", lambda chosen: chosen),
     ],
@@ -107,18 +118,18 @@ def test_with_a_part_that_is_not_native_a_model_runs_op_by_op(
     name: str, changed: Callable[[Kernels], Kernels], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_random(name, tmp_path, tied=True)
-    model = load(tmp_path, changed(native()))
+    model = load(tmp_path, changed(kernels("native")))
     monkeypatch.setattr(NativeLayers, "__call__", None)
     run(model)
 
 
-def test_a_profiler_sees_every_operation(tmp_path: Path) -> None:
+def test_a_profile_says_where_the_time_goes(tmp_path: Path) -> None:
     save_random("llama", tmp_path, tied=True)
-    model = load(tmp_path, native())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    model = load(tmp_path, kernels("native"))
+    with profiled(kernels("native")) as nanoseconds:
         run(model)
-    calls = {event.key: event.count for event in profile.key_averages()}
-    passes, layers = 2, model.config.num_layers
-    assert calls["specinfer::tree_attention"] == calls["specinfer::silu_mul"] == passes * layers
-    assert calls["specinfer::bfloat16_linear"] == passes * (4 * layers + 1)
-    assert calls["specinfer::add_rms_norm"] == passes * (2 * layers + 1)
+    assert list(nanoseconds) == list(STAGES)
+    assert all(taken > 0 for taken in nanoseconds.values())
+    before = dict(nanoseconds)
+    run(model)
+    assert nanoseconds == before, "and nothing is counted behind its end"

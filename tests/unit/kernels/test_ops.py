@@ -82,11 +82,31 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(native: Ops, dtype: torch.d
 
 def test_other_shapes_and_dtypes_are_refused(native: Ops, dtype: torch.dtype) -> None:
     x = random(2, 16, dtype, 0)
-    with pytest.raises(RuntimeError, match=r"weight must be \[16\] of x's dtype"):
+    with pytest.raises(ValueError, match=r"weight must be \[16\] of x's dtype"):
         native.add_rms_norm(x, None, random(1, 8, dtype, 1)[0], 1e-5)
-    with pytest.raises(RuntimeError, match="y must be as x is"):
+    with pytest.raises(ValueError, match="y must be as x is"):
         native.add_rms_norm(x, random(1, 16, dtype, 1), random(1, 16, dtype, 1)[0], 1e-5)
-    with pytest.raises(RuntimeError, match="contiguous rows of even size"):
+    with pytest.raises(ValueError, match="contiguous rows of even size"):
         native.silu_mul(x[:, :15])
-    with pytest.raises(RuntimeError, match="bfloat16 or float32"):
+    with pytest.raises(TypeError, match="bfloat16 or float32"):
         native.silu_mul(x.double())
+
+
+def test_chosen_rows_are_normed_alone(native: Ops, dtype: torch.dtype) -> None:
+    x, y, weight = random(9, 40, dtype, 0), random(9, 40, dtype, 1), random(1, 40, dtype, 2)[0]
+    rows = torch.tensor([7, 2, 2])
+    whole = native.add_rms_norm(x.clone(), y, weight, 1e-5)
+    for ops in (native, TWIN):
+        some = ops.add_rms_norm(x.clone(), y, weight, 1e-5, torch.tensor([7, 2]))
+        assert_near(some, whole[[7, 2]])
+    assert native.add_rms_norm(x.clone(), None, weight, 1e-5, rows[:0]).shape == (0, 40)
+
+
+@pytest.mark.parametrize("scale", [1.0, 25.25])
+@pytest.mark.parametrize("size", SIZES)
+def test_embeddings(native: Ops, dtype: torch.dtype, size: int, scale: float) -> None:
+    table, ids = random(50, size, dtype, 0), torch.tensor([3, 0, 49, 3])
+    assert_near(native.embed(ids, table, scale), TWIN.embed(ids, table, scale))
+    assert native.embed(ids[:0], table, scale).shape == (0, size)
+    with pytest.raises(IndexError, match=r"token ids must be 0 \.\. 49"):
+        native.embed(torch.tensor([50]), table, scale)

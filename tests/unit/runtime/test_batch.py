@@ -7,8 +7,8 @@ import torch
 from specinfer.runtime.batch import ModelBatch, Rows, build_batch, chain_rows, slots_of
 
 
-def build(*rows: Rows, lone_as_two: bool = False) -> ModelBatch:
-    return build_batch(rows, block_size=4, device=torch.device("cpu"), lone_as_two=lone_as_two)
+def build(*rows: Rows) -> ModelBatch:
+    return build_batch(rows, block_size=4, device=torch.device("cpu"))
 
 
 def paths(batch: ModelBatch) -> list[list[int]]:
@@ -31,7 +31,7 @@ def test_a_chunk_of_a_prompt_sees_what_is_before_it() -> None:
     assert paths(batch) == [[20, 21, 22], [20, 21, 22, 23], [20, 21, 22, 23, 24]]
     assert batch.paths.write_slots_T.tolist() == [22, 23, 24]
     assert batch.logit_rows is not None
-    assert (batch.logit_rows.tolist(), batch.num_logits) == ([2], 1)
+    assert batch.logit_rows.tolist() == [2]
 
 
 def test_a_node_sees_the_text_its_ancestors_and_itself() -> None:
@@ -42,7 +42,6 @@ def test_a_node_sees_the_text_its_ancestors_and_itself() -> None:
     assert batch.paths.write_slots_T.tolist() == [3, 4, 5, 6]
     assert batch.paths.tails.tolist() == [5, 4, 6]  # node 1 stands where a token of text would
     assert batch.logit_rows is None
-    assert batch.num_logits == 4
 
 
 def test_a_tree_that_is_a_chain_is_one() -> None:
@@ -69,40 +68,10 @@ def test_the_frontier_of_a_half_grown_tree_sees_nodes_that_are_in_the_cache() ->
     assert batch.paths.write_slots_T.tolist() == [5, 6]
 
 
-def test_one_row_is_run_as_one() -> None:
-    batch = build(chain_rows([9], 5, [3, 8], logits=True))
-    assert batch.token_ids_T.tolist() == [9]
-    assert (batch.logit_rows, batch.num_logits) == (None, 1)
-
-
-def test_one_row_is_run_as_two_where_it_should_and_writes_one_slot() -> None:
-    batch = build(chain_rows([9], 5, [3, 8], logits=True), lone_as_two=True)
-    assert batch.token_ids_T.tolist() == [9, 9]
-    assert batch.positions_T.tolist() == [5, 5]
-    assert paths(batch) == [[12, 13, 14, 15, 32, 33]] * 2
-    assert batch.paths.write_slots_T.tolist() == [33, 33]
-    assert (batch.logit_rows, batch.num_logits) == (None, 1)
-
-
-def test_one_row_of_logits_is_made_as_two_where_it_should() -> None:
-    batch = build(chain_rows([7, 8, 9], 2, [5, 6], logits=True), lone_as_two=True)
-    assert batch.token_ids_T.tolist() == [7, 8, 9]
-    assert batch.logit_rows is not None
-    assert (batch.logit_rows.tolist(), batch.num_logits) == ([2, 2], 1)
-
-
-def test_one_node_is_run_as_two_too() -> None:
-    batch = build(
-        Rows([9], 3, [0], 0, [-1, 0, 0]), lone_as_two=True
-    )  # the second child of a root at position 1
-    assert paths(batch) == [[0, 1, 3]] * 2
-    assert batch.positions_T.tolist() == [2, 2]
-
-
 def test_a_chunk_without_logits() -> None:
     batch = build(chain_rows([1, 2], 4, [9, 2], logits=False))
     assert batch.logit_rows is not None
-    assert (batch.logit_rows.tolist(), batch.num_logits) == ([], 0)
+    assert batch.logit_rows.tolist() == []
     assert paths(batch)[1] == [36, 37, 38, 39, 8, 9]
     assert slots_of([9, 2], [0, 3, 5], 4) == [36, 39, 9]
 

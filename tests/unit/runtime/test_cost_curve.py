@@ -18,6 +18,7 @@ from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve, cost_curve, measure
 from specinfer.runtime.runner import ModelRunner
 from tests.engines import Tiny, write_tiny
+from tests.kernels import kernels as kernels_of
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +163,7 @@ def test_other_kernels_have_another_curve(tiny: Tiny, slow: list[int], tmp_path:
     chosen = tiny.target.kernels
     for kernels in (
         chosen,
-        replace(chosen, batch_invariant=True),
+        replace(chosen, library=kernels_of("native").library),
         replace(chosen, attention=AnotherAttention()),
         replace(chosen, ops=AnotherOps()),
         chosen,

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from specinfer.attention import sdpa
-from specinfer.models.linear import packs
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
@@ -19,18 +18,7 @@ CPU = torch.device("cpu")
 TREE = 12  # a root and eleven children
 LENGTHS = range(12, 620, 17)  # of the text; trees cross every multiple of 64 and of 512 somewhere
 
-# The formats whose rows are independent: bfloat16 as it is where a CPU multiplies it, float32 on demand.
-FORMATS = [
-    pytest.param(
-        torch.bfloat16,
-        None,
-        id="bfloat16",
-        marks=pytest.mark.skipif(
-            not packs(torch.bfloat16, CPU), reason="this CPU does not multiply bfloat16 natively"
-        ),
-    ),
-    pytest.param(torch.float32, True, id="float32"),
-]
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def runner_of(folder: Path, name: str, dtype: torch.dtype, batch_invariant: bool | None) -> ModelRunner:
-    chosen = kernels(name, batch_invariant)
+def runner_of(folder: Path, name: str, dtype: torch.dtype) -> ModelRunner:
+    chosen = kernels(name)
     return ModelRunner(
         load_model(folder, dtype=dtype, device=CPU, kernels=chosen), num_blocks=4, block_size=1024
     )
@@ -69,12 +57,12 @@ def differing_lengths(runner: ModelRunner) -> list[int]:
     return differing
 
 
-@pytest.mark.parametrize(("dtype", "batch_invariant"), FORMATS)
+@DTYPES
 @pytest.mark.parametrize("name", NAMES)
 def test_a_root_is_the_same_alone_and_in_a_tree_at_every_length(
-    folder: Path, name: str, dtype: torch.dtype, batch_invariant: bool | None
+    folder: Path, name: str, dtype: torch.dtype
 ) -> None:
-    assert differing_lengths(runner_of(folder, name, dtype, batch_invariant)) == []
+    assert differing_lengths(runner_of(folder, name, dtype)) == []
 
 
 def branching_differs(runner: ModelRunner) -> list[int]:
@@ -101,15 +89,12 @@ def branching_differs(runner: ModelRunner) -> list[int]:
     return differing
 
 
-@pytest.mark.parametrize(("dtype", "batch_invariant"), FORMATS)
+@DTYPES
 @pytest.mark.parametrize("name", NAMES)
-def test_a_node_is_the_same_in_a_tree_and_in_a_chain(
-    folder: Path, name: str, dtype: torch.dtype, batch_invariant: bool | None
-) -> None:
-    assert branching_differs(runner_of(folder, name, dtype, batch_invariant)) == []
+def test_a_node_is_the_same_in_a_tree_and_in_a_chain(folder: Path, name: str, dtype: torch.dtype) -> None:
+    assert branching_differs(runner_of(folder, name, dtype)) == []
 
 
 def test_what_makes_rows_independent_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert differing_lengths(runner_of(folder, "native", torch.float32, None))
     monkeypatch.setattr(sdpa, "PAD", 1)
-    assert differing_lengths(runner_of(folder, "torch", torch.float32, True))
+    assert differing_lengths(runner_of(folder, "torch", torch.float32))

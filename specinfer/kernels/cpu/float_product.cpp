@@ -1,0 +1,105 @@
+// Products with float32 and bfloat16 weights in vector registers.
+//
+// bfloat16 is multiplied by pairs in float32. A channel has two sums, of every second step, so that one
+// operation need not wait for the last; they are made in the same order for every number of rows.
+
+#include "register_tiles.h"
+#include "scratch.h"
+
+namespace specinfer {
+namespace {
+
+// How a step is multiplied: one word of a row with a vector of weights, the same word of 16 channels.
+struct OfFloat32 {
+  static constexpr int kElements = 1;  // of a word
+  static constexpr int kPairRows = 0;  // of register_tiles.h
+  static Floats add(Floats sums, Words weights, uint32_t word) {
+    return fma(Floats(std::bit_cast<float>(word)), bits_as<float>(weights), sums);
+  }
+};
+
+struct OfBFloat16 {
+  static constexpr int kElements = 2;
+  static constexpr int kPairRows = kRegister == 64 ? 6 : 0;
+  static Floats add(Floats sums, Words weights, uint32_t word) {
+#if defined(__AVX512BF16__)
+    const __m512i pair = _mm512_set1_epi32(static_cast<int>(word));
+    return std::bit_cast<Floats>(
+        _mm512_dpbf16_ps((__m512)sums.part[0], (__m512bh)weights.part[0], (__m512bh)pair));
+#else
+    sums = fma(bits_as<float>(weights << 16), Floats(std::bit_cast<float>(word << 16)), sums);
+    return fma(bits_as<float>(weights & 0xffff0000u), Floats(std::bit_cast<float>(word & 0xffff0000u)), sums);
+#endif
+  }
+};
+
+template <typename Of>
+struct FloatWeight {
+  const uint32_t* words;  // [blocks, steps, 16]
+  const uint32_t* x;      // [rows, steps]
+  int64_t rows, blocks, steps, block_bytes;
+  const Output& out;
+
+  static constexpr int kSums = 2;  // of a channel
+  static constexpr int kRows = kRegister == 64 ? 12 : 2;  // most registers hold sums
+  static constexpr int kPairRows = Of::kPairRows;
+
+  template <int R, int B>
+  void tile(int64_t row, int64_t block) const {
+    const uint32_t* const a = x + row * steps;
+    const uint32_t* const from = words + block * steps * kBlock;
+    Floats sums[R][B][kSums];
+    each<R>([&](auto r) { each<B>([&](auto b) { each<kSums>([&](auto p) { sums[r][b][p] = Floats(0.0f); }); }); });
+    const auto step = [&](int64_t s, auto p) __attribute__((always_inline)) {
+      Words weights[B];
+      each<B>([&](auto b) {
+        const uint32_t* const word = from + (b * steps + s) * kBlock;
+        prefetch(word);
+        weights[b] = load_vector<uint32_t>(word);
+      });
+      each<R>([&](auto r) {
+        const uint32_t word = a[r * steps + s];
+        each<B>([&](auto b) { sums[r][b][p] = Of::add(sums[r][b][p], weights[b], word); });
+      });
+    };
+    int64_t s = 0;
+    for (; s + kSums <= steps; s += kSums) each<kSums>([&](auto p) { step(s + p, p); });
+    if (s < steps) step(s, std::integral_constant<int, 0>{});
+    each<R>([&](auto r) {
+      each<B>([&](auto b) { out.store(row + r, block + b, sums[r][b][0] + sums[r][b][1]); });
+    });
+  }
+};
+
+// The rows with zeros behind each, where their size is not padded already.
+const void* padded_rows(const Rows& rows, int64_t inner, int64_t padded, int64_t size) {
+  if (inner == padded) return rows.data;
+  char* const to = Scratch::get().take<char>(rows.count * padded * size);
+  for (int64_t r = 0; r < rows.count; ++r) {
+    char* const row = to + r * padded * size;
+    std::memcpy(row, static_cast<const char*>(rows.data) + r * inner * size, inner * size);
+    std::memset(row + inner * size, 0, (padded - inner) * size);
+  }
+  return to;
+}
+
+template <typename Of>
+void multiply_words(const Product& product, const Rows& rows, const Output& out) {
+  const int64_t inner = padded_inner(product.kind, product.inner), steps = inner / Of::kElements;
+  const void* x = padded_rows(rows, product.inner, inner, sizeof(uint32_t) / Of::kElements);
+  const int64_t blocks = blocks_of(product.channels);
+  multiply_in_registers(FloatWeight<Of>{static_cast<const uint32_t*>(product.weight),
+                                        static_cast<const uint32_t*>(x), rows.count, blocks, steps,
+                                        steps * kBlock * static_cast<int64_t>(sizeof(uint32_t)), out});
+}
+
+}  // namespace
+
+void multiply_floats(const Product& product, const Rows& rows, const Output& out) {
+#if !defined(SPECINFER_TILED)  // where tiles do that
+  if (product.kind == Kind::kBFloat16) return multiply_words<OfBFloat16>(product, rows, out);
+#endif
+  multiply_words<OfFloat32>(product, rows, out);
+}
+
+}  // namespace specinfer

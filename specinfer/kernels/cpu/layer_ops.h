@@ -1,0 +1,56 @@
+// What lies between the products of a decoder layer. Each of them shares its rows out among the pool's threads;
+// shapes: T rows, D hidden size, F MLP size, N query heads, K key-value heads, H head size, P cache slots.
+
+#pragma once
+
+#include "product.h"
+
+namespace specinfer {
+
+// x += y in place, where there is a y; out = x / rms(x) * weight, of the rows named in `chosen`, or of all.
+void add_rms_norm(Type type, void* x_TD, const void* y_TD, const void* weight_D, void* out_RD,
+                  const int64_t* chosen_R, int64_t rows, int64_t size, float eps);
+
+// out = act(gate) * up; a row holds gate, then up.
+void gate(Type type, bool gelu, const void* gate_up_T2F, void* out_TF, int64_t rows, int64_t size);
+
+// out = table rows of `ids`, times scale.
+void embed(Type type, const void* table_VD, const int64_t* ids_T, float scale, void* out_TD, int64_t rows,
+           int64_t size);
+
+// The heads of an attention block.
+struct Heads {
+  int64_t heads, kv_heads, head;
+  float scale, eps;
+  int64_t window;  // a row sees the last so many positions of its path; 0: all
+  const void *q_norm, *k_norm;  // [H], or null
+};
+
+// The slots each row follows, as attention/backend.py has them, and where its K and V go.
+struct Paths {
+  const int32_t *slots, *requests, *shared, *tail_ends, *tails, *write_slots;
+  int64_t num_requests, rows;
+};
+
+// Norms and turns query and key heads, writes K and V to the rows' slots, queries to q_TNH. cos, sin: float32
+// [T, H / 2], or null.
+void rope_and_store(Type type, const Heads& heads, const Paths& paths, const void* qkv, const float* cos,
+                    const float* sin, void* k_cache_PKH, void* v_cache_PKH, void* q_TNH);
+
+void tree_attention(Type type, const Heads& heads, const Paths& paths, const void* q_TNH, const void* k_cache_PKH,
+                    const void* v_cache_PKH, void* out_TNH);
+
+constexpr int64_t kMostHead = 512;  // elements of a head
+constexpr int64_t kMostGroup = 96;  // query heads that share a key-value head
+
+// f(T{}) for the float type.
+template <typename F>
+void by_type(Type type, const F& f) {
+  if (type == Type::kBFloat16) {
+    f(BFloat16{});
+  } else {
+    f(float{});
+  }
+}
+
+}  // namespace specinfer

@@ -1,0 +1,30 @@
+// The layers of a decoder in one call: between the products of a small model, calls of one op after another
+// take as long as the ops do.
+//
+// kernels/layers.py is how it is called, models/decoder.py the same computation op by op, with the same bits.
+
+#pragma once
+
+#include "layer_ops.h"
+#include "profile.h"
+
+namespace specinfer {
+
+// As kernels/library.py has it; null pointers where a layer has no such norm.
+struct Layer {
+  const void *before_attention, *before_mlp, *after_attention, *after_mlp;
+  Heads heads;
+  Product qkv, o, gate_up, down;
+  int32_t local;  // turned by the second rotation
+};
+
+struct Turns {
+  const float *cos, *sin;
+};
+
+// x [T, D] becomes what the last layer's MLP is to be added to, which is y [T, D]. turns: of the layers, and
+// of local ones; keys, values: caches [P, K, H] of each layer.
+void run_layers(const Layer* layers, int64_t count, Type type, bool gelu, float eps, const Paths& paths,
+                const Turns turns[2], const void* const* keys, const void* const* values, void* x, void* y);
+
+}  // namespace specinfer

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace specinfer {
+
+constexpr size_t kHugePage = 1 << 21;
+
+// Ask for large pages where memory that nobody has written yet covers whole ones. Weights are read once a pass:
+// with pages of 4 KB a core waits for their addresses as well (docs/log.md).
+inline void want_huge_pages(void* memory, size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  const auto from = (reinterpret_cast<uintptr_t>(memory) + kHugePage - 1) / kHugePage * kHugePage;
+  const auto to = (reinterpret_cast<uintptr_t>(memory) + bytes) / kHugePage * kHugePage;
+  if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+#else
+  static_cast<void>(memory);
+  static_cast<void>(bytes);
+#endif
+}
+
+}  // namespace specinfer

@@ -1,0 +1,26 @@
+#include "product.h"
+
+#include "scratch.h"
+
+namespace specinfer {
+
+void multiply(const Product& product, const Rows& rows, void* out) {
+  if (rows.count == 0 || product.channels == 0) return;
+  const Scratch::Mark mark;
+  const Output output(product, rows, out);
+  switch (product.kind) {
+#if defined(SPECINFER_TILED)
+    case Kind::kBFloat16:
+    case Kind::kInt8: return multiply_tiles(product, rows, output);
+    case Kind::kInt4:
+      if (rows.count > kFewRows) return multiply_tiles(product, rows, output);
+      return multiply_int4(product, rows, output);  // exact sums are the same from registers
+#else
+    case Kind::kInt8: return multiply_int8(product, rows, output);
+    case Kind::kInt4: return multiply_int4(product, rows, output);
+#endif
+    default: return multiply_floats(product, rows, output);
+  }
+}
+
+}  // namespace specinfer

@@ -1,0 +1,107 @@
+// Products of rows with weights that lie in blocks of 16 output channels.
+//
+//   float32   [blocks, inner, 16]
+//   bfloat16  [blocks, inner/2, 16, 2]            inner sizes padded with zeros to 32
+//   int8      [blocks, inner/4, 16, 4] unsigned   w + 128: sum(w a) = sum((w + 128) a) - 128 sum(a); to 64
+//   int4      [blocks, groups, 4, 16, 4]          two levels a byte: of eight elements the low halves have the
+//                                                 first four, the high halves the others; inner padded to 32
+//   scales    int8 float32 [blocks, 16], int4 float16 [blocks, groups, 16]
+//   zeros     int4 uint8 [blocks, groups, 16]     a weight is scale * (level - zero / 16)
+//
+// So one register, and one row of a tile of the matrix unit, holds the same inner elements of 16 channels, and
+// one layout serves one row and many. kernels/quantized.py says what the numbers mean. A row's result is the
+// same for every number of rows; of quantized weights it has the bits of the PyTorch twins on every CPU, as
+// sums of integers are exact and a fixed sequence of float operations follows.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "pool.h"
+#include "vector.h"
+
+#if defined(SPECINFER_TILES) || defined(SPECINFER_PLAIN_TILES)
+#define SPECINFER_TILED 1  // there is a matrix unit (tiles.h), or plain code in its place
+#endif
+
+namespace specinfer {
+
+enum class Kind : int32_t { kFloat32, kBFloat16, kInt8, kInt4 };
+enum class Type : int32_t { kFloat32, kBFloat16 };
+
+// As kernels/library.py has it.
+struct Product {
+  Kind kind;
+  const void* weight;
+  const void* scales;
+  const void* zeros;
+  const float* bias;  // [channels], or null
+  int64_t channels, inner;
+};
+
+// Rows as they come: contiguous, [count, inner of the product].
+struct Rows {
+  const void* data;
+  Type type;
+  int64_t count;
+};
+
+void multiply(const Product& product, const Rows& rows, void* out);
+
+// ---- for those that implement it ----
+
+constexpr int64_t kBlock = 16;              // output channels side by side
+constexpr int64_t kGroup = 32;              // inner elements that are turned together, or share a scale
+constexpr int64_t kPieceBytes = 1 << 16;    // of weights: worth being shared out
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+// Inner sizes as they lie in memory.
+inline int64_t padded_inner(Kind kind, int64_t inner) {
+  constexpr int64_t to[] = {1, 32, 64, kGroup};
+  return round_up(inner, to[static_cast<int>(kind)]);
+}
+
+inline int64_t blocks_of(int64_t channels) { return (channels + kBlock - 1) / kBlock; }
+
+// Where results go: + bias, in the rows' type.
+class Output {
+ public:
+  Output(const Product& product, const Rows& rows, void* out)
+      : bias_(product.bias), channels_(product.channels), halves_(rows.type == Type::kBFloat16), data_(out) {}
+
+  // The channels from 16 * block on.
+  void store(int64_t row, int64_t block, Floats y) const {
+    const int64_t first = block * kBlock, n = std::min(kBlock, channels_ - first);
+    if (bias_ != nullptr) y = y + load(bias_ + first, n);
+    const int64_t at = row * channels_ + first;
+    if (halves_) {
+      specinfer::store(static_cast<BFloat16*>(data_) + at, y, n);
+    } else {
+      specinfer::store(static_cast<float*>(data_) + at, y, n);
+    }
+  }
+
+ private:
+  const float* bias_;
+  int64_t channels_;
+  bool halves_;
+  void* data_;
+};
+
+// f(first, last) for ranges of blocks, each read by one thread straight through.
+template <typename F>
+void share_blocks(int64_t blocks, int64_t block_bytes, const F& f) {
+  Pool::get().split(blocks, kPieceBytes / block_bytes + 1, f);
+}
+
+void multiply_floats(const Product& product, const Rows& rows, const Output& out);
+void multiply_int8(const Product& product, const Rows& rows, const Output& out);
+void multiply_int4(const Product& product, const Rows& rows, const Output& out);
+
+#if defined(SPECINFER_TILED)
+constexpr int64_t kFewRows = 8;  // of int4, which registers are quicker for
+void multiply_tiles(const Product& product, const Rows& rows, const Output& out);
+#endif
+
+}  // namespace specinfer

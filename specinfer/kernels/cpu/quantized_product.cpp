@@ -1,0 +1,332 @@
+// Products with int8 and int4 weights in vector registers.
+
+#include "quantized_rows.h"
+#include "register_tiles.h"
+#include "scratch.h"
+
+namespace specinfer {
+namespace {
+
+constexpr int64_t kGroupBytes = kBlock * kGroup / 2;
+
+// ---- four products a channel at once ----
+
+// 64 unsigned bytes: four inner elements of 16 channels.
+struct Bytes {
+  using Part = uint8_t __attribute__((vector_size(kRegister)));
+  Part part[kParts];
+};
+
+inline Bytes load_bytes(const uint8_t* from) {
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return bytes;
+}
+
+inline int32_t word_at(const int8_t* a) {
+  int32_t four;
+  std::memcpy(&four, a, sizeof four);
+  return four;
+}
+
+#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || defined(__AVXVNNI__)
+
+// The unsigned bytes of weights as they are multiplied with the signed ones of rows.
+inline Bytes multiplicand(Bytes weights) { return weights; }
+constexpr bool kOffset = true;  // int8 weights are 128 too large, which the sum of the row makes up for
+
+// The halves of bytes, 16 times too large, as the high ones are where they lie.
+inline Bytes low_halves(Bytes v) {
+  using Shorts = uint16_t __attribute__((vector_size(kRegister)));
+  each<kParts>([&](auto i) { v.part[i] = (Bytes::Part)((Shorts)v.part[i] << 4) & 0xf0; });
+  return v;
+}
+inline Bytes high_halves(Bytes v) {
+  each<kParts>([&](auto i) { v.part[i] = v.part[i] & 0xf0; });
+  return v;
+}
+constexpr int kTimes = 16;
+
+// sums[c] += four elements of channel c times the four of `a`.
+inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
+  const int32_t four = word_at(a);
+#if defined(__AVX512F__)
+  sums.part[0] = (Ints::Part)_mm512_dpbusd_epi32((__m512i)sums.part[0], (__m512i)weights.part[0],
+                                                 _mm512_set1_epi32(four));
+#else
+  each<kParts>([&](auto i) {
+    sums.part[i] = (Ints::Part)_mm256_dpbusd_avx_epi32((__m256i)sums.part[i], (__m256i)weights.part[i],
+                                                       _mm256_set1_epi32(four));
+  });
+#endif
+  return sums;
+}
+
+#elif defined(__AVX2__)
+
+// Signed bytes: products of pairs, of at most 2 * 127 * 127, stay exact in 16 bits.
+inline Bytes multiplicand(Bytes weights) {
+  each<kParts>([&](auto i) { weights.part[i] = weights.part[i] ^ 0x80; });
+  return weights;
+}
+constexpr bool kOffset = false;
+
+inline Bytes low_halves(Bytes v) {
+  each<kParts>([&](auto i) { v.part[i] = v.part[i] & 15; });
+  return v;
+}
+inline Bytes high_halves(Bytes v) {
+  using Shorts = uint16_t __attribute__((vector_size(kRegister)));
+  each<kParts>([&](auto i) { v.part[i] = (Bytes::Part)((Shorts)v.part[i] >> 4) & 15; });
+  return v;
+}
+constexpr int kTimes = 1;
+
+inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
+  const __m256i four = _mm256_set1_epi32(word_at(a)), size = _mm256_abs_epi8(four);
+  each<kParts>([&](auto i) {
+    const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8((__m256i)weights.part[i], four));
+    sums.part[i] += (Ints::Part)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  });
+  return sums;
+}
+
+#else
+
+inline Bytes multiplicand(Bytes weights) {
+  each<kParts>([&](auto i) { weights.part[i] = weights.part[i] ^ 0x80; });
+  return weights;
+}
+constexpr bool kOffset = false;
+
+inline Bytes low_halves(Bytes v) {
+  each<kParts>([&](auto i) { v.part[i] = v.part[i] & 15; });
+  return v;
+}
+inline Bytes high_halves(Bytes v) {
+  each<kParts>([&](auto i) { v.part[i] = v.part[i] >> 4; });
+  return v;
+}
+constexpr int kTimes = 1;
+
+inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
+  const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(word_at(a)));
+  each<kParts>([&](auto i) {
+    const auto w = (int8x16_t)weights.part[i];
+#if defined(__ARM_FEATURE_DOTPROD)
+    sums.part[i] = (Ints::Part)vdotq_s32((int32x4_t)sums.part[i], w, four);
+#else
+    const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(four)), high = vmull_high_s8(w, four);
+    sums.part[i] += (Ints::Part)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
+#endif
+  });
+  return sums;
+}
+
+#endif
+
+// ---- a group of an int4 weight ----
+
+struct GroupLevels {
+  Bytes low[4], high[4];
+};
+
+inline GroupLevels load_levels(const uint8_t* from) {
+  GroupLevels levels;
+  each<4>([&](auto j) {
+    prefetch(from + 64 * j);
+    const Bytes both = load_bytes(from + 64 * j);
+    levels.low[j] = low_halves(both);
+    levels.high[j] = high_halves(both);
+  });
+  return levels;
+}
+
+inline Ints load_zeros(const uint8_t* from) {
+  using Narrow = uint8_t __attribute__((vector_size(kPartLanes)));
+  Ints v;
+  each<kParts>([&](auto i) {
+    Narrow narrow;
+    std::memcpy(&narrow, from + i * kPartLanes, sizeof narrow);
+    v.part[i] = __builtin_convertvector(narrow, Ints::Part);
+  });
+  return v;
+}
+
+// Both fit 16 bits, and multiplying those is one quick operation where there is one for pairs.
+inline Ints times_zeros(Ints zeros, int32_t sum) {
+#if defined(__AVX512BW__)
+  return std::bit_cast<Ints>(_mm512_madd_epi16((__m512i)zeros.part[0], _mm512_set1_epi32(sum)));
+#elif defined(__AVX2__)
+  return by_parts<int32_t>([&](auto z) { return _mm256_madd_epi16((__m256i)z, _mm256_set1_epi32(sum)); }, zeros);
+#else
+  return zeros * sum;
+#endif
+}
+
+// sums + 16 times the sum of a row's 32 products.
+inline Ints add_group(Ints sums, const GroupLevels& levels, const int8_t* a) {
+  if constexpr (kTimes == 16) {
+    each<4>([&](auto j) {
+      sums = add_products(add_products(sums, levels.low[j], a + 8 * j), levels.high[j], a + 8 * j + 4);
+    });
+    return sums;
+  }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Eight sums of two products of at most 15 * 127 fit 16 bits; the last step adds their pairs, 16 times.
+  using Shorts = int16_t __attribute__((vector_size(kRegister)));
+  Shorts pairs[kParts] = {};
+  each<4>([&](auto j) {
+    const __m256i four = _mm256_set1_epi32(word_at(a + 8 * j)), next = _mm256_set1_epi32(word_at(a + 8 * j + 4));
+    each<kParts>([&](auto i) {
+      const auto add = [&](Bytes::Part level, __m256i x) {
+        pairs[i] += (Shorts)_mm256_maddubs_epi16((__m256i)level, x);
+      };
+      add(levels.low[j].part[i], four);
+      add(levels.high[j].part[i], next);
+    });
+  });
+  each<kParts>([&](auto i) {
+    sums.part[i] += (Ints::Part)_mm256_madd_epi16((__m256i)pairs[i], _mm256_set1_epi16(16));
+  });
+  return sums;
+#else
+  Ints products = 0;
+  each<4>([&](auto j) {
+    products = add_products(add_products(products, levels.low[j], a + 8 * j), levels.high[j], a + 8 * j + 4);
+  });
+  return sums + bits_as<int32_t>(bits_as<uint32_t>(products) << 4);
+#endif
+}
+
+// ---- tiles: R rows by B blocks ----
+
+struct StraightRow {
+  int8_t* to;
+  int64_t first;  // group
+
+  int8_t* values(int64_t group) const { return to + group * kGroup; }
+  int8_t* negated(int64_t) const { return nullptr; }
+  int64_t scale(int64_t group) const { return first + group; }
+};
+
+struct StraightRows {
+  int8_t* to;
+  int64_t groups;
+
+  StraightRow operator()(int64_t row) const { return {to + row * groups * kGroup, row * groups}; }
+};
+
+#if !defined(SPECINFER_TILED)  // where tiles do that
+
+struct Int8Weight {
+  const uint8_t* weights;
+  const float* scales;
+  const int8_t* values;  // [rows, inner]
+  const float* row_scales;
+  const int32_t* offsets;
+  int64_t rows, blocks, inner, block_bytes;
+  const Output& out;
+
+  // Most registers hold sums.
+  static constexpr int kRows = kRegister == 64 ? 16 : kRegister == 32 ? 4 : 6;
+  static constexpr int kPairRows = kRegister == 64 ? 12 : 0;
+
+  template <int R, int B>
+  void tile(int64_t row, int64_t block) const {
+    const int8_t* const a = values + row * inner;
+    const uint8_t* const from = weights + block * block_bytes;
+    Ints sums[R][B];
+    each<R>([&](auto r) { each<B>([&](auto b) { sums[r][b] = Ints(kOffset ? offsets[row + r] : 0); }); });
+    for (int64_t k = 0; k < inner; k += 4) {
+      Bytes four[B];
+      each<B>([&](auto b) {
+        const uint8_t* const at = from + b * block_bytes + k * kBlock;
+        prefetch(at);
+        four[b] = multiplicand(load_bytes(at));
+      });
+      each<R>([&](auto r) {
+        each<B>([&](auto b) { sums[r][b] = add_products(sums[r][b], four[b], a + r * inner + k); });
+      });
+    }
+    each<R>([&](auto r) {
+      each<B>([&](auto b) {
+        const Floats of_channels = load(scales + (block + b) * kBlock);
+        out.store(row + r, block + b, to_floats(sums[r][b]) * of_channels * row_scales[row + r]);
+      });
+    });
+  }
+};
+
+#endif
+
+struct Int4Weight {
+  const uint8_t* levels;
+  const Half* scales;
+  const uint8_t* zeros;
+  const int8_t* values;     // [rows, inner]
+  const float* row_scales;  // [rows, groups]
+  const int32_t* row_sums;
+  int64_t rows, blocks, groups, block_bytes;
+  const Output& out;
+
+#if defined(SPECINFER_TILED)
+  static constexpr int kRows = kFewRows;
+#else
+  static constexpr int kRows = kRegister == 64 ? 12 : kRegister == 32 ? 2 : 4;
+#endif
+  static constexpr int kPairRows = 0;
+
+  template <int R, int B>
+  void tile(int64_t row, int64_t block) const {
+    static_assert(B == 1);
+    const int8_t* const a = values + row * groups * kGroup;
+    const float* const a_scales = row_scales + row * groups;
+    const int32_t* const a_sums = row_sums + row * groups;
+    Floats total[R];
+    each<R>([&](auto r) { total[r] = Floats(0.0f); });
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t group = block * groups + g;
+      const GroupLevels of_block = load_levels(levels + group * kGroupBytes);
+      const Ints of_zeros = load_zeros(zeros + group * kBlock);
+      const Floats of_channels = load(scales + group * kBlock);
+      each<R>([&](auto r) {
+        const int64_t at = r * groups + g;
+        const Ints sums = add_group(times_zeros(of_zeros, a_sums[at]), of_block, a + at * kGroup);
+        total[r] = total[r] + to_floats(sums) * (of_channels * a_scales[at]);
+      });
+    }
+    each<R>([&](auto r) { out.store(row + r, block, total[r]); });
+  }
+};
+
+}  // namespace
+
+#if !defined(SPECINFER_TILED)
+void multiply_int8(const Product& product, const Rows& rows, const Output& out) {
+  const int64_t inner = padded_inner(product.kind, product.inner), groups = inner / kGroup;
+  Scratch& scratch = Scratch::get();
+  const StraightRows place{scratch.take<int8_t>(rows.count * inner), groups};
+  auto* const scales = scratch.take<float>(rows.count);
+  auto* const offsets = scratch.take<int32_t>(rows.count);
+  quantize<Kind::kInt8>(product, rows, groups, place, scales, offsets);
+  multiply_in_registers(Int8Weight{static_cast<const uint8_t*>(product.weight),
+                                   static_cast<const float*>(product.scales), place.to, scales, offsets,
+                                   rows.count, blocks_of(product.channels), inner, inner * kBlock, out});
+}
+#endif
+
+void multiply_int4(const Product& product, const Rows& rows, const Output& out) {
+  const int64_t groups = padded_inner(product.kind, product.inner) / kGroup;
+  Scratch& scratch = Scratch::get();
+  const StraightRows place{scratch.take<int8_t>(rows.count * groups * kGroup), groups};
+  auto* const scales = scratch.take<float>(rows.count * groups);
+  auto* const sums = scratch.take<int32_t>(rows.count * groups);
+  quantize<Kind::kInt4>(product, rows, groups, place, scales, sums);
+  multiply_in_registers(Int4Weight{static_cast<const uint8_t*>(product.weight),
+                                   static_cast<const Half*>(product.scales),
+                                   static_cast<const uint8_t*>(product.zeros), place.to, scales, sums,
+                                   rows.count, blocks_of(product.channels), groups, groups * kGroupBytes, out});
+}
+
+}  // namespace specinfer

@@ -1,0 +1,149 @@
+// Rows of activations -> int8, written where the product that follows reads them.
+//
+// A place says where a row goes: place(row) has
+//
+//   values(group)     the 32 values of a group
+//   negated(group)    the same, negated: for int4 products on tiles; null elsewhere
+//   scale(group)      index of the group's scale and sum; an int8 row has one of each, and needs no place
+
+#pragma once
+
+#include <vector>
+
+#include "product.h"
+
+namespace specinfer {
+
+struct GroupOf32 {
+  Floats low, high;
+};
+
+template <typename T>
+inline GroupOf32 load_group(const T* x, int64_t n) {
+  return {load(x, n), load(x + kLanes, n - kLanes)};
+}
+
+// x H for the 32 x 32 Hadamard matrix H of ones and minus ones.
+inline GroupOf32 rotate(GroupOf32 x) {
+  x = {x.low + x.high, x.low - x.high};
+  each<4>([&](auto i) {
+    constexpr int bit = 8 >> i;
+    const Floats sign = select((lane_numbers() & bit) != 0, Floats(-1.0f), Floats(1.0f));
+    x.low = fma(x.low, sign, partners<bit>(x.low));
+    x.high = fma(x.high, sign, partners<bit>(x.high));
+  });
+  return x;
+}
+
+// The larger of two absolute values by its bits, under which a NaN is largest: it reaches scale and output.
+// Without the sign the bits are as well those of a signed integer.
+inline Ints larger(Ints most, Floats x) {
+  const Ints bits = bits_as<int32_t>(x) & 0x7fffffff;
+  return select(bits > most, bits, most);
+}
+
+inline float largest(Ints most) {
+  each<4>([&](auto i) {
+    const Ints other = partners<(8 >> i)>(most);
+    most = select(other > most, other, most);
+  });
+  return std::bit_cast<float>(most[0]);
+}
+
+inline float inverse_of(float most) { return most < 1e-30f ? 0.0f : 127.0f / most; }
+
+// The lanes, of which each fits, as bytes.
+inline void store_bytes(int8_t* to, Ints v) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)v.part[0]));
+#elif defined(__AVX2__)
+  const __m256i words = _mm256_packs_epi32((__m256i)v.part[0], (__m256i)v.part[1]);
+  const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+#else
+  const int16x8_t low = vcombine_s16(vmovn_s32((int32x4_t)v.part[0]), vmovn_s32((int32x4_t)v.part[1]));
+  const int16x8_t high = vcombine_s16(vmovn_s32((int32x4_t)v.part[2]), vmovn_s32((int32x4_t)v.part[3]));
+  vst1q_s8(to, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
+#endif
+}
+
+// Adding 1.5 * 2^23 rounds to the nearest integer, ties to even.
+inline Ints rounded(Floats x) {
+  const Floats magic = 12582912.0f;
+  return to_ints((x + magic) - magic);
+}
+
+// Writes the values of a group and returns their sum, lane by lane.
+inline Ints store_group(GroupOf32 x, float inverse, int8_t* values, int8_t* negated) {
+  const Ints low = rounded(x.low * inverse), high = rounded(x.high * inverse);
+  store_bytes(values, low);
+  store_bytes(values + kLanes, high);
+  if (negated != nullptr) {
+    store_bytes(negated, Ints(0) - low);
+    store_bytes(negated + kLanes, Ints(0) - high);
+  }
+  return low + high;
+}
+
+// One scale for the row, and -128 times the sum of its values, which makes up for the weights' offset.
+template <typename T, typename Place>
+void quantize_int8(const T* x, int64_t n, int64_t groups, int64_t row, const Place& place, float* scales,
+                   int32_t* offsets) {
+  const auto to = place(row);
+  std::vector<float> turned(groups * kGroup);
+  Ints bits = 0;
+  for (int64_t g = 0; g < groups; ++g) {
+    const GroupOf32 group = rotate(load_group(x + g * kGroup, n - g * kGroup));
+    bits = larger(larger(bits, group.low), group.high);
+    store(turned.data() + g * kGroup, group.low);
+    store(turned.data() + g * kGroup + kLanes, group.high);
+  }
+  const float most = largest(bits), inverse = inverse_of(most);
+  Ints total = 0;
+  for (int64_t g = 0; g < groups; ++g) {
+    total = total + store_group(load_group(turned.data() + g * kGroup, kGroup), inverse, to.values(g), nullptr);
+  }
+  scales[row] = most / 127.0f;
+  offsets[row] = -128 * sum(total);
+}
+
+// Per group a sixteenth of the scale, as sums come out 16 times too large, and minus the sum, for the zeros.
+template <typename T, typename Place>
+void quantize_int4(const T* x, int64_t n, int64_t groups, int64_t row, const Place& place, float* scales,
+                   int32_t* sums) {
+  const auto to = place(row);
+  for (int64_t g = 0; g < groups; ++g) {
+    const GroupOf32 group = load_group(x + g * kGroup, n - g * kGroup);
+    const float most = largest(larger(larger(Ints(0), group.low), group.high));
+    const Ints total = store_group(group, inverse_of(most), to.values(g), to.negated(g));
+    const int64_t at = to.scale(g);
+    scales[at] = most / (127.0f * 16.0f);
+    sums[at] = -sum(total);
+  }
+}
+
+// All rows, for a product with int8 or int4 weights; shared out where they are many.
+template <Kind kind, typename Place>
+void quantize(const Product& product, const Rows& rows, int64_t groups, const Place& place, float* scales,
+              int32_t* sums) {
+  const auto all = [&](const auto* x) {
+    Pool::get().split(rows.count, kPieceBytes / (groups * kGroup) + 1, [&](int64_t first, int64_t last) {
+      for (int64_t r = first; r < last; ++r) {
+        const auto* const from = x + r * product.inner;
+        if constexpr (kind == Kind::kInt8) {
+          quantize_int8(from, product.inner, groups, r, place, scales, sums);
+        } else {
+          quantize_int4(from, product.inner, groups, r, place, scales, sums);
+        }
+      }
+    });
+  };
+  if (rows.type == Type::kBFloat16) {
+    all(static_cast<const BFloat16*>(rows.data));
+  } else {
+    all(static_cast<const float*>(rows.data));
+  }
+}
+
+}  // namespace specinfer

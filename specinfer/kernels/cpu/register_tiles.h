@@ -1,0 +1,58 @@
+// How rows and blocks are cut into tiles of vector registers. A kind of weight says how one is computed:
+//
+//   tile<R, B>(row, block)    R rows from `row` on by B blocks from `block` on
+//   kRows, kPairRows          the most rows of a tile of one block, and of two; 0: there is none
+//   block_bytes, blocks, rows
+
+#pragma once
+
+#include <array>
+
+#include "product.h"
+
+namespace specinfer {
+
+constexpr int64_t kAhead = 4096;  // bytes between what is used and what is asked for
+
+inline void prefetch(const void* weights) { __builtin_prefetch(static_cast<const char*>(weights) + kAhead); }
+
+// R rows by the blocks from `block` to `last`, B at a time.
+template <typename Weight, int B, int R>
+void register_tile(const Weight& weight, int64_t row, int64_t block, int64_t last) {
+  for (; block + B <= last; block += B) weight.template tile<R, B>(row, block);
+  if constexpr (B > 1) {
+    for (; block < last; ++block) weight.template tile<R, 1>(row, block);
+  }
+}
+
+template <typename Weight, int B, size_t... R>
+constexpr auto tiles_by_rows(std::index_sequence<R...>) {
+  return std::array{register_tile<Weight, B, static_cast<int>(R) + 1>...};
+}
+
+// All rows by all blocks, B blocks and at most MaxRows rows at a time.
+template <int B, int MaxRows, typename Weight>
+void multiply_in_registers(const Weight& weight) {
+  static constexpr auto tiles = tiles_by_rows<Weight, B>(std::make_index_sequence<MaxRows>{});
+  const int64_t count = (weight.rows + MaxRows - 1) / MaxRows;
+  const int64_t size = (weight.rows + count - 1) / count;  // tiles of nearly the same height
+  share_blocks((weight.blocks + B - 1) / B, B * weight.block_bytes, [&](int64_t first, int64_t last) {
+    for (int64_t block = first * B; block < std::min(last * B, weight.blocks); block += B) {
+      for (int64_t row = 0; row < weight.rows; row += size) {
+        tiles[std::min(size, weight.rows - row) - 1](weight, row, block, std::min(block + B, weight.blocks));
+      }
+    }
+  });
+}
+
+// While one tile holds all rows, the weights take the time, and come fastest when they are read straight
+// through. For more rows it is the arithmetic, and two blocks share the activations they load.
+template <typename Weight>
+void multiply_in_registers(const Weight& weight) {
+  if constexpr (Weight::kPairRows > 0) {
+    if (weight.rows > Weight::kRows) return multiply_in_registers<2, Weight::kPairRows>(weight);
+  }
+  multiply_in_registers<1, Weight::kRows>(weight);
+}
+
+}  // namespace specinfer

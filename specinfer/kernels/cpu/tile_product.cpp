@@ -1,0 +1,316 @@
+// Products with bfloat16, int8 and int4 weights on tiles of the matrix unit.
+//
+// Rows lie as tiles do, all of one height: [steps, tiles, height, 64 bytes]. A step is what one tile holds of
+// the inner dimension: 32 bfloat16, 64 int8, or one group of int4. Of an int4 group a row has its 32 values
+// and then their negatives: the first half meets the levels, the second the zeros, and the tile has
+// sum(a level) - zero sum(a), 16 times, at once.
+
+#include "quantized_rows.h"
+#include "scratch.h"
+#include "tiles.h"
+
+#if defined(SPECINFER_TILED)
+
+namespace specinfer {
+namespace {
+
+constexpr int64_t kAhead = 8192;                      // bytes between what is used and what is asked for
+constexpr int kMostTiles = 4;                         // of rows, that are computed together
+constexpr int kGroupsAtOnce = 8;                      // of int4, laid out as weights of tiles
+constexpr int64_t kGroupBytes = kBlock * kGroup / 2;
+
+// ---- rows as tiles ----
+
+struct TileRows {
+  int64_t count, steps, tiles, height;
+  uint8_t* data;
+
+  TileRows(int64_t count, int64_t steps)
+      : count(count),
+        steps(steps),
+        tiles((count + kTileRows - 1) / kTileRows),
+        height((count + tiles - 1) / tiles),
+        data(Scratch::get().take<uint8_t>(steps * tiles * height * kRowBytes)) {}
+
+  int64_t tile_bytes() const { return height * kRowBytes; }
+  int64_t step_bytes() const { return tiles * tile_bytes(); }
+  // Of the first step; the others lie step_bytes() apart.
+  uint8_t* row(int64_t row) const { return data + row / height * tile_bytes() + row % height * kRowBytes; }
+};
+
+// Where quantized values go (quantized_rows.h).
+struct Int8Row {
+  int8_t* to;
+  int64_t step_bytes;
+
+  int8_t* values(int64_t group) const { return to + group / 2 * step_bytes + group % 2 * kGroup; }
+};
+
+struct Int8Place {
+  const TileRows& rows;
+
+  Int8Row operator()(int64_t row) const { return {reinterpret_cast<int8_t*>(rows.row(row)), rows.step_bytes()}; }
+};
+
+struct Int4Row {
+  int8_t* to;
+  int64_t step_bytes, row, count;
+
+  int8_t* values(int64_t group) const { return to + group * step_bytes; }
+  int8_t* negated(int64_t group) const { return values(group) + kGroup; }
+  int64_t scale(int64_t group) const { return group * count + row; }
+};
+
+struct Int4Place {
+  const TileRows& rows;
+
+  Int4Row operator()(int64_t row) const {
+    return {reinterpret_cast<int8_t*>(rows.row(row)), rows.step_bytes(), row, rows.count};
+  }
+};
+
+void lay_out(const Product& product, const Rows& rows, const TileRows& to) {
+  const int64_t bytes = product.inner * static_cast<int64_t>(sizeof(BFloat16));
+  Pool::get().split(rows.count, kPieceBytes / bytes + 1, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      const char* from = static_cast<const char*>(rows.data) + r * bytes;
+      uint8_t* at = to.row(r);
+      int64_t rest = bytes;
+      for (; rest >= kRowBytes; rest -= kRowBytes, from += kRowBytes, at += to.step_bytes()) {
+        std::memcpy(at, from, kRowBytes);
+      }
+      if (rest == 0) continue;
+      std::memcpy(at, from, rest);
+      std::memset(at + rest, 0, kRowBytes - rest);
+    }
+  });
+}
+
+// ---- sums of tiles ----
+
+struct OfBFloat16 {
+  template <int C, int A, int B>
+  static void add() {
+    tile_add_bfloat16<C, A, B>();
+  }
+};
+
+struct OfInt8 {
+  template <int C, int A, int B>
+  static void add() {
+    tile_add_int8<C, A, B>();
+  }
+};
+
+// M tiles of rows by B blocks, the whole inner dimension; sums [M, B] tiles. Each block is a stream of its own:
+// memory gives several more than it gives one. With `First` the weights that follow are asked for.
+template <typename Of, int M, int B, bool First>
+void add_steps(const TileRows& rows, int64_t tile, const uint8_t* weights, int64_t block_bytes, uint8_t* sums) {
+  constexpr int kLines = kTileRows / M;  // that are asked for at a time
+  const int64_t a_step = rows.step_bytes(), a_tile = rows.tile_bytes();
+  const uint8_t* a = rows.data + tile * a_tile;
+  // Behind a block's end its stream goes on in the block that is B further.
+  const uint8_t* const turning = weights + block_bytes - kAhead;
+  each<M * B>([&](auto t) { tile_zero<t>(); });
+  for (int64_t step = 0; step < rows.steps; ++step, a += a_step, weights += kTileBytes) {
+    const uint8_t* const ahead = weights + kAhead + (weights < turning ? 0 : (B - 1) * block_bytes);
+    if constexpr (M <= 2) each<M>([&](auto m) { tile_load<6 + m>(a + m * a_tile); });
+    each<B>([&](auto b) {
+      tile_load<4 + b % 2>(weights + b * block_bytes);
+      each<M>([&](auto m) {
+        if constexpr (M > 2) tile_load<6 + m % 2>(a + m * a_tile);
+        if constexpr (First) {
+          const uint8_t* const lines = ahead + b * block_bytes + m * kLines * kRowBytes;
+          each<kLines>([&](auto line) { __builtin_prefetch(lines + line * kRowBytes); });
+        }
+        Of::template add<m * B + b, 6 + m % 2, 4 + b % 2>();
+      });
+    });
+  }
+  each<M * B>([&](auto t) { tile_store<t>(sums + t * kTileBytes); });
+}
+
+template <typename Of, int M, int B, typename Store>
+void tiles_by_blocks(const TileRows& rows, const uint8_t* weights, int64_t block_bytes, int64_t tile,
+                     int64_t block, const Store& store) {
+  alignas(64) uint8_t sums[M * B * kTileBytes];
+  const auto add = tile == 0 ? add_steps<Of, M, B, true> : add_steps<Of, M, B, false>;
+  add(rows, tile, weights + block * block_bytes, block_bytes, sums);
+  each<M>([&](auto m) {
+    const int64_t first = (tile + m) * rows.height, last = std::min(first + rows.height, rows.count);
+    for (int64_t r = first; r < last; ++r) {
+      each<B>([&](auto b) { store(r, block + b, sums + (m * B + b) * kTileBytes + (r - first) * kRowBytes); });
+    }
+  });
+}
+
+// All rows by B blocks, up to 4 / B tiles of rows at a time.
+template <typename Of, int B, typename Store>
+void all_rows(const TileRows& rows, const uint8_t* weights, int64_t block_bytes, int64_t block,
+              const Store& store) {
+  constexpr int kMost = 4 / B;
+  const auto some = [&](auto m, int64_t tile) {
+    tiles_by_blocks<Of, m, B>(rows, weights, block_bytes, tile, block, store);
+  };
+  int64_t tile = 0;
+  for (; tile + kMost <= rows.tiles; tile += kMost) some(std::integral_constant<int, kMost>{}, tile);
+  each<kMost - 1>([&](auto m) {
+    if (rows.tiles - tile == m + 1) some(std::integral_constant<int, m + 1>{}, tile);
+  });
+}
+
+// All rows by all blocks, while tiles have the rows' shape. Of the four tiles that hold sums a lone tile of rows
+// has four blocks, two have two; more have one, so that weights are read once.
+template <typename Of, typename Store>
+void multiply_on_tiles(const Product& product, const TileRows& rows, const Store& store) {
+  const auto* const weights = static_cast<const uint8_t*>(product.weight);
+  const int64_t bytes = rows.steps * kTileBytes;
+  share_blocks(blocks_of(product.channels), bytes, [&](int64_t block, int64_t last) {
+    const Tiles tiles(static_cast<int>(rows.height));
+    if (rows.tiles == 1) {
+      for (; block + 4 <= last; block += 4) all_rows<Of, 4>(rows, weights, bytes, block, store);
+    }
+    if (rows.tiles <= 2) {
+      for (; block + 2 <= last; block += 2) all_rows<Of, 2>(rows, weights, bytes, block, store);
+    }
+    for (; block < last; ++block) all_rows<Of, 1>(rows, weights, bytes, block, store);
+  });
+}
+
+void multiply_bfloat16(const Product& product, const Rows& given, const Output& out) {
+  const int64_t steps = padded_inner(product.kind, product.inner) / 32;
+  const TileRows rows(given.count, steps);
+  lay_out(product, given, rows);
+  multiply_on_tiles<OfBFloat16>(product, rows, [&](int64_t row, int64_t block, const uint8_t* sums) {
+    out.store(row, block, load_vector<float>(sums));
+  });
+}
+
+void multiply_int8_tiles(const Product& product, const Rows& given, const Output& out) {
+  const int64_t steps = padded_inner(product.kind, product.inner) / 64;
+  const TileRows rows(given.count, steps);
+  auto* const scales = Scratch::get().take<float>(given.count);
+  auto* const offsets = Scratch::get().take<int32_t>(given.count);
+  quantize<Kind::kInt8>(product, given, 2 * steps, Int8Place{rows}, scales, offsets);
+  const auto* const of_channels = static_cast<const float*>(product.scales);
+  multiply_on_tiles<OfInt8>(product, rows, [&](int64_t row, int64_t block, const uint8_t* sums) {
+    const Ints exact = load_vector<int32_t>(sums) + offsets[row];
+    out.store(row, block, to_floats(exact) * load(of_channels + block * kBlock) * scales[row]);
+  });
+}
+
+// ---- int4 ----
+
+// A group's levels, 16 times too large, and its zeros, as the weights of a tile.
+inline void expand(const uint8_t* levels, const uint8_t* zeros, uint8_t* to) {
+  __builtin_prefetch(levels + kAhead);
+  __builtin_prefetch(levels + kAhead + 64);
+  __builtin_prefetch(levels + kAhead + 128);
+  __builtin_prefetch(levels + kAhead + 192);
+  for (int j = 0; j < 4; ++j) {
+    const Words both = load_vector<uint32_t>(levels + 64 * j);
+    store_vector(to + 128 * j, (both << 4) & 0xf0f0f0f0u);
+    store_vector(to + 128 * j + 64, both & 0xf0f0f0f0u);
+  }
+  Words four;
+  for (int i = 0; i < kParts; ++i) {
+    using Narrow = uint8_t __attribute__((vector_size(kPartLanes)));
+    Narrow narrow;
+    std::memcpy(&narrow, zeros + i * kPartLanes, sizeof narrow);
+    four.part[i] = __builtin_convertvector(narrow, Words::Part) * 0x01010101u;
+  }
+  for (int i = 8; i < 16; ++i) store_vector(to + 64 * i, four);
+}
+
+struct Int4Tiles {
+  const TileRows& rows;
+  const uint8_t* levels;
+  const Half* scales;
+  const uint8_t* zeros;
+  const float* row_scales;  // [groups, rows]
+  const Output& out;
+
+  // Rows of up to kMostTiles tiles from `tile` on by one block.
+  void block(int64_t block, int64_t tile) const {
+    alignas(64) uint8_t weights[kGroupsAtOnce * kTileBytes];
+    alignas(64) Floats totals[kMostTiles * kTileRows];
+    const int64_t first = tile * rows.height, last = std::min(first + kMostTiles * rows.height, rows.count);
+    for (int64_t r = 0; r < last - first; ++r) totals[r] = Floats(0.0f);
+    for (int64_t g = 0; g < rows.steps; g += kGroupsAtOnce) {
+      const int64_t count = std::min<int64_t>(kGroupsAtOnce, rows.steps - g), group = block * rows.steps + g;
+      for (int64_t i = 0; i < count; ++i) {
+        expand(levels + (group + i) * kGroupBytes, zeros + (group + i) * kBlock, weights + i * kTileBytes);
+      }
+      for (int64_t r = first; r < last; r += rows.height) {
+        add_groups(g, count, group, r, std::min(rows.height, last - r), weights, totals + (r - first));
+      }
+    }
+    for (int64_t r = first; r < last; ++r) out.store(r, block, totals[r - first]);
+  }
+
+ private:
+  // The tile whose first row is `row`: its products with some groups are scaled and added up.
+  void add_groups(int64_t g, int64_t count, int64_t group, int64_t row, int64_t n, const uint8_t* weights,
+                  Floats* totals) const {
+    alignas(64) uint8_t sums[2][kTileBytes];
+    const uint8_t* const a = rows.row(row) + g * rows.step_bytes();
+    const int64_t step_bytes = rows.step_bytes();
+    const auto multiply = [&](int64_t i, auto buffer) __attribute__((always_inline)) {
+      tile_zero<buffer>();
+      tile_load<6 + buffer>(a + i * step_bytes);
+      tile_load<4 + buffer>(weights + i * kTileBytes);
+      tile_add_int8<buffer, 6 + buffer, 4 + buffer>();
+      tile_store<buffer>(sums[buffer]);
+    };
+    const auto scale = [&](int64_t i, int buffer) __attribute__((always_inline)) {
+      const Floats of_channels = load(scales + (group + i) * kBlock);
+      const float* const of_rows = row_scales + (g + i) * rows.count + row;
+      for (int64_t r = 0; r < n; ++r) {
+        const Ints exact = load_vector<int32_t>(sums[buffer] + r * kRowBytes);
+        totals[r] = totals[r] + to_floats(exact) * (of_channels * of_rows[r]);
+      }
+    };
+    // One group is scaled while the next is multiplied.
+    multiply(0, std::integral_constant<int, 0>{});
+    for (int64_t i = 0; i < count; i += 2) {
+      if (i + 1 < count) multiply(i + 1, std::integral_constant<int, 1>{});
+      scale(i, 0);
+      if (i + 2 < count) multiply(i + 2, std::integral_constant<int, 0>{});
+      if (i + 1 < count) scale(i + 1, 1);
+    }
+  }
+};
+
+void multiply_int4_tiles(const Product& product, const Rows& given, const Output& out) {
+  const int64_t groups = padded_inner(product.kind, product.inner) / kGroup;
+  const TileRows rows(given.count, groups);
+  auto* const scales = Scratch::get().take<float>(given.count * groups);
+  auto* const sums = Scratch::get().take<int32_t>(given.count * groups);
+  quantize<Kind::kInt4>(product, given, groups, Int4Place{rows}, scales, sums);
+  const Int4Tiles tiles{rows,
+                        static_cast<const uint8_t*>(product.weight),
+                        static_cast<const Half*>(product.scales),
+                        static_cast<const uint8_t*>(product.zeros),
+                        scales,
+                        out};
+  share_blocks(blocks_of(product.channels), groups * kGroupBytes, [&](int64_t first, int64_t last) {
+    const Tiles shapes(static_cast<int>(rows.height));
+    for (int64_t block = first; block < last; ++block) {
+      for (int64_t tile = 0; tile < rows.tiles; tile += kMostTiles) tiles.block(block, tile);
+    }
+  });
+}
+
+}  // namespace
+
+void multiply_tiles(const Product& product, const Rows& rows, const Output& out) {
+  switch (product.kind) {
+    case Kind::kInt8: return multiply_int8_tiles(product, rows, out);
+    case Kind::kInt4: return multiply_int4_tiles(product, rows, out);
+    default: return multiply_bfloat16(product, rows, out);
+  }
+}
+
+}  // namespace specinfer
+
+#endif

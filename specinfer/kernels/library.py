@@ -1,0 +1,154 @@
+"""A library of native kernels, as cpu/library.cpp offers it: addresses, shapes and numbers, no tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from specinfer.errors import KernelBuildError
+from specinfer.kernels.levels import Level
+
+Kind = Literal["float32", "bfloat16", "int8", "int4"]
+FloatType = Literal["float32", "bfloat16"]
+KINDS: Final[dict[Kind, int]] = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+TYPES: Final[dict[FloatType, int]] = {"float32": 0, "bfloat16": 1}
+STAGES: Final = ("norms", "products", "rope and K, V", "attention", "gates", "embeddings")
+_PADDED: Final[dict[Kind, int]] = {"float32": 1, "bfloat16": 32, "int8": 64, "int4": 32}
+BLOCK: Final = 16  # output channels that lie side by side
+
+
+class ProductArgs(ctypes.Structure):
+    """A matrix that lies ready, as cpu/product.h has it."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("weight", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("bias", c_void_p),
+        ("channels", c_int64),
+        ("inner", c_int64),
+    )
+
+
+class HeadsArgs(ctypes.Structure):
+    """The heads of an attention block, as cpu/layer_ops.h has them."""
+
+    _fields_ = (
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head", c_int64),
+        ("scale", c_float),
+        ("eps", c_float),
+        ("window", c_int64),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+    )
+
+
+class PathsArgs(ctypes.Structure):
+    """The slots each row follows, as cpu/layer_ops.h has them."""
+
+    _fields_ = (
+        ("slots", c_void_p),
+        ("requests", c_void_p),
+        ("shared", c_void_p),
+        ("tail_ends", c_void_p),
+        ("tails", c_void_p),
+        ("write_slots", c_void_p),
+        ("num_requests", c_int64),
+        ("rows", c_int64),
+    )
+
+
+class LayerArgs(ctypes.Structure):
+    """A decoder layer, as cpu/layers.h has it."""
+
+    _fields_ = (
+        ("before_attention", c_void_p),
+        ("before_mlp", c_void_p),
+        ("after_attention", c_void_p),
+        ("after_mlp", c_void_p),
+        ("heads", HeadsArgs),
+        ("qkv", ProductArgs),
+        ("o", ProductArgs),
+        ("gate_up", ProductArgs),
+        ("down", ProductArgs),
+        ("local", c_int32),
+    )
+
+
+class Library:
+    """A loaded library; its functions are called with addresses of memory that is there and large enough."""
+
+    def __init__(self, path: Path, level: Level) -> None:
+        """Raises KernelBuildError where it cannot be loaded, or the system does not let us use it."""
+        self.path = path
+        self.level = level
+        try:
+            library: Any = ctypes.CDLL(str(path))
+            self.ready = _function(library.specinfer_ready, c_int32)
+        except (OSError, AttributeError) as error:
+            raise KernelBuildError(
+                f"{path} cannot be loaded ({error}); delete it, or set SPECINFER_CACHE to a folder from "
+                "which libraries may be loaded"
+            ) from error
+        address, count, flag = c_void_p, c_int64, c_int32
+        self.set_threads = _function(library.specinfer_set_threads, None, c_int32)
+        self.threads = _function(library.specinfer_threads, c_int32)
+        self.want_huge_pages = _function(library.specinfer_want_huge_pages, None, address, count)
+        self.lay_out = _function(library.specinfer_lay_out, None, flag, address, count, count, address)
+        self.multiply = _function(
+            library.specinfer_multiply, None, POINTER(ProductArgs), flag, address, count, address
+        )
+        self.add_rms_norm = _function(
+            library.specinfer_add_rms_norm, None, flag, *[address] * 5, count, count, c_float
+        )
+        self.gate = _function(library.specinfer_gate, None, flag, flag, address, address, count, count)
+        self.embed = _function(
+            library.specinfer_embed, None, flag, address, address, c_float, address, count, count
+        )
+        heads, paths = POINTER(HeadsArgs), POINTER(PathsArgs)
+        self.rope_and_store = _function(
+            library.specinfer_rope_and_store, None, flag, heads, paths, *[address] * 6
+        )
+        self.tree_attention = _function(
+            library.specinfer_tree_attention, None, flag, heads, paths, *[address] * 4
+        )
+        self.layers = _function(
+            library.specinfer_layers,
+            None,
+            POINTER(LayerArgs),
+            count,
+            flag,
+            flag,
+            c_float,
+            paths,
+            *[address] * 5,
+        )
+        self.most_likely = _function(library.specinfer_most_likely, c_int64, address, count, count, address)
+        self.mass = _function(library.specinfer_mass, c_double, address, count, c_double, c_double)
+        self.racers = _function(
+            *(library.specinfer_racers, c_int64, address, count, address, count),
+            *(c_double, c_double, c_uint64, address),
+        )
+        self.stream = _function(library.specinfer_stream, c_double, address, count)
+        self.profile = _function(library.specinfer_profile, None, flag, address)
+
+
+def padded_inner(kind: Kind, inner: int) -> int:
+    """An inner size as it lies in memory."""
+    return -(-inner // _PADDED[kind]) * _PADDED[kind]
+
+
+def num_blocks(channels: int) -> int:
+    """Blocks of output channels, the last one filled up."""
+    return -(-channels // BLOCK)
+
+
+def _function(function: Any, returns: Any, *takes: Any) -> Any:
+    function.restype = returns
+    function.argtypes = takes
+    return function

@@ -1,0 +1,130 @@
+"""What this machine is: its CPU, what that can do, and how many threads may use it."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Final
+
+_CPU_INFO: Final = Path("/proc/cpuinfo")
+_CPUS: Final = Path("/sys/devices/system/cpu")
+_CGROUP: Final = Path("/proc/self/cgroup")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+# What macOS calls the features that Linux names in /proc/cpuinfo.
+_APPLE: Final = {
+    "hw.optional.AdvSIMD": "asimd",
+    "hw.optional.arm.FEAT_DotProd": "asimddp",
+    "hw.optional.arm.FEAT_I8MM": "i8mm",
+    "hw.optional.arm.FEAT_BF16": "bf16",
+}
+
+
+def architecture() -> str:
+    """x86-64, aarch64, or what the system calls it."""
+    name = platform.machine()
+    return {"AMD64": "x86-64", "x86_64": "x86-64", "arm64": "aarch64"}.get(name, name)
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """What the CPU and the system's kernel offer, as /proc/cpuinfo spells it."""
+    if platform.system() == "Darwin":
+        return frozenset(name for key, name in _APPLE.items() if _sysctl(key) == "1")
+    return frozenset((_cpu_info("flags") or _cpu_info("Features") or "").split())
+
+
+@functools.cache
+def cpu_name() -> str:
+    """What the CPU calls itself."""
+    if platform.system() == "Darwin":
+        return _sysctl("machdep.cpu.brand_string") or platform.machine()
+    named = _cpu_info("model name")
+    parts = [_cpu_info("CPU implementer"), _cpu_info("CPU part")]
+    return named or " ".join(part for part in parts if part) or platform.processor() or platform.machine()
+
+
+def thread_count(wanted: int | None = None) -> int:
+    """How many threads compute: as many as wanted, by default the physical cores this process may use.
+
+    OMP_NUM_THREADS bounds it either way.
+    """
+    count = usable_cores() if wanted is None else wanted
+    bound = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return min(count, int(bound)) if bound.isdecimal() and int(bound) >= 1 else count
+
+
+def usable_cores() -> int:
+    """The physical cores this process may use, its cgroup's quota counted."""
+    cores = len({_core(cpu) for cpu in allowed_cpus()})
+    quota = cgroup_cpus()
+    return cores if quota is None else min(cores, max(1, math.floor(quota)))
+
+
+def allowed_cpus() -> frozenset[int]:
+    """The logical CPUs this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def cgroup_cpus() -> float | None:
+    """How many CPUs' time the process's cgroup may use; None: as much as there is."""
+    own = _read(_CGROUP) or ""
+    quotas = []
+    for line in own.splitlines():
+        _, controllers, name = line.split(":", 2)
+        relative = name.lstrip("/")
+        if controllers == "":
+            folder, root = _CGROUPS / relative, _CGROUPS
+        elif "cpu" in controllers.split(","):
+            folder, root = _CGROUPS / controllers / relative, _CGROUPS / controllers
+        else:
+            continue
+        # A container sees its own group as the root, and the name it has outside leads nowhere.
+        for place in [folder, *folder.parents, root]:
+            if place == root.parent:
+                break
+            quota = _quota(place)
+            if quota is not None:
+                quotas.append(quota)
+    return min(quotas, default=None)
+
+
+def _quota(folder: Path) -> float | None:
+    both = (_read(folder / "cpu.max") or "").split()
+    if not both:
+        both = [(_read(folder / f"cpu.cfs_{part}_us") or "").strip() for part in ("quota", "period")]
+    if len(both) != 2 or not both[0].isdecimal() or not both[1].isdecimal() or int(both[1]) == 0:
+        return None
+    return int(both[0]) / int(both[1])
+
+
+def _core(cpu: int) -> tuple[str, str]:
+    """The physical core of a logical CPU; itself where the system does not say."""
+    topology = _CPUS / f"cpu{cpu}" / "topology"
+    package, core = _read(topology / "physical_package_id"), _read(topology / "core_id")
+    return (package.strip(), core.strip()) if package and core else ("", str(cpu))
+
+
+def _cpu_info(key: str) -> str | None:
+    for line in (_read(_CPU_INFO) or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return None
+
+
+def _sysctl(key: str) -> str:
+    done = subprocess.run(["sysctl", "-n", key], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None

@@ -1,0 +1,242 @@
+"""Kernels prove themselves: a library is tried in a process of its own before it is used on a machine.
+
+A wrong bit, an instruction the CPU does not have, or a crash then costs a line in the log and the next lesser
+level, never a wrong text. What was found is remembered for the machine and the library.
+
+    python -m specinfer.kernels.proof LIBRARY LEVEL      in the child; NumPy alone, half a second
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specinfer.errors import KernelBuildError
+from specinfer.files import write_whole
+from specinfer.hub.resolution import cache_dir
+from specinfer.kernels.levels import LEVELS, Level
+from specinfer.kernels.library import (
+    BLOCK,
+    KINDS,
+    TYPES,
+    FloatType,
+    Kind,
+    Library,
+    ProductArgs,
+    num_blocks,
+    padded_inner,
+)
+from specinfer.kernels.machine import cpu_features, cpu_name
+
+_TIMEOUT: Final = 60  # seconds; a proof takes half of one
+_SHAPES: Final = ((33, 96), (80, 800))  # channels, inner
+_ROWS: Final = (1, 2, 5, 16, 17, 33, 64)
+_NEAR: Final = 1e-2  # of the size of a bfloat16 result
+
+Array = NDArray[Any]
+
+
+def prove(library: Path, level: Level, folder: Path | None = None) -> str | None:
+    """Why a library must not be used on this machine; None: it may be.
+
+    What was found before is read from `folder`, by default in the user's cache.
+    """
+    key = {
+        "library": hashlib.sha256(library.read_bytes()).hexdigest(),
+        "machine": cpu_name(),
+        "features": hashlib.sha256(" ".join(sorted(cpu_features())).encode()).hexdigest(),
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    file = (folder or cache_dir() / "kernels") / f"proof-{level.name}-{digest}.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["key"] == key and isinstance(found["fault"], str | None):
+            return None if found["fault"] is None else f"{found['fault']} (found before; see {file})"
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    fault = _try_in_child(library, level)
+    write_whole(file, json.dumps({"key": key, "fault": fault}, indent=1))
+    return fault
+
+
+def _try_in_child(library: Path, level: Level) -> str | None:
+    package = str(Path(__file__).parents[2])
+    known = os.environ.get("PYTHONPATH")
+    environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{known}" if known else package}
+    command = [sys.executable, "-m", __name__, str(library), level.name]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT, env=environment, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"it could not be tried: {error}"
+    if done.returncode == 0:
+        return None
+    if done.returncode < 0:
+        return f"trying it ended with {signal.Signals(-done.returncode).name}"
+    words = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    return words[-1] if words else f"trying it ended with status {done.returncode}"
+
+
+# ---- in the child ----
+
+
+def faults(library: Library) -> Iterator[str]:
+    """What is wrong with the products of a library."""
+    chance = np.random.default_rng(0)
+    for channels, inner in _SHAPES:
+        for kind in KINDS:
+            product = _Trial(library, kind, channels, inner, chance)
+            x = (chance.standard_normal((max(_ROWS), inner)) * 3).astype(np.float32)
+            whole = product(x)
+            for rows in _ROWS:
+                if not np.array_equal(product(x[:rows]), whole[:rows], equal_nan=True):
+                    yield f"{kind} {channels} x {inner}: {rows} rows are not what they are among {len(x)}"
+            want, exact = product.expected(x)
+            if exact and not np.array_equal(whole, want):
+                wrong = int((whole != want).sum())
+                yield f"{kind} {channels} x {inner}: {wrong} of {want.size} results differ"
+            if not exact and not np.allclose(whole, want, rtol=_NEAR, atol=_NEAR * np.abs(want).max()):
+                yield f"{kind} {channels} x {inner}: results are off by {np.abs(whole - want).max():.3g}"
+
+
+class _Trial:
+    """A random matrix of one kind, as the library multiplies it and as plain arithmetic does."""
+
+    def __init__(
+        self, library: Library, kind: Kind, channels: int, inner: int, chance: np.random.Generator
+    ) -> None:
+        self._multiply = library.multiply
+        self._kind = kind
+        self._channels, self._inner = channels, inner
+        groups = padded_inner(kind, inner) // 32
+        blocks = num_blocks(channels)
+        size = blocks * BLOCK * padded_inner(kind, inner)
+        args: dict[str, Array] = {}
+        if kind == "int4":
+            self._levels = chance.integers(0, 16, (blocks * BLOCK, groups * 32), dtype=np.uint8)
+            args["scales"] = chance.uniform(0.01, 0.1, (blocks, groups, BLOCK)).astype(np.float16)
+            args["zeros"] = chance.integers(0, 256, (blocks, groups, BLOCK), dtype=np.uint8)
+            args["weight"] = _packed(self._levels)
+        else:
+            if kind == "int8":
+                self._weight = chance.integers(-127, 128, (channels, inner), dtype=np.int8)
+                args["scales"] = chance.uniform(0.01, 0.1, blocks * BLOCK).astype(np.float32)
+            else:
+                self._weight = chance.standard_normal((channels, inner)).astype(np.float32)
+                if kind == "bfloat16":
+                    self._weight = _bfloat16(self._weight)
+            args["weight"] = np.empty(size * self._weight.itemsize + 64, dtype=np.uint8)
+            library.lay_out(
+                KINDS[kind], self._weight.ctypes.data, channels, inner, args["weight"].ctypes.data
+            )
+        args["bias"] = chance.standard_normal(channels).astype(np.float32)
+        self._arrays = args  # kept alive
+        addresses = {name: array.ctypes.data for name, array in args.items()}
+        self._args = ProductArgs(kind=KINDS[kind], channels=channels, inner=inner, **addresses)
+
+    def __call__(self, x: Array) -> Array:
+        """The library's product, as float32."""
+        name: FloatType = "bfloat16" if self._kind == "bfloat16" else "float32"
+        given = np.ascontiguousarray(_bfloat16(x) if name == "bfloat16" else x)
+        out = np.empty((len(x), self._channels), dtype=given.dtype)
+        self._multiply(ctypes.byref(self._args), TYPES[name], given.ctypes.data, len(x), out.ctypes.data)
+        return _float32(out) if name == "bfloat16" else out
+
+    def expected(self, x: Array) -> tuple[Array, bool]:
+        """What it should be, and whether to the last bit."""
+        bias = self._arrays["bias"]
+        if self._kind == "int8":
+            values, scales = _int8_rows(x)
+            sums = (values.astype(np.int64) @ self._weight.astype(np.int64).T).astype(np.float32)
+            return sums * self._arrays["scales"][: self._channels] * scales + bias, True
+        if self._kind == "int4":
+            return self._int4(x) + bias, True
+        rounded = (
+            [_float32(_bfloat16(x)), _float32(self._weight)]
+            if self._kind == "bfloat16"
+            else [x, self._weight]
+        )
+        return (rounded[0].astype(np.float64) @ rounded[1].astype(np.float64).T + bias).astype(
+            np.float32
+        ), False
+
+    def _int4(self, x: Array) -> Array:
+        groups = _grouped(x)
+        most = np.abs(groups).max(axis=2, keepdims=True)
+        values = np.rint(groups * _inverse(most)).astype(np.int64)
+        row_scales = most[..., 0] / np.float32(127 * 16)
+        scales = self._arrays["scales"].astype(np.float32).transpose(1, 0, 2).reshape(groups.shape[1], -1)
+        zeros = self._arrays["zeros"].astype(np.int64).transpose(1, 0, 2).reshape(groups.shape[1], -1)
+        total = np.zeros((len(x), scales.shape[1]), dtype=np.float32)
+        for g in range(groups.shape[1]):
+            levels = self._levels[:, 32 * g : 32 * g + 32].astype(np.int64) * 16 - zeros[g][:, None]
+            sums = (values[:, g] @ levels.T).astype(np.float32)
+            total += sums * (scales[g] * row_scales[:, g : g + 1])
+        return total[:, : self._channels]
+
+
+def _packed(levels: Array) -> Array:
+    """Levels [channels, inner] in the order of an int4 weight, two to a byte."""
+    eights = levels.reshape(-1, BLOCK, levels.shape[1] // 32, 4, 2, 4)
+    both = eights[:, :, :, :, 0] | eights[:, :, :, :, 1] << 4
+    return np.ascontiguousarray(both.transpose(0, 2, 3, 1, 4))
+
+
+def _grouped(x: Array) -> Array:
+    return np.pad(x, ((0, 0), (0, -x.shape[1] % 32))).reshape(len(x), -1, 32)
+
+
+def _int8_rows(x: Array) -> tuple[Array, Array]:
+    groups = _grouped(x)
+    for width in (16, 8, 4, 2, 1):
+        pairs = groups.reshape(*groups.shape[:2], 16 // width, 2, width)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        groups = np.stack((first + second, first - second), axis=3).reshape(*groups.shape[:2], 32)
+    turned = groups.reshape(len(x), -1)
+    most = np.abs(turned).max(axis=1, keepdims=True)
+    return np.rint(turned * _inverse(most))[:, : x.shape[1]], most / np.float32(127)
+
+
+def _inverse(most: Array) -> Array:
+    return np.where(most < np.float32(1e-30), np.float32(0), np.float32(127) / most)
+
+
+def _bfloat16(x: Array) -> Array:
+    """float32 as the bits of bfloat16, rounded to the nearest, ties to even."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _float32(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def main(path: str, level: str) -> str | None:
+    """What is wrong with the library at `path`, if anything."""
+    try:
+        library = Library(Path(path), next(known for known in LEVELS if known.name == level))
+    except KernelBuildError as error:
+        return str(error)
+    if not library.ready():
+        return "the system does not let this process use the CPU's matrix unit"
+    library.set_threads(2)
+    return next(faults(library), None)
+
+
+if __name__ == "__main__":
+    found = main(*sys.argv[1:])
+    if found is not None:
+        print(found)
+        sys.exit(1)

@@ -1,0 +1,79 @@
+"""Native float products: near the real ones, a row for itself, and refused where shapes do not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer.kernels.product import NativeProduct
+from tests.kernels import kernels
+
+SHAPES = [(16, 4), (48, 80), (17, 6), (1, 1), (100, 1536), (33, 8960), (20, 33)]  # channels, inner
+ROWS = [0, 1, 2, 7, 12, 13, 16, 17, 24, 25, 32, 33, 70]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def product(weight: Tensor, bias: Tensor | None = None) -> NativeProduct:
+    library = kernels("native").library
+    assert library is not None
+    return NativeProduct.of_floats(library, weight, bias)
+
+
+@DTYPES
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(("channels", "inner"), SHAPES)
+def test_products_are_near_the_real_ones(
+    dtype: torch.dtype, channels: int, inner: int, with_bias: bool
+) -> None:
+    weight = random(channels, inner, seed=0, dtype=dtype)
+    bias = random(channels, seed=1, dtype=dtype) if with_bias else None
+    run = product(weight, bias)
+    for rows in ROWS:
+        x = random(rows, inner, seed=2, dtype=dtype)
+        want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        size = max(1.0, inner**0.5)
+        torch.testing.assert_close(run(x).double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * size)
+
+
+@DTYPES
+@pytest.mark.parametrize(("channels", "inner"), SHAPES)
+def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype, channels: int, inner: int) -> None:
+    run, x = product(random(channels, inner, seed=0, dtype=dtype)), random(130, inner, seed=2, dtype=dtype)
+    whole = run(x)
+    for rows in ROWS:
+        assert torch.equal(run(x[:rows]), whole[:rows]), f"{rows} rows"
+    assert torch.equal(torch.cat([run(row) for row in x.split(1)]), whole)
+
+
+def test_512_rows_are_what_each_is_alone() -> None:
+    run = product(random(40, 96, seed=0, dtype=torch.bfloat16))
+    x = random(512, 96, seed=2, dtype=torch.bfloat16)
+    assert torch.equal(run(x), torch.cat([run(part) for part in x.split(37)]))
+
+
+@DTYPES
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(dtype: torch.dtype, value: float) -> None:
+    x = random(3, 64, seed=0, dtype=dtype)
+    x[1, 40] = value
+    finite = product(random(20, 64, seed=1, dtype=dtype))(x).isfinite()
+    assert finite[[0, 2]].all()
+    assert not finite[1].any()
+
+
+def test_other_shapes_and_dtypes_are_refused() -> None:
+    run = product(random(20, 64, seed=1, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"x must be contiguous rows of 64 on the CPU, got \[2, 65\]"):
+        run(random(2, 65, seed=0, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="x is float32, the weight bfloat16; they must be the same"):
+        run(random(2, 64, seed=0, dtype=torch.float32))
+    with pytest.raises(TypeError, match="float64; native kernels take bfloat16 or float32"):
+        run(torch.zeros(2, 64, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"bias must be float32 \[20\], got torch.float32 \[21\]"):
+        product(random(20, 64, seed=1, dtype=torch.float32), torch.zeros(21))
