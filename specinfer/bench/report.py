@@ -19,7 +19,7 @@ from specinfer.bench.provenance import provenance
 from specinfer.bench.run import Comparison, Key, Load, Run
 from specinfer.check.difference import find_difference
 from specinfer.check.target_alone import TargetAlone
-from specinfer.config import EngineConfig
+from specinfer.check.text_promise import TextPromise, text_promise
 from specinfer.engine.metrics import Stage
 from specinfer.errors import ConfigError
 from specinfer.llm import LLM
@@ -37,7 +37,7 @@ def as_json(comparison: Comparison, llm: LLM, dataset: Dataset, load: Load) -> d
     milliseconds. `llm` is the speculating one. Runs the target once over each text that differs although
     it should not.
     """
-    promised = texts_are_promised(llm.config, load)
+    promised = text_promise(load.params, llm.config.speculation.verifier, llm.models.target.device)
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         **provenance(),
@@ -51,20 +51,16 @@ def as_json(comparison: Comparison, llm: LLM, dataset: Dataset, load: Load) -> d
         },
         "requests": len(comparison.pairs),
         "identical": comparison.identical,
-        "identity_promised": promised,
+        "promised": promised.value,
+        "identity_promised": promised is TextPromise.IDENTICAL,
         "speedup": comparison.speedup,
         "group_speedups": comparison.group_speedups,
         "busy_elsewhere_cores": comparison.busy_elsewhere,
         "tokens_per_step": comparison.speculative.figures.tokens_per_step,
         "baseline": _run(comparison.baseline),
         "speculative": _run(comparison.speculative),
-        "differences": _differences(comparison, llm, load) if promised else [],
+        "differences": _differences(comparison, llm, load) if promised is not TextPromise.LAW else [],
     }
-
-
-def texts_are_promised(config: EngineConfig, load: Load) -> bool:
-    """Whether speculation keeps the text and not only its law: always, but for sampling with mss."""
-    return load.params.greedy or config.speculation.verifier == "coupled"
 
 
 def options_of(llm: LLM, load: Load) -> dict[str, Any]:
@@ -215,15 +211,19 @@ def _speedup(result: Mapping[str, Any]) -> str:
 
 def _identity(result: Mapping[str, Any]) -> str:
     said = f"identical texts: {result['identical']} of {result['requests']}"
-    if not result["identity_promised"]:
+    promised = TextPromise(result["promised"])
+    if promised is TextPromise.LAW:
         return f"{said} (sampling with mss keeps the law of the text, not the text)"
     differences = [d for d in result["differences"] if "index" in d]
     if not differences:
         return said
     explained = sum(d["explained"] for d in differences)
-    reason = f"{explained} of {len(differences)} first differences are within rounding of the logits"
-    rest = "" if explained == len(differences) else "; run `specinfer check`, and please report the others"
-    return f"{said}; {reason}{rest}"
+    said += f"; {explained} of {len(differences)} first differences are within rounding of the logits"
+    if promised is TextPromise.IDENTICAL:
+        return f"{said}, but here all must be identical; run `specinfer check`, and please report them"
+    if explained < len(differences):
+        return f"{said}; run `specinfer check`, and please report the others"
+    return f"{said}: identical texts are not promised on {result['options']['device']}"
 
 
 def table(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -1,10 +1,10 @@
 """Where two texts that should be one part ways, and whether rounding is enough to part them.
 
-The target's choice is a function of its logits, the seed and the position. Its logits are computed in
-bfloat16 or float32 and in batches of changing shape, so two runs may see logits that differ in their last
-bits. A difference is *explained* when such an error is enough to choose either token: the logits are
-computed once more by the plainest way, one token's logit is raised by `tolerance`, the choice is made
-again, and each of the two tokens wins when it is the one raised. Nothing else is.
+The target's choice is a function of its logits, the seed and the position. Where logits depend on the rows
+computed beside them, two runs may see logits that differ in their last bits. A difference is *explained*
+when such an error is enough to choose either token: the logits are computed once more by the plainest way,
+one token's logit is raised by `tolerance`, the choice is made again, and each of the two tokens wins when
+it is the one raised. Nothing else is. Whether an explanation excuses is another question (text_promise.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same text with and without speculation, alone and in a batch: greedy, and seeded sampling."""
+"""The same text with and without speculation, alone and in a batch, asked once and twice."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final
 
 from specinfer.check.difference import Difference, find_difference
 from specinfer.check.target_alone import TargetAlone
+from specinfer.check.text_promise import TextPromise, text_promise
 from specinfer.check.verdict import Verdict
 from specinfer.llm import LLM
 from specinfer.progress import Progress
@@ -19,6 +20,7 @@ SAMPLING: Final = {
     "T=1": SamplingParams(temperature=1.0),
     "T=0.7, top_p=0.9": SamplingParams(temperature=0.7, top_p=0.9),
 }
+TWICE: Final = ("greedy", "T=1")  # of these, what is also asked twice
 
 
 def check_identity(
@@ -33,8 +35,7 @@ def check_identity(
 ) -> list[Verdict]:
     """Answer `prompts` without and with speculation, and the first `alone` of them one at a time.
 
-    Request i has seed i. A text that differs fails unless rounding explains the first difference. So does
-    a run in which nothing was guessed: it would have tested nothing.
+    Request i has seed i. `speculative` verifies with the coupled verifier, as `compare_texts` expects.
     """
     each = [replace(params, seed=seed) for seed in range(len(prompts))]
     alone = min(alone, len(prompts))
@@ -56,6 +57,52 @@ def check_identity(
     ]
 
 
+def check_repetition(
+    name: str,
+    params: SamplingParams,
+    prompts: Sequence[Sequence[int]],
+    speculative: LLM,
+    *,
+    progress: Progress,
+) -> Verdict:
+    """Answer each of `prompts` twice in one engine, the second time behind the first one's cached prefix.
+
+    Request i has seed i, and a cache salt that no earlier request had: the first answer reads nothing from
+    the cache. Where prefixes are to be reused and none was, the verdict is open.
+    """
+    progress.start(2 * len(prompts), name, "texts")
+    answers: list[tuple[RequestOutput, RequestOutput]] = []
+    try:
+        for seed, prompt in enumerate(prompts):
+            own = replace(params, seed=seed, cache_salt=f"{name} {seed}")
+            (first,) = speculative.generate([prompt], own)
+            (second,) = speculative.generate([prompt], own)
+            answers.append((first, second))
+            progress.advance(2)
+    finally:
+        progress.finish()
+    target = TargetAlone(speculative.models.target)
+    first_answers, second_answers = [first for first, _ in answers], [second for _, second in answers]
+    verdict = compare_texts(name, target, params, first_answers, second_answers)
+    cached = sum(second.cached_tokens for second in second_answers)
+    asked = sum(map(len, prompts))
+    reuse = speculative.config.cache
+    if cached:
+        words = f"the second time behind {cached} of {asked} prompt tokens from the cache"
+    elif reuse.prefix_reuse:
+        words = f"nothing came from the cache: give prompts longer than a block of {reuse.block_size} tokens"
+    else:
+        words = "prefix_reuse is off, so nothing came from the cache"
+    untested = verdict.passed and reuse.prefix_reuse and not cached
+    return replace(
+        verdict,
+        passed=verdict.passed and not untested,
+        decided=not untested,
+        words=f"{verdict.words}; {words}",
+        details={**verdict.details, "cached_tokens": cached},
+    )
+
+
 def compare_texts(
     name: str,
     target: TargetAlone,
@@ -63,7 +110,13 @@ def compare_texts(
     expected: Sequence[RequestOutput],
     got: Sequence[RequestOutput],
 ) -> Verdict:
-    """A verdict on answers `got`, by an engine that speculates, that should be `expected`."""
+    """A verdict on answers `got`, by an engine that speculates and is coupled, that should be `expected`.
+
+    Where identical texts are promised every difference fails, and where less is promised those that rounding
+    does not explain. A run in which nothing was guessed fails, too: it has tested nothing.
+    """
+    device = target.model.device
+    promised = text_promise(params, "coupled", device)
     figures = SpeculationFigures()
     differences: list[tuple[int, Difference]] = []
     misread: list[int] = []  # the same tokens, yet another text
@@ -74,32 +127,35 @@ def compare_texts(
         elif ours.text != theirs.text:
             misread.append(number)
     unexplained = [(number, d) for number, d in differences if not d.explained]
+    explained = len(differences) - len(unexplained)
+    failing = differences if promised is TextPromise.IDENTICAL else unexplained
     identical = len(got) - len(differences) - len(misread)
     words = (
         f"{identical} of {len(got)} texts identical, "
         f"{figures.accepted_tokens} of {figures.drafted_tokens} guesses accepted"
     )
-    if len(differences) > len(unexplained):
-        words += (
-            f"; {len(differences) - len(unexplained)} differ where the target's choice is within rounding"
-        )
-    if unexplained:
-        number, difference = unexplained[0]
-        words += f"; {len(unexplained)} differ beyond rounding, text {number} first, {difference}"
+    if differences:
+        words += f"; {len(differences)} differ, rounding explains {explained} of them"
+    if failing:
+        number, difference = (unexplained or failing)[0]  # the first of those that say most
+        words += f"; text {number}, {difference}"
     if misread:
         words += f"; {len(misread)} differ in text but not in tokens, text {misread[0]} first"
+    if promised is not TextPromise.IDENTICAL:
+        words += f"; identical texts are not promised on {device.type}, differences within rounding pass"
     if not figures.drafted_tokens:
         words += (
             "; nothing was guessed, so nothing was tested: raise --max-tokens or choose another speculator"
         )
     return Verdict(
         name,
-        not unexplained and not misread and figures.drafted_tokens > 0,
+        not failing and not misread and figures.drafted_tokens > 0,
         words,
         {
             "texts": len(got),
+            "promised": promised.value,
             "identical": identical,
-            "explained": len(differences) - len(unexplained),
+            "explained": explained,
             "drafted_tokens": figures.drafted_tokens,
             "accepted_tokens": figures.accepted_tokens,
             "tokens_per_step": figures.tokens_per_step,

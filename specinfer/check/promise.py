@@ -22,7 +22,7 @@ class Effort:
 
     max_tokens: int = 48  # of each text
     samples: int = 48  # texts counted for each law
-    alone: int = 4  # texts that are also generated one at a time
+    alone: int = 4  # texts that are also generated one at a time, and twice
 
 
 def check_promise(
@@ -54,6 +54,11 @@ def check_promise(
         params = replace(sampling, max_tokens=effort.max_tokens)
         yield from identity.check_identity(
             name, params, prompts, plain, coupled, alone=effort.alone, progress=progress
+        )
+    for name in identity.TWICE:
+        params = replace(identity.SAMPLING[name], max_tokens=effort.max_tokens)
+        yield identity.check_repetition(
+            f"{name}, same request twice", params, prompts[: effort.alone], coupled, progress=progress
         )
     for verifier in VERIFIERS:
         engines.append(engine(with_verifier(configured, verifier)))

@@ -31,10 +31,10 @@ def check(
 ) -> None:
     """Test on your own models that speculation does not change the output; exit status 0 when all shows that.
 
-    Texts with and without speculation, alone and in a batch, greedy and seeded; then the tokens of
-    many sampled texts are counted against the law the target states, with both verifiers; then the engine's
-    bookkeeping. A few minutes with a small model; --samples and --prompts say how many.
-    Without --draft the speculator is the n-gram one.
+    Texts with and without speculation, alone and in a batch, asked twice, greedy and seeded: on a CPU they
+    must be identical, elsewhere up to rounding. Then the tokens of many sampled texts are counted against
+    the law the target states, with both verifiers; then the engine's bookkeeping. A few minutes with a small
+    model; --samples and --prompts say how many. Without --draft the speculator is the n-gram one.
     """
     for name, value in (("--prompts", num_prompts), ("--samples", samples), ("--batch-size", batch_size)):
         if value < 1:
@@ -90,7 +90,9 @@ def check(
         click.echo(f"\nFAILED: {failed} of {len(verdicts)} checks; the output is not the target's alone")
         sys.exit(1)
     if undecided:
-        click.echo(f"\nopen: {undecided} of {len(verdicts)} checks saw too little to say; raise --samples")
+        click.echo(
+            f"\nopen: {undecided} of {len(verdicts)} checks saw too little to say; each names what to change"
+        )
         sys.exit(1)
     click.echo(f"\npassed: all {len(verdicts)} checks; the output is the target's")
 

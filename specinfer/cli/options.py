@@ -27,7 +27,7 @@ def parse_size(text: str) -> int:
 
 
 def model_options(command: _Command) -> _Command:
-    """--model, --dtype, --quantization, --batch-invariant, --device, --kv-cache-memory, --max-context."""
+    """--model, --dtype, --quantization, --device, --threads, --kv-cache-memory, --max-context."""
     for option in reversed(
         [
             click.option(
@@ -39,12 +39,8 @@ def model_options(command: _Command) -> _Command:
             ),
             click.option("--dtype", default="auto", help="auto, bfloat16 or float32."),
             click.option("--quantization", help="none, int8 or int4: how matrices are kept, on a CPU."),
-            click.option(
-                "--batch-invariant/--no-batch-invariant",
-                default=None,
-                help="A token's logits are the same whatever is computed beside it. On where that is free.",
-            ),
             click.option("--device", default="auto", help="auto, cpu or cuda."),
+            click.option("--threads", type=int, metavar="N", help="That compute on a CPU; default: its cores."),
             click.option("--kv-cache-memory", metavar="SIZE", help="For all KV caches, like 2GB."),
             click.option("--max-context", type=int, metavar="N", help="Prompt and output tokens at most."),
         ]

@@ -120,6 +120,8 @@ def _run(command: Sequence[str]) -> str:
             timeout=_TIMEOUT,
             check=False,
         )
+    except OSError as error:
+        raise KernelBuildError(f"{command[0]} cannot be run: {error}") from error
     except subprocess.TimeoutExpired as error:
         raise KernelBuildError(f"{command[0]} was stopped after {_TIMEOUT} s on {command[-3]}") from error
     if done.returncode != 0:

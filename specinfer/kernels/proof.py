@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,8 +32,10 @@ from specinfer.kernels.library import (
     KINDS,
     TYPES,
     FloatType,
+    HeadsArgs,
     Kind,
     Library,
+    PathsArgs,
     ProductArgs,
     num_blocks,
     padded_inner,
@@ -41,8 +44,10 @@ from specinfer.kernels.machine import cpu_features, cpu_name
 
 _TIMEOUT: Final = 60  # seconds; a proof takes half of one
 _SHAPES: Final = ((33, 96), (80, 800))  # channels, inner
-_ROWS: Final = (1, 2, 5, 16, 17, 33, 64)
+_ROWS: Final = (1, 2, 5, 9, 16, 17, 33, 64, 80)
 _NEAR: Final = 1e-2  # of the size of a bfloat16 result
+_OF_THE_CODE: Final = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE")  # and of nothing else on the machine
+_WRONG, _REFUSED = 1, 2  # exit statuses of the child
 
 Array = NDArray[Any]
 
@@ -50,7 +55,8 @@ Array = NDArray[Any]
 def prove(library: Path, level: Level, folder: Path | None = None) -> str | None:
     """Why a library must not be used on this machine; None: it may be.
 
-    What was found before is read from `folder`, by default in the user's cache.
+    What was found before is read from `folder`, by default in the user's cache. What may be otherwise the
+    next time (no process to be had, no end, no permission) is not remembered.
     """
     key = {
         "library": hashlib.sha256(library.read_bytes()).hexdigest(),
@@ -65,12 +71,14 @@ def prove(library: Path, level: Level, folder: Path | None = None) -> str | None
             return None if found["fault"] is None else f"{found['fault']} (found before; see {file})"
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    fault = _try_in_child(library, level)
-    write_whole(file, json.dumps({"key": key, "fault": fault}, indent=1))
+    fault, lasting = _try_in_child(library, level)
+    if lasting:
+        write_whole(file, json.dumps({"key": key, "fault": fault}, indent=1))
     return fault
 
 
-def _try_in_child(library: Path, level: Level) -> str | None:
+def _try_in_child(library: Path, level: Level) -> tuple[str | None, bool]:
+    """What is wrong, and whether it will be wrong the next time."""
     package = str(Path(__file__).parents[2])
     known = os.environ.get("PYTHONPATH")
     environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{known}" if known else package}
@@ -80,13 +88,15 @@ def _try_in_child(library: Path, level: Level) -> str | None:
             command, capture_output=True, text=True, timeout=_TIMEOUT, env=environment, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return f"it could not be tried: {error}"
+        return f"it could not be tried: {error}", False
     if done.returncode == 0:
-        return None
+        return None, True
     if done.returncode < 0:
-        return f"trying it ended with {signal.Signals(-done.returncode).name}"
+        name = signal.Signals(-done.returncode).name
+        return f"trying it ended with {name}", name in _OF_THE_CODE
     words = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    return words[-1] if words else f"trying it ended with status {done.returncode}"
+    reason = words[-1] if words else f"trying it ended with status {done.returncode}"
+    return reason, done.returncode == _WRONG
 
 
 # ---- in the child ----
@@ -223,20 +233,88 @@ def _float32(bits: Array) -> Array:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def main(path: str, level: str) -> str | None:
-    """What is wrong with the library at `path`, if anything."""
+def other_faults(library: Library) -> Iterator[str]:
+    """What is wrong with the rest of a library: whether it runs here, and gives numbers."""
+    rows, heads, kv_heads, head = 20, 6, 2, 64
+    chance = np.random.default_rng(1)
+    for name, code in TYPES.items():
+
+        def random(*shape: int, name: str = name) -> Array:
+            values = chance.standard_normal(shape).astype(np.float32)
+            return _bfloat16(values) if name == "bfloat16" else values
+
+        def check(what: str, out: Array, name: str = name) -> Iterator[str]:
+            if not np.isfinite(_float32(out) if name == "bfloat16" else out).all():
+                yield f"{what} of {name} gives what is no number"
+
+        x, weight, out = random(rows, 2 * head), random(2 * head), random(rows, 2 * head)
+        at = [array.ctypes.data for array in (x, weight, out)]
+        library.add_rms_norm(code, at[0], None, at[1], at[2], None, rows, 2 * head, 1e-5)
+        yield from check("a norm", out)
+        library.gate(code, 0, at[0], at[2], rows, head)
+        yield from check("a gate", out)
+        ids = np.arange(rows, dtype=np.int64)
+        library.embed(code, at[0], ids.ctypes.data, 2.0, at[2], rows, 2 * head)
+        yield from check("an embedding", out)
+        qkv, q, seen = (
+            random(rows, (heads + 2 * kv_heads) * head),
+            random(rows, heads, head),
+            random(rows, heads, head),
+        )
+        k, v = random(rows, kv_heads, head), random(rows, kv_heads, head)
+        turns = np.ones((rows, head // 2), dtype=np.float32)
+        # The last two rows are two children of the row before them.
+        tables = [
+            np.asarray(table, dtype=np.int32)
+            for table in (
+                range(rows),
+                [[0, rows, 0, rows]],
+                [*range(1, rows - 1), rows - 2, rows - 2],
+                [*[0] * (rows - 1), 1, 2],
+                [rows - 2, rows - 1],
+                range(rows),
+            )
+        ]
+        paths = PathsArgs(*(table.ctypes.data for table in tables), 1, rows)
+        args = HeadsArgs(heads, kv_heads, head, 0.125, 1e-5, 0, None, None)
+        both = ctypes.byref(args), ctypes.byref(paths)
+        cache = k.ctypes.data, v.ctypes.data
+        library.rope_and_store(
+            code, *both, qkv.ctypes.data, turns.ctypes.data, turns.ctypes.data, *cache, q.ctypes.data
+        )
+        library.tree_attention(code, *both, q.ctypes.data, *cache, seen.ctypes.data)
+        yield from check("attention", seen)
+    logits = chance.standard_normal(1000).astype(np.float32)
+    best = np.empty(1, dtype=np.int64)
+    library.most_likely(logits.ctypes.data, len(logits), 1, best.ctypes.data)
+    if best[0] != logits.argmax():
+        yield f"the likeliest token is {logits.argmax()}, not {best[0]}"
+    mass = library.mass(logits.ctypes.data, len(logits), float(logits.max()), 1.0)
+    if not np.isclose(mass, np.exp(logits - logits.max()).sum(), rtol=1e-4):
+        yield f"the mass of a row is not {mass:.6g}"
+    racers = np.empty(1000, dtype=np.int64)
+    top = int(best[0])
+    if library.racers(logits.ctypes.data, 1000, None, top, 1.0, 1.0, 7, racers.ctypes.data) < 1:
+        yield "nobody wins a race"
+
+
+def main(path: str, level: str) -> int:
+    """Try the library at `path`, say what is wrong with it, and return the exit status."""
     try:
         library = Library(Path(path), next(known for known in LEVELS if known.name == level))
     except KernelBuildError as error:
-        return str(error)
+        print(error)
+        return _REFUSED
     if not library.ready():
-        return "the system does not let this process use the CPU's matrix unit"
+        print("the system does not let this process use the CPU's matrix unit")
+        return _REFUSED
     library.set_threads(2)
-    return next(faults(library), None)
+    fault = next(chain(faults(library), other_faults(library)), None)
+    if fault is None:
+        return 0
+    print(fault)
+    return _WRONG
 
 
 if __name__ == "__main__":
-    found = main(*sys.argv[1:])
-    if found is not None:
-        print(found)
-        sys.exit(1)
+    sys.exit(main(*sys.argv[1:]))

@@ -85,6 +85,20 @@ struct Flushing {
 };
 #endif
 
+// e^x for x <= 0, or a NaN. A weight that becomes a bfloat16 has 8 bits; 2^f on [-1/2, 1/2] is right to 14.
+template <typename T>
+[[gnu::always_inline]] inline Floats power(Floats x) {
+  if constexpr (kPerWord<T> == 1) return exp(x);
+  const Floats t = select(x < -87.0f, Floats(-87.0f), x) * 1.44269504f;
+  const Floats shifted = t + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats f = t - (shifted - 12582912.0f);
+  Floats p = fma(Floats(9.6181291e-3f), f, Floats(5.5504109e-2f));
+  p = fma(p, f, Floats(2.4022651e-1f));
+  p = fma(p, f, Floats(6.9314718e-1f));
+  p = fma(p, f, Floats(1.0f));
+  return bits_as<float>(bits_as<uint32_t>(p) + (bits_as<uint32_t>(shifted) << 23));
+}
+
 template <typename T>
 class Worker {
  public:
@@ -231,26 +245,40 @@ class Worker {
       std::memset(weights, 0, kKeys * sizeof(T));
       return;
     }
+    if (from <= 0 && to >= kKeys) return weigh_vectors<kKeyVectors, true>(i, scores, weights, from, to);
+    const int64_t vectors = (std::min<int64_t>(to, kKeys) + kLanes - 1) / kLanes;
+    std::memset(weights + vectors * kLanes, 0, (kKeyVectors - vectors) * kLanes * sizeof(T));
+    each<kKeyVectors>([&](auto n) {
+      if (vectors == n + 1) weigh_vectors<n + 1, false>(i, scores, weights, from, to);
+    });
+  }
+
+  template <int Vectors, bool All>
+  void weigh_vectors(int64_t i, const float* scores, T* weights, int64_t from, int64_t to) {
     const Ints low = static_cast<int32_t>(std::max<int64_t>(from, 0));
     const Ints high = static_cast<int32_t>(std::min<int64_t>(to, kKeys));
-    Floats best = kMinusInfinity;
-    Floats seen[kKeyVectors];
-    each<kKeyVectors>([&](auto n) {
+    const auto sees = [&](int n) {
       const Ints key = lane_numbers() + n * kLanes;
+      return (key >= low) & (key < high);
+    };
+    Floats best = kMinusInfinity;
+    Floats seen[Vectors];
+    each<Vectors>([&](auto n) {
       seen[n] = load(scores + n * kLanes) * scale_;
-      seen[n] = select((key >= low) & (key < high), seen[n], Floats(kMinusInfinity));
+      if constexpr (!All) seen[n] = select(sees(n), seen[n], Floats(kMinusInfinity));
       best = max(best, seen[n]);
     });
     const float before = highest_[i], highest = std::max(before, max(best));
     Floats sums = 0.0f;
-    each<kKeyVectors>([&](auto n) {
-      const Floats weight = select(seen[n] == Floats(kMinusInfinity), Floats(0.0f), exp(seen[n] - highest));
+    each<Vectors>([&](auto n) {
+      Floats weight = power<T>(seen[n] - highest);
+      if constexpr (!All) weight = select(sees(n), weight, Floats(0.0f));
       sums = sums + weight;
       store(weights + n * kLanes, weight);
     });
     if (highest > before) {
       highest_[i] = highest;
-      const Floats shrink = before == kMinusInfinity ? Floats(0.0f) : exp(Floats(before - highest));
+      const Floats shrink = before == kMinusInfinity ? Floats(0.0f) : power<T>(Floats(before - highest));
       total_[i] *= shrink[0];
       float* const summed = sums_ + i * shape_.padded;
       for (int64_t n = 0; n < shape_.padded; n += kLanes) store(summed + n, load(summed + n) * shrink);

@@ -37,6 +37,9 @@ template <typename T>
 #if defined(__AVX512BF16__)
     const __m512i pair = _mm512_set1_epi32(static_cast<int>(a));
     return std::bit_cast<Floats>(_mm512_dpbf16_ps((__m512)sum.part[0], (__m512bh)pair, (__m512bh)b.part[0]));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    const auto pair = (bfloat16x8_t)vdupq_n_u32(a);
+    return by_parts<float>([&](auto s, auto w) { return vbfdotq_f32((float32x4_t)s, pair, (bfloat16x8_t)w); }, sum, b);
 #else
     sum = fma(Floats(std::bit_cast<float>(a << 16)), bits_as<float>(b << 16), sum);
     return fma(Floats(std::bit_cast<float>(a & 0xffff0000u)), bits_as<float>(b & 0xffff0000u), sum);

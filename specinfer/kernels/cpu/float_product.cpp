@@ -26,6 +26,10 @@ struct OfBFloat16 {
     const __m512i pair = _mm512_set1_epi32(static_cast<int>(word));
     return std::bit_cast<Floats>(
         _mm512_dpbf16_ps((__m512)sums.part[0], (__m512bh)weights.part[0], (__m512bh)pair));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    const auto pair = (bfloat16x8_t)vdupq_n_u32(word);
+    return by_parts<float>([&](auto s, auto w) { return vbfdotq_f32((float32x4_t)s, (bfloat16x8_t)w, pair); }, sums,
+                           weights);
 #else
     sums = fma(bits_as<float>(weights << 16), Floats(std::bit_cast<float>(word << 16)), sums);
     return fma(bits_as<float>(weights & 0xffff0000u), Floats(std::bit_cast<float>(word & 0xffff0000u)), sums);

@@ -29,7 +29,8 @@ inline int32_t word_at(const int8_t* a) {
   return four;
 }
 
-#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || defined(__AVXVNNI__)
+#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || defined(__AVXVNNI__) || \
+    (defined(__aarch64__) && defined(__ARM_FEATURE_MATMUL_INT8))
 
 // The unsigned bytes of weights as they are multiplied with the signed ones of rows.
 inline Bytes multiplicand(Bytes weights) { return weights; }
@@ -53,6 +54,11 @@ inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
 #if defined(__AVX512F__)
   sums.part[0] = (Ints::Part)_mm512_dpbusd_epi32((__m512i)sums.part[0], (__m512i)weights.part[0],
                                                  _mm512_set1_epi32(four));
+#elif defined(__aarch64__)
+  each<kParts>([&](auto i) {
+    sums.part[i] = (Ints::Part)vusdotq_s32((int32x4_t)sums.part[i], (uint8x16_t)weights.part[i],
+                                           vreinterpretq_s8_s32(vdupq_n_s32(four)));
+  });
 #else
   each<kParts>([&](auto i) {
     sums.part[i] = (Ints::Part)_mm256_dpbusd_avx_epi32((__m256i)sums.part[i], (__m256i)weights.part[i],

@@ -82,7 +82,7 @@ def test_the_table_never_shows_a_speed_without_the_one_it_compares_with(pair: An
 
 def test_sampling_with_mss_is_not_called_a_failure(pair: Any, dataset: Dataset) -> None:
     result = result_of(pair, dataset, SEEDED, verifier="mss")
-    assert result["identity_promised"] is False
+    assert (result["promised"], result["identity_promised"]) == ("law", False)
     assert result["identical"] < 6
     assert "keeps the law of the text, not the text" in "\n".join(lines(result))
     assert result_of(pair, dataset, SEEDED)["identity_promised"] is True
@@ -104,6 +104,34 @@ def test_a_text_that_differs_is_shown_with_its_first_difference(
     assert {"request": "2.2", "follows": "an answer that differs"} in result["differences"]
     assert "0 of 5 first differences are within rounding" in "\n".join(lines(result))
     assert "please report" in "\n".join(lines(result))
+
+
+@pytest.mark.parametrize(
+    ("promised", "explained", "words"),
+    [
+        ("identical", [], "identical texts: 6 of 6"),
+        (
+            "identical",
+            [True],
+            "1 of 1 first differences are within rounding of the logits, but here all must be ",
+        ),
+        ("identical", [True, False], "all must be identical; run `specinfer check`, and please report them"),
+        ("rounding", [], "identical texts: 6 of 6"),
+        ("rounding", [True], "are within rounding of the logits: identical texts are not promised on cuda:0"),
+        ("rounding", [True, False], "of the logits; run `specinfer check`, and please report the others"),
+    ],
+)
+def test_a_difference_is_excused_only_where_identical_texts_are_not_promised(
+    pair: Any, dataset: Dataset, promised: str, explained: list[bool], words: str
+) -> None:
+    result = result_of(pair, dataset, GREEDY)
+    result["promised"] = promised
+    result["differences"] = [{"index": 3, "explained": each} for each in explained]
+    result["options"]["device"] = "cuda:0"
+    (said,) = [line for line in lines(result) if line.startswith("identical texts")]
+    assert words in said
+    excused = promised == "rounding" and all(explained)
+    assert ("please report" in said) == (explained != [] and not excused)
 
 
 def test_what_other_programs_took_is_said(pair: Any, dataset: Dataset) -> None:

@@ -28,6 +28,7 @@ IDENTITY = [
     for sampling in ("greedy", "T=1", "T=0.7, top_p=0.9")
     for how in ("with and without speculation", "in a batch and alone")
 ]
+TWICE = [f"{sampling}, same request twice" for sampling in ("greedy", "T=1")]
 LAWS = [f"law, {v}, {s}" for v in ("coupled", "mss") for s in ("T=1", "T=0.8, top_p=0.95")]
 
 
@@ -52,7 +53,7 @@ def verdicts(tiny: Tiny, **options: Any) -> dict[str, bool]:
     ids=["draft and ngram", "two drafts", "top-k", "ngram"],
 )
 def test_an_honest_engine_passes(tiny: Tiny, options: dict[str, Any]) -> None:
-    assert verdicts(tiny, **options) == dict.fromkeys([*IDENTITY, *LAWS, "bookkeeping"], True)
+    assert verdicts(tiny, **options) == dict.fromkeys([*IDENTITY, *TWICE, *LAWS, "bookkeeping"], True)
 
 
 def test_a_verifier_that_accepts_everything_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +108,7 @@ def test_a_text_that_depends_on_the_batch_fails(tiny: Tiny, monkeypatch: pytest.
 
 def test_an_engine_in_which_nobody_guesses_tests_nothing(tiny: Tiny) -> None:
     found = verdicts(tiny, max_nodes=1)
-    assert not any(found[name] for name in [*IDENTITY, *LAWS])
+    assert not any(found[name] for name in [*IDENTITY, *TWICE, *LAWS])
 
 
 def test_a_lost_block_and_a_request_left_behind_are_found(tiny: Tiny) -> None:

@@ -41,13 +41,13 @@ def test_it_passes_in_words_and_in_json(models: list[str], tmp_path: Path) -> No
     out = tmp_path / "check.json"
     result = run(*models, "--json", str(out))
     assert result.exit_code == 0, result.output
-    assert "passed: all 11 checks; the output is the target's" in result.stdout
+    assert "passed: all 13 checks; the output is the target's" in result.stdout
     report = json.loads(out.read_text())
     assert report["passed"] is True
-    assert len(report["verdicts"]) == 11
+    assert len(report["verdicts"]) == 13
     assert all(verdict["passed"] for verdict in report["verdicts"])
     assert report["verdicts"][0]["texts"] == 3
-    assert report["verdicts"][6]["p_value"] > 1e-4
+    assert report["verdicts"][8]["p_value"] > 1e-4
     assert run(*models, "--draw", "iid").exit_code == 0
 
 
@@ -64,7 +64,7 @@ def test_a_broken_promise_is_status_1_and_says_where(
     result = run(*models[:2], "--draft", stranger, *models[4:], "--json", str(out))
     assert result.exit_code == 1
     assert "FAIL  greedy, with and without speculation: " in result.stdout
-    assert "differ beyond rounding, text" in result.stdout
+    assert "3 differ, rounding explains 0 of them; text 1, at output token" in result.stdout
     assert "below 0.0001, so this is not the target's law" in result.stdout
     assert "the output is not the target's alone" in result.stdout
     assert json.loads(out.read_text())["passed"] is False
@@ -75,7 +75,7 @@ def test_too_little_to_say_is_no_broken_promise(models: list[str], tmp_path: Pat
     result = run(*models, "--prompts", "1", "--samples", "1", "--json", str(out))
     assert result.exit_code == 1
     assert "open  law, coupled, T=1: " in result.stdout
-    assert "open: 4 of 11 checks saw too little to say; raise --samples" in result.stdout
+    assert "open: 4 of 13 checks saw too little to say; each names what to change" in result.stdout
     assert "FAIL" not in result.stdout
     report = json.loads(out.read_text())
     assert report["passed"] is False

@@ -1,31 +1,43 @@
-"""Compiling on first use: what is kept, what is tried again, and what a user is told."""
+"""Where libraries come from: what is kept, what is tried again, and what a user is told."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import pytest
 import torch
 
 from specinfer.errors import KernelBuildError
-from specinfer.kernels import build
-from specinfer.kernels.build import build_library, load_library
+from specinfer.kernels import build, native
+from specinfer.kernels.build import build_library, find_library
 from specinfer.kernels.choice import TORCH, choose_kernels
+from specinfer.kernels.levels import LEVELS
 
-# A compiler that answers questions about itself, writes down what it is asked for, and makes empty files.
+AVX2, AMX = (next(level for level in LEVELS if level.name == name) for name in ("avx2", "amx"))
+SOURCES: Final = len(list((Path(build.__file__).parent / "cpu").glob("*.cpp")))
+# A compiler that says its version, writes down what it is asked for, and makes empty files.
 WORKING = """#!/bin/sh
-case "$*" in *--version*|*-dM*) echo compiler {version}; exit;; esac
+case "$*" in *--version*) echo compiler {version}; exit;; esac
 echo "$*" >> {log}
 while [ "$1" != -o ]; do shift; done
 : > "$2"
 """
 FAILING = """#!/bin/sh
-case "$*" in *--version*|*-dM*) echo compiler; exit;; esac
+case "$*" in *--version*) echo compiler; exit;; esac
 for i in $(seq 100); do echo "line $i"; done
 echo "kernel.cpp:7: error: no such register" >&2
 exit 3
 """
+NO_PROGRAM = "\x7fELF of another machine"
+
+
+@pytest.fixture(autouse=True)
+def _bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A wheel without libraries, on a CPU of two levels."""
+    monkeypatch.setattr(build, "_PACKAGED", tmp_path / "lib")
+    monkeypatch.setattr(native, "levels_here", lambda: (AMX, AVX2))
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str, version: int = 1) -> Path:
@@ -42,50 +54,107 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str, version:
 
 def test_it_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     log = install(monkeypatch, tmp_path, WORKING)
-    library = build_library()
+    library = find_library(AVX2)
     calls = log.read_text().splitlines()
-    assert len(calls) == len(list(build._SOURCES.glob("*.cpp"))) + 1
+    assert len(calls) == SOURCES + 1
     assert calls[-1].startswith("-shared ")
     assert library.parent == tmp_path / "cache" / "kernels"
-    assert build_library() == library
+    assert library.name.startswith("specinfer-avx2-")
+    assert build_library(AVX2) == find_library(AVX2) == library
     assert log.read_text().splitlines() == calls
     assert sorted(p.name for p in library.parent.iterdir()) == ["build.lock", library.name]
 
 
-def test_another_compiler_makes_another_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    files = set()
+def test_it_is_compiled_for_its_level_and_flags_of_ones_own_come_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = install(monkeypatch, tmp_path, WORKING)
+    build_library(AMX, extra=("-DSOME=1", "-O1"))
+    of_level = " ".join(AMX.flags)
+    for call in log.read_text().splitlines()[:-1]:
+        assert f" {of_level} -DSOME=1 -O1 -c " in call
+        assert call.index("-O3") < call.index("-O1")
+
+
+def test_another_compiler_level_or_flag_makes_another_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cache = tmp_path / "one cache"
+    files = []
     for version in (1, 2):
         install(monkeypatch, tmp_path / str(version), WORKING, version)
-        files.add(build_library(cache=tmp_path / "one cache"))
-    assert len(files) == 2
+        files.append(build_library(AVX2, cache=cache))
+    files.append(build_library(AMX, cache=cache))
+    files.append(build_library(AVX2, cache=cache, extra=("-DSOME",)))
+    assert len(set(files)) == 4
+    assert sorted(cache.glob("*.so")) == sorted(files)
 
 
-def test_a_failed_build_shows_the_compilers_last_words_and_the_twins_run(
+def test_a_packaged_library_is_taken_and_no_compiler_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = install(monkeypatch, tmp_path, WORKING)
+    packaged = tmp_path / "lib" / "avx2.so"
+    packaged.parent.mkdir()
+    packaged.touch()
+    assert find_library(AVX2) == packaged
+    assert log.read_text() == ""
+    assert find_library(AMX) != packaged, "a level that the wheel lacks is compiled"
+    assert log.read_text() != ""
+
+
+def test_a_failed_build_shows_the_compilers_last_words(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     install(monkeypatch, tmp_path, FAILING)
+    with pytest.raises(KernelBuildError) as failed:
+        build_library(AVX2)
+    first, *words = str(failed.value).splitlines()
+    assert first == f"{tmp_path / 'c++'} failed (3):"
+    assert words[-2:] == ["line 100", "kernel.cpp:7: error: no such register"]
+    assert len(words) < 20
+    kept = [path.name for path in (tmp_path / "cache" / "kernels").iterdir()]
+    assert kept == ["build.lock"], "nothing is left that could be loaded"
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (FAILING, "failed (3):"),
+        (WORKING, "cannot be loaded ("),  # the empty file is no library
+        (NO_PROGRAM, "Exec format error"),
+    ],
+    ids=["the compiler fails", "its files are no libraries", "it cannot be run"],
+)
+def test_where_nothing_can_be_built_the_twins_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, reason: str
+) -> None:
+    install(monkeypatch, tmp_path, script)
     chosen, lacking = choose_kernels("auto", torch.device("cpu"))
     assert chosen == TORCH
     assert lacking is not None
-    first, *words = lacking.splitlines()
-    assert first == f"{tmp_path / 'c++'} failed (3):"
-    assert words[-1] == "kernel.cpp:7: error: no such register"
-    assert len(words) < 20
-    assert not list((tmp_path / "cache" / "kernels").glob("*.so")), "and nothing is left that could be loaded"
+    assert reason in lacking
+    with pytest.raises(KernelBuildError):
+        choose_kernels("native", torch.device("cpu"))
 
 
-def test_a_library_that_cannot_be_loaded_is_no_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_that_cannot_be_loaded_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     install(monkeypatch, tmp_path, WORKING)
-    with pytest.raises(KernelBuildError, match=r"cannot be loaded \(.*\); delete it, or set SPECINFER_CACHE"):
-        load_library()  # the empty file is no library
+    with pytest.raises(
+        KernelBuildError,
+        match=r"specinfer-\S+\.so cannot be loaded \(.*\); delete it, or set SPECINFER_CACHE",
+    ):
+        choose_kernels("native", torch.device("cpu"))
 
 
 def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install(monkeypatch, tmp_path, WORKING)
     taken = tmp_path / "file"
     taken.touch()
-    with pytest.raises(KernelBuildError, match=f"cannot be kept in {taken}"):
-        build_library(cache=taken)
+    with pytest.raises(KernelBuildError, match=f"native kernels cannot be kept in {taken}: "):
+        build_library(AVX2, cache=taken)
 
 
 def test_waiting_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -104,11 +173,12 @@ def test_waiting_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
     install(monkeypatch, tmp_path, WORKING)
     shown = Shown()
-    build_library(shown)
-    total = len(list(build._SOURCES.glob("*.cpp"))) + 1
+    find_library(AVX2, shown)
     expected: Sequence[object] = [
-        (total, "building native kernels (once per machine)", "files"),
-        *[1] * total,
+        (SOURCES + 1, "building native kernels (once per machine)", "files"),
+        *[1] * (SOURCES + 1),
         "end",
     ]
     assert shown.steps == expected
+    find_library(AVX2, shown)
+    assert shown.steps == expected, "what is there already is not waited for"

@@ -2,55 +2,95 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 import torch
 
 from specinfer.attention.native import NativeAttention
-from specinfer.config import EngineConfig
+from specinfer.config import EngineConfig, KernelChoice
 from specinfer.errors import ConfigError, KernelBuildError
-from specinfer.kernels.choice import TORCH, choose_kernels
+from specinfer.kernels import build
+from specinfer.kernels.choice import TORCH, choose_kernels, native_kernels
+from specinfer.kernels.levels import VARIABLE, levels_here
 from specinfer.kernels.ops import NativeOps
+from specinfer.kernels.quantized import NativeProducts
+from specinfer.kernels.sampling import NativeScan
 from tests.kernels import kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No compiler, no wheel's libraries, nothing in the cache."""
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_PACKAGED", tmp_path / "lib")
+
+
+@pytest.fixture
+def any_cpu() -> None:
+    if not levels_here():
+        pytest.skip("this CPU has no native kernels")
 
 
 def test_native_kernels_run_on_a_cpu() -> None:
     native = kernels("native")
-    assert isinstance(native.ops, NativeOps)
-    assert isinstance(native.attention, NativeAttention)
     chosen, lacking = choose_kernels("auto", CPU)
-    assert isinstance(chosen.ops, NativeOps)
     assert lacking is None
+    for found in (native, chosen):
+        assert isinstance(found.ops, NativeOps)
+        assert isinstance(found.attention, NativeAttention)
+        assert isinstance(found.scan, NativeScan)
+        assert isinstance(found.products, NativeProducts)
+    assert chosen.library is native.library, "one library, with one pool of threads, for all engines"
 
 
-@pytest.mark.usefixtures("no_compiler")
-def test_without_a_compiler_the_twins_run_and_the_reason_is_told() -> None:
-    chosen, lacking = choose_kernels("auto", CPU)
+def test_the_kernels_of_a_library_name_it() -> None:
+    library = kernels("native").library
+    assert library is not None
+    assert library.level in levels_here()
+    assert native_kernels(library).library is library
+    assert TORCH.library is None
+
+
+@pytest.mark.usefixtures("no_libraries", "any_cpu")
+def test_without_a_compiler_the_twins_run_and_the_reason_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        chosen, lacking = choose_kernels("auto", CPU)
     assert chosen == TORCH
-    assert lacking == "no C++ compiler: no-such-compiler not found; install one or set CXX"
+    assert lacking == (
+        "no C++ compiler: no-such-compiler not found; install one, or set CXX, or install a wheel that "
+        "brings the kernels"
+    )
+    assert not caplog.messages, "and not told again for each level"
 
 
-@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.usefixtures("no_libraries", "any_cpu")
 def test_native_kernels_that_are_asked_for_must_be_there() -> None:
-    with pytest.raises(KernelBuildError, match="no C\\+\\+ compiler"):
+    with pytest.raises(KernelBuildError, match=r"no C\+\+ compiler: no-such-compiler not found"):
         choose_kernels("native", CPU)
 
 
-@pytest.mark.usefixtures("no_compiler")
-def test_nothing_is_built_where_it_is_not_wanted() -> None:
+@pytest.mark.usefixtures("no_libraries")
+def test_nothing_is_built_where_it_is_not_wanted(tmp_path: Path) -> None:
     assert choose_kernels("torch", CPU) == (TORCH, None)
     assert choose_kernels("auto", CUDA) == (TORCH, None)
     with pytest.raises(ConfigError, match="kernels is 'native' on device cuda; allowed there: auto, torch"):
         choose_kernels("native", CUDA)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("wanted", ["auto", "native"])
+def test_a_cpu_that_cannot_be_is_refused_whatever_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, wanted: KernelChoice
+) -> None:
+    monkeypatch.setenv(VARIABLE, "avx10")
+    with pytest.raises(ConfigError, match="SPECINFER_CPU is 'avx10'; allowed here: "):
+        choose_kernels(wanted, CPU)
+    assert choose_kernels("torch", CPU) == (TORCH, None)
 
 
 def test_other_names_are_refused() -> None:

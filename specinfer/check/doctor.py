@@ -1,0 +1,276 @@
+"""What a machine runs the kernels with, and how fast: the facts that a report of a bug needs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy
+import psutil
+import torch
+
+from specinfer.attention.native import NativeAttention
+from specinfer.config import EngineConfig, Quantization
+from specinfer.engine.build import load_models
+from specinfer.errors import ConfigError
+from specinfer.hub import resolve
+from specinfer.kernels.build import packaged_library
+from specinfer.kernels.levels import LEVELS, VARIABLE, Level, levels_here
+from specinfer.kernels.library import Library
+from specinfer.kernels.machine import (
+    allowed_cpus,
+    architecture,
+    cgroup_cpus,
+    cpu_features,
+    cpu_name,
+    thread_count,
+    usable_cores,
+)
+from specinfer.kernels.native import Refused, find_best
+from specinfer.models.decoder import LanguageModel
+from specinfer.models.weights import estimate_bytes
+from specinfer.progress import Progress
+from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.kv_cache import KvCache
+from specinfer.runtime.runner import ModelRunner
+from specinfer.version import VERSION
+
+TEXT: Final = 200  # tokens of text behind which a pass is timed
+STREAMED: Final = 1 << 28  # bytes of one measurement of the bandwidth
+STREAMS: Final = 3  # measurements of it
+PASSES: Final = 9  # of which the median is told
+BLOCK: Final = 16  # cache positions
+VARIABLES: Final = (VARIABLE, "OMP_NUM_THREADS", "CXX")  # they decide which kernels run, on how many threads
+
+Standing = Literal["used", "not needed", "refused", "not wanted", "not on this CPU"]
+
+
+@dataclass(frozen=True, slots=True)
+class LevelFact:
+    """A kernel level of this architecture, and what became of it."""
+
+    name: str
+    words: str  # what it multiplies with
+    standing: Standing
+    reason: str | None  # None where the standing says it all
+
+
+@dataclass(frozen=True, slots=True)
+class FoundKernels:
+    """The library that is used, if any, and what runs: nothing where SPECINFER_CPU names what cannot be."""
+
+    library: Library | None
+    refused: tuple[Refused, ...]  # better levels
+    fault: str | None  # why there is no library
+    runs: Literal["native", "torch", "nothing"]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """This machine, and how specinfer uses it."""
+
+    versions: dict[str, str]
+    system: str
+    cpu: str
+    architecture: str
+    kernels: Literal["native", "torch", "nothing"]  # torch: the twins
+    kernels_fault: str | None  # why they are not native
+    library: str | None
+    library_from: Literal["wheel", "cache"] | None  # cache: compiled on this machine
+    levels: tuple[LevelFact, ...]  # the best first
+    variables: dict[str, str]  # of VARIABLES, those that are set
+    threads: int
+    usable_cores: int  # physical, of those allowed, and within the quota
+    physical_cores: int | None  # of the machine; None where the system does not say
+    allowed_cpus: int  # logical, by the process's affinity
+    cgroup_cpus: float | None  # the quota; None: no limit
+    memory_bytes_per_second: float | None  # when streamed; None: the twins have nothing to measure it with
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """What a pass over one node costs behind some text, against reading its bytes."""
+
+    model: str
+    quantization: Quantization
+    dtype: str
+    attention: Literal["native", "torch"]
+    text: int  # tokens
+    milliseconds: float
+    bytes: int  # that must be read
+    times_floor: float | None  # as long as streaming them takes; None where that is not known
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+class Bandwidth:
+    """Bytes per second at which memory streams; measured right beside everything held against it.
+
+    On a shared machine it may be twice as much a second later.
+    """
+
+    def __init__(self, library: Library, size: int = STREAMED) -> None:
+        """Measure with the threads that `library` has, over `size` bytes."""
+        self._stream: Callable[[int, int], float] = library.stream
+        # Written, as pages that nobody wrote are one page that stays in the cache.
+        self._memory = numpy.ones(size + 64, dtype=numpy.uint8)
+        self._address = self._memory.ctypes.data + -self._memory.ctypes.data % 64
+        self._size = size
+
+    def measure(self) -> float:
+        """What it is now."""
+        return self._stream(self._address, self._size)
+
+    def usual(self) -> float:
+        """The median of some measurements."""
+        return statistics.median(self.measure() for _ in range(STREAMS))
+
+    def beside(self, call: Callable[[], object], size: float, repeats: int) -> tuple[float, float]:
+        """Milliseconds of a call, and how many times as long as streaming `size` bytes that is: medians."""
+        milliseconds, times = [], []
+        before = self.measure()
+        for _ in range(repeats):
+            taken, after = seconds(call), self.measure()
+            milliseconds.append(1e3 * taken)
+            times.append(taken / (size / before + size / after) * 2)
+            before = after
+        return statistics.median(milliseconds), statistics.median(times)
+
+
+def find_kernels(progress: Progress | None = None) -> FoundKernels:
+    """The kernels this machine gets, compiled now where need be, with the threads they get.
+
+    Raises nothing: that there are none is a finding.
+    """
+    try:
+        library, refused = find_best(progress)
+    except ConfigError as error:  # SPECINFER_CPU names what cannot be; no model is loaded then
+        return FoundKernels(None, (), str(error), "nothing")
+    if library is not None:
+        library.set_threads(thread_count())
+        return FoundKernels(library, tuple(refused), None, "native")
+    fault = refused[0].reason if refused else "this CPU has none of the levels there are kernels for"
+    return FoundKernels(None, tuple(refused), fault, "torch")
+
+
+def machine_facts(found: FoundKernels, bandwidth: Bandwidth | None) -> MachineFacts:
+    """Everything about this machine; measures `bandwidth`, if there is one."""
+    library = found.library
+    packaged = library is not None and library.path == packaged_library(library.level)
+    return MachineFacts(
+        versions={
+            "specinfer": VERSION,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "numpy": numpy.__version__,
+        },
+        system=platform.platform(),
+        cpu=cpu_name(),
+        architecture=architecture(),
+        kernels=found.runs,
+        kernels_fault=found.fault,
+        library=None if library is None else str(library.path),
+        library_from=None if library is None else "wheel" if packaged else "cache",
+        levels=tuple(level_facts(None if library is None else library.level, found.refused)),
+        variables={name: os.environ[name] for name in VARIABLES if os.environ.get(name)},
+        threads=thread_count(),
+        usable_cores=usable_cores(),
+        physical_cores=psutil.cpu_count(logical=False),
+        allowed_cpus=len(allowed_cpus()),
+        cgroup_cpus=cgroup_cpus(),
+        memory_bytes_per_second=None if bandwidth is None else bandwidth.usual(),
+    )
+
+
+def level_facts(used: Level | None, refused: Sequence[Refused]) -> list[LevelFact]:
+    """What became of each level of this architecture, the best first."""
+    reasons = {fault.level: fault.reason for fault in refused}
+    wanted: tuple[Level, ...] = ()
+    unwanted = f"{VARIABLE} is {os.environ.get(VARIABLE)!r}"
+    try:
+        wanted = levels_here()
+    except ConfigError:
+        unwanted += ", which is no level this CPU has"
+
+    def fact(level: Level) -> tuple[Standing, str | None]:
+        if missing := level.needs - cpu_features():
+            return "not on this CPU", f"it lacks {', '.join(sorted(missing))}"
+        if level in reasons:
+            return "refused", reasons[level]
+        if level == used:
+            return "used", None
+        return ("not needed", None) if level in wanted else ("not wanted", unwanted)
+
+    here = [level for level in reversed(LEVELS) if level.architecture == architecture()]
+    return [LevelFact(level.name, level.words, *fact(level)) for level in here]
+
+
+def pass_cost(
+    config: EngineConfig, bandwidth: Bandwidth | None, progress: Progress | None = None
+) -> PassCost:
+    """Load the config's target, and time a pass over one node; raises as `load_models`."""
+    target = load_models(config, progress).target
+    text = min(TEXT, target.config.max_context - 1)
+    size = pass_bytes(resolve(config.model).path, target, config.quantization, text)
+    call = tree_pass(target, text, 1)
+    call()
+    times = None
+    if bandwidth is None:
+        milliseconds = 1e3 * statistics.median(seconds(call) for _ in range(PASSES))
+    else:
+        milliseconds, times = bandwidth.beside(call, size, PASSES)
+    return PassCost(
+        model=config.model,
+        quantization=config.quantization,
+        dtype=str(target.dtype).removeprefix("torch."),
+        attention="native" if isinstance(target.kernels.attention, NativeAttention) else "torch",
+        text=text,
+        milliseconds=milliseconds,
+        bytes=size,
+        times_floor=times,
+    )
+
+
+def pass_bytes(path: Path, model: LanguageModel, quantization: Quantization, text: int) -> int:
+    """The bytes that one pass behind `text` tokens must read: the model's matrices, and their K and V.
+
+    Not the embeddings, of which it takes a few rows. `path` is where the model's files lie.
+    """
+    config = model.config
+    size = estimate_bytes(path, model.dtype, model.kernels, quantization)
+    # Without native or quantized products, tied embeddings are the output layer themselves, and there once.
+    if quantization != "none" or model.kernels.library is not None or not config.tie_embeddings:
+        size -= config.vocab_size * config.embedding_size * model.dtype.itemsize
+    return size + text * KvCache.bytes_per_slot(
+        config.num_layers, config.num_kv_heads, config.head_dim, model.dtype
+    )
+
+
+def tree_pass(model: LanguageModel, text: int, nodes: int) -> Callable[[], object]:
+    """A pass over a binary tree of nodes, the logits of all wanted, behind `text` tokens in the cache."""
+    blocks = -(-(text + nodes) // BLOCK)
+    runner = ModelRunner(model, num_blocks=blocks, block_size=BLOCK)
+    table, vocab = list(range(blocks)), model.config.vocab_size
+    runner.forward([chain_rows([token % vocab for token in range(text)], 0, table, logits=True)])
+    parents = [-1, *((node - 1) // 2 for node in range(1, nodes))]
+    rows = Rows([(node + 1) % vocab for node in range(nodes)], text, table, logits_from=0, parents=parents)
+    return lambda: runner.forward([rows])
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """How long a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

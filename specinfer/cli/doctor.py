@@ -1,0 +1,132 @@
+"""`specinfer doctor`: what to paste into a report of a bug, or of a slow run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specinfer.check.doctor import MachineFacts, PassCost
+
+
+@click.command()
+@click.option("--model", "-m", "models", multiple=True, metavar="NAME", help="Time a pass of it; repeatable.")
+@click.option(
+    "--quantization", "quantizations", multiple=True, help="none, int8 or int4, of models; repeatable."
+)
+@click.option("--json", "json_output", is_flag=True, help="Print one JSON object instead of the text.")
+def doctor(models: tuple[str, ...], quantizations: tuple[str, ...], json_output: bool) -> None:
+    """Print what to paste into a bug report: versions, CPU, kernels and why these, threads, memory's speed.
+
+    With --model also what a pass of it costs on the CPU, against reading its bytes. Kernels that were never
+    compiled here are compiled now.
+    """
+    if quantizations and not models:
+        raise ConfigError("--quantization is for models, and none is named; add --model NAME")
+    from specinfer.config import EngineConfig
+
+    configs = [
+        EngineConfig.from_options(model, {"device": "cpu", "quantization": quantization})
+        for model in models
+        for quantization in quantizations or ("none",)
+    ]
+    from specinfer.hub import resolve
+    from specinfer.progress import ProgressBar
+
+    progress = ProgressBar()
+    for model in models:  # a slip is answered before anything is compiled or measured
+        resolve(model, progress=progress)
+    from specinfer.bench.provenance import commit
+    from specinfer.check.doctor import Bandwidth, find_kernels, machine_facts, pass_cost
+
+    found = find_kernels(progress)
+    bandwidth = None if found.library is None else Bandwidth(found.library)
+    facts, sha = machine_facts(found, bandwidth), commit()
+    if not json_output:
+        click.echo("\n".join([*_machine_lines(facts, sha), *_level_lines(facts)]))
+    passes: list[dict[str, Any]] = []
+    for number, config in enumerate(configs):
+        cost = pass_cost(config, bandwidth, progress)
+        passes.append(cost.to_json())
+        if not json_output:
+            click.echo(("" if number else "\n") + _pass_line(cost))
+    if json_output:
+        click.echo(json.dumps({"commit": sha, **facts.to_json(), "passes": passes}))
+
+
+def _machine_lines(facts: MachineFacts, commit: str | None) -> list[str]:
+    versions = [f"{name} {version}" for name, version in facts.versions.items()]
+    versions[0] += f" (commit {commit})" if commit else ""
+    quota = "no cgroup quota" if facts.cgroup_cpus is None else f"a cgroup quota of {facts.cgroup_cpus:g}"
+    rows = [
+        ("versions", ", ".join(versions)),
+        ("system", facts.system),
+        ("CPU", f"{facts.cpu} ({facts.architecture})"),
+        ("kernels", _kernels(facts)),
+        ("variables", ", ".join(f"{k}={v}" for k, v in facts.variables.items()) or "none that matter"),
+        (
+            "threads",
+            f"{facts.threads}; usable cores: {facts.usable_cores}, of {facts.physical_cores or 'unknown'} "
+            f"physical ones, {facts.allowed_cpus} logical CPUs allowed, {quota}",
+        ),
+        (
+            "memory",
+            "not measured without native kernels"
+            if facts.memory_bytes_per_second is None
+            else f"streams at {facts.memory_bytes_per_second / 1e9:.1f} GB/s",
+        ),
+    ]
+    return _aligned(rows)
+
+
+def _kernels(facts: MachineFacts) -> str:
+    if facts.kernels == "nothing":
+        return f"none: {facts.kernels_fault}"
+    if facts.kernels == "torch":
+        return f"PyTorch's, slowly: {facts.kernels_fault}"
+    used = next(level for level in facts.levels if level.standing == "used")
+    where = "from the wheel" if facts.library_from == "wheel" else "compiled into the cache"
+    return f"native, {used.words}, {where}: {_short(facts.library or '')}"
+
+
+def _level_lines(facts: MachineFacts) -> list[str]:
+    if not facts.levels:
+        return ["", f"there are no native kernels for {facts.architecture}"]
+    rows = [
+        (level.name, level.words, level.standing + (f": {level.reason}" if level.reason else ""))
+        for level in facts.levels
+    ]
+    return ["", f"levels of {facts.architecture} there are kernels for:", *_aligned(rows)]
+
+
+def _pass_line(cost: PassCost) -> str:
+    weights = cost.dtype if cost.quantization == "none" else f"{cost.quantization}, {cost.dtype}"
+    floor = "" if cost.times_floor is None else f", {cost.times_floor:.2f} times the floor of its bytes"
+    attention = "" if cost.attention == "native" else ", with PyTorch's attention"
+    return (
+        f"{Path(cost.model).name} ({weights}): {cost.milliseconds:.2f} ms a pass behind {cost.text} tokens "
+        f"({cost.bytes / 1e6:.1f} MB{floor}){attention}"
+    )
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Columns of text; the last one may have several lines, and is never folded: it is to be pasted."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    margin = sum(widths) + 2 * len(widths)
+    lines = []
+    for *first, last in rows:
+        cells = [cell.ljust(width) for cell, width in zip(first, widths, strict=True)]
+        lines.append("  ".join([*cells, last.replace("\n", "\n" + " " * margin)]))
+    return lines
+
+
+def _short(path: str) -> str:
+    """A path without the user's name in it, where it lies below the home folder."""
+    home = str(Path.home())
+    return "~" + path.removeprefix(home) if path.startswith(home + "/") else path

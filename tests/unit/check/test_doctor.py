@@ -1,0 +1,227 @@
+"""What a doctor finds: kernel levels and what became of each, memory's speed, the cost of a pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specinfer.check import doctor
+from specinfer.check.doctor import (
+    Bandwidth,
+    LevelFact,
+    find_kernels,
+    level_facts,
+    machine_facts,
+    pass_bytes,
+    pass_cost,
+    tree_pass,
+)
+from specinfer.config import EngineConfig, Quantization
+from specinfer.kernels import levels
+from specinfer.kernels.levels import LEVELS, VARIABLE
+from specinfer.kernels.native import Refused
+from specinfer.kernels.quantized import int8_bytes
+from specinfer.models.weights import load_config, load_model
+from tests.tiny_models import write_tiny_llama
+
+LEVEL = {level.name: level for level in LEVELS}
+X86 = ["amx", "avx512bf16", "avx512", "avxvnni", "avx2"]
+V3 = "avx2 fma f16c bmi1 bmi2 movbe abm "
+V4 = V3 + "avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni "
+ALL = V4 + "avx_vnni avx512_bf16 amx_tile amx_int8 amx_bf16"
+
+
+class Streaming:
+    """A library whose memory streams at these speeds, one after the other, and that knows what was asked."""
+
+    def __init__(self, *speeds: float) -> None:
+        self.speeds = list(speeds)
+        self.asked: list[tuple[int, int]] = []
+
+    def stream(self, address: int, size: int) -> float:
+        self.asked.append((address, size))
+        return self.speeds.pop(0)
+
+
+# ---- levels ----
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, architecture: str, features: str, wanted: str = "") -> None:
+    """Be another machine."""
+    for module in (levels, doctor):
+        monkeypatch.setattr(module, "architecture", lambda: architecture)
+        monkeypatch.setattr(module, "cpu_features", lambda: frozenset(features.split()))
+    monkeypatch.setenv(VARIABLE, wanted)
+
+
+def standings(used: str | None, refused: Sequence[str] = ()) -> dict[str, str]:
+    found = level_facts(
+        LEVEL[used] if used else None, [Refused(LEVEL[name], "it crashed") for name in refused]
+    )
+    return {fact.name: fact.standing for fact in found}
+
+
+@pytest.mark.parametrize(
+    ("features", "wanted", "used", "refused", "expected"),
+    [
+        (ALL, "", "amx", [], "used, not needed, not needed, not needed, not needed"),
+        (ALL, "", "avx512bf16", ["amx"], "refused, used, not needed, not needed, not needed"),
+        (V4, "", "avx512", [], "not on this CPU, not on this CPU, used, not on this CPU, not needed"),
+        (V3, "", "avx2", [], "not on this CPU, not on this CPU, not on this CPU, not on this CPU, used"),
+        (ALL, "avx512", "avx512", [], "not wanted, not wanted, used, not needed, not needed"),
+        (ALL, "", None, X86, "refused, refused, refused, refused, refused"),
+        (V3, "amx", None, [], ", ".join(["not on this CPU"] * 4 + ["not wanted"])),
+        ("sse2", "", None, [], ", ".join(["not on this CPU"] * 5)),
+    ],
+)
+def test_what_became_of_each_level(
+    monkeypatch: pytest.MonkeyPatch,
+    features: str,
+    wanted: str,
+    used: str | None,
+    refused: list[str],
+    expected: str,
+) -> None:
+    pretend(monkeypatch, "x86-64", features, wanted)
+    assert standings(used, refused) == dict(zip(X86, expected.split(", "), strict=True))
+
+
+def test_each_level_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "x86-64", V4 + "avx512_bf16 amx_tile", "avx512")
+    assert level_facts(LEVEL["avx2"], [Refused(LEVEL["avx512"], "it crashed")]) == [
+        LevelFact("amx", "AMX tiles", "not on this CPU", "it lacks amx_bf16, amx_int8"),
+        LevelFact("avx512bf16", "AVX-512 with VNNI and bfloat16", "not wanted", "SPECINFER_CPU is 'avx512'"),
+        LevelFact("avx512", "AVX-512 with VNNI", "refused", "it crashed"),
+        LevelFact("avxvnni", "AVX2 with VNNI", "not on this CPU", "it lacks avx_vnni"),
+        LevelFact("avx2", "AVX2", "used", None),
+    ]
+    pretend(monkeypatch, "x86-64", V3, "avx9")
+    assert level_facts(None, [])[-1].reason == "SPECINFER_CPU is 'avx9', which is no level this CPU has"
+
+
+def test_levels_are_those_of_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "aarch64", "asimd asimddp")
+    assert standings("dotprod") == {"i8mm": "not on this CPU", "dotprod": "used", "neon": "not needed"}
+    pretend(monkeypatch, "riscv64", "")
+    assert standings(None) == {}
+
+
+# ---- kernels ----
+
+
+def test_kernels_that_cannot_be_built_are_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, "x86-64", V3)
+    monkeypatch.setattr("specinfer.kernels.build._PACKAGED", tmp_path)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = find_kernels()
+    assert (found.library, found.runs) == (None, "torch")
+    facts = machine_facts(found, None)
+    json.dumps(facts.to_json())
+    assert facts.kernels_fault is not None
+    assert facts.kernels_fault.startswith("no C++ compiler: no-such-compiler not found")
+    assert facts.levels[-1] == LevelFact("avx2", "AVX2", "refused", facts.kernels_fault)
+    assert facts.variables == {"OMP_NUM_THREADS": "1", "CXX": "no-such-compiler"}
+    assert (facts.library, facts.library_from, facts.memory_bytes_per_second) == (None, None, None)
+    assert (facts.threads, facts.allowed_cpus >= facts.usable_cores >= 1) == (1, True)
+    assert set(facts.versions) == {"specinfer", "python", "torch", "numpy"}
+
+
+def test_a_cpu_without_any_level_and_a_wrong_wish_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "x86-64", "sse2")
+    assert find_kernels().fault == "this CPU has none of the levels there are kernels for"
+    pretend(monkeypatch, "x86-64", V3, "amx")
+    found = find_kernels()
+    assert found.runs == "nothing"
+    assert found.fault is not None
+    assert found.fault.startswith("SPECINFER_CPU is 'amx', which this CPU lacks; allowed here: avx2")
+
+
+@pytest.mark.parametrize(("folder", "origin"), [("lib", "wheel"), ("cache", "cache")])
+def test_where_the_library_came_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str, origin: str
+) -> None:
+    pretend(monkeypatch, "x86-64", V3)
+    monkeypatch.setattr(doctor, "packaged_library", lambda level: tmp_path / "lib" / f"{level.name}.so")
+    threads: list[int] = []
+    library: Any = SimpleNamespace(
+        path=tmp_path / folder / "avx2.so", level=LEVEL["avx2"], set_threads=threads.append
+    )
+    monkeypatch.setattr(doctor, "find_best", lambda progress: (library, []))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    facts = machine_facts(find_kernels(), None)
+    assert (facts.kernels, facts.library_from, facts.kernels_fault) == ("native", origin, None)
+    assert facts.library == str(tmp_path / folder / "avx2.so")
+    assert threads == [1], "the bandwidth is that of the threads that are used"
+
+
+# ---- speeds ----
+
+
+def test_the_usual_bandwidth_is_the_median_of_three_over_memory_that_is_written() -> None:
+    library: Any = Streaming(1e9, 9e9, 2e9)
+    bandwidth = Bandwidth(library, size=1 << 16)
+    assert bandwidth.usual() == 2e9
+    ((address, size),) = set(library.asked)
+    assert (address % 64, size) == (0, 1 << 16)
+
+
+def test_a_call_is_held_against_the_bandwidth_right_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([0.004, 0.001, 0.002])
+    monkeypatch.setattr(doctor, "seconds", lambda call: next(taken))
+    library: Any = Streaming(1e9, 1e9, 1e9, 0.5e9)
+    milliseconds, times = Bandwidth(library, size=64).beside(lambda: None, 1e6, 3)
+    assert milliseconds == pytest.approx(2.0)
+    assert times == pytest.approx(4 / 3)  # of 4, 1, and 2 ms where 1 MB streams in 1 or 2 ms: 2 / 1.5
+
+
+HEAD = 64 * 32  # elements of the embeddings, and of the output layer
+MATRICES = [(32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48)]  # of the one layer
+NORMS = 3 * 32
+KV = 7 * 2 * 2 * 8 * 4  # of 7 tokens, in float32
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_the_output_layer_is_read_once_and_the_embeddings_are_not(
+    tmp_path: Path, tied: bool, native: bool, quantization: Quantization
+) -> None:
+    folder = write_tiny_llama(tmp_path / "m", num_layers=1, tie_embeddings=tied)
+    model: Any = SimpleNamespace(
+        config=load_config(folder),
+        dtype=torch.float32,
+        kernels=SimpleNamespace(library=object() if native else None),
+    )
+    plain = 4 * (NORMS + HEAD + sum(out * inner for out, inner in MATRICES))
+    int8 = 4 * NORMS + int8_bytes(64, 32) + sum(int8_bytes(*shape) for shape in MATRICES)
+    assert pass_bytes(folder, model, quantization, 7) == (plain if quantization == "none" else int8) + KV
+
+
+def test_a_tree_pass_gives_the_logits_of_all_nodes_every_time(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "m")
+    model = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+    call: Any = tree_pass(model, 40, 5)
+    first = call()
+    assert first.shape == (5, 64)
+    assert torch.equal(call(), first)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_pass_is_timed_behind_the_text_a_model_can_have(tmp_path: Path, kernels: str) -> None:
+    folder = write_tiny_llama(tmp_path / "m", tokenizer=True, max_context=100)
+    config = EngineConfig.from_options(str(folder), {"device": "cpu", "dtype": "float32", "kernels": kernels})
+    alone = pass_cost(config, None)
+    assert (alone.text, alone.quantization, alone.dtype, alone.times_floor) == (99, "none", "float32", None)
+    assert alone.milliseconds > 0
+    library: Any = Streaming(*[1e9] * (doctor.PASSES + 1))
+    held = pass_cost(config, Bandwidth(library, size=64))
+    assert held.times_floor == pytest.approx(1e-3 * held.milliseconds / (held.bytes / 1e9))
+    json.dumps(held.to_json())

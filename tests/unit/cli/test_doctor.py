@@ -1,0 +1,125 @@
+"""`specinfer doctor` from options to what is pasted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from specinfer.check import doctor as facts
+from specinfer.cli.doctor import doctor
+from specinfer.errors import ConfigError, ModelNotFoundError
+from specinfer.kernels.levels import VARIABLE
+from specinfer.version import VERSION
+from tests.kernels import kernels
+from tests.tiny_models import write_tiny_llama
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less memory to stream, and no wishes of the user who runs the tests."""
+    init = facts.Bandwidth.__init__
+    monkeypatch.setattr(facts.Bandwidth, "__init__", lambda self, library: init(self, library, 1 << 20))
+    for name in facts.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("specinfer.kernels.build._PACKAGED", tmp_path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny", tokenizer=True))
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(doctor, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def found(*arguments: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(run("--json", *arguments))
+    return values
+
+
+def test_the_text_says_what_runs_and_how_fast(model: str) -> None:
+    kernels("native")  # or skip
+    lines = run("--model", model, "--quantization", "none", "--quantization", "int8").splitlines()
+    said = {line.split()[0]: line for line in lines if line}
+    assert f"specinfer {VERSION}" in said["versions"]
+    assert "torch " in said["versions"]
+    assert "native, " in said["kernels"]
+    assert "usable cores: " in said["threads"]
+    assert said["variables"].endswith("none that matter")
+    assert said["memory"].endswith(" GB/s")
+    assert sum(line.endswith("  used") for line in lines) == 1
+    assert lines[-2].startswith("tiny (bfloat16): ")
+    assert lines[-1].startswith("tiny (int8, bfloat16): ")
+    assert " ms a pass behind 200 tokens (" in lines[-1]
+    assert lines[-1].endswith(" times the floor of its bytes)")
+
+
+def test_the_json_has_the_same_facts(model: str) -> None:
+    kernels("native")
+    values = found("--model", model)
+    assert (values["kernels"], values["kernels_fault"]) == ("native", None)
+    assert Path(values["library"]).is_file()
+    (used,) = [level["name"] for level in values["levels"] if level["standing"] == "used"]
+    assert used in Path(values["library"]).name
+    assert values["memory_bytes_per_second"] > 1e6
+    (cost,) = values["passes"]
+    assert (cost["model"], cost["quantization"], cost["text"]) == (model, "none", 200)
+    assert cost["times_floor"] > 0
+
+
+def test_without_a_compiler_it_says_so_and_times_the_twins(no_compiler: None, model: str) -> None:
+    said = run()
+    assert "PyTorch's, slowly: no C++ compiler: no-such-compiler not found" in said
+    assert "CXX=no-such-compiler" in said
+    assert "refused: no C++ compiler" in said
+    assert "not measured without native kernels" in said
+    values = found("--model", model)
+    assert values["kernels"] == "torch"
+    assert values["passes"][0]["milliseconds"] > 0
+    assert (values["passes"][0]["times_floor"], values["passes"][0]["attention"]) == (None, "torch")
+
+
+def test_a_compilers_last_words_stay_in_their_column(
+    no_compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failing = tmp_path / "c++"
+    failing.write_text('#!/bin/sh\ncase "$*" in *--version*) exit;; esac\necho first\necho second\nexit 3\n')
+    failing.chmod(0o755)
+    monkeypatch.setenv("CXX", str(failing))
+    lines = run().splitlines()
+    assert f"kernels    PyTorch's, slowly: {failing} failed (3):" in lines
+    assert lines.count("           first") == 1
+    assert lines.count("           second") == 1
+
+
+def test_a_wish_that_cannot_be_is_told_and_stops_models(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    monkeypatch.setenv(VARIABLE, "avx9")
+    assert "kernels    none: SPECINFER_CPU is 'avx9'; allowed here: " in run()
+    assert found()["kernels"] == "nothing"
+    with pytest.raises(ConfigError, match="SPECINFER_CPU is 'avx9'"):
+        run("--model", model)
+
+
+def test_slips_are_answered_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, model: str, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(facts, "find_kernels", lambda progress: pytest.fail("this would have taken time"))
+    with pytest.raises(ModelNotFoundError, match="there is no file or folder"):
+        run("--model", model, "--model", str(tmp_path / "nothing.gguf"))
+    with pytest.raises(ConfigError, match="quantization is 'int3'; allowed: none, int8, int4"):
+        run("--model", model, "--quantization", "int3")
+    with pytest.raises(ConfigError, match="--quantization is for models, and none is named; add --model"):
+        run("--quantization", "int8")

@@ -1,0 +1,150 @@
+"""Kinds of CPU: which libraries one can run, the best first, and what SPECINFER_CPU may ask for."""
+
+from __future__ import annotations
+
+import pytest
+
+from specinfer.errors import ConfigError, KernelBuildError
+from specinfer.kernels import levels, native
+from specinfer.kernels.levels import LEVELS, VARIABLE, levels_here
+from specinfer.kernels.native import load_library
+
+V3 = "sse4_2 avx avx2 fma f16c bmi1 bmi2 movbe abm"
+V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
+AMX = "amx_tile amx_int8 amx_bf16"
+
+CPUS = {  # architecture, features, levels
+    "Nehalem": ("x86-64", "sse4_2 popcnt", []),
+    "Sandy Bridge": ("x86-64", "sse4_2 popcnt avx", []),
+    "Haswell": ("x86-64", V3, ["avx2"]),
+    "Alder Lake": ("x86-64", f"{V3} avx_vnni", ["avxvnni", "avx2"]),
+    "Skylake-X, without VNNI": ("x86-64", V4, ["avx2"]),
+    "Ice Lake": ("x86-64", f"{V4} avx512_vnni", ["avx512", "avx2"]),
+    "Zen 4": ("x86-64", f"{V4} avx512_vnni avx512_bf16", ["avx512bf16", "avx512", "avx2"]),
+    "Zen 5": (
+        "x86-64",
+        f"{V4} avx512_vnni avx512_bf16 avx_vnni",
+        ["avx512bf16", "avx512", "avxvnni", "avx2"],
+    ),
+    "Sapphire Rapids": (
+        "x86-64",
+        f"{V4} avx512_vnni avx512_bf16 avx_vnni {AMX}",
+        ["amx", "avx512bf16", "avx512", "avxvnni", "avx2"],
+    ),
+    "half of AMX hidden by a hypervisor": (
+        "x86-64",
+        f"{V4} avx512_vnni avx512_bf16 amx_tile amx_int8",
+        ["avx512bf16", "avx512", "avx2"],
+    ),
+    "AVX-512 hidden by a hypervisor": ("x86-64", f"{V3} avx512_vnni avx512_bf16 {AMX}", ["avx2"]),
+    "Cortex-A72": ("aarch64", "fp asimd", ["neon"]),
+    "Graviton 2": ("aarch64", "fp asimd asimddp", ["dotprod", "neon"]),
+    "Graviton 3": ("aarch64", "fp asimd asimddp i8mm bf16 sve", ["i8mm", "dotprod", "neon"]),
+    "Apple M1": ("aarch64", "asimd asimddp", ["dotprod", "neon"]),
+    "ARM without floats": ("aarch64", "", []),
+    "POWER10": ("ppc64le", "altivec", []),
+}
+# Of an architecture, the lesser level first.
+STEPS = [
+    ("avx2", "avxvnni"),
+    ("avx2", "avx512"),
+    ("avx512", "avx512bf16"),
+    ("avx512bf16", "amx"),
+    ("neon", "dotprod"),
+    ("dotprod", "i8mm"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def run_on(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
+    architecture, features, _ = CPUS[cpu]
+    monkeypatch.setattr(levels, "cpu_features", lambda: frozenset(features.split()))
+    for module in (levels, native):
+        monkeypatch.setattr(module, "architecture", lambda: architecture)
+        monkeypatch.setattr(module, "cpu_name", lambda: cpu)
+
+
+def names() -> list[str]:
+    return [level.name for level in levels_here()]
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_a_cpu_has_the_levels_it_can_run(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
+    run_on(monkeypatch, cpu)
+    assert names() == CPUS[cpu][2]
+
+
+def test_a_better_level_needs_what_the_lesser_one_needs_and_more() -> None:
+    known = {level.name: level for level in LEVELS}
+    for lesser, better in STEPS:
+        assert known[lesser].architecture == known[better].architecture
+        assert known[lesser].needs < known[better].needs, f"{better} after {lesser}"
+        assert LEVELS.index(known[lesser]) < LEVELS.index(known[better])
+
+
+def test_names_tell_levels_apart() -> None:
+    assert len({level.name for level in LEVELS}) == len(LEVELS)
+    assert len({level.flags for level in LEVELS}) == len(LEVELS)
+    assert len({level.words for level in LEVELS}) == len(LEVELS)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "wanted", "found"),
+    [
+        ("Sapphire Rapids", "", ["amx", "avx512bf16", "avx512", "avxvnni", "avx2"]),
+        ("Sapphire Rapids", "amx", ["amx", "avx512bf16", "avx512", "avxvnni", "avx2"]),
+        ("Sapphire Rapids", "avx512", ["avx512", "avxvnni", "avx2"]),
+        ("Sapphire Rapids", "avx2", ["avx2"]),
+        ("Graviton 3", "neon", ["neon"]),
+    ],
+)
+def test_a_lesser_level_can_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, cpu: str, wanted: str, found: list[str]
+) -> None:
+    run_on(monkeypatch, cpu)
+    monkeypatch.setenv(VARIABLE, wanted)
+    assert names() == found
+
+
+@pytest.mark.parametrize(
+    ("cpu", "wanted", "message"),
+    [
+        ("Alder Lake", "avx10", "SPECINFER_CPU is 'avx10'; allowed here: avxvnni, avx2 (Alder Lake)"),
+        ("Alder Lake", "AVX2", "SPECINFER_CPU is 'AVX2'; allowed here: avxvnni, avx2 (Alder Lake)"),
+        ("Haswell", "amx", "SPECINFER_CPU is 'amx', which this CPU lacks; allowed here: avx2 (Haswell)"),
+        ("Haswell", "neon", "SPECINFER_CPU is 'neon', which this CPU lacks; allowed here: avx2 (Haswell)"),
+        (
+            "Nehalem",
+            "avx2",
+            "SPECINFER_CPU is 'avx2', which this CPU lacks; allowed here: nothing (Nehalem)",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    monkeypatch: pytest.MonkeyPatch, cpu: str, wanted: str, message: str
+) -> None:
+    run_on(monkeypatch, cpu)
+    monkeypatch.setenv(VARIABLE, wanted)
+    for ask in (levels_here, load_library):
+        with pytest.raises(ConfigError) as refused:
+            ask()
+        assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("cpu", "architecture"),
+    [("Nehalem", "x86-64"), ("ARM without floats", "aarch64"), ("POWER10", "ppc64le")],
+)
+def test_an_old_cpu_has_no_native_kernels_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, cpu: str, architecture: str
+) -> None:
+    run_on(monkeypatch, cpu)
+    with pytest.raises(KernelBuildError) as refused:
+        load_library()
+    assert str(refused.value) == (
+        f"there are no native kernels for this CPU ({architecture}, {cpu}); they need AVX2 or NEON"
+    )

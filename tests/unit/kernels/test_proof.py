@@ -1,0 +1,361 @@
+"""Kernels prove themselves: whatever is wrong with a library costs a line in the log and the next level."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from specinfer.errors import KernelBuildError
+from specinfer.kernels import native, proof
+from specinfer.kernels.levels import LEVELS, VARIABLE, Level
+from specinfer.kernels.library import Library
+from specinfer.kernels.native import find_best, load_library
+from specinfer.kernels.proof import faults, other_faults, prove
+from tests.kernels import kernels
+
+# What a library offers, all of it empty but for what a fake is about.
+FAKE: Final = """
+#include <cstdint>
+#include <cstdlib>
+#if defined(__x86_64__)
+#define ILLEGAL asm volatile("ud2")
+#else
+#define ILLEGAL asm volatile(".inst 0")
+#endif
+struct Product { int32_t kind; const void *weight, *scales, *zeros, *bias; int64_t channels, inner; };
+extern "C" {
+int32_t specinfer_ready() { %(ready)s; return 1; }
+void specinfer_multiply(const Product* product, int32_t type, const void* x, int64_t rows, char* out) {
+  %(multiply)s;
+}
+void specinfer_lay_out() {}
+void specinfer_set_threads() {}
+int32_t specinfer_threads() { return 1; }
+void specinfer_want_huge_pages() {}
+void specinfer_add_rms_norm() {}
+void specinfer_gate() {}
+void specinfer_embed() {}
+void specinfer_rope_and_store() {}
+void specinfer_tree_attention() {}
+void specinfer_layers() {}
+void specinfer_most_likely() {}
+void specinfer_mass() {}
+void specinfer_racers() {}
+void specinfer_stream() {}
+void specinfer_profile() {}
+}
+"""
+WAIT: Final = "for (volatile int forever = 1; forever;) {}"
+ZEROS: Final = "for (int64_t i = 0; i < rows * product->channels * (type == 0 ? 4 : 2); ++i) out[i] = 0"
+FAKES: Final = {  # what it does, and why it is refused
+    "an instruction the CPU lacks": ({"multiply": "ILLEGAL"}, "trying it ended with SIGILL"),
+    "a wrong address": ({"multiply": "*(volatile char*)8 = 1"}, "trying it ended with SIGSEGV"),
+    "a wrong result": ({"multiply": ZEROS}, r"float32 33 x 96: results are off by \d+(\.\d+)?"),
+    "a system that says no": (
+        {"ready": "return 0"},
+        "the system does not let this process use the CPU's matrix unit",
+    ),
+    "no end": ({"multiply": WAIT}, r"it could not be tried: .* timed out after 1 seconds"),
+    "a crash at the first question": ({"ready": "ILLEGAL"}, "trying it ended with SIGILL"),
+    "an end of its own": ({"ready": "_Exit(7)"}, "trying it ended with status 7"),
+}
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def real() -> Library:
+    library = kernels("native").library
+    assert library is not None
+    return library
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, real: Library) -> Path:
+    """A cache that knows the real library."""
+    folder = tmp_path_factory.mktemp("cache")
+    assert prove(real.path, real.level, folder / "kernels") is None
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fakes")
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that run from now on."""
+    commands: list[list[str]] = []
+    run: Run = subprocess.run
+
+    def counted(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", counted)
+    return commands
+
+
+def compiled(folder: Path, fake: str) -> Path:
+    library = folder / f"{list(FAKES).index(fake)}.so"
+    if not library.exists():
+        names = [name for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name]
+        compiler = next(filter(None, map(shutil.which, names)), None)
+        if compiler is None:
+            pytest.skip("no C++ compiler")
+        source = library.with_suffix(".cpp")
+        source.write_text(FAKE % {"ready": "", "multiply": "", **FAKES[fake][0]})
+        subprocess.run([compiler, "-shared", "-fPIC", "-w", str(source), "-o", str(library)], check=True)
+    return library
+
+
+def better_than(level: Level) -> Level:
+    """Another level, as if this CPU had it."""
+    return next(other for other in reversed(LEVELS) if other != level)
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, folder: Path, libraries: dict[Level, Path]) -> None:
+    """Let this machine have these levels, the best first, and these libraries; its cache is `folder`."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("SPECINFER_CACHE", str(folder))
+    monkeypatch.setattr(native, "levels_here", lambda: tuple(libraries))
+    monkeypatch.setattr(native, "find_library", lambda level, progress=None: libraries[level])
+
+
+# ---- what is remembered ----
+
+
+def test_an_honest_library_passes_and_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, real: Library
+) -> None:
+    assert prove(real.path, real.level, tmp_path / "new") is None
+
+    def no_child(*args: Any, **options: Any) -> None:
+        raise AssertionError("it was tried a second time")
+
+    monkeypatch.setattr(subprocess, "run", no_child)
+    assert prove(real.path, real.level, tmp_path / "new") is None
+    (file,) = (tmp_path / "new").iterdir()
+    assert file.name.startswith(f"proof-{real.level.name}-")
+    assert json.loads(file.read_text())["fault"] is None
+
+
+@pytest.mark.parametrize("what", ["another CPU", "other features", "another library", "a damaged memory"])
+def test_what_is_another_machine_or_library_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, real: Library, children: list[list[str]], what: str
+) -> None:
+    monkeypatch.setattr(proof, "_try_in_child", lambda *_: (children.append(["tried"]), True))
+    prove(real.path, real.level, tmp_path)
+    library = real.path
+    if what == "another CPU":
+        monkeypatch.setattr(proof, "cpu_name", lambda: "Z80")
+    elif what == "other features":
+        monkeypatch.setattr(proof, "cpu_features", lambda: frozenset({"sse2"}))
+    elif what == "another library":
+        library = tmp_path / "other.so"
+        library.write_bytes(real.path.read_bytes() + b"\0")
+    else:
+        (file,) = tmp_path.iterdir()
+        file.write_text(file.read_text()[:40])
+    prove(library, real.level, tmp_path)
+    prove(library, real.level, tmp_path)
+    assert len(children) == 2
+
+
+def test_a_library_that_lies_elsewhere_is_the_same(
+    tmp_path: Path, folder: Path, real: Library, children: list[list[str]]
+) -> None:
+    elsewhere = tmp_path / "lib.so"
+    elsewhere.write_bytes(real.path.read_bytes())
+    assert prove(elsewhere, real.level, folder / "kernels") is None
+    assert not children
+
+
+def test_a_fault_is_remembered(tmp_path: Path, fakes: Path, real: Library, children: list[list[str]]) -> None:
+    library = compiled(fakes, "an instruction the CPU lacks")
+    children.clear()
+    assert prove(library, real.level, tmp_path / "cache") == "trying it ended with SIGILL"
+    (file,) = (tmp_path / "cache").iterdir()
+    again = prove(library, real.level, tmp_path / "cache")
+    assert again == f"trying it ended with SIGILL (found before; see {file})"
+    assert len(children) == 1
+
+
+@pytest.mark.parametrize("fake", ["a system that says no", "no end", "an end of its own"])
+def test_what_may_be_otherwise_the_next_time_is_not_remembered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fakes: Path, real: Library, fake: str
+) -> None:
+    monkeypatch.setattr(proof, "_TIMEOUT", 1)
+    assert prove(compiled(fakes, fake), real.level, tmp_path / "cache") is not None
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_cache_that_cannot_be_written_costs_the_memory_alone(
+    tmp_path: Path, real: Library, children: list[list[str]]
+) -> None:
+    taken = tmp_path / "file"
+    taken.touch()
+    for tries in (1, 2):
+        assert prove(real.path, real.level, taken / "kernels") is None
+        assert len(children) == tries
+
+
+# ---- what a fault costs ----
+
+
+def is_told(message: str, level: Level, reason: str) -> bool:
+    """Whether a line of the log says that a level is not used, and why."""
+    start = f"native kernels for {level.words} are not used: "
+    again = r"( \(found before; see .*\))?"
+    return message.startswith(start) and re.fullmatch(reason + again, message[len(start) :]) is not None
+
+
+@pytest.mark.parametrize("fake", FAKES)
+def test_a_fault_costs_a_line_and_the_next_lesser_level_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    folder: Path,
+    fakes: Path,
+    real: Library,
+    fake: str,
+) -> None:
+    if fake == "no end":
+        monkeypatch.setattr(proof, "_TIMEOUT", 1)
+    better = better_than(real.level)
+    offer(monkeypatch, folder, {better: compiled(fakes, fake), real.level: real.path})
+    with caplog.at_level(logging.WARNING):
+        library = load_library()
+    assert (library.path, library.level) == (real.path, real.level)
+    (line,) = caplog.messages
+    assert is_told(line, better, FAKES[fake][1]), line
+
+
+def test_a_file_that_is_no_library_or_is_gone_costs_a_line_too(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    folder: Path,
+    real: Library,
+) -> None:
+    first, second = [level for level in LEVELS if level != real.level][:2]
+    text, gone = tmp_path / "text.so", tmp_path / "gone.so"
+    text.write_text("no library")
+    offer(monkeypatch, folder, {first: text, second: gone, real.level: real.path})
+    with caplog.at_level(logging.WARNING):
+        assert load_library().path == real.path
+    of_text, of_gone = caplog.messages
+    assert is_told(of_text, first, f"{text} cannot be loaded .*; delete it, or set SPECINFER_CACHE to .*")
+    assert is_told(of_gone, second, f".*No such file or directory: '{gone}'")
+
+
+def test_what_the_system_forbids_this_process_alone_costs_a_line_too(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    folder: Path,
+    fakes: Path,
+    real: Library,
+) -> None:
+    """The child was allowed, or what was remembered is of another container."""
+    better = better_than(real.level)
+    offer(monkeypatch, folder, {better: compiled(fakes, "a system that says no"), real.level: real.path})
+    monkeypatch.setattr(native, "prove", lambda path, level: None)
+    with caplog.at_level(logging.WARNING):
+        assert load_library().path == real.path
+    (line,) = caplog.messages
+    assert is_told(line, better, "the system does not let this process use the CPU's matrix unit")
+
+
+def test_find_best_tells_the_refused_levels_from_the_best_on(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, fakes: Path, real: Library
+) -> None:
+    first, second, unused = [level for level in LEVELS if level != real.level][:3]
+    crash = compiled(fakes, "an instruction the CPU lacks")
+    wrong = compiled(fakes, "a wrong result")
+    offer(monkeypatch, folder, {first: crash, second: wrong, real.level: real.path, unused: crash})
+    library, refused = find_best()
+    assert library is not None
+    assert library.level == real.level
+    assert [one.level for one in refused] == [first, second]
+    assert refused[0].reason.startswith("trying it ended with SIGILL")
+    assert refused[1].reason.startswith("float32 33 x 96: results are off by")
+
+
+def test_where_every_level_has_a_fault_the_last_is_raised_and_the_others_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, fakes: Path
+) -> None:
+    first, second = LEVELS[:2]
+    offer(
+        monkeypatch,
+        tmp_path,
+        {first: compiled(fakes, "a wrong address"), second: compiled(fakes, "an end of its own")},
+    )
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(KernelBuildError, match=r"^trying it ended with status 7$"),
+    ):
+        load_library()
+    (line,) = caplog.messages
+    assert is_told(line, first, "trying it ended with SIGSEGV")
+
+
+# ---- what a fault is ----
+
+
+def disturbed(library: Library, rows: int | None = None) -> Library:
+    """The library, but with another bit in the first result: of so many rows, or whenever it multiplies."""
+    other = copy.copy(library)
+
+    def multiply(args: object, kind: int, x: int, count: int, out: int) -> None:
+        library.multiply(args, kind, x, count, out)
+        if rows in (None, count):
+            ctypes.c_uint8.from_address(out).value ^= 1
+
+    other.multiply = multiply
+    return other
+
+
+def test_the_real_library_has_no_fault(real: Library) -> None:
+    assert list(faults(real)) == []
+    assert list(other_faults(real)) == []
+
+
+def test_what_is_not_a_product_is_tried_as_well(real: Library) -> None:
+    other = copy.copy(real)
+    other.tree_attention = lambda *args: ctypes.memset(args[-1], 0xFF, 4)
+    other.most_likely = lambda *args: None
+    other.mass = lambda *args: 0.0
+    found = list(other_faults(other))
+    assert [fault.split(" is")[0] for fault in found[:2]] == [
+        "attention of float32 gives what",
+        "attention of bfloat16 gives what",
+    ]
+    assert found[-1].startswith("the mass of a row is not 0")
+
+
+def test_a_row_that_depends_on_the_others_is_named(real: Library) -> None:
+    assert list(faults(disturbed(real, rows=17))) == [
+        f"{kind} {shape}: 17 rows are not what they are among 80"
+        for shape in ("33 x 96", "80 x 800")
+        for kind in ("float32", "bfloat16", "int8", "int4")
+    ]
+
+
+def test_a_single_wrong_bit_of_exact_products_is_named(real: Library) -> None:
+    """Products of floats may round as they like."""
+    assert list(faults(disturbed(real))) == [
+        "int8 33 x 96: 1 of 2640 results differ",
+        "int4 33 x 96: 1 of 2640 results differ",
+        "int8 80 x 800: 1 of 6400 results differ",
+        "int4 80 x 800: 1 of 6400 results differ",
+    ]

@@ -1,0 +1,173 @@
+"""Products on the matrix unit's tiles, built over plain C++ of the same meaning: they run on any machine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer.errors import KernelBuildError
+from specinfer.kernels.build import build_library, find_library
+from specinfer.kernels.choice import native_kernels
+from specinfer.kernels.levels import LEVELS, Level, levels_here
+from specinfer.kernels.library import Library
+from specinfer.kernels.proof import faults
+from specinfer.kernels.quantized import Product, Products, TorchProducts
+from specinfer.models.quantization import quantize_int4, quantize_int8
+
+pytestmark = pytest.mark.slow  # a library is compiled
+
+AMX: Final = next(level for level in LEVELS if level.name == "amx")
+PLAIN: Final = ("-DSPECINFER_PLAIN_TILES", "-O1")  # compiles the soonest
+CHANNELS: Final = (1, 16, 33, 49)  # less than a block, one, two and a tail, three and a tail
+INNER: Final = (1, 33, 64, 80, 1100)
+SHAPES: Final = tuple(itertools.product(CHANNELS, INNER))
+ROWS: Final = (0, 1, 15, 16, 17, 33, 64, 65, 130)  # up to nine tiles, of one height each time
+EACH_SHAPE: Final = pytest.mark.parametrize(("channels", "inner"), SHAPES)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """The library with plain tiles, for the best level here without AMX; compiled once a session."""
+    level = next((level for level in levels_here() if level != AMX), None)
+    if level is None:
+        pytest.skip("there are no native kernels for this CPU")
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    try:
+        path = build_library(level, cache=shared / "plain tiles", extra=PLAIN)
+    except KernelBuildError as error:
+        pytest.skip(f"nothing can be compiled: {error}")
+    return ready(path, level)
+
+
+@pytest.fixture(scope="module")
+def amx() -> Library:
+    """The library that runs where there is a matrix unit."""
+    if AMX not in levels_here():
+        pytest.skip("this CPU has no AMX")
+    try:
+        return ready(find_library(AMX), AMX)
+    except KernelBuildError as error:
+        pytest.skip(f"nothing can be compiled: {error}")
+
+
+def ready(path: Path, level: Level) -> Library:
+    library = Library(path, level)
+    if not library.ready():
+        pytest.skip("the system does not let this process use the CPU's matrix unit")
+    library.set_threads(2)
+    return library
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def activations(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
+    """Rows of very different sizes, with a large value in the first and nothing in the second."""
+    x = random(rows, inner, seed=1) * torch.logspace(-3, 3, max(rows, 1))[:rows, None]
+    x[:1, inner // 2] *= 100
+    x[1:2] = 0
+    return x.to(dtype)
+
+
+def product(products: Products, kind: str, weight: Tensor, bias: Tensor | None) -> Product:
+    channels, inner = weight.shape
+    if kind == "int8":
+        return products.int8(quantize_int8([weight]), bias, inner)
+    if kind == "int4":
+        return products.int4(quantize_int4([weight]), bias, inner, channels)
+    return products.floats(weight.to(getattr(torch, kind)), bias)
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of bfloat16, with one NaN for all: which one comes out is not said."""
+    return x.view(torch.int16).masked_fill(x.isnan(), -1)
+
+
+def test_plain_tiles_have_no_fault(plain: Library) -> None:
+    assert list(faults(plain)) == []
+
+
+@EACH_SHAPE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_integers_on_tiles_have_the_bits_of_the_twins(
+    plain: Library, kind: str, dtype: torch.dtype, channels: int, inner: int
+) -> None:
+    weight = random(channels, inner, seed=0)
+    bias = random(channels, seed=2) if inner != 64 else None
+    ours = product(native_kernels(plain).products, kind, weight, bias)
+    twin = product(TorchProducts(), kind, weight, bias)
+    for rows in ROWS:
+        x = activations(rows, inner, dtype)
+        got = ours(x)
+        assert got.dtype is dtype
+        assert torch.equal(got, twin(x)), f"{rows} rows"
+
+
+@EACH_SHAPE
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+def test_a_row_does_not_depend_on_the_rows_beside_it(
+    plain: Library, kind: str, channels: int, inner: int
+) -> None:
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    run = product(native_kernels(plain).products, kind, random(channels, inner, seed=0), None)
+    x = activations(max(ROWS), inner, dtype)
+    whole = run(x)
+    for rows in ROWS:
+        assert torch.equal(run(x[:rows]), whole[:rows]), f"the first {rows}"
+        assert torch.equal(run(x[len(x) - rows :]), whole[len(x) - rows :]), f"the last {rows}"
+
+
+# ---- what AMX does, to the last bit ----
+
+
+def same_bits(amx: Library, plain: Library, weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
+    ours, other = (native_kernels(library).products.floats(weight, bias)(x) for library in (amx, plain))
+    return torch.equal(bits(ours), bits(other))
+
+
+@EACH_SHAPE
+def test_bfloat16_on_plain_tiles_has_the_bits_of_amx(
+    amx: Library, plain: Library, channels: int, inner: int
+) -> None:
+    weight = random(channels, inner, seed=0, dtype=torch.bfloat16)
+    for rows, bias in itertools.product(ROWS, (None, random(channels, seed=2))):
+        assert same_bits(amx, plain, weight, bias, activations(rows, inner, torch.bfloat16)), f"{rows} rows"
+
+
+@pytest.mark.parametrize("exponent", [-20, -60, -63, -66, -100])
+def test_small_numbers_have_the_bits_of_amx(amx: Library, plain: Library, exponent: int) -> None:
+    """Weights, rows, products and sums that are not normal: AMX takes each for zero."""
+    weight = (random(49, 80, seed=0) * 2.0**exponent).bfloat16()
+    x = (random(33, 80, seed=1) * 2.0 ** (-126 - exponent + torch.arange(33) % 7)[:, None]).bfloat16()
+    weight[3, 5::7], x[2, ::3] = 2.0**-130, -(2.0**-128)
+    weight[4], x[5] = 2.0**-133, 2.0**-133
+    assert same_bits(amx, plain, weight, None, x)
+
+
+def test_all_bit_patterns_have_the_bits_of_amx(amx: Library, plain: Library) -> None:
+    """Every bfloat16 there is, infinities and NaNs too, times numbers of all sizes."""
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).view(1024, 64)
+    weight = random(16, 64, seed=0) * torch.logspace(-38, 38, 16)[:, None]
+    shuffled = every.flatten()[torch.randperm(2**16, generator=torch.Generator().manual_seed(3))]
+    for x in (every, shuffled.view(1024, 64), shuffled.view(-1, 1)):
+        assert same_bits(amx, plain, weight[:, : x.shape[1]].bfloat16().contiguous(), None, x)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_has_the_bits_of_amx(amx: Library, plain: Library, value: float) -> None:
+    weight, x = random(33, 80, seed=0, dtype=torch.bfloat16), random(17, 80, seed=1, dtype=torch.bfloat16)
+    weight[4, 7], x[3, 9], x[5, 7], weight[20, 9] = value, value, 0.0, 0.0
+    assert same_bits(amx, plain, weight, None, x)
+    got = native_kernels(plain).products.floats(weight, None)(x)
+    finite = torch.ones(17, 33, dtype=torch.bool)
+    finite[:, 4] = finite[3] = False
+    assert torch.equal(got.isfinite(), finite)
