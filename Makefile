@@ -22,11 +22,11 @@ DEV := $(VENV)/.installed-dev
 # keeps the one it waits for from running. On a quiet machine spinning is quicker, so the rest spins (docs/log.md).
 test test-fast: export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help demo test test-fast lint format peers-env pin clean distclean
+.PHONY: help demo test test-fast test-aarch64 lint format wheel peers-env pin clean distclean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 demo: $(RUN) ## install, fetch a small model, and show speculation at work
 	@$(BIN)/specinfer demo $(ARGS)
@@ -37,6 +37,9 @@ test: lint test-fast ## lint, types and the whole test suite: what CI runs
 test-fast: $(DEV) ## the tests that need no real model and no minutes, a process per core
 	$(BIN)/python -m pytest -m "not slow" --numprocesses logical $(ARGS)
 
+test-aarch64: $(DEV) ## its kernels, with Debian's g++-aarch64-linux-gnu and qemu-user where this machine is none
+	$(BIN)/python -m pytest tests/unit/kernels/test_native_proof.py -m slow -k aarch64 -rs $(ARGS)
+
 lint: $(DEV) ## ruff and mypy --strict
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -45,6 +48,10 @@ lint: $(DEV) ## ruff and mypy --strict
 format: $(DEV) ## let ruff format and sort
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
+
+wheel: $(MADE) ## a wheel in dist/ with kernels for every kind of CPU of this architecture: minutes
+	$(PIP) wheel --verbose --no-deps --wheel-dir dist --config-settings=--global-option=--quiet .
+	@ls -lh dist/specinfer-*.whl
 
 bench-%: $(DEV) ## benchmarks/%.py with ARGS="...", for example make bench-table2 ARGS=--help
 	$(BIN)/python benchmarks/$*.py $(ARGS)

@@ -1,0 +1,188 @@
+// Attention along paths, and what is done to heads before it.
+
+#pragma once
+
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "numbers.h"
+
+namespace proof {
+
+// The paths of some requests, as their rows name them.
+struct Requests {
+  std::vector<int32_t> slots, requests, shared, tail_ends{0}, tails, write_slots;
+
+  void begin(std::vector<int32_t> list) {
+    requests.insert(requests.end(), {static_cast<int32_t>(shared.size()), 0, static_cast<int32_t>(slots.size()),
+                                     static_cast<int32_t>(list.size())});
+    slots.insert(slots.end(), list.begin(), list.end());
+  }
+
+  void row(int32_t together, const std::vector<int32_t>& tail = {}) {
+    shared.push_back(together);
+    tails.insert(tails.end(), tail.begin(), tail.end());
+    tail_ends.push_back(static_cast<int32_t>(tails.size()));
+    write_slots.push_back(path(rows() - 1).back());
+    ++requests[requests.size() - 3];
+  }
+
+  int64_t rows() const { return static_cast<int64_t>(shared.size()); }
+
+  const int32_t* list(int64_t row) const {
+    size_t n = 0;
+    while (n + 4 < requests.size() && requests[n + 4] <= row) n += 4;
+    return slots.data() + requests[n + 2];
+  }
+
+  std::vector<int32_t> tail(int64_t row) const {
+    return {tails.begin() + tail_ends[row], tails.begin() + tail_ends[row + 1]};
+  }
+
+  // Slots.
+  std::vector<int32_t> path(int64_t row) const {
+    std::vector<int32_t> path(list(row), list(row) + shared[row]);
+    for (const int32_t entry : tail(row)) path.push_back(list(row)[entry]);
+    return path;
+  }
+
+  Paths paths() const {
+    return {slots.data(), requests.data(), shared.data(), tail_ends.data(), tails.data(), write_slots.data(),
+            static_cast<int64_t>(requests.size()) / 4, rows()};
+  }
+};
+
+constexpr int64_t kSlots = 400;
+
+// A prompt's last rows, a tree of nine nodes behind 130 positions, one of three behind 61, and a row alone.
+inline Requests some_requests(Chance& chance) {
+  std::vector<int32_t> slots(kSlots);
+  std::iota(slots.begin(), slots.end(), 0);
+  for (int64_t i = kSlots; i > 1; --i) std::swap(slots[i - 1], slots[chance.integer(0, static_cast<int>(i))]);
+  const auto take = [&](int64_t n) {
+    const std::vector<int32_t> some(slots.end() - n, slots.end());
+    slots.resize(slots.size() - n);
+    return some;
+  };
+  Requests all;
+  all.begin(take(75));
+  for (int i = 60; i <= 75; ++i) all.row(i);
+  all.begin(take(139));
+  all.row(131);
+  all.row(131, {131});
+  all.row(131, {132});
+  all.row(131, {131, 133});
+  all.row(131, {131, 134});
+  all.row(131, {132, 135});
+  all.row(131, {131, 133, 136});
+  all.row(131, {131, 133, 136, 137});
+  all.row(131, {131, 134, 138});
+  all.begin(take(64));
+  all.row(62);
+  all.row(62, {62});
+  all.row(62, {63});
+  all.begin(take(70));
+  all.row(70);
+  return all;
+}
+
+template <typename T>
+void prove_attention(const Library& library, int64_t head, int64_t window, Chance& chance) {
+  constexpr int64_t kHeads = 6, kKvHeads = 2;
+  const std::string name = std::string("attention of heads of ") + std::to_string(head) + " " + kName<T> +
+                           ", window " + std::to_string(window) + ": ";
+  const Requests all = some_requests(chance);
+  const Heads heads{kHeads, kKvHeads, head, 1 / std::sqrt(static_cast<float>(head)), 1e-5f, window, nullptr, nullptr};
+  const int64_t width = kHeads * head, stride = kKvHeads * head;
+  const auto q = chance.normals<T>(all.rows() * width, 2);
+  const auto k = chance.normals<T>(kSlots * stride), v = chance.normals<T>(kSlots * stride);
+  const auto attend = [&](const Requests& some, const T* queries) {
+    std::vector<T> out(some.rows() * width);
+    const Paths paths = some.paths();
+    library.tree_attention(kType<T>, &heads, &paths, queries, k.data(), v.data(), out.data());
+    return out;
+  };
+  const auto whole = attend(all, q.data());
+  std::vector<double> want;
+  for (int64_t r = 0; r < all.rows(); ++r) {
+    const auto path = all.path(r);
+    const size_t first = window > 0 && static_cast<int64_t>(path.size()) > window ? path.size() - window : 0;
+    for (int64_t h = 0; h < kHeads; ++h) {
+      std::vector<double> weights, sums(head);
+      double total = 0;
+      for (size_t i = first; i < path.size(); ++i) {
+        double score = 0;
+        for (int64_t e = 0; e < head; ++e) {
+          score += static_cast<double>(widen(q[(r * kHeads + h) * head + e])) *
+                   widen(k[path[i] * stride + h / (kHeads / kKvHeads) * head + e]);
+        }
+        weights.push_back(std::exp(score * heads.scale));
+        total += weights.back();
+      }
+      for (size_t i = first; i < path.size(); ++i) {
+        for (int64_t e = 0; e < head; ++e) {
+          sums[e] += weights[i - first] / total * widen(v[path[i] * stride + h / (kHeads / kKvHeads) * head + e]);
+        }
+      }
+      want.insert(want.end(), sums.begin(), sums.end());
+    }
+    // Alone, as a node of a tree and as text.
+    Requests node, text;
+    const int32_t entries = all.tail(r).empty() ? all.shared[r] : all.tail(r).back() + 1;
+    node.begin({all.list(r), all.list(r) + entries});
+    node.row(all.shared[r], all.tail(r));
+    text.begin(path);
+    text.row(static_cast<int32_t>(path.size()));
+    for (const Requests& alone : {node, text}) {
+      const auto row = attend(alone, q.data() + r * width);
+      check(same(row.data(), whole.data() + r * width, width),
+            name + "row " + std::to_string(r) + (&alone == &node ? "" : " alone") + " is not what it is among all");
+    }
+  }
+  check(near(whole, want), name + "results are off");
+}
+
+template <typename T>
+void prove_rope(const Library& library, int64_t head, bool normed, Chance& chance) {
+  constexpr int64_t kHeads = 4, kKvHeads = 2, width = kHeads + 2 * kKvHeads;
+  const std::string name = std::string("rope of heads of ") + std::to_string(head) + " " + kName<T> + ": ";
+  const Requests all = some_requests(chance);
+  const Paths paths = all.paths();
+  const int64_t rows = all.rows(), half = head / 2;
+  const auto qkv = chance.normals<T>(rows * width * head), weight = chance.normals<T>(head);
+  const void* const norm = normed ? weight.data() : nullptr;
+  const Heads heads{kHeads, kKvHeads, head, 1, 0.5f, 0, norm, norm};
+  std::vector<float> cos, sin;
+  for (int64_t i = 0; i < rows * half; ++i) {
+    const double angle = chance.uniform(0, 6);
+    cos.push_back(static_cast<float>(std::cos(angle)));
+    sin.push_back(static_cast<float>(std::sin(angle)));
+  }
+  std::vector<T> k(kSlots * kKvHeads * head), v(k.size()), q(rows * kHeads * head), got;
+  library.rope_and_store(kType<T>, &heads, &paths, qkv.data(), cos.data(), sin.data(), k.data(), v.data(), q.data());
+  std::vector<double> want;
+  bool copied = true;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t h = 0; h < width; ++h) {
+      const T* const x = qkv.data() + (r * width + h) * head;
+      const int64_t slot = all.write_slots[r] * kKvHeads * head;
+      if (h >= kHeads + kKvHeads) {
+        copied = copied && same(x, v.data() + slot + (h - kHeads - kKvHeads) * head, head);
+        continue;
+      }
+      const T* const to = h < kHeads ? q.data() + (r * kHeads + h) * head : k.data() + slot + (h - kHeads) * head;
+      got.insert(got.end(), to, to + head);
+      double squares = 0;
+      for (int64_t i = 0; i < head; ++i) squares += static_cast<double>(widen(x[i])) * widen(x[i]);
+      const double scale = 1 / std::sqrt(squares / head + heads.eps);
+      const auto at = [&](int64_t i) { return normed ? widen(x[i]) * scale * widen(weight[i]) : widen(x[i]); };
+      for (int64_t i = 0; i < half; ++i) want.push_back(at(i) * cos[r * half + i] - at(half + i) * sin[r * half + i]);
+      for (int64_t i = 0; i < half; ++i) want.push_back(at(half + i) * cos[r * half + i] + at(i) * sin[r * half + i]);
+    }
+  }
+  check(copied, name + "values differ");
+  check(near(got, want), name + "results are off");
+}
+
+}  // namespace proof

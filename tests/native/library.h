@@ -1,0 +1,59 @@
+// A library of native kernels, as kernels/cpu/library.cpp offers it.
+
+#pragma once
+
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <type_traits>
+
+#include "layer_ops.h"
+
+namespace proof {
+
+using namespace specinfer;
+
+struct Library {
+  int32_t (*ready)();
+  void (*set_threads)(int32_t);
+  void (*lay_out)(int32_t, const void*, int64_t, int64_t, void*);
+  void (*multiply)(const Product*, int32_t, const void*, int64_t, void*);
+  void (*add_rms_norm)(int32_t, void*, const void*, const void*, void*, const int64_t*, int64_t, int64_t, float);
+  void (*gate)(int32_t, int32_t, const void*, void*, int64_t, int64_t);
+  void (*embed)(int32_t, const void*, const int64_t*, float, void*, int64_t, int64_t);
+  void (*rope_and_store)(int32_t, const Heads*, const Paths*, const void*, const float*, const float*, void*, void*,
+                         void*);
+  void (*tree_attention)(int32_t, const Heads*, const Paths*, const void*, const void*, const void*, void*);
+  int64_t (*most_likely)(const float*, int64_t, int64_t, int64_t*);
+  double (*mass)(const float*, int64_t, double, double);
+  int64_t (*racers)(const float*, int64_t, const int64_t*, int64_t, double, double, uint64_t, int64_t*);
+
+  explicit Library(const char* path) {
+    void* const library = dlopen(path, RTLD_NOW);
+    if (library == nullptr) {
+      std::printf("%s\n", dlerror());
+      std::exit(1);
+    }
+    const auto find = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+      if (function != nullptr) return;
+      std::printf("%s has no %s\n", path, name);
+      std::exit(1);
+    };
+    find(ready, "specinfer_ready");
+    find(set_threads, "specinfer_set_threads");
+    find(lay_out, "specinfer_lay_out");
+    find(multiply, "specinfer_multiply");
+    find(add_rms_norm, "specinfer_add_rms_norm");
+    find(gate, "specinfer_gate");
+    find(embed, "specinfer_embed");
+    find(rope_and_store, "specinfer_rope_and_store");
+    find(tree_attention, "specinfer_tree_attention");
+    find(most_likely, "specinfer_most_likely");
+    find(mass, "specinfer_mass");
+    find(racers, "specinfer_racers");
+  }
+};
+
+}  // namespace proof

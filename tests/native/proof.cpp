@@ -1,0 +1,50 @@
+// What native kernels compute, held against plain loops: `proof LIBRARY` prints what is wrong, a line each.
+//
+// kernels/proof.py holds products against NumPy on the machine that is to use them. This is for where no Python
+// runs, as under an emulator, and looks at what lies between products as well. int8 and int4 products, sums and
+// copies must be right to the last bit, other floats nearly; and no row may depend on the rows beside it.
+// tests/unit/kernels/test_native_proof.py compiles and runs it.
+
+#include "attention.h"
+#include "logits.h"
+#include "products.h"
+#include "small_ops.h"
+
+namespace proof {
+
+template <typename T>
+void prove_rows(const Library& library, Chance& chance) {
+  for (const auto& [channels, inner] : kShapes) {
+    prove_product<T>(library, sizeof(T) == 4 ? Kind::kFloat32 : Kind::kBFloat16, channels, inner, chance);
+    prove_product<T>(library, Kind::kInt8, channels, inner, chance);
+    prove_product<T>(library, Kind::kInt4, channels, inner, chance);
+  }
+  prove_norms<T>(library, chance);
+  prove_gates<T>(library, chance);
+  prove_embeddings<T>(library, chance);
+  for (const int64_t head : {40, 64}) {
+    prove_attention<T>(library, head, 0, chance);
+    prove_attention<T>(library, head, 50, chance);
+    prove_rope<T>(library, head, head == 40, chance);
+  }
+}
+
+}  // namespace proof
+
+int main(int count, char** arguments) {
+  if (count != 2) {
+    std::printf("usage: proof LIBRARY\n");
+    return 2;
+  }
+  const proof::Library library(arguments[1]);
+  if (library.ready() == 0) {
+    std::printf("the system does not let this process use the CPU's matrix unit\n");
+    return 1;
+  }
+  library.set_threads(2);
+  proof::Chance chance;
+  proof::prove_rows<float>(library, chance);
+  proof::prove_rows<specinfer::BFloat16>(library, chance);
+  proof::prove_reads(library, chance);
+  return proof::faults == 0 ? 0 : 1;
+}

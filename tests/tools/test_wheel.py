@@ -1,0 +1,192 @@
+"""What `pip wheel .` makes, and that it is used as it comes: no compiler, no repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from specinfer.errors import KernelBuildError
+from specinfer.kernels.build import find_compiler
+from specinfer.kernels.levels import LEVELS
+from specinfer.kernels.machine import architecture
+from specinfer.kernels.native import find_best
+
+pytestmark = pytest.mark.slow  # pip builds and installs; a library is compiled
+
+REPOSITORY: Final = Path(__file__).parents[2]
+HERE: Final = [level.name for level in LEVELS if level.architecture == architecture()]
+# A compiler that makes empty files, and does not know how to make the best of them.
+OLD: Final = f"""#!/bin/sh
+case " $* " in *" {next(level for level in LEVELS if level.name == HERE[-1]).flags[-1]} "*)
+  echo "c++: error: unrecognized option"; echo "compilation terminated"; exit 1;; esac
+while [ "$1" != -o ]; do shift; done
+: > "$2"
+"""
+# In the environment of the wheel.
+USE: Final = """
+import json
+from pathlib import Path
+
+import torch
+
+import specinfer
+from specinfer.kernels.choice import choose_kernels
+from specinfer.kernels.quantized import TorchProducts
+from specinfer.models.quantization import quantize_int8
+
+kernels, _ = choose_kernels("native", torch.device("cpu"))
+weight, x = torch.randn(80, 800), torch.randn(17, 800)
+quantized = quantize_int8([weight])
+got, want = (products.int8(quantized, None, 800)(x) for products in (kernels.products, TorchProducts()))
+print(json.dumps({
+    "package": str(Path(specinfer.__file__).parent),
+    "library": str(kernels.library.path),
+    "level": kernels.library.level.name,
+    "equal": torch.equal(got, want),
+}))
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """The repository's files that a wheel is made of, in a folder of their own."""
+    folder = tmp_path / "sources"
+    shutil.copytree(
+        REPOSITORY / "specinfer", folder / "specinfer", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder)
+    return folder
+
+
+def environment(**changed: str | None) -> dict[str, str]:
+    """This process's, changed; None takes a variable away."""
+    bare = {"CXX", "SPECINFER_CPU", "SPECINFER_WHEEL_LEVELS", "PYTHONPATH"} - set(changed)
+    kept: Mapping[str, str | None] = {**{k: v for k, v in os.environ.items() if k not in bare}, **changed}
+    return {name: value for name, value in kept.items() if value is not None}
+
+
+def pip(*arguments: str, **changed: str | None) -> str:
+    """What pip says."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(
+        command,
+        env=environment(**changed),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def build(sources: Path, **changed: str | None) -> tuple[Path, list[str]]:
+    """The wheel, and what was said of the kernels."""
+    options = ("--no-deps", "--no-build-isolation", "--wheel-dir", str(sources / "dist"))
+    said = pip("wheel", "--verbose", *options, str(sources), **changed)
+    [wheel] = (sources / "dist").iterdir()
+    return wheel, [line.strip() for line in said.splitlines() if "native kernels" in line]
+
+
+def libraries(wheel: Path) -> list[str]:
+    return sorted(
+        Path(name).stem
+        for name in zipfile.ZipFile(wheel).namelist()
+        if name.startswith("specinfer/kernels/lib/")
+    )
+
+
+def test_without_a_compiler_it_is_a_pure_wheel(sources: Path, tmp_path: Path) -> None:
+    wheel, said = build(sources, PATH=str(tmp_path))
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert libraries(wheel) == []
+    assert said == ["native kernels: none: there is no C++ compiler here; they will be compiled on first use"]
+
+
+def test_a_level_that_the_compiler_is_too_old_for_is_left_out(sources: Path, tmp_path: Path) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(OLD)
+    compiler.chmod(0o755)
+    (sources / "build" / "lib" / "specinfer").mkdir(parents=True)
+    (sources / "build" / "lib" / "specinfer" / "of_yesterday.py").touch()
+    wheel, said = build(sources, CXX=str(compiler))
+    assert "-py3-none-" in wheel.name
+    assert not wheel.name.endswith("-any.whl")
+    assert libraries(wheel) == sorted(HERE[:-1])
+    assert len(said) == len(HERE)
+    assert [line for line in said if HERE[-1] in line] == [said[-1]]
+    assert said[-1].endswith("is left out: c++: error: unrecognized option")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "specinfer/kernels/cpu/library.cpp" in names, "for levels that are left out, and other machines"
+    assert "specinfer/of_yesterday.py" not in names
+
+
+def test_an_editable_install_compiles_nothing(sources: Path, tmp_path: Path) -> None:
+    options = ("--no-deps", "--no-build-isolation", "--target", str(tmp_path / "site"))
+    said = pip("install", "--verbose", *options, "--editable", str(sources), CXX="/no/such/compiler")
+    assert "native kernels" not in said
+    assert not list(sources.rglob("*.so"))
+
+
+def test_it_compiles_where_nothing_is_installed() -> None:
+    """setup.py imports it in an environment that has setuptools alone."""
+    code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); import specinfer.kernels.build"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
+
+
+def test_its_kernels_run_where_there_is_no_compiler(sources: Path, tmp_path: Path) -> None:
+    try:
+        find_compiler()
+    except KernelBuildError as error:
+        pytest.skip(f"the wheel cannot be built with kernels: {error}")
+    best, refused = find_best()
+    assert best is not None, refused
+    level = best.level.name
+    wheel, said = build(sources, SPECINFER_WHEEL_LEVELS=level)
+    assert libraries(wheel) == [level]
+    assert len(said) == 1
+
+    venv, elsewhere, cache = tmp_path / "venv", tmp_path / "elsewhere", tmp_path / "cache"
+    elsewhere.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    pip("--python", str(venv / "bin" / "python"), "install", "--no-deps", str(wheel))
+    [site] = venv.glob("lib/python*/site-packages")
+    # Other packages are this environment's. Paths in such a file are not searched for further ones, so an
+    # editable install of the repository is not found.
+    shared = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (site / "shared.pth").write_text("\n".join(shared))
+
+    answer = run_script(venv / "bin" / "python", elsewhere, cache)
+    assert answer == {
+        "package": str(site / "specinfer"),
+        "library": str(site / "specinfer" / "kernels" / "lib" / f"{level}.so"),
+        "level": level,
+        "equal": True,
+    }
+    kept = [path.name for path in (cache / "kernels").iterdir()]
+    assert [name.startswith("proof-") for name in kept] == [True], "nothing was compiled"
+
+
+def run_script(python: Path, folder: Path, cache: Path) -> dict[str, Any]:
+    """What USE prints, run in `folder` with an empty PATH."""
+    done = subprocess.run(
+        [str(python), "-c", USE],
+        cwd=folder,
+        env=environment(PATH=str(folder), SPECINFER_CACHE=str(cache)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
