@@ -40,7 +40,9 @@ def model_options(command: _Command) -> _Command:
             click.option("--dtype", default="auto", help="auto, bfloat16 or float32."),
             click.option("--quantization", help="none, int8 or int4: how matrices are kept, on a CPU."),
             click.option("--device", default="auto", help="auto, cpu or cuda."),
-            click.option("--threads", type=int, metavar="N", help="That compute on a CPU; default: its cores."),
+            click.option(
+                "--threads", type=int, metavar="N", help="That compute on a CPU; default: its cores."
+            ),
             click.option("--kv-cache-memory", metavar="SIZE", help="For all KV caches, like 2GB."),
             click.option("--max-context", type=int, metavar="N", help="Prompt and output tokens at most."),
         ]

@@ -26,7 +26,17 @@ from specinfer.progress import Progress, Silence
 
 _SOURCES: Final = Path(__file__).parent / "cpu"
 _PACKAGED: Final = Path(__file__).parent / "lib"
-_FLAGS: Final = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-w")
+_FLAGS: Final = (
+    "-O3",
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-ffp-contract=off",
+    "-pthread",
+    "-w",
+)
 _TIMEOUT: Final = 300  # seconds for one file
 _SHOWN_LINES: Final = 12  # of the compiler's last words
 _LARGEST: Final = ("quantized_product", "float_product", "attention", "tile_product")  # compiled first

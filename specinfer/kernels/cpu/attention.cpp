@@ -15,6 +15,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "attention_blocks.h"
@@ -85,18 +86,42 @@ struct Flushing {
 };
 #endif
 
-// e^x for x <= 0, or a NaN. A weight that becomes a bfloat16 has 8 bits; 2^f on [-1/2, 1/2] is right to 14.
+template <typename T>
+constexpr float kLog = kPerWord<T> == 1 ? 1.0f : 1.44269504f;  // of e, to the base whose powers weights are
+
+// e^x, or 2^x for a weight that becomes a bfloat16: of its 8 bits 2^f on [-1/2, 1/2] is right to 14. x <= 0 or NaN.
 template <typename T>
 [[gnu::always_inline]] inline Floats power(Floats x) {
   if constexpr (kPerWord<T> == 1) return exp(x);
-  const Floats t = select(x < -87.0f, Floats(-87.0f), x) * 1.44269504f;
-  const Floats shifted = t + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const Floats f = t - (shifted - 12582912.0f);
+#if defined(__AVX512F__)
+  const __m512 n = _mm512_roundscale_ps((__m512)x.part[0], 0);
+  const Floats f = x - std::bit_cast<Floats>(n);
+#else
+  x = select(x < -126.0f, Floats(-126.0f), x);
+  const Floats shifted = x + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats f = x - (shifted - 12582912.0f);
+#endif
   Floats p = fma(Floats(9.6181291e-3f), f, Floats(5.5504109e-2f));
   p = fma(p, f, Floats(2.4022651e-1f));
   p = fma(p, f, Floats(6.9314718e-1f));
   p = fma(p, f, Floats(1.0f));
+#if defined(__AVX512F__)
+  return std::bit_cast<Floats>(_mm512_scalef_ps((__m512)p.part[0], n));
+#else
   return bits_as<float>(bits_as<uint32_t>(p) + (bits_as<uint32_t>(shifted) << 23));
+#endif
+}
+
+inline void store_weights(float* to, Floats weights) { store(to, weights); }
+
+// Subnormal weights may count as none, as products take them.
+inline void store_weights(BFloat16* to, Floats weights) {
+#if defined(__AVX512BF16__)
+  const __m256bh halves = _mm512_cvtneps_pbh((__m512)weights.part[0]);
+  std::memcpy(to, &halves, sizeof halves);
+#else
+  store(to, weights);
+#endif
 }
 
 template <typename T>
@@ -111,7 +136,7 @@ class Worker {
         k_(k),
         v_(v),
         out_(out),
-        scale_(scale),
+        scale_(scale * kLog<T>),
         window_(window),
         parted_stride_(round_up(parted, kKeys)),
         keys_(take<uint32_t>(shape.steps * kKeys)),
@@ -187,14 +212,14 @@ class Worker {
     const int64_t columns = round_up(count, kLanes);
     lay_out_keys(shape_, k, slots, count, keys_);
     lay_out_values(shape_, v, slots, count, values_);
-    std::fill_n(scores_, queries * kKeys, 0.0f);
-    multiply_block<T>(queries, queries_, shape_.steps, keys_, kKeys, scores_, kKeys, shape_.words, columns);
+    multiply_block<T, true>(queries, queries_, shape_.steps, keys_, kKeys, scores_, kKeys, shape_.words, columns);
     for (int64_t i = 0; i < queries; ++i) {
       const int64_t row = task.first + i / shape_.group;
       weigh(i, scores_ + i * kKeys, weights_ + i * kKeys, seen_from(row) - block, way_.length(row) - block);
     }
-    multiply_block<T>(queries, reinterpret_cast<const uint32_t*>(weights_), kKeys / kPerWord<T>, values_,
-                      shape_.padded, sums_, shape_.padded, (count + kPerWord<T> - 1) / kPerWord<T>, shape_.padded);
+    multiply_block<T, false>(queries, reinterpret_cast<const uint32_t*>(weights_), kKeys / kPerWord<T>, values_,
+                             shape_.padded, sums_, shape_.padded, (count + kPerWord<T> - 1) / kPerWord<T>,
+                             shape_.padded);
   }
 
   // Each row sees the keys of its own path from `parting` on.
@@ -202,12 +227,11 @@ class Worker {
                     int64_t parting) {
     const int64_t end = way_.end(task.first, task.last);
     fetch(k, v, list + parting, end - parting);
-    std::fill_n(parted_scores_, queries * parted_stride_, 0.0f);
     for (int64_t block = parting; block < end; block += kKeys) {
       const int64_t count = std::min<int64_t>(kKeys, end - block);
       lay_out_keys(shape_, k, list + block, count, keys_);
-      multiply_block<T>(queries, queries_, shape_.steps, keys_, kKeys, parted_scores_ + block - parting,
-                        parted_stride_, shape_.words, round_up(count, kLanes));
+      multiply_block<T, true>(queries, queries_, shape_.steps, keys_, kKeys, parted_scores_ + block - parting,
+                              parted_stride_, shape_.words, round_up(count, kLanes));
     }
     for (int64_t row = task.first; row < task.last; ++row) {
       const int64_t length = way_.length(row), from = seen_from(row), first = (row - task.first) * shape_.group;
@@ -274,7 +298,7 @@ class Worker {
       Floats weight = power<T>(seen[n] - highest);
       if constexpr (!All) weight = select(sees(n), weight, Floats(0.0f));
       sums = sums + weight;
-      store(weights + n * kLanes, weight);
+      store_weights(weights + n * kLanes, weight);
     });
     if (highest > before) {
       highest_[i] = highest;

@@ -1,7 +1,7 @@
 // The two products of attention, over blocks of 64 keys laid out for them.
 //
 // Both are the same loop, C[query, column] += A[query, step] * B[step, column], where a step is a 32-bit word:
-// one float, or two bfloat16.
+// one float, or two bfloat16. With `Anew` C is nothing before.
 //
 //   scores   A = queries,  step = word of the head,  B = keys transposed,  column = key
 //   values   A = weights,  step = keys of a word,    B = values,           column = element of the head
@@ -48,11 +48,13 @@ template <typename T>
 }
 
 // C[R, N vectors] += A[R, steps] * B[steps, N vectors]; strides in words.
-template <typename T, int R, int N>
+template <typename T, bool Anew, int R, int N>
 void vector_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
                  int64_t c_stride, int64_t steps) {
   Floats sums[R][N];
-  each<R>([&](auto r) { each<N>([&](auto n) { sums[r][n] = load(c + r * c_stride + n * kLanes); }); });
+  each<R>([&](auto r) {
+    each<N>([&](auto n) { sums[r][n] = Anew ? Floats(0.0f) : load(c + r * c_stride + n * kLanes); });
+  });
   for (int64_t s = 0; s < steps; ++s) {
     Words words[N];
     each<N>([&](auto n) { words[n] = load_vector<uint32_t>(b + s * b_stride + n * kLanes); });
@@ -67,24 +69,24 @@ void vector_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t
 constexpr int kVectorRows = kRegister == 64 ? 6 : kRegister == 32 ? 2 : 4;
 constexpr int kVectorColumns = kRegister == 64 ? 4 : kRegister == 32 ? 2 : 1;  // vectors
 
-template <typename T, int R>
+template <typename T, bool Anew, int R>
 void vector_rows(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
                  int64_t c_stride, int64_t steps, int64_t columns) {
   int64_t n = 0;
   for (; n + kVectorColumns * kLanes <= columns; n += kVectorColumns * kLanes) {
-    vector_tile<T, R, kVectorColumns>(a, a_stride, b + n, b_stride, c + n, c_stride, steps);
+    vector_tile<T, Anew, R, kVectorColumns>(a, a_stride, b + n, b_stride, c + n, c_stride, steps);
   }
   for (; n < columns; n += kLanes) {
-    vector_tile<T, R, 1>(a, a_stride, b + n, b_stride, c + n, c_stride, steps);
+    vector_tile<T, Anew, R, 1>(a, a_stride, b + n, b_stride, c + n, c_stride, steps);
   }
 }
 
-template <typename T>
+template <typename T, bool Anew>
 void multiply_on_vectors(int64_t rows, const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
                          float* c, int64_t c_stride, int64_t steps, int64_t columns) {
-  using Rows = decltype(&vector_rows<T, 1>);
+  using Rows = decltype(&vector_rows<T, Anew, 1>);
   static constexpr auto by_rows = []<size_t... R>(std::index_sequence<R...>) {
-    return std::array<Rows, sizeof...(R)>{vector_rows<T, static_cast<int>(R) + 1>...};
+    return std::array<Rows, sizeof...(R)>{vector_rows<T, Anew, static_cast<int>(R) + 1>...};
   }(std::make_index_sequence<kVectorRows>{});
   for (int64_t r = 0; r < rows; r += kVectorRows) {
     const int64_t n = std::min<int64_t>(kVectorRows, rows - r);
@@ -97,12 +99,18 @@ void multiply_on_vectors(int64_t rows, const uint32_t* a, int64_t a_stride, cons
 #if defined(SPECINFER_TILED)
 
 // M tiles of rows by N of columns, the second tile of rows `below` rows behind the first.
-template <int M, int N>
+template <bool Anew, int M, int N>
 void tile_rows(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
                int64_t c_stride, int64_t steps, int64_t below) {
   constexpr int64_t kWord = sizeof(uint32_t);
   each<M>([&](auto m) {
-    each<N>([&](auto n) { tile_load<m * 2 + n>(c + m * below * c_stride + n * kLanes, c_stride * kWord); });
+    each<N>([&](auto n) {
+      if constexpr (Anew) {
+        tile_zero<m * 2 + n>();
+      } else {
+        tile_load<m * 2 + n>(c + m * below * c_stride + n * kLanes, c_stride * kWord);
+      }
+    });
   });
   for (int64_t s = 0; s < steps; s += kStepsAtOnce) {
     each<M>([&](auto m) { tile_load<6 + m>(a + m * below * a_stride + s, a_stride * kWord); });
@@ -117,7 +125,8 @@ void tile_rows(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b
 }
 
 // Rows are there up to whole tiles of kTileRows, or of all rows where they are fewer.
-inline void multiply_on_tiles(int64_t rows, const uint32_t* a, int64_t a_stride, const uint32_t* b,
+template <bool Anew>
+void multiply_on_tiles(int64_t rows, const uint32_t* a, int64_t a_stride, const uint32_t* b,
                               int64_t b_stride, float* c, int64_t c_stride, int64_t steps, int64_t columns) {
   const Tiles tiles(static_cast<int>(std::min<int64_t>(rows, kTileRows)));
   for (int64_t r = 0; r < rows; r += 2 * kTileRows) {
@@ -126,10 +135,10 @@ inline void multiply_on_tiles(int64_t rows, const uint32_t* a, int64_t a_stride,
     float* const to = c + r * c_stride;
     int64_t n = 0;
     for (; n + 2 * kLanes <= columns; n += 2 * kLanes) {
-      (two ? tile_rows<2, 2> : tile_rows<1, 2>)(from, a_stride, b + n, b_stride, to + n, c_stride, steps, kTileRows);
+      (two ? tile_rows<Anew, 2, 2> : tile_rows<Anew, 1, 2>)(from, a_stride, b + n, b_stride, to + n, c_stride, steps, kTileRows);
     }
     if (n < columns) {
-      (two ? tile_rows<2, 1> : tile_rows<1, 1>)(from, a_stride, b + n, b_stride, to + n, c_stride, steps, kTileRows);
+      (two ? tile_rows<Anew, 2, 1> : tile_rows<Anew, 1, 1>)(from, a_stride, b + n, b_stride, to + n, c_stride, steps, kTileRows);
     }
   }
 }
@@ -145,13 +154,18 @@ constexpr bool kOnTiles =
 #endif
 
 // C += A * B; `columns` is a multiple of kLanes. A and B are there, as zeros, up to whole kStepsAtOnce.
-template <typename T>
+template <typename T, bool Anew>
 void multiply_block(int64_t rows, const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
                     float* c, int64_t c_stride, int64_t steps, int64_t columns) {
 #if defined(SPECINFER_TILED)
-  if constexpr (kOnTiles<T>) return multiply_on_tiles(rows, a, a_stride, b, b_stride, c, c_stride, steps, columns);
+  if constexpr (kOnTiles<T>) {
+    multiply_on_tiles<Anew>(rows, a, a_stride, b, b_stride, c, c_stride, steps, columns);
+    return;
+  } else
 #endif
-  multiply_on_vectors<T>(rows, a, a_stride, b, b_stride, c, c_stride, steps, columns);
+  {
+    multiply_on_vectors<T, Anew>(rows, a, a_stride, b, b_stride, c, c_stride, steps, columns);
+  }
 }
 
 // ---- a few rows by values where they lie ----

@@ -12,7 +12,8 @@ namespace {
 // How a step is multiplied: one word of a row with a vector of weights, the same word of 16 channels.
 struct OfFloat32 {
   static constexpr int kElements = 1;  // of a word
-  static constexpr int kPairRows = 0;  // of register_tiles.h
+  static constexpr int kRows = kRegister == 64 ? 6 : 2;  // of register_tiles.h
+  static constexpr int kPairRows = 0;
   static Floats add(Floats sums, Words weights, uint32_t word) {
     return fma(Floats(std::bit_cast<float>(word)), bits_as<float>(weights), sums);
   }
@@ -20,6 +21,7 @@ struct OfFloat32 {
 
 struct OfBFloat16 {
   static constexpr int kElements = 2;
+  static constexpr int kRows = kRegister == 64 ? 12 : 2;  // most registers hold sums
   static constexpr int kPairRows = kRegister == 64 ? 6 : 0;
   static Floats add(Floats sums, Words weights, uint32_t word) {
 #if defined(__AVX512BF16__)
@@ -45,8 +47,7 @@ struct FloatWeight {
   const Output& out;
 
   static constexpr int kSums = 2;  // of a channel
-  static constexpr int kRows = kRegister == 64 ? 12 : 2;  // most registers hold sums
-  static constexpr int kPairRows = Of::kPairRows;
+  static constexpr int kRows = Of::kRows, kPairRows = Of::kPairRows;
 
   template <int R, int B>
   void tile(int64_t row, int64_t block) const {
@@ -69,9 +70,9 @@ struct FloatWeight {
     int64_t s = 0;
     for (; s + kSums <= steps; s += kSums) each<kSums>([&](auto p) { step(s + p, p); });
     if (s < steps) step(s, std::integral_constant<int, 0>{});
-    each<R>([&](auto r) {
-      each<B>([&](auto b) { out.store(row + r, block + b, sums[r][b][0] + sums[r][b][1]); });
-    });
+    TileResults<R, B> results;
+    each<R>([&](auto r) { each<B>([&](auto b) { results.of[r][b] = sums[r][b][0] + sums[r][b][1]; }); });
+    results.store(out, row, block);
   }
 };
 

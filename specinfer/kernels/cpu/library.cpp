@@ -9,13 +9,6 @@
 
 using namespace specinfer;
 
-namespace {
-
-// Whoever calls has the pool's threads and the scratch memory for the time of the call.
-using Turn = std::lock_guard<std::mutex>;
-
-}  // namespace
-
 #pragma GCC visibility push(default)
 extern "C" {
 
@@ -36,46 +29,46 @@ int32_t specinfer_threads() { return Pool::get().threads(); }
 void specinfer_want_huge_pages(void* memory, int64_t bytes) { want_huge_pages(memory, bytes); }
 
 void specinfer_lay_out(int32_t kind, const void* from, int64_t channels, int64_t inner, void* to) {
-  const Turn turn(Pool::get().turn());
+  const Claim claim;
   lay_out_weight(static_cast<Kind>(kind), from, channels, inner, to);
 }
 
 void specinfer_multiply(const Product* product, int32_t type, const void* x, int64_t rows, void* out) {
-  const Turn turn(Pool::get().turn());
+  const Claim claim;
   const Timed timed(Stage::kProduct);
   multiply(*product, {x, static_cast<Type>(type), rows}, out);
 }
 
 void specinfer_add_rms_norm(int32_t type, void* x, const void* y, const void* weight, void* out,
                             const int64_t* chosen, int64_t rows, int64_t size, float eps) {
-  const Turn turn(Pool::get().turn());
+  const Claim claim;
   const Timed timed(Stage::kNorm);
   add_rms_norm(static_cast<Type>(type), x, y, weight, out, chosen, rows, size, eps);
 }
 
 void specinfer_gate(int32_t type, int32_t gelu, const void* gate_up, void* out, int64_t rows, int64_t size) {
-  const Turn turn(Pool::get().turn());
+  const Claim claim;
   const Timed timed(Stage::kGate);
   gate(static_cast<Type>(type), gelu != 0, gate_up, out, rows, size);
 }
 
 void specinfer_embed(int32_t type, const void* table, const int64_t* ids, float scale, void* out, int64_t rows,
                      int64_t size) {
-  const Turn turn(Pool::get().turn());
+  const Claim claim;
   const Timed timed(Stage::kEmbed);
   embed(static_cast<Type>(type), table, ids, scale, out, rows, size);
 }
 
 void specinfer_rope_and_store(int32_t type, const Heads* heads, const Paths* paths, const void* qkv,
                               const float* cos, const float* sin, void* k_cache, void* v_cache, void* q) {
-  const Turn turn(Pool::get().turn());
+  const Claim claim;
   const Timed timed(Stage::kRope);
   rope_and_store(static_cast<Type>(type), *heads, *paths, qkv, cos, sin, k_cache, v_cache, q);
 }
 
 void specinfer_tree_attention(int32_t type, const Heads* heads, const Paths* paths, const void* q,
                               const void* k_cache, const void* v_cache, void* out) {
-  const Turn turn(Pool::get().turn());
+  const Claim claim;
   const Timed timed(Stage::kAttention);
   tree_attention(static_cast<Type>(type), *heads, *paths, q, k_cache, v_cache, out);
 }
@@ -83,7 +76,7 @@ void specinfer_tree_attention(int32_t type, const Heads* heads, const Paths* pat
 void specinfer_layers(const Layer* layers, int64_t count, int32_t type, int32_t gelu, float eps,
                       const Paths* paths, const Turns* turns, const void* const* keys, const void* const* values,
                       void* x, void* y) {
-  const Turn turn(Pool::get().turn());
+  const Claim claim;
   run_layers(layers, count, static_cast<Type>(type), gelu != 0, eps, *paths, turns, keys, values, x, y);
 }
 
@@ -102,13 +95,13 @@ int64_t specinfer_racers(const float* logits, int64_t size, const int64_t* ids, 
 
 // Bytes per second at which `bytes` of memory are read once by all threads.
 double specinfer_stream(const void* from, int64_t bytes) {
-  const Turn turn(Pool::get().turn());
+  const Claim claim;
   return stream(from, bytes);
 }
 
 // Starts or ends a profile; returns the nanoseconds of each stage so far, which start anew.
 void specinfer_profile(int32_t on, int64_t* nanoseconds) {
-  const Turn turn(Pool::get().turn());
+  const Claim claim;
   Profile& profile = Profile::get();
   std::copy(std::begin(profile.nanoseconds), std::end(profile.nanoseconds), nanoseconds);
   std::fill(std::begin(profile.nanoseconds), std::end(profile.nanoseconds), 0);

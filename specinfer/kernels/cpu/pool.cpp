@@ -2,8 +2,12 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
-#include <new>
+#include <mutex>
+#include <thread>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -17,6 +21,7 @@ using Clock = std::chrono::steady_clock;
 // How long to look before sleeping: what lies between two jobs of a pass, and a little more (docs/log.md).
 constexpr auto kPatience = std::chrono::microseconds(50);
 constexpr int kLooks = 32;  // between two readings of the clock
+constexpr int64_t kMostPieces = int64_t{1} << 31;
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -45,84 +50,110 @@ bool look_for(const F& there) {
 
 }  // namespace
 
+// What caller and workers share.
+//
+//   ticket    number of the job << 32 | pieces nobody has taken: one compare-and-swap takes one
+//   done      pieces that are finished; the caller goes on when it is all of them
+//
+// Whoever has taken a piece keeps its job from ending, so what a job consists of can be read without a lock.
+struct Pool::State {
+  std::vector<std::thread> workers;
+  std::mutex turn;
+  Call call = nullptr;
+  const void* what = nullptr;
+  uint32_t pieces = 0;
+  std::atomic<bool> stopping{false};
+  alignas(64) std::atomic<uint64_t> ticket{0};
+  alignas(64) std::atomic<uint32_t> done{0};
+  std::atomic<uint32_t> caller_sleeps{0};
+  alignas(64) std::atomic<uint32_t> jobs{0};
+  std::atomic<uint32_t> sleepers{0};
+
+  void start(int threads) {
+    stopping = false;
+    for (int i = 1; i < threads; ++i) workers.emplace_back([this] { serve(); });
+  }
+
+  void stop() {
+    stopping = true;
+    jobs.fetch_add(1);
+    jobs.notify_all();
+    for (std::thread& worker : workers) worker.join();
+    workers.clear();
+  }
+
+  // Take a piece and do it; false when there is none.
+  bool work() {
+    uint64_t taken = ticket.load(std::memory_order_acquire);
+    do {
+      if (static_cast<uint32_t>(taken) == 0) return false;
+    } while (!ticket.compare_exchange_weak(taken, taken - 1, std::memory_order_acq_rel));
+    const uint32_t all = pieces;
+    call(what, all - static_cast<uint32_t>(taken));
+    if (done.fetch_add(1) + 1 == all && caller_sleeps.load() != 0) done.notify_one();
+    return true;
+  }
+
+  void serve() {
+    while (!stopping) {
+      const uint32_t seen = jobs.load();
+      while (work()) {
+      }
+      if (look_for([&] { return jobs.load(std::memory_order_acquire) != seen; })) continue;
+      sleepers.fetch_add(1);
+      jobs.wait(seen);
+      sleepers.fetch_sub(1);
+    }
+  }
+};
+
+Pool::Pool() : state_(new State) {}
+
 Pool& Pool::get() {
   // Never destroyed: threads may still sleep in it when the process ends. A forked child has no threads but the
   // one that forked it, and starts afresh.
-  static Pool* pool = [] {
-    static std::aligned_storage_t<sizeof(Pool), alignof(Pool)> memory;
-    pthread_atfork(nullptr, nullptr, [] {
-      const int threads = reinterpret_cast<Pool*>(&memory)->threads_;
-      (new (&memory) Pool)->threads_ = threads;
-    });
-    return new (&memory) Pool;
+  static Pool* const pool = [] {
+    static Pool* made = new Pool;
+    pthread_atfork(nullptr, nullptr, [] { made->state_ = new State; });
+    return made;
   }();
   return *pool;
 }
 
 void Pool::resize(int threads) {
-  const std::lock_guard lock(turn_);
+  const Claim claim;
   if (threads == threads_) return;
-  stop();
+  state_->stop();
   threads_ = threads;
 }
 
-void Pool::start() {
-  stopping_ = false;
-  for (int i = 1; i < threads_; ++i) workers_.emplace_back([this] { serve(); });
-}
-
-void Pool::stop() {
-  stopping_ = true;
-  jobs_.fetch_add(1);
-  jobs_.notify_all();
-  for (std::thread& worker : workers_) worker.join();
-  workers_.clear();
-}
-
-void Pool::share(uint32_t pieces, Call call, const void* what) {
-  if (workers_.empty()) start();
-  call_ = call;
-  what_ = what;
-  pieces_ = pieces;
-  done_.store(0, std::memory_order_relaxed);
-  const uint32_t job = jobs_.load(std::memory_order_relaxed) + 1;
-  ticket_.store(static_cast<uint64_t>(job) << 32 | pieces, std::memory_order_release);
-  jobs_.store(job);
-  if (sleepers_.load() > 0) jobs_.notify_all();
-  while (work()) {
+void Pool::share(int64_t pieces, Call call, const void* what) {
+  if (pieces >= kMostPieces) {  // more than a ticket counts
+    for (int64_t i = 0; i < pieces; ++i) call(what, i);
+    return;
   }
-  const auto all_done = [&] { return done_.load(std::memory_order_acquire) == pieces; };
-  while (!look_for(all_done)) {
-    caller_sleeps_.store(1);
-    const uint32_t done = done_.load();
-    if (done != pieces) done_.wait(done);
-    caller_sleeps_.store(0);
+  State& state = *state_;
+  if (state.workers.empty()) state.start(threads_);
+  const auto all = static_cast<uint32_t>(pieces);
+  state.call = call;
+  state.what = what;
+  state.pieces = all;
+  state.done.store(0, std::memory_order_relaxed);
+  const uint32_t job = state.jobs.load(std::memory_order_relaxed) + 1;
+  state.ticket.store(static_cast<uint64_t>(job) << 32 | all, std::memory_order_release);
+  state.jobs.store(job);
+  if (state.sleepers.load() > 0) state.jobs.notify_all();
+  while (state.work()) {
+  }
+  while (!look_for([&] { return state.done.load(std::memory_order_acquire) == all; })) {
+    state.caller_sleeps.store(1);
+    const uint32_t done = state.done.load();
+    if (done != all) state.done.wait(done);
+    state.caller_sleeps.store(0);
   }
 }
 
-// Take a piece and do it; false when there is none.
-bool Pool::work() {
-  uint64_t ticket = ticket_.load(std::memory_order_acquire);
-  do {
-    if (static_cast<uint32_t>(ticket) == 0) return false;
-  } while (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel));
-  // The highest piece is taken first; callers number theirs from the front.
-  const uint32_t pieces = pieces_;
-  call_(what_, pieces - static_cast<uint32_t>(ticket));
-  if (done_.fetch_add(1) + 1 == pieces && caller_sleeps_.load() != 0) done_.notify_one();
-  return true;
-}
-
-void Pool::serve() {
-  while (!stopping_) {
-    const uint32_t seen = jobs_.load();
-    while (work()) {
-    }
-    if (look_for([&] { return jobs_.load(std::memory_order_acquire) != seen; })) continue;
-    sleepers_.fetch_add(1);
-    jobs_.wait(seen);
-    sleepers_.fetch_sub(1);
-  }
-}
+Claim::Claim() { Pool::get().state_->turn.lock(); }
+Claim::~Claim() { Pool::get().state_->turn.unlock(); }
 
 }  // namespace specinfer

@@ -255,12 +255,14 @@ struct Int8Weight {
         each<B>([&](auto b) { sums[r][b] = add_products(sums[r][b], four[b], a + r * inner + k); });
       });
     }
+    TileResults<R, B> results;
     each<R>([&](auto r) {
       each<B>([&](auto b) {
         const Floats of_channels = load(scales + (block + b) * kBlock);
-        out.store(row + r, block + b, to_floats(sums[r][b]) * of_channels * row_scales[row + r]);
+        results.of[r][b] = to_floats(sums[r][b]) * of_channels * row_scales[row + r];
       });
     });
+    results.store(out, row, block);
   }
 };
 
@@ -302,7 +304,9 @@ struct Int4Weight {
         total[r] = total[r] + to_floats(sums) * (of_channels * a_scales[at]);
       });
     }
-    each<R>([&](auto r) { out.store(row + r, block, total[r]); });
+    TileResults<R, 1> results;
+    each<R>([&](auto r) { results.of[r][0] = total[r]; });
+    results.store(out, row, block);
   }
 };
 

@@ -16,6 +16,18 @@ constexpr int64_t kAhead = 4096;  // bytes between what is used and what is aske
 
 inline void prefetch(const void* weights) { __builtin_prefetch(static_cast<const char*>(weights) + kAhead); }
 
+// Results of a tile, to be stored by a loop: unrolled, it would take the compiler longer than all sums.
+template <int R, int B>
+struct TileResults {
+  Floats of[R][B];
+
+  void store(const Output& out, int64_t row, int64_t block) const {
+    for (int r = 0; r < R; ++r) {
+      for (int b = 0; b < B; ++b) out.store(row + r, block + b, of[r][b]);
+    }
+  }
+};
+
 // R rows by the blocks from `block` to `last`, B at a time.
 template <typename Weight, int B, int R>
 void register_tile(const Weight& weight, int64_t row, int64_t block, int64_t last) {

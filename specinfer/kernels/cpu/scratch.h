@@ -1,23 +1,15 @@
-// Memory for what a call computes on its way, kept for the next call; used under Pool::turn, by the caller.
+// Memory for what a call computes on its way, kept for the next call; taken in the caller's Claim.
 
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
-#include <vector>
-
-#include "memory.h"
 
 namespace specinfer {
 
 class Scratch {
  public:
-  static Scratch& get() {
-    static Scratch scratch;
-    return scratch;
-  }
+  static Scratch& get();
 
   // Gives back, at its end, what was taken while it lived.
   class Mark {
@@ -37,41 +29,20 @@ class Scratch {
   // Uninitialised and aligned to cache lines.
   template <typename T>
   T* take(int64_t count) {
-    const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + kLine - 1) / kLine * kLine;
-    while (chunk_ < chunks_.size() && used_ + bytes > chunks_[chunk_].size) next();
-    if (chunk_ == chunks_.size()) add(bytes);
-    char* const at = chunks_[chunk_].data.get() + used_;
-    used_ += bytes;
-    return reinterpret_cast<T*>(at);
+    return static_cast<T*>(take_bytes(static_cast<size_t>(count) * sizeof(T)));
   }
 
  private:
-  static constexpr size_t kLine = 64;
-
-  struct Free {
-    void operator()(char* p) const { std::free(p); }
-  };
   struct Chunk {
-    std::unique_ptr<char, Free> data;
+    char* data;
     size_t size;
   };
 
-  void next() {
-    ++chunk_;
-    used_ = 0;
-  }
+  void* take_bytes(size_t bytes);
 
-  void add(size_t bytes) {
-    const size_t size = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-    auto* const data = static_cast<char*>(std::aligned_alloc(kHugePage, size));
-    if (data == nullptr) std::abort();
-    want_huge_pages(data, size);
-    chunks_.push_back({std::unique_ptr<char, Free>(data), size});
-    used_ = 0;
-  }
-
-  std::vector<Chunk> chunks_;
-  size_t chunk_ = 0, used_ = 0;
+  static constexpr size_t kMostChunks = 64;  // each twice as large as the last one, at least
+  Chunk chunks_[kMostChunks] = {};
+  size_t count_ = 0, chunk_ = 0, used_ = 0;
 };
 
 }  // namespace specinfer
