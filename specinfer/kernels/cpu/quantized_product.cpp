@@ -19,7 +19,7 @@ struct Bytes {
 
 inline Bytes load_bytes(const uint8_t* from) {
   Bytes bytes;
-  std::memcpy(&bytes, from, sizeof bytes);
+  each<kParts>([&](auto i) { std::memcpy(&bytes.part[i], from + i * kRegister, kRegister); });
   return bytes;
 }
 
