@@ -18,8 +18,8 @@ MADE := $(VENV)/.made
 RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 
-# In tests, threads that wait sleep instead of spinning: several runs may share the cores, and a spinning thread
-# keeps the one it waits for from running. On a quiet machine spinning is quicker, so the rest spins (docs/log.md).
+# In tests PyTorch's threads sleep while they wait, instead of spinning: several runs may share the cores, and a
+# spinning thread keeps the one it waits for from running (docs/log.md). The native kernels' own always sleep soon.
 test test-fast: export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: help demo test test-fast test-aarch64 lint format wheel peers-env pin clean distclean

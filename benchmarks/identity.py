@@ -3,7 +3,7 @@
     python benchmarks/identity.py --model TARGET --draft SSM --dataset alpaca.jsonl ... --out RESULT.md
 
 The same prompts run without speculation, with it, and again without, one data set after the other. The third
-run shows how much of a difference is not speculation's: in bfloat16 the batch a request shares a step with
+run shows how much of a difference is not speculation's: on a GPU the batch a request shares a step with
 may turn a tie. At the first token that differs the target's logits are computed once more: a gap of at most
 two bfloat16 steps at that size is rounding (specinfer/check/difference.py), anything more is wrong.
 """
@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--ngram", action="store_true", help="look guesses up in the text itself, too")
     parser.add_argument("--expansion", default="1,1,3,1,1")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
+    parser.add_argument("--quantization", default="none", help="none, int8 or int4")
     parser.add_argument("--dataset", action="append", required=True, type=Path, metavar="FILE.jsonl")
     parser.add_argument("--limit", type=int, default=50, help="prompts of each data set (default 50)")
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -47,7 +48,12 @@ def main() -> None:
     if not args.draft and not args.ngram:
         parser.error("nobody speculates: give --draft or --ngram")
 
-    shared = {"dtype": args.dtype, "max_batch_size": args.batch_size, "max_context": 2048}
+    shared = {
+        "dtype": args.dtype,
+        "quantization": args.quantization,
+        "max_batch_size": args.batch_size,
+        "max_context": 2048,
+    }
     options = {
         "drafts": tuple(args.draft),
         "ngram": args.ngram,

@@ -161,7 +161,7 @@ def find_kernels(progress: Progress | None = None) -> FoundKernels:
     if library is not None:
         library.set_threads(thread_count())
         return FoundKernels(library, tuple(refused), None, "native")
-    fault = refused[0].reason if refused else "this CPU has none of the levels there are kernels for"
+    fault = refused[-1].reason if refused else "this CPU has none of the levels there are kernels for"
     return FoundKernels(None, tuple(refused), fault, "torch")
 
 

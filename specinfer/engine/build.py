@@ -61,12 +61,12 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     """
     show = progress or Silence()
     device = pick_device(config.device)
-    kernels, lacking = choose_kernels(config.kernels, device, show)
-    dtype = pick_dtype(config.dtype, device, kernels)
-    use_threads(config.threads, kernels)
     _check_quantization("quantization", config.quantization, device)
     _check_quantization("draft_quantization", config.speculation.draft_quantization, device)
     _check_drafts(config.speculation)
+    kernels, lacking = choose_kernels(config.kernels, device, show)
+    dtype = pick_dtype(config.dtype, device, kernels)
+    use_threads(config.threads, kernels)
     target = resolve(config.model, progress=show)
     drafts = {
         name: resolve(model, progress=show) for name, model in _draft_names(config.speculation.drafts).items()
@@ -237,7 +237,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device, kernels: Kernels) -> torch.dtype:
-    """The dtype an option names; auto is bfloat16 where the device or the kernels multiply it natively."""
+    """The dtype an option names; auto is bfloat16 on GPUs and with native kernels, else float32."""
     if name == "auto":
         native = device.type == "cuda" or kernels.library is not None
         return torch.bfloat16 if native else torch.float32

@@ -114,7 +114,8 @@ def find_compiler() -> str:
         if path is not None:
             return path
     raise KernelBuildError(
-        f"no C++ compiler: {named or 'g++, clang++ and c++'} not found; install one, or set CXX, or install "
+        f"no C++ compiler: {named or 'g++, clang++ and c++'} not found; install one, or set CXX (the name of "
+        "a program, without options), or install "
         "a wheel that brings the kernels"
     )
 

@@ -58,6 +58,10 @@ class NativeLayers:
     def __call__(self, x_TD: Tensor, turns: Rotation, local_turns: Rotation, attend: NativeAttend) -> Tensor:
         """What is still to be added to x, [T, D]; sums x up to there, writes K and V of every row."""
         code = check_rows(x_TD, self._size)
+        if len(attend.cache.key_addresses) != len(self._args):
+            raise ValueError(
+                f"caches of {len(attend.cache.key_addresses)} layers for a model of {len(self._args)}"
+            )
         attend.check(x_TD.dtype, len(x_TD), self._kept[0].heads, turns)
         attend.check(x_TD.dtype, len(x_TD), self._kept[0].heads, local_turns)
         y_TD = torch.empty_like(x_TD)

@@ -6,8 +6,11 @@ is read for another's result.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -63,13 +66,22 @@ class TorchOps:
 
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
         """As Ops says."""
-        gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
-        return F.silu(gate_TF) * up_TF
+        return _by_rows(F.silu, gate_up_T2F)
 
     def gelu_tanh_mul(self, gate_up_T2F: Tensor) -> Tensor:
         """As Ops says."""
-        gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
-        return F.gelu(gate_TF, approximate="tanh") * up_TF
+        return _by_rows(partial(F.gelu, approximate="tanh"), gate_up_T2F)
+
+
+def _by_rows(act: Callable[[Tensor], Tensor], gate_up_T2F: Tensor) -> Tensor:
+    """act(gate) * up; on a CPU row by row.
+
+    torch cuts a large tensor anywhere among its threads, and rounds differently where a part ends.
+    """
+    alone = gate_up_T2F.device.type == "cpu" and len(gate_up_T2F) > 1
+    parts = gate_up_T2F.tensor_split(len(gate_up_T2F)) if alone else [gate_up_T2F]
+    halves = (part.chunk(2, dim=-1) for part in parts)
+    return torch.cat([act(gate_TF) * up_TF for gate_TF, up_TF in halves])
 
 
 class NativeOps:
@@ -83,6 +95,8 @@ class NativeOps:
     def embed(self, token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Tensor:
         """As Ops says; ids are int64 and those of rows of the table."""
         rows, size = len(token_ids_T), table_VD.shape[1]
+        if token_ids_T.dtype is not torch.int64 or not token_ids_T.is_contiguous():
+            raise TypeError(f"token ids must be contiguous int64, got {token_ids_T.dtype}")
         if rows and not 0 <= int(token_ids_T.min()) <= int(token_ids_T.max()) < len(table_VD):
             raise IndexError(f"token ids must be 0 .. {len(table_VD) - 1}")
         out_TD = table_VD.new_empty(rows, size)
@@ -111,6 +125,8 @@ class NativeOps:
             y_TD.shape != x_TD.shape or y_TD.dtype is not x_TD.dtype or not y_TD.is_contiguous()
         ):
             raise ValueError(f"y must be as x is, {list(x_TD.shape)}, got {list(y_TD.shape)} of {y_TD.dtype}")
+        if rows_R is not None and (rows_R.dtype is not torch.int64 or not rows_R.is_contiguous()):
+            raise TypeError(f"chosen rows must be contiguous int64, got {rows_R.dtype}")
         rows = len(x_TD) if rows_R is None else len(rows_R)
         out = x_TD.new_empty(rows, size)
         self.library.add_rms_norm(

@@ -116,7 +116,8 @@ class NativeProduct:
         channels, inner = weight.shape
         size = num_blocks(channels) * BLOCK * padded_inner(kind, inner)
         laid_out = in_huge_pages(library, torch.empty(size, dtype=weight.dtype))
-        library.lay_out(KINDS[kind], weight.contiguous().data_ptr(), channels, inner, laid_out.data_ptr())
+        weight = weight.contiguous()
+        library.lay_out(KINDS[kind], weight.data_ptr(), channels, inner, laid_out.data_ptr())
         bias = None if bias is None else bias.float()
         return cls(library, kind, laid_out, channels=channels, inner=inner, scales=scales, bias=bias)
 

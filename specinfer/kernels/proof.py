@@ -1,7 +1,8 @@
 """Kernels prove themselves: a library is tried in a process of its own before it is used on a machine.
 
-A wrong bit, an instruction the CPU does not have, or a crash then costs a line in the log and the next lesser
-level, never a wrong text. What was found is remembered for the machine and the library.
+A wrong bit of a product, an instruction the CPU does not have, or a crash then costs a line in the log and
+the next lesser level, never a wrong text. Products are held against plain arithmetic; whatever else there is
+must run and give numbers. What was found is remembered for the machine and the library.
 
     python -m specinfer.kernels.proof LIBRARY LEVEL      in the child; NumPy alone, half a second
 """
@@ -113,6 +114,10 @@ def faults(library: Library) -> Iterator[str]:
             for rows in _ROWS:
                 if not np.array_equal(product(x[:rows]), whole[:rows], equal_nan=True):
                     yield f"{kind} {channels} x {inner}: {rows} rows are not what they are among {len(x)}"
+            if kind in ("int8", "int4"):
+                of_bfloat16, _ = product.expected(_float32(_bfloat16(x)))
+                if not np.array_equal(product(x, "bfloat16"), _float32(_bfloat16(of_bfloat16))):
+                    yield f"{kind} {channels} x {inner}: results of bfloat16 rows differ"
             want, exact = product.expected(x)
             if exact and not np.array_equal(whole, want):
                 wrong = int((whole != want).sum())
@@ -156,9 +161,9 @@ class _Trial:
         addresses = {name: array.ctypes.data for name, array in args.items()}
         self._args = ProductArgs(kind=KINDS[kind], channels=channels, inner=inner, **addresses)
 
-    def __call__(self, x: Array) -> Array:
-        """The library's product, as float32."""
-        name: FloatType = "bfloat16" if self._kind == "bfloat16" else "float32"
+    def __call__(self, x: Array, rows: FloatType = "float32") -> Array:
+        """The library's product with x as `rows`, or as the weight is, in float32."""
+        name: FloatType = "bfloat16" if self._kind == "bfloat16" else rows
         given = np.ascontiguousarray(_bfloat16(x) if name == "bfloat16" else x)
         out = np.empty((len(x), self._channels), dtype=given.dtype)
         self._multiply(ctypes.byref(self._args), TYPES[name], given.ctypes.data, len(x), out.ctypes.data)

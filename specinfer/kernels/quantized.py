@@ -1,4 +1,4 @@
-"""Products with quantized weights: what the numbers mean, and the PyTorch twins of cpu/.
+"""Products: what the numbers of quantized weights mean, and the PyTorch twins of cpu/.
 
 Activations are quantized as they come, to int8. A few of a transformer's activations are a hundred times
 larger than the others, and one scale for a row would leave those others two or three bits. So a row is cut

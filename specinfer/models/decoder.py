@@ -93,7 +93,7 @@ class Decoder:
         self.dtype = weights.dtype
         self.device = weights.device
         self.kernels = weights.kernels
-        # The largest matrices come first: their unpacked copies are then gone before the layers are here.
+        # The largest matrices come first: copies of them as they are read are gone before the layers come.
         self._embedding_VD = weights.tensor("model.embed_tokens.weight")
         # A copy of tied embeddings, laid out as products read them, costs V * D * 2 bytes, and pays: a
         # product with the plain matrix takes nearly twice as long.

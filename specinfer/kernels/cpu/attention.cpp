@@ -7,7 +7,7 @@
 //
 // The keys of a path are read in blocks of 64 counted from its start. A score is one sum over the head, in
 // order; a block's weights are one sum over its keys, in order; blocks follow one another. So a row's result is
-// a function of its own path, whatever rows are computed with it. What rows share is the work: blocks on which
+// a function of its own path, whatever rows are computed with it, as long as all values are finite. What rows share is the work: blocks on which
 // their paths agree are laid out once and multiplied for all rows together. Behind them a tree's paths part,
 // inside of a block. There scores are computed for all rows and all keys of the tree at once, as a score knows
 // nothing of its neighbours; each row then picks those on its path, and reads their values where they lie.

@@ -41,7 +41,6 @@ void tree_attention(Type type, const Heads& heads, const Paths& paths, const voi
                     const void* v_cache_PKH, void* out_TNH);
 
 constexpr int64_t kMostHead = 512;  // elements of a head
-constexpr int64_t kMostGroup = 96;  // query heads that share a key-value head
 
 // f(T{}) for the float type.
 template <typename F>

@@ -95,8 +95,9 @@ struct Pool::State {
   }
 
   void serve() {
-    while (!stopping) {
-      const uint32_t seen = jobs.load();
+    for (;;) {
+      const uint32_t seen = jobs.load();  // before the question below, or the last call to wake might be missed
+      if (stopping) return;
       while (work()) {
       }
       if (look_for([&] { return jobs.load(std::memory_order_acquire) != seen; })) continue;
