@@ -12,6 +12,7 @@ import torch
 
 from specinfer.config import EngineConfig
 from specinfer.engine.build import Models
+from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.llm import LLM
 from specinfer.models.decoder import LanguageModel
 from specinfer.models.weights import load_model
@@ -45,11 +46,14 @@ class Tiny:
         return LLM.from_models(config, Models(self.target, self.tokenizer, named))
 
 
-def write_tiny(folder: Path, **shape: Any) -> Tiny:
+def write_tiny(folder: Path, kernels: Kernels = TORCH, **shape: Any) -> Tiny:
     target = write_tiny_llama(folder / "target", tokenizer=True, **shape)
     similar = write_similar_llama(target, folder / "similar", noise=0.1)
     stranger = write_tiny_llama(folder / "stranger", tokenizer=True, **{**shape, "seed": 99})
-    models = (load_model(path, dtype=torch.float32, device=CPU) for path in (target, similar, stranger))
+    models = (
+        load_model(path, dtype=torch.float32, device=CPU, kernels=kernels)
+        for path in (target, similar, stranger)
+    )
     return Tiny(*models, tokenizer=Tokenizer.load(target))
 
 

@@ -23,6 +23,7 @@ from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree import DrawRule
 from tests.engines import Tiny, write_tiny
+from tests.kernels import kernels
 
 pytestmark = pytest.mark.slow  # thousands of requests
 
@@ -34,7 +35,8 @@ REQUESTS = 3000
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     # A spread of 0.15 makes laws flat enough that every triple of tokens is expected some times.
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=VOCAB, spread=0.15, max_context=32)
+    shape = {"vocab_size": VOCAB, "spread": 0.15, "max_context": 32}
+    return write_tiny(tmp_path_factory.mktemp("tiny"), kernels("native"), **shape)
 
 
 def exact_law(tiny: Tiny, params: SamplingParams) -> dict[tuple[int, ...], float]:
