@@ -31,10 +31,10 @@ from specinfer.config import EngineConfig, KernelChoice
 from specinfer.engine.build import load_models, use_threads
 from specinfer.errors import SpecInferError
 from specinfer.hub import resolve
+from specinfer.kernels.bandwidth import STREAMED, Bandwidth
 from specinfer.kernels.choice import Kernels, choose_kernels
-from specinfer.kernels.library import Library
 from specinfer.kernels.machine import thread_count
-from specinfer.kernels.product import Product, in_huge_pages
+from specinfer.kernels.product import Product
 from specinfer.kernels.profile import profiled
 from specinfer.kernels.quantized import Int4Weight, Int8Weight, int4_bytes, int8_bytes
 from specinfer.models.config import Family, ModelConfig
@@ -47,7 +47,6 @@ from specinfer.runtime.kv_cache import KvCache
 from specinfer.runtime.runner import ModelRunner
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
-STREAMED = 1 << 29  # bytes of one measurement of the bandwidth, and of the copies of one matrix
 REPEATS = 5
 BLOCK = 16  # cache positions
 PART = 1024  # rows of a matrix that are quantized at a time: whole blocks of channels
@@ -71,41 +70,6 @@ class Row:
     milliseconds: Mapping[int, float]
     floor_bytes: float | None = None
     times_floor: Mapping[int, float] | None = None
-
-
-class Bandwidth:
-    """Bytes per second at which memory streams; measured right beside everything held against it.
-
-    On a shared machine it may be twice as much a second later. With native kernels their own reader measures
-    it, which is the quickest there is; else torch.sum.
-    """
-
-    def __init__(self, library: Library | None) -> None:
-        self._library = library
-        self._array = torch.empty(STREAMED // 4)
-        if library is not None:
-            in_huge_pages(library, self._array)
-        self._array.zero_()
-        self.found: list[float] = []
-
-    def measure(self) -> float:
-        """What it is now."""
-        if self._library is None:
-            self.found.append(STREAMED / _seconds(self._array.sum))
-        else:
-            self.found.append(self._library.stream(self._array.data_ptr(), STREAMED))
-        return self.found[-1]
-
-    def beside(self, call: Callable[[], object], size: float, repeats: int) -> tuple[float, float]:
-        """Milliseconds of a call, and how many times as long as streaming `size` bytes that is: medians."""
-        milliseconds, times = [], []
-        before = self.measure()
-        for _ in range(repeats):
-            seconds, after = _seconds(call), self.measure()
-            milliseconds.append(1e3 * seconds)
-            times.append(seconds / (size / before + size / after) * 2)
-            before = after
-        return statistics.median(milliseconds), statistics.median(times)
 
 
 def main() -> None:
@@ -381,12 +345,6 @@ def _table(rows: Sequence[Row], nodes: Sequence[int], bandwidth: float) -> list[
         ]
         lines.append(f"| {row.name} | {shown} | {' | '.join(cells)} |")
     return lines
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from specinfer.config import EngineConfig, Quantization
 from specinfer.engine.build import load_models
 from specinfer.errors import ConfigError
 from specinfer.hub import resolve
+from specinfer.kernels.bandwidth import Bandwidth, seconds
 from specinfer.kernels.build import packaged_library
 from specinfer.kernels.levels import LEVELS, VARIABLE, Level, levels_here
 from specinfer.kernels.library import Library
@@ -42,8 +42,6 @@ from specinfer.runtime.runner import ModelRunner
 from specinfer.version import VERSION
 
 TEXT: Final = 200  # tokens of text behind which a pass is timed
-STREAMED: Final = 1 << 28  # bytes of one measurement of the bandwidth
-STREAMS: Final = 3  # measurements of it
 PASSES: Final = 9  # of which the median is told
 BLOCK: Final = 16  # cache positions
 VARIABLES: Final = (VARIABLE, "OMP_NUM_THREADS", "CXX")  # they decide which kernels run, on how many threads
@@ -113,40 +111,6 @@ class PassCost:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
-
-
-class Bandwidth:
-    """Bytes per second at which memory streams; measured right beside everything held against it.
-
-    On a shared machine it may be twice as much a second later.
-    """
-
-    def __init__(self, library: Library, size: int = STREAMED) -> None:
-        """Measure with the threads that `library` has, over `size` bytes."""
-        self._stream: Callable[[int, int], float] = library.stream
-        # Written, as pages that nobody wrote are one page that stays in the cache.
-        self._memory = numpy.ones(size + 64, dtype=numpy.uint8)
-        self._address = self._memory.ctypes.data + -self._memory.ctypes.data % 64
-        self._size = size
-
-    def measure(self) -> float:
-        """What it is now."""
-        return self._stream(self._address, self._size)
-
-    def usual(self) -> float:
-        """The median of some measurements."""
-        return statistics.median(self.measure() for _ in range(STREAMS))
-
-    def beside(self, call: Callable[[], object], size: float, repeats: int) -> tuple[float, float]:
-        """Milliseconds of a call, and how many times as long as streaming `size` bytes that is: medians."""
-        milliseconds, times = [], []
-        before = self.measure()
-        for _ in range(repeats):
-            taken, after = seconds(call), self.measure()
-            milliseconds.append(1e3 * taken)
-            times.append(taken / (size / before + size / after) * 2)
-            before = after
-        return statistics.median(milliseconds), statistics.median(times)
 
 
 def find_kernels(progress: Progress | None = None) -> FoundKernels:
@@ -267,10 +231,3 @@ def tree_pass(model: LanguageModel, text: int, nodes: int) -> Callable[[], objec
     parents = [-1, *((node - 1) // 2 for node in range(1, nodes))]
     rows = Rows([(node + 1) % vocab for node in range(nodes)], text, table, logits_from=0, parents=parents)
     return lambda: runner.forward([rows])
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began

@@ -43,7 +43,8 @@ def doctor(models: tuple[str, ...], quantizations: tuple[str, ...], json_output:
     for model in models:  # a slip is answered before anything is compiled or measured
         resolve(model, progress=progress)
     from specinfer.bench.provenance import commit
-    from specinfer.check.doctor import Bandwidth, find_kernels, machine_facts, pass_cost
+    from specinfer.check.doctor import find_kernels, machine_facts, pass_cost
+    from specinfer.kernels.bandwidth import Bandwidth
 
     found = find_kernels(progress)
     bandwidth = None if found.library is None else Bandwidth(found.library)

@@ -43,10 +43,11 @@ class GgufHeader:
     data_offset: int  # bytes from the start of the file to the tensor data
 
 
-def read_header(path: Path) -> GgufHeader:
+def read_header(path: Path, *, vocabulary: bool = True) -> GgufHeader:
     """Read the head of a GGUF file; the tensor data is not touched.
 
-    Raises ModelFileError when the file is not GGUF, of another version, or ends too early.
+    Without `vocabulary` its metadata lacks lists of strings, whose reading takes most of the time. Raises
+    ModelFileError when the file is not GGUF, of another version, or ends too early.
     """
     try:
         size = path.stat().st_size
@@ -56,7 +57,7 @@ def read_header(path: Path) -> GgufHeader:
             if size < 24:
                 raise ModelFileError(_cut_short(path, size))
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
-                return _parse(path, buffer)
+                return _parse(path, buffer, vocabulary=vocabulary)
     except OSError as error:
         raise ModelFileError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -89,7 +90,7 @@ def _cut_short(path: Path, size: int) -> str:
     return f"{path} is cut short or damaged: its {format_bytes(size)} end inside the header; fetch it again"
 
 
-def _parse(path: Path, buffer: mmap.mmap) -> GgufHeader:
+def _parse(path: Path, buffer: mmap.mmap, *, vocabulary: bool) -> GgufHeader:
     cursor = _Cursor(buffer, 4)
     try:
         version = cursor.scalar("I")
@@ -102,7 +103,9 @@ def _parse(path: Path, buffer: mmap.mmap) -> GgufHeader:
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = cursor.string()
-            metadata[key] = cursor.value(cursor.scalar("I"))
+            value = cursor.value(cursor.scalar("I"), string_lists=vocabulary)
+            if value is not None:
+                metadata[key] = value
         tensors = tuple(cursor.tensor() for _ in range(num_tensors))
     except (struct.error, IndexError) as error:
         raise ModelFileError(_cut_short(path, len(buffer))) from error
@@ -146,14 +149,23 @@ class _Cursor:
         self.position = position
         return out
 
-    def value(self, kind: int) -> Any:
+    def skip_strings(self, count: int) -> None:
+        buffer, position, size = self.buffer, self.position, self.size
+        for _ in range(count):
+            position += 8 + _LENGTH.unpack_from(buffer, position)[0]
+            if position > size:
+                raise IndexError("past the end")
+        self.position = position
+
+    def value(self, kind: int, *, string_lists: bool) -> Any:
+        """The value at this place; None for a list of strings that is not wanted."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
             return self.scalar(self._code(kind))
         element, count = self.scalar("I"), self.scalar("Q")
         if element == _STRING:
-            return self.strings(count)
+            return self.strings(count) if string_lists else self.skip_strings(count)
         return list(self.scalars(self._code(element), count))
 
     def tensor(self) -> TensorInfo:

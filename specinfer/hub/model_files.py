@@ -35,7 +35,7 @@ def local_model(name: str, path: Path) -> ModelFiles:
     if start != b"GGUF":
         hint = " (give the folder it lies in)" if path.suffix in (".safetensors", ".json") else ""
         raise ModelFileError(f"{path} is not a GGUF file; allowed: a .gguf file, or a model's folder{hint}")
-    check_complete(read_header(path))
+    check_complete(read_header(path, vocabulary=False))
     return ModelFiles(name, path, "gguf")
 
 

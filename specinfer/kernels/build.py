@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -82,7 +83,7 @@ def build_library(
 
 
 def compile_library(
-    compiler: str, flags: Sequence[str], library: Path, progress: Progress | None = None
+    compiler: Sequence[str], flags: Sequence[str], library: Path, progress: Progress | None = None
 ) -> None:
     """Compile all sources into `library`, which gets its name when whole; raises KernelBuildError."""
     sources = sorted(_SOURCES.glob("*.cpp"), key=lambda source: (source.stem not in _LARGEST, source.stem))
@@ -93,31 +94,47 @@ def compile_library(
             objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
 
             def compile_one(source: Path, target: Path) -> None:
-                _run([compiler, *_FLAGS, *flags, "-c", str(source), "-o", str(target)])
+                _run([*compiler, *_FLAGS, *flags, "-c", str(source), "-o", str(target)])
                 show.advance(1)
 
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(compile_one, sources, objects))
             whole = Path(scratch) / library.name
-            _run([compiler, "-shared", "-s", "-pthread", *map(str, objects), "-o", str(whole)])
+            _run([*compiler, "-shared", "-s", "-pthread", *map(str, objects), "-o", str(whole)])
             whole.replace(library)
             show.advance(1)
     finally:
         show.finish()
 
 
-def find_compiler() -> str:
-    """The C++ compiler: CXX, or the first of g++, clang++ and c++; KernelBuildError where there is none."""
-    named = os.environ.get("CXX")
-    for name in [named] if named else ["g++", "clang++", "c++"]:
-        path = shutil.which(name)
+def find_compiler() -> tuple[str, ...]:
+    """The command of the C++ compiler: CXX with its options, or the first of g++, clang++ and c++.
+
+    Raises KernelBuildError where there is none.
+    """
+    named = os.environ.get("CXX", "").strip()
+    commands = [_words(named)] if named else [["g++"], ["clang++"], ["c++"]]
+    for program, *options in commands:
+        path = shutil.which(program)
         if path is not None:
-            return path
+            return path, *options
+    missing = commands[0][0] if named else "g++, clang++ and c++"
     raise KernelBuildError(
-        f"no C++ compiler: {named or 'g++, clang++ and c++'} not found; install one, or set CXX (the name of "
-        "a program, without options), or install "
-        "a wheel that brings the kernels"
+        f"no C++ compiler: {missing} not found; install one, or set CXX (a program, and options behind it), "
+        "or install a wheel that brings the kernels"
     )
+
+
+def _words(named: str) -> list[str]:
+    """The words of CXX, as a shell reads them; a program that is there may have spaces in its path."""
+    if shutil.which(named):
+        return [named]
+    try:
+        return shlex.split(named)
+    except ValueError as error:
+        raise KernelBuildError(
+            f"CXX is {named!r}, which cannot be read ({error}); allowed: a program, and options behind it"
+        ) from error
 
 
 def _run(command: Sequence[str]) -> str:
@@ -142,11 +159,11 @@ def _run(command: Sequence[str]) -> str:
 
 
 @functools.cache
-def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
+def _fingerprint(compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
     """A hash of everything the library depends on."""
     digest = hashlib.sha256()
     for source in sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    digest.update(" ".join([*_FLAGS, *flags]).encode())
-    digest.update(_run([compiler, "--version"]).encode())
+    digest.update(" ".join([*compiler[1:], *_FLAGS, *flags]).encode())
+    digest.update(_run([*compiler, "--version"]).encode())
     return digest.hexdigest()[:16]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -24,14 +24,14 @@ class Refused:
     """A level this CPU has, and why its library is not used."""
 
     level: Level
-    reason: str
+    reason: str = field(compare=False)  # put in other words when it is found again
 
 
 def load_library(progress: Progress | None = None) -> Library:
     """The library of the best level this CPU has, that can be had, and that proves itself.
 
-    A better level that is refused costs one line in the log. Raises KernelBuildError where none is left,
-    ConfigError where SPECINFER_CPU names what cannot be.
+    A better level that is refused costs one line in the log, once a process. Raises KernelBuildError where
+    none is left, ConfigError where SPECINFER_CPU names what cannot be.
     """
     library, refused = find_best(progress)
     if library is None and not refused:
@@ -42,7 +42,7 @@ def load_library(progress: Progress | None = None) -> Library:
     last = None if library is not None else refused[-1].reason  # raised, and so not logged as well
     for better in refused:
         if better.reason != last:
-            _LOG.warning("native kernels for %s are not used: %s", better.level.words, better.reason)
+            _tell(better)
     if library is None:
         raise KernelBuildError(last)
     return library
@@ -64,6 +64,12 @@ def find_best(progress: Progress | None = None) -> tuple[Library | None, list[Re
             fault = str(error)
         refused.append(Refused(level, fault))
     return None, refused
+
+
+@functools.cache
+def _tell(refused: Refused) -> None:
+    """Log it; every model that is loaded finds it again, and it is told once."""
+    _LOG.warning("native kernels for %s are not used: %s", refused.level.words, refused.reason)
 
 
 @functools.cache

@@ -47,7 +47,7 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        header = read_header(path)
+        header = read_header(path, vocabulary=False)
         self._tensors = _read_table(path, header)
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self.config = ModelConfig.from_gguf(header.metadata, shapes, self._rope_divisors())

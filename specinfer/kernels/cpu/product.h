@@ -100,7 +100,7 @@ void multiply_int8(const Product& product, const Rows& rows, const Output& out);
 void multiply_int4(const Product& product, const Rows& rows, const Output& out);
 
 #if defined(SPECINFER_TILED)
-constexpr int64_t kFewRows = 8;  // of int4, which registers are quicker for
+constexpr int64_t kFewRows = 10;  // of int4, which registers are quicker for
 void multiply_tiles(const Product& product, const Rows& rows, const Output& out);
 #endif
 

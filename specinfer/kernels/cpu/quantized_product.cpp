@@ -133,77 +133,57 @@ inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
 
 // ---- a group of an int4 weight ----
 
-struct GroupLevels {
-  Bytes low[4], high[4];
-};
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
 
-inline GroupLevels load_levels(const uint8_t* from) {
-  GroupLevels levels;
-  each<4>([&](auto j) {
-    prefetch(from + 64 * j);
-    const Bytes both = load_bytes(from + 64 * j);
-    levels.low[j] = low_halves(both);
-    levels.high[j] = high_halves(both);
-  });
-  return levels;
-}
+// A row's sum of the 32 products, 16 times. Eight sums of two products of at most 15 * 127 fit 16 bits.
+struct GroupSum {
+  using Shorts = int16_t __attribute__((vector_size(kRegister)));
+  Shorts pairs[kParts] = {};
 
-inline Ints load_zeros(const uint8_t* from) {
-  using Narrow = uint8_t __attribute__((vector_size(kPartLanes)));
-  Ints v;
-  each<kParts>([&](auto i) {
-    Narrow narrow;
-    std::memcpy(&narrow, from + i * kPartLanes, sizeof narrow);
-    v.part[i] = __builtin_convertvector(narrow, Ints::Part);
-  });
-  return v;
-}
+  void add(const Bytes& low, const Bytes& high, const int8_t* a) {
+    const __m256i four = _mm256_set1_epi32(word_at(a)), next = _mm256_set1_epi32(word_at(a + 4));
+    each<kParts>([&](auto i) {
+      pairs[i] += (Shorts)_mm256_maddubs_epi16((__m256i)low.part[i], four);
+      pairs[i] += (Shorts)_mm256_maddubs_epi16((__m256i)high.part[i], next);
+    });
+  }
 
-// Both fit 16 bits, and multiplying those is one quick operation where there is one for pairs.
-inline Ints times_zeros(Ints zeros, int32_t sum) {
-#if defined(__AVX512BW__)
-  return std::bit_cast<Ints>(_mm512_madd_epi16((__m512i)zeros.part[0], _mm512_set1_epi32(sum)));
-#elif defined(__AVX2__)
-  return by_parts<int32_t>([&](auto z) { return _mm256_madd_epi16((__m256i)z, _mm256_set1_epi32(sum)); }, zeros);
-#else
-  return zeros * sum;
-#endif
-}
-
-// sums + 16 times the sum of a row's 32 products.
-inline Ints add_group(Ints sums, const GroupLevels& levels, const int8_t* a) {
-  if constexpr (kTimes == 16) {
-    each<4>([&](auto j) {
-      sums = add_products(add_products(sums, levels.low[j], a + 8 * j), levels.high[j], a + 8 * j + 4);
+  // + zeros times the sum of the row's values, of which both fit 16 bits.
+  Ints with(Ints zeros, int32_t values) const {
+    Ints sums;
+    each<kParts>([&](auto i) {
+      const __m256i all = _mm256_madd_epi16((__m256i)pairs[i], _mm256_set1_epi16(16));
+      const __m256i of_zeros = _mm256_madd_epi16((__m256i)zeros.part[i], _mm256_set1_epi32(values));
+      sums.part[i] = (Ints::Part)_mm256_add_epi32(all, of_zeros);
     });
     return sums;
   }
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  // Eight sums of two products of at most 15 * 127 fit 16 bits; the last step adds their pairs, 16 times.
-  using Shorts = int16_t __attribute__((vector_size(kRegister)));
-  Shorts pairs[kParts] = {};
-  each<4>([&](auto j) {
-    const __m256i four = _mm256_set1_epi32(word_at(a + 8 * j)), next = _mm256_set1_epi32(word_at(a + 8 * j + 4));
-    each<kParts>([&](auto i) {
-      const auto add = [&](Bytes::Part level, __m256i x) {
-        pairs[i] += (Shorts)_mm256_maddubs_epi16((__m256i)level, x);
-      };
-      add(levels.low[j].part[i], four);
-      add(levels.high[j].part[i], next);
-    });
-  });
-  each<kParts>([&](auto i) {
-    sums.part[i] += (Ints::Part)_mm256_madd_epi16((__m256i)pairs[i], _mm256_set1_epi16(16));
-  });
-  return sums;
+};
+
 #else
+
+struct GroupSum {
   Ints products = 0;
-  each<4>([&](auto j) {
-    products = add_products(add_products(products, levels.low[j], a + 8 * j), levels.high[j], a + 8 * j + 4);
-  });
-  return sums + bits_as<int32_t>(bits_as<uint32_t>(products) << 4);
+
+  void add(const Bytes& low, const Bytes& high, const int8_t* a) {
+    products = add_products(add_products(products, low, a), high, a + 4);
+  }
+
+  Ints with(Ints zeros, int32_t values) const {
+#if defined(__AVX512F__)
+    return std::bit_cast<Ints>(_mm512_dpwssd_epi32((__m512i)products.part[0], (__m512i)zeros.part[0],
+                                                   _mm512_set1_epi32(values)));
+#elif defined(__AVXVNNI__)
+    return by_parts<int32_t>(
+        [&](auto p, auto z) { return _mm256_dpwssd_avx_epi32((__m256i)p, (__m256i)z, _mm256_set1_epi32(values)); },
+        products, zeros);
+#else
+    return bits_as<int32_t>(bits_as<uint32_t>(products) << (kTimes == 16 ? 0 : 4)) + zeros * values;
 #endif
-}
+  }
+};
+
+#endif
 
 // ---- tiles: R rows by B blocks ----
 
@@ -295,13 +275,18 @@ struct Int4Weight {
     each<R>([&](auto r) { total[r] = Floats(0.0f); });
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t group = block * groups + g;
-      const GroupLevels of_block = load_levels(levels + group * kGroupBytes);
-      const Ints of_zeros = load_zeros(zeros + group * kBlock);
+      GroupSum sums[R];
+      each<4>([&](auto j) {
+        const uint8_t* const at = levels + group * kGroupBytes + 64 * j;
+        prefetch(at);
+        const Bytes both = load_bytes(at), low = low_halves(both), high = high_halves(both);
+        each<R>([&](auto r) { sums[r].add(low, high, a + (r * groups + g) * kGroup + 8 * j); });
+      });
+      const Ints of_zeros = bits_as<int32_t>(widened(zeros + group * kBlock));
       const Floats of_channels = load(scales + group * kBlock);
       each<R>([&](auto r) {
         const int64_t at = r * groups + g;
-        const Ints sums = add_group(times_zeros(of_zeros, a_sums[at]), of_block, a + at * kGroup);
-        total[r] = total[r] + to_floats(sums) * (of_channels * a_scales[at]);
+        total[r] = total[r] + to_floats(sums[r].with(of_zeros, a_sums[at])) * (of_channels * a_scales[at]);
       });
     }
     TileResults<R, 1> results;

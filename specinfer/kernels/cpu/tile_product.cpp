@@ -16,7 +16,6 @@ namespace {
 
 constexpr int64_t kAhead = 8192;                      // bytes between what is used and what is asked for
 constexpr int kMostTiles = 4;                         // of rows, that are computed together
-constexpr int kGroupsAtOnce = 8;                      // of int4, laid out as weights of tiles
 constexpr int64_t kGroupBytes = kBlock * kGroup / 2;
 
 // ---- rows as tiles ----
@@ -212,73 +211,82 @@ inline void expand(const uint8_t* levels, const uint8_t* zeros, uint8_t* to) {
     store_vector(to + 128 * j, (both << 4) & 0xf0f0f0f0u);
     store_vector(to + 128 * j + 64, both & 0xf0f0f0f0u);
   }
-  Words four;
-  for (int i = 0; i < kParts; ++i) {
-    using Narrow = uint8_t __attribute__((vector_size(kPartLanes)));
-    Narrow narrow;
-    std::memcpy(&narrow, zeros + i * kPartLanes, sizeof narrow);
-    four.part[i] = __builtin_convertvector(narrow, Words::Part) * 0x01010101u;
-  }
+  const Words zero = widened(zeros), two = zero | zero << 8, four = two | two << 16;
   for (int i = 8; i < 16; ++i) store_vector(to + 64 * i, four);
 }
 
-struct Int4Tiles {
+struct Int4 {
   const TileRows& rows;
   const uint8_t* levels;
   const Half* scales;
   const uint8_t* zeros;
   const float* row_scales;  // [groups, rows]
   const Output& out;
+};
 
-  // Rows of up to kMostTiles tiles from `tile` on by one block.
-  void block(int64_t block, int64_t tile) const {
-    alignas(64) uint8_t weights[kGroupsAtOnce * kTileBytes];
-    alignas(64) Floats totals[kMostTiles * kTileRows];
-    const int64_t first = tile * rows.height, last = std::min(first + kMostTiles * rows.height, rows.count);
-    for (int64_t r = 0; r < last - first; ++r) totals[r] = Floats(0.0f);
-    for (int64_t g = 0; g < rows.steps; g += kGroupsAtOnce) {
-      const int64_t count = std::min<int64_t>(kGroupsAtOnce, rows.steps - g), group = block * rows.steps + g;
-      for (int64_t i = 0; i < count; ++i) {
-        expand(levels + (group + i) * kGroupBytes, zeros + (group + i) * kBlock, weights + i * kTileBytes);
-      }
-      for (int64_t r = first; r < last; r += rows.height) {
-        add_groups(g, count, group, r, std::min(rows.height, last - r), weights, totals + (r - first));
-      }
+// M tiles of rows by a block. A group is laid out as weights while the one before is multiplied, and a tile's sums
+// are scaled kLag tiles later, so that nothing waits for what was just written. Few sums wait for that: they,
+// the totals and the rows that are being read must fit the first cache together.
+template <int M>
+class Int4Block {
+ public:
+  Int4Block(const Int4& of, int64_t tile, int64_t block) : of_(of), tile_(tile), block_(block) {}
+
+  void run() {
+    const int64_t groups = of_.rows.steps, last = groups * M;
+    for (Floats& total : totals_) total = Floats(0.0f);
+    lay_out(0);
+    for (int64_t g = 0; g < groups; ++g) {
+      if (g + 1 < groups) lay_out(g + 1);
+      tile_load<4>(weights_[g % 2]);
+      each<M>([&](auto m) {
+        multiply<m>(g);
+        if (g * M + m >= kLag) scale(g * M + m - kLag);
+      });
     }
-    for (int64_t r = first; r < last; ++r) out.store(r, block, totals[r - first]);
+    for (int64_t at = std::max<int64_t>(last - kLag, 0); at < last; ++at) scale(at);
+    for (int64_t m = 0; m < M; ++m) {
+      for (int64_t r = 0; r < height(m); ++r) of_.out.store(first(m) + r, block_, totals_[m * kTileRows + r]);
+    }
   }
 
  private:
-  // The tile whose first row is `row`: its products with some groups are scaled and added up.
-  void add_groups(int64_t g, int64_t count, int64_t group, int64_t row, int64_t n, const uint8_t* weights,
-                  Floats* totals) const {
-    alignas(64) uint8_t sums[2][kTileBytes];
-    const uint8_t* const a = rows.row(row) + g * rows.step_bytes();
-    const int64_t step_bytes = rows.step_bytes();
-    const auto multiply = [&](int64_t i, auto buffer) __attribute__((always_inline)) {
-      tile_zero<buffer>();
-      tile_load<6 + buffer>(a + i * step_bytes);
-      tile_load<4 + buffer>(weights + i * kTileBytes);
-      tile_add_int8<buffer, 6 + buffer, 4 + buffer>();
-      tile_store<buffer>(sums[buffer]);
-    };
-    const auto scale = [&](int64_t i, int buffer) __attribute__((always_inline)) {
-      const Floats of_channels = load(scales + (group + i) * kBlock);
-      const float* const of_rows = row_scales + (g + i) * rows.count + row;
-      for (int64_t r = 0; r < n; ++r) {
-        const Ints exact = load_vector<int32_t>(sums[buffer] + r * kRowBytes);
-        totals[r] = totals[r] + to_floats(exact) * (of_channels * of_rows[r]);
-      }
-    };
-    // One group is scaled while the next is multiplied.
-    multiply(0, std::integral_constant<int, 0>{});
-    for (int64_t i = 0; i < count; i += 2) {
-      if (i + 1 < count) multiply(i + 1, std::integral_constant<int, 1>{});
-      scale(i, 0);
-      if (i + 2 < count) multiply(i + 2, std::integral_constant<int, 0>{});
-      if (i + 1 < count) scale(i + 1, 1);
+  static constexpr int kLag = 3;
+
+  int64_t first(int64_t m) const { return (tile_ + m) * of_.rows.height; }
+  int64_t height(int64_t m) const { return std::min(of_.rows.height, of_.rows.count - first(m)); }
+
+  void lay_out(int64_t g) {
+    const int64_t at = block_ * of_.rows.steps + g;
+    expand(of_.levels + at * kGroupBytes, of_.zeros + at * kBlock, weights_[g % 2]);
+  }
+
+  template <int m>
+  void multiply(int64_t g) {
+    tile_zero<m>();
+    tile_load<6 + m % 2>(of_.rows.data + g * of_.rows.step_bytes() + (tile_ + m) * of_.rows.tile_bytes());
+    tile_add_int8<m, 6 + m % 2, 4>();
+    tile_store<m>(sums_[(g * M + m) % (kLag + 1)]);
+  }
+
+  // What was multiplied as number `at`.
+  void scale(int64_t at) {
+    const int64_t g = at / M, m = at % M, n = height(m);
+    const Floats of_channels = load(of_.scales + (block_ * of_.rows.steps + g) * kBlock);
+    const float* const of_rows = of_.row_scales + g * of_.rows.count + first(m);
+    const uint8_t* const sums = sums_[at % (kLag + 1)];
+    Floats* const totals = totals_ + m * kTileRows;
+    for (int64_t r = 0; r < n; ++r) {
+      const Ints exact = load_vector<int32_t>(sums + r * kRowBytes);
+      totals[r] = totals[r] + to_floats(exact) * (of_channels * of_rows[r]);
     }
   }
+
+  const Int4& of_;
+  const int64_t tile_, block_;
+  alignas(64) uint8_t weights_[2][kTileBytes];
+  alignas(64) uint8_t sums_[kLag + 1][kTileBytes];
+  alignas(64) Floats totals_[M * kTileRows];
 };
 
 void multiply_int4_tiles(const Product& product, const Rows& given, const Output& out) {
@@ -287,16 +295,23 @@ void multiply_int4_tiles(const Product& product, const Rows& given, const Output
   auto* const scales = Scratch::get().take<float>(given.count * groups);
   auto* const sums = Scratch::get().take<int32_t>(given.count * groups);
   quantize<Kind::kInt4>(product, given, groups, Int4Place{rows}, scales, sums);
-  const Int4Tiles tiles{rows,
-                        static_cast<const uint8_t*>(product.weight),
-                        static_cast<const Half*>(product.scales),
-                        static_cast<const uint8_t*>(product.zeros),
-                        scales,
-                        out};
+  const Int4 of{rows,
+                static_cast<const uint8_t*>(product.weight),
+                static_cast<const Half*>(product.scales),
+                static_cast<const uint8_t*>(product.zeros),
+                scales,
+                out};
   share_blocks(blocks_of(product.channels), groups * kGroupBytes, [&](int64_t first, int64_t last) {
     const Tiles shapes(static_cast<int>(rows.height));
     for (int64_t block = first; block < last; ++block) {
-      for (int64_t tile = 0; tile < rows.tiles; tile += kMostTiles) tiles.block(block, tile);
+      const auto turns = [&](auto m, int64_t tile) { Int4Block<m>(of, tile, block).run(); };
+      int64_t tile = 0;
+      for (; tile + kMostTiles <= rows.tiles; tile += kMostTiles) {
+        turns(std::integral_constant<int, kMostTiles>{}, tile);
+      }
+      each<kMostTiles - 1>([&](auto m) {
+        if (rows.tiles - tile == m + 1) turns(std::integral_constant<int, m + 1>{}, tile);
+      });
     }
   });
 }

@@ -129,7 +129,7 @@ inline void tile_store(void* to, int64_t stride = kRowBytes) {
 // A number that is not normal counts as zero, as an operand and as a result.
 inline float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
 
-inline float widened(const uint8_t* bfloat16) {
+inline float float_of(const uint8_t* bfloat16) {
   uint16_t half;
   std::memcpy(&half, bfloat16, sizeof half);
   const uint32_t bits = static_cast<uint32_t>(half) << 16;
@@ -146,8 +146,8 @@ inline void tile_add_bfloat16() {
       float parts[2] = {};
       for (int k = 0; k < kTileRows; ++k) {
         for (int i = 0; i < 2; ++i) {
-          const float a = widened(plain_tiles.data[A][m] + 4 * k + 2 * i);
-          const float b = widened(plain_tiles.data[B][k] + 4 * n + 2 * i);
+          const float a = float_of(plain_tiles.data[A][m] + 4 * k + 2 * i);
+          const float b = float_of(plain_tiles.data[B][k] + 4 * n + 2 * i);
           parts[i] = flushed(std::fma(a, b, parts[i]));
         }
       }

@@ -197,16 +197,46 @@ inline void store_vector(void* to, Vector<T> v) {
 
 inline Floats load(const float* from) { return load_vector<float>(from); }
 
-inline Floats load(const BFloat16* from) {
-  using Narrow = uint16_t __attribute__((vector_size(kRegister / 2)));
+// Sixteen narrow numbers, a lane each. GCC 12 would widen them by halves, and bytes one by one.
+inline Words widened(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return std::bit_cast<Words>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
   Words v;
-#pragma GCC unroll 4
   for (int i = 0; i < kParts; ++i) {
-    Narrow narrow;
-    std::memcpy(&narrow, from + i * kPartLanes, sizeof narrow);
-    v.part[i] = __builtin_convertvector(narrow, Words::Part) << 16;
+    v.part[i] = (Words::Part)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i * kPartLanes)));
   }
-  return bits_as<float>(v);
+  return v;
+#else
+  Words v;
+  const uint8x16_t bytes = vld1q_u8(from);
+  const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
+  v.part[0] = (Words::Part)vmovl_u16(vget_low_u16(low));
+  v.part[1] = (Words::Part)vmovl_high_u16(low);
+  v.part[2] = (Words::Part)vmovl_u16(vget_low_u16(high));
+  v.part[3] = (Words::Part)vmovl_high_u16(high);
+  return v;
+#endif
+}
+
+inline Words widened(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return std::bit_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(__AVX2__)
+  Words v;
+  for (int i = 0; i < kParts; ++i) {
+    v.part[i] = (Words::Part)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i));
+  }
+  return v;
+#else
+  Words v;
+  for (int i = 0; i < kParts; ++i) v.part[i] = (Words::Part)vmovl_u16(vld1_u16(from + i * kPartLanes));
+  return v;
+#endif
+}
+
+inline Floats load(const BFloat16* from) {
+  return bits_as<float>(widened(reinterpret_cast<const uint16_t*>(from)) << 16);
 }
 
 inline Floats load(const Half* from) {

@@ -13,7 +13,6 @@ import torch
 
 from specinfer.check import doctor
 from specinfer.check.doctor import (
-    Bandwidth,
     LevelFact,
     find_kernels,
     level_facts,
@@ -24,10 +23,12 @@ from specinfer.check.doctor import (
 )
 from specinfer.config import EngineConfig, Quantization
 from specinfer.kernels import levels
+from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.levels import LEVELS, VARIABLE
 from specinfer.kernels.native import Refused
 from specinfer.kernels.quantized import int8_bytes
 from specinfer.models.weights import load_config, load_model
+from tests.streaming import Streaming
 from tests.tiny_models import write_tiny_llama
 
 LEVEL = {level.name: level for level in LEVELS}
@@ -35,18 +36,6 @@ X86 = ["amx", "avx512bf16", "avx512", "avxvnni", "avx2"]
 V3 = "avx2 fma f16c bmi1 bmi2 movbe abm "
 V4 = V3 + "avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni "
 ALL = V4 + "avx_vnni avx512_bf16 amx_tile amx_int8 amx_bf16"
-
-
-class Streaming:
-    """A library whose memory streams at these speeds, one after the other, and that knows what was asked."""
-
-    def __init__(self, *speeds: float) -> None:
-        self.speeds = list(speeds)
-        self.asked: list[tuple[int, int]] = []
-
-    def stream(self, address: int, size: int) -> float:
-        self.asked.append((address, size))
-        return self.speeds.pop(0)
 
 
 # ---- levels ----
@@ -163,23 +152,6 @@ def test_where_the_library_came_from(
 
 
 # ---- speeds ----
-
-
-def test_the_usual_bandwidth_is_the_median_of_three_over_memory_that_is_written() -> None:
-    library: Any = Streaming(1e9, 9e9, 2e9)
-    bandwidth = Bandwidth(library, size=1 << 16)
-    assert bandwidth.usual() == 2e9
-    ((address, size),) = set(library.asked)
-    assert (address % 64, size) == (0, 1 << 16)
-
-
-def test_a_call_is_held_against_the_bandwidth_right_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = iter([0.004, 0.001, 0.002])
-    monkeypatch.setattr(doctor, "seconds", lambda call: next(taken))
-    library: Any = Streaming(1e9, 1e9, 1e9, 0.5e9)
-    milliseconds, times = Bandwidth(library, size=64).beside(lambda: None, 1e6, 3)
-    assert milliseconds == pytest.approx(2.0)
-    assert times == pytest.approx(4 / 3)  # of 4, 1, and 2 ms where 1 MB streams in 1 or 2 ms: 2 / 1.5
 
 
 HEAD = 64 * 32  # elements of the embeddings, and of the output layer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from specinfer.check import doctor as facts
 from specinfer.cli.doctor import doctor
 from specinfer.errors import ConfigError, ModelNotFoundError
+from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.levels import VARIABLE
 from specinfer.version import VERSION
 from tests.kernels import kernels
@@ -21,8 +23,7 @@ from tests.tiny_models import write_tiny_llama
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less memory to stream, and no wishes of the user who runs the tests."""
-    init = facts.Bandwidth.__init__
-    monkeypatch.setattr(facts.Bandwidth, "__init__", lambda self, library: init(self, library, 1 << 20))
+    monkeypatch.setattr("specinfer.kernels.bandwidth.Bandwidth", partial(Bandwidth, size=1 << 20))
     for name in facts.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 

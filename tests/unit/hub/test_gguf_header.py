@@ -37,6 +37,14 @@ def test_metadata_and_tensor_table_are_read(tmp_path):
     check_complete(header)
 
 
+def test_without_its_vocabulary_all_else_is_the_same(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf")
+    whole, rest = read_header(path), read_header(path, vocabulary=False)
+    assert "tokenizer.ggml.tokens" not in rest.metadata
+    assert rest.metadata == {k: v for k, v in whole.metadata.items() if k != "tokenizer.ggml.tokens"}
+    assert (rest.tensors, rest.data_offset) == (whole.tensors, whole.data_offset)
+
+
 def test_a_file_without_its_last_byte_is_refused(tmp_path):
     path = write_gguf(tmp_path / "m.gguf")
     header = read_header(path)
@@ -47,7 +55,8 @@ def test_a_file_without_its_last_byte_is_refused(tmp_path):
         check_complete(read_header(path))
 
 
-def test_a_header_cut_anywhere_is_refused_in_one_line(tmp_path):
+@pytest.mark.parametrize("vocabulary", [True, False])
+def test_a_header_cut_anywhere_is_refused_in_one_line(tmp_path, vocabulary):
     whole = write_gguf(tmp_path / "m.gguf")
     header_bytes = whole.read_bytes()[: read_header(whole).data_offset]
     cut = tmp_path / "cut.gguf"
@@ -55,7 +64,7 @@ def test_a_header_cut_anywhere_is_refused_in_one_line(tmp_path):
     for length in range(4, len(table_end) - 8):
         cut.write_bytes(header_bytes[:length])
         with pytest.raises(ModelFileError, match="cut short") as caught:
-            read_header(cut)
+            read_header(cut, vocabulary=vocabulary)
         assert "\n" not in str(caught.value)
 
 

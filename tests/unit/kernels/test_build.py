@@ -11,7 +11,7 @@ import torch
 
 from specinfer.errors import KernelBuildError
 from specinfer.kernels import build, native
-from specinfer.kernels.build import build_library, find_library
+from specinfer.kernels.build import build_library, find_compiler, find_library
 from specinfer.kernels.choice import TORCH, choose_kernels
 from specinfer.kernels.levels import LEVELS
 
@@ -31,6 +31,7 @@ echo "kernel.cpp:7: error: no such register" >&2
 exit 3
 """
 NO_PROGRAM = "\x7fELF of another machine"
+WRAPPER = '#!/bin/sh\nexec "$@"\n'  # as ccache is one
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +89,59 @@ def test_another_compiler_level_or_flag_makes_another_file(
     files.append(build_library(AVX2, cache=cache, extra=("-DSOME",)))
     assert len(set(files)) == 4
     assert sorted(cache.glob("*.so")) == sorted(files)
+
+
+def test_a_compiler_may_be_named_with_its_options_and_behind_another_program(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = install(monkeypatch, tmp_path, WORKING)
+    alone = build_library(AVX2)
+    log.write_text("")
+    wrapper = tmp_path / "cache of objects"
+    wrapper.write_text(WRAPPER)
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{wrapper}' {tmp_path / 'c++'} -m64 '-DA=a b'")
+    assert find_compiler() == (str(wrapper), str(tmp_path / "c++"), "-m64", "-DA=a b")
+    assert build_library(AVX2) != alone, "its options may make another library"
+    calls = log.read_text().splitlines()
+    assert len(calls) == SOURCES + 1
+    for call in calls:
+        assert call.startswith("-m64 -DA=a b -"), "options of ours come later, and last those of one's own"
+
+
+def test_a_compiler_is_looked_for_by_its_first_word_unless_its_name_has_spaces(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("clang++", "my c++"):
+        (tmp_path / name).write_text(WRAPPER)
+        (tmp_path / name).chmod(0o755)
+    clang = str(tmp_path / "clang++")
+    for named, found in {
+        "": (clang,),
+        "  ": (clang,),
+        " clang++ ": (clang,),
+        "clang++ -stdlib=libc++": (clang, "-stdlib=libc++"),
+        "my c++": (str(tmp_path / "my c++"),),
+        str(tmp_path / "my c++"): (str(tmp_path / "my c++"),),
+    }.items():
+        monkeypatch.setenv("CXX", named)
+        assert find_compiler() == found, named
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [
+        ("no-such-compiler -m64", r"no C\+\+ compiler: no-such-compiler not found; install one, or set CXX"),
+        ("g++ '-m64", r"CXX is \"g\+\+ '-m64\", which cannot be read \(No closing quotation\); allowed: "),
+    ],
+)
+def test_a_compiler_that_is_not_there_or_not_named_is_told(
+    monkeypatch: pytest.MonkeyPatch, named: str, reason: str
+) -> None:
+    monkeypatch.setenv("CXX", named)
+    with pytest.raises(KernelBuildError, match=reason):
+        find_compiler()
 
 
 def test_a_packaged_library_is_taken_and_no_compiler_runs(

@@ -37,11 +37,11 @@ def prove(tmp_path_factory: pytest.TempPathFactory) -> Prove:
     folder = tmp_path_factory.mktemp("proof")
 
     @functools.cache
-    def program(kind: str, compiler: str) -> Path:
+    def program(kind: str, compiler: tuple[str, ...]) -> Path:
         least = next(level for level in LEVELS if level.architecture == kind)
         target = folder / f"proof-{kind}"
         flags = ("-O1", "-std=c++20", "-ffp-contract=off", "-w", *least.flags, f"-I{SOURCES}")
-        subprocess.run([compiler, *flags, str(PROOF), "-o", str(target), "-ldl"], check=True)
+        subprocess.run([*compiler, *flags, str(PROOF), "-o", str(target), "-ldl"], check=True)
         return target
 
     def lines(library: Path, level: Level) -> list[str]:
@@ -90,9 +90,9 @@ def need_compiler(*flags: str) -> None:
         compiler = find_compiler()
     except KernelBuildError as error:
         pytest.skip(str(error))
-    command = [compiler, *flags, "-E", "-x", "c++", os.devnull]
+    command = [*compiler, *flags, "-E", "-x", "c++", os.devnull]
     if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip(f"{compiler} does not know {' '.join(flags)}")
+        pytest.skip(f"{compiler[0]} does not know {' '.join(flags)}")
 
 
 def need_emulator(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:

@@ -107,6 +107,12 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
+@pytest.fixture(autouse=True)
+def _new_process() -> None:
+    """No level was refused yet, as far as the log knows."""
+    native._tell.cache_clear()
+
+
 def compiled(folder: Path, fake: str) -> Path:
     library = folder / f"{list(FAKES).index(fake)}.so"
     if not library.exists():
@@ -274,6 +280,28 @@ def test_what_the_system_forbids_this_process_alone_costs_a_line_too(
         assert load_library().path == real.path
     (line,) = caplog.messages
     assert is_told(line, better, "the system does not let this process use the CPU's matrix unit")
+
+
+def test_a_refused_level_is_told_once_though_its_reason_is_put_in_other_words(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fakes: Path,
+    tmp_path: Path,
+    real: Library,
+) -> None:
+    first, second = [level for level in LEVELS if level != real.level][:2]
+    crash, wrong = compiled(fakes, "an instruction the CPU lacks"), compiled(fakes, "a wrong result")
+    offer(monkeypatch, tmp_path, {first: crash, real.level: real.path})
+    with caplog.at_level(logging.WARNING):
+        load_library()
+        load_library()  # "(found before; see ...)"
+        (line,) = caplog.messages
+        assert is_told(line, first, "trying it ended with SIGILL")
+        assert find_best()[1][0].reason != "trying it ended with SIGILL"
+        offer(monkeypatch, tmp_path, {first: crash, second: wrong, real.level: real.path})
+        load_library()
+    assert len(caplog.messages) == 2, "another level is another refusal"
+    assert is_told(caplog.messages[1], second, r"float32 33 x 96: results are off by .*")
 
 
 def test_find_best_tells_the_refused_levels_from_the_best_on(
