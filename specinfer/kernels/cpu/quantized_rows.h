@@ -8,7 +8,7 @@
 
 #pragma once
 
-#include <vector>
+#include <memory>
 
 #include "product.h"
 
@@ -86,23 +86,23 @@ inline Ints store_group(GroupOf32 x, float inverse, int8_t* values, int8_t* nega
   return low + high;
 }
 
-// One scale for the row, and -128 times the sum of its values, which makes up for the weights' offset.
+// One scale for the row, and -128 times the sum of its values, which makes up for the weights' offset. `turned`
+// has room for a row.
 template <typename T, typename Place>
-void quantize_int8(const T* x, int64_t n, int64_t groups, int64_t row, const Place& place, float* scales,
-                   int32_t* offsets) {
+void quantize_int8(const T* x, int64_t n, int64_t groups, int64_t row, const Place& place, float* turned,
+                   float* scales, int32_t* offsets) {
   const auto to = place(row);
-  std::vector<float> turned(groups * kGroup);
   Ints bits = 0;
   for (int64_t g = 0; g < groups; ++g) {
     const GroupOf32 group = rotate(load_group(x + g * kGroup, n - g * kGroup));
     bits = larger(larger(bits, group.low), group.high);
-    store(turned.data() + g * kGroup, group.low);
-    store(turned.data() + g * kGroup + kLanes, group.high);
+    store(turned + g * kGroup, group.low);
+    store(turned + g * kGroup + kLanes, group.high);
   }
   const float most = largest(bits), inverse = inverse_of(most);
   Ints total = 0;
   for (int64_t g = 0; g < groups; ++g) {
-    total = total + store_group(load_group(turned.data() + g * kGroup, kGroup), inverse, to.values(g), nullptr);
+    total = total + store_group(load_group(turned + g * kGroup, kGroup), inverse, to.values(g), nullptr);
   }
   scales[row] = most / 127.0f;
   offsets[row] = -128 * sum(total);
@@ -129,10 +129,11 @@ void quantize(const Product& product, const Rows& rows, int64_t groups, const Pl
               int32_t* sums) {
   const auto all = [&](const auto* x) {
     Pool::get().split(rows.count, kPieceBytes / (groups * kGroup) + 1, [&](int64_t first, int64_t last) {
+      const std::unique_ptr<float[]> turned(kind == Kind::kInt8 ? new float[groups * kGroup] : nullptr);
       for (int64_t r = first; r < last; ++r) {
         const auto* const from = x + r * product.inner;
         if constexpr (kind == Kind::kInt8) {
-          quantize_int8(from, product.inner, groups, r, place, scales, sums);
+          quantize_int8(from, product.inner, groups, r, place, turned.get(), scales, sums);
         } else {
           quantize_int4(from, product.inner, groups, r, place, scales, sums);
         }

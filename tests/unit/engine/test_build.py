@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specinfer.attention.sdpa import SdpaAttention
 from specinfer.config import EngineConfig
@@ -57,6 +58,37 @@ def test_native_attention_that_is_asked_for_must_serve(large_heads: Path) -> Non
     kernels("native")
     with pytest.raises(ConfigError, match=f"kernels is 'native', whose .*/large: {REASON}; use auto"):
         load_models(config(large_heads, kernels="native"))
+
+
+@pytest.mark.parametrize(
+    ("model", "chosen", "threads_of_torch"),
+    [
+        ("target", "native", [2, 1]),  # loads with two, then leaves the cores to the kernels
+        ("large", "auto", [2]),  # whose attention is PyTorch's
+        ("target", "torch", [2]),
+    ],
+)
+def test_pytorch_keeps_its_threads_only_where_it_has_work(
+    model: str,
+    chosen: str,
+    threads_of_torch: list[int],
+    folder: Path,
+    large_heads: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = kernels("native").library
+    assert library is not None
+    before = library.threads()
+    counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    try:
+        load_models(
+            config({"target": folder / "target", "large": large_heads}[model], kernels=chosen, threads=2)
+        )
+        assert (counts, library.threads() if chosen != "torch" else 2) == (threads_of_torch, 2)
+    finally:
+        library.set_threads(before)
 
 
 def test_a_model_that_drafts_for_itself_needs_its_memory_twice(
