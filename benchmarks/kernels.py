@@ -309,7 +309,7 @@ def markdown(
             "",
             *_table(rows, args.nodes, usual),
         ]
-    return "\n".join([*lines, "", *provenance_lines(), ""])
+    return "\n".join([*lines, "", *provenance_lines(args.threads), ""])
 
 
 def kernels_line(kernels: Kernels, lacking: str | None) -> str:

@@ -98,7 +98,7 @@ def markdown(args: argparse.Namespace, found: Mapping[str, Mapping[str, Sequence
         alone, beside = (statistics.median(rates[name]) for name in ("alone", "beside"))
         cells = [quantization, _spread(rates["alone"]), _spread(rates["beside"]), f"{beside / alone:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *provenance_lines(), ""])
+    return "\n".join([*lines, "", *provenance_lines(args.threads), ""])
 
 
 def _spread(rates: Sequence[float]) -> str:

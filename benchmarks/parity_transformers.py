@@ -20,6 +20,7 @@ import transformers
 from provenance import provenance_lines
 
 from specinfer import LLM, SamplingParams
+from specinfer.kernels.machine import thread_count
 
 
 def main() -> None:
@@ -36,6 +37,7 @@ def main() -> None:
 
     texts = _our_texts(args.model, args.dataset, args.limit, args.max_tokens)
     gc.collect()  # both models in float32 at once would not fit on a small machine
+    torch.set_num_threads(thread_count())  # of which ours had left PyTorch one
     model = _theirs(args.model)
     ties: list[str] = []
     wrong: list[str] = []

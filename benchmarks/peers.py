@@ -98,8 +98,8 @@ def main() -> None:
         cell = cells[cell_key(engine, round_)] = run_cell(engine, task, round_, home, args.timeout)
         print(f"round {round_ + 1}/{rounds} {engine.name}: {outcome(cell)}", flush=True)
         write(cells_file, json.dumps({"settings": settings, "cells": cells}) + "\n")
-        write(out, markdown(shown(engines, cells), cells, settings, provenance_lines()))
-    page = markdown(shown(engines, cells), cells, settings, provenance_lines())
+        write(out, markdown(shown(engines, cells), cells, settings, provenance_lines(args.threads)))
+    page = markdown(shown(engines, cells), cells, settings, provenance_lines(args.threads))
     write(out, page)
     print(page)
 

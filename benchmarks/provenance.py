@@ -12,9 +12,9 @@ from specinfer.bench.provenance import hardware, provenance
 RESULTS = Path(__file__).parent / "results"
 
 
-def provenance_lines() -> list[str]:
-    """Markdown lines that say how and where the figures above them were measured."""
-    facts = provenance()
+def provenance_lines(threads: int | None = None) -> list[str]:
+    """Markdown lines that say how and where the figures above were measured; `threads` is the option."""
+    facts = provenance(threads)
     versions, hardware = facts["versions"], facts["hardware"]
     command = " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *map(_short, sys.argv[1:])])
     return [

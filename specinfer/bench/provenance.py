@@ -13,13 +13,17 @@ import psutil
 import torch
 
 import specinfer
+from specinfer.kernels.machine import thread_count
 from specinfer.version import VERSION
 
 _WIDE = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "sve", "bf16")
 
 
-def provenance() -> dict[str, Any]:
-    """Date, commit (None outside a checkout), versions and hardware, as plain JSON values."""
+def provenance(threads: int | None = None) -> dict[str, Any]:
+    """Date, commit (None outside a checkout), versions and hardware, as plain JSON values.
+
+    `threads` is what the option of that name was, None where it was left out.
+    """
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         "commit": commit(),
@@ -29,7 +33,7 @@ def provenance() -> dict[str, Any]:
             "torch": torch.__version__,
             "numpy": numpy.__version__,
         },
-        "hardware": hardware(),
+        "hardware": hardware(threads),
     }
 
 
@@ -43,13 +47,13 @@ def commit() -> str | None:
     return f"{sha}+" if sha and changed else sha
 
 
-def hardware() -> dict[str, Any]:
-    """CPU, cores, threads, memory and GPU of this machine."""
+def hardware(threads: int | None = None) -> dict[str, Any]:
+    """CPU, cores, memory and GPU of this machine, and the threads that an engine computes with."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": _cpu(),
         "cores": psutil.cpu_count(logical=False),
-        "threads": torch.get_num_threads(),
+        "threads": thread_count(threads),  # PyTorch may keep fewer (engine/build.py)
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": gpus,
         "system": f"{platform.system()} {platform.release()}",

@@ -40,7 +40,7 @@ def as_json(comparison: Comparison, llm: LLM, dataset: Dataset, load: Load) -> d
     promised = text_promise(load.params, llm.config.speculation.verifier, llm.models.target.device)
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        **provenance(),
+        **provenance(llm.config.threads),
         "model": llm.config.model,
         "options": options_of(llm, load),
         "dataset": {

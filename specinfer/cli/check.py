@@ -79,7 +79,7 @@ def check(
         write_json(
             json_file,
             {
-                **provenance(),
+                **provenance(llm.config.threads),
                 "model": llm.config.model,
                 "drafts": list(llm.config.speculation.drafts),
                 "passed": not failed and not undecided,

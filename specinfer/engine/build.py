@@ -258,10 +258,10 @@ def use_threads(wanted: int | None, kernels: Kernels) -> None:
 
 
 def _leave_cores_to_kernels(models: Models) -> None:
-    """PyTorch computes with one thread from here on, where it has only small things left to do.
+    """PyTorch computes with one thread from here on, in this process, where only small things are left to it.
 
     A thread of its own that has done its part looks for more for milliseconds, on a core that the kernels'
-    threads need: a pass of 8 rows of a small model took 17 ms instead of 12 after one cosine.
+    threads need: a pass of 8 rows of a small model took 18 ms instead of 13 after one cosine.
     """
     loaded = (models.target, *models.drafts.values())
     if all(isinstance(model.kernels.attention, NativeAttention) for model in loaded):

@@ -118,7 +118,7 @@ def find_compiler() -> tuple[str, ...]:
         path = shutil.which(program)
         if path is not None:
             return path, *options
-    missing = commands[0][0] if named else "g++, clang++ and c++"
+    missing = (commands[0][0] or named) if named else "g++, clang++ and c++"
     raise KernelBuildError(
         f"no C++ compiler: {missing} not found; install one, or set CXX (a program, and options behind it), "
         "or install a wheel that brings the kernels"

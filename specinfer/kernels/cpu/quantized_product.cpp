@@ -86,7 +86,6 @@ inline Bytes high_halves(Bytes v) {
   each<kParts>([&](auto i) { v.part[i] = (Bytes::Part)((Shorts)v.part[i] >> 4) & 15; });
   return v;
 }
-constexpr int kTimes = 1;
 
 inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
   const __m256i four = _mm256_set1_epi32(word_at(a)), size = _mm256_abs_epi8(four);
@@ -132,10 +131,13 @@ inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
 #endif
 
 // ---- a group of an int4 weight ----
+//
+// A GroupSum adds a row's products with a group up, eight elements at a time. with(zeros, values) is 16 times their
+// sum + zeros times `values`, minus the sum of the row's values (quantized_rows.h); both fit 16 bits.
 
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
 
-// A row's sum of the 32 products, 16 times. Eight sums of two products of at most 15 * 127 fit 16 bits.
+// Eight sums of two products of at most 15 * 127 fit 16 bits.
 struct GroupSum {
   using Shorts = int16_t __attribute__((vector_size(kRegister)));
   Shorts pairs[kParts] = {};
@@ -148,7 +150,6 @@ struct GroupSum {
     });
   }
 
-  // + zeros times the sum of the row's values, of which both fit 16 bits.
   Ints with(Ints zeros, int32_t values) const {
     Ints sums;
     each<kParts>([&](auto i) {

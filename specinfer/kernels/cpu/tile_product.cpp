@@ -14,8 +14,8 @@
 namespace specinfer {
 namespace {
 
-constexpr int64_t kAhead = 8192;                      // bytes between what is used and what is asked for
-constexpr int kMostTiles = 4;                         // of rows, that are computed together
+constexpr int64_t kAhead = 8192;  // bytes between what is used and what is asked for
+constexpr int kMostTiles = 4;     // of rows, that are computed together
 constexpr int64_t kGroupBytes = kBlock * kGroup / 2;
 
 // ---- rows as tiles ----

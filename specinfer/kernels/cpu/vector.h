@@ -204,7 +204,8 @@ inline Words widened(const uint8_t* from) {
 #elif defined(__AVX2__)
   Words v;
   for (int i = 0; i < kParts; ++i) {
-    v.part[i] = (Words::Part)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i * kPartLanes)));
+    const auto* eight = reinterpret_cast<const __m128i*>(from + i * kPartLanes);
+    v.part[i] = (Words::Part)_mm256_cvtepu8_epi32(_mm_loadl_epi64(eight));
   }
   return v;
 #else

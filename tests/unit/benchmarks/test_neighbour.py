@@ -38,6 +38,7 @@ def test_a_model_is_measured_in_turns(bench: ModuleType, tmp_path: Path) -> None
 
 
 def test_the_page_says_what_is_left(bench: ModuleType) -> None:
-    args = argparse.Namespace(model="m", neighbours=1, rounds=3)
+    args = argparse.Namespace(model="m", neighbours=1, rounds=3, threads=3)
     page = bench.markdown(args, {"int8": {"alone": [90.0, 100.0, 110.0], "beside": [40.0, 50.0, 70.0]}})
     assert "| int8 | 100.0 (90.0 to 110.0) | 50.0 (40.0 to 70.0) | 0.50 |" in page
+    assert ", 3 threads" in page

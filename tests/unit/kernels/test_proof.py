@@ -6,9 +6,7 @@ import copy
 import ctypes
 import json
 import logging
-import os
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 
 from specinfer.errors import KernelBuildError
 from specinfer.kernels import native, proof
+from specinfer.kernels.build import find_compiler
 from specinfer.kernels.levels import LEVELS, VARIABLE, Level
 from specinfer.kernels.library import Library
 from specinfer.kernels.native import find_best, load_library
@@ -116,13 +115,13 @@ def _new_process() -> None:
 def compiled(folder: Path, fake: str) -> Path:
     library = folder / f"{list(FAKES).index(fake)}.so"
     if not library.exists():
-        names = [name for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name]
-        compiler = next(filter(None, map(shutil.which, names)), None)
-        if compiler is None:
-            pytest.skip("no C++ compiler")
+        try:
+            compiler = find_compiler()
+        except KernelBuildError as error:
+            pytest.skip(str(error))
         source = library.with_suffix(".cpp")
         source.write_text(FAKE % {"ready": "", "multiply": "", **FAKES[fake][0]})
-        subprocess.run([compiler, "-shared", "-fPIC", "-w", str(source), "-o", str(library)], check=True)
+        subprocess.run([*compiler, "-shared", "-fPIC", "-w", str(source), "-o", str(library)], check=True)
     return library
 
 

@@ -23,7 +23,7 @@ from specinfer.models.quantization import quantize_int4, quantize_int8
 from tests.kernels import NAMES, kernels
 
 SHAPES = [(1, 1), (16, 32), (33, 33), (48, 80), (49, 576), (40, 1100)]  # channels, inner
-ROWS = [0, 1, 2, 3, 5, 8, 9, 17, 33, 40, 70]
+ROWS = [0, 1, 2, 3, 5, 8, 9, 10, 11, 17, 33, 40, 70]
 NOISE = {"int8": 0.02, "int4": 0.1}  # of the norm of all outputs, for random weights
 KINDS = pytest.mark.parametrize("kind", NOISE)
 

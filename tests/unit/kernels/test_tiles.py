@@ -27,7 +27,7 @@ PLAIN: Final = ("-DSPECINFER_PLAIN_TILES", "-O1")  # compiles the soonest
 CHANNELS: Final = (1, 16, 33, 49)  # less than a block, one, two and a tail, three and a tail
 INNER: Final = (1, 33, 64, 80, 1100)
 SHAPES: Final = tuple(itertools.product(CHANNELS, INNER))
-ROWS: Final = (0, 1, 15, 16, 17, 33, 64, 65, 130)  # up to nine tiles, of one height each time
+ROWS: Final = (0, 1, 10, 11, 15, 16, 17, 33, 64, 65, 130)  # up to nine tiles, of one height each time
 EACH_SHAPE: Final = pytest.mark.parametrize(("channels", "inner"), SHAPES)
 
 
