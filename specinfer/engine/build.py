@@ -17,7 +17,7 @@ from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.hub import ModelFiles, resolve
-from specinfer.kernels.choice import Kernels, choose_kernels
+from specinfer.kernels.choice import Kernels, choose_kernels, guessing
 from specinfer.kernels.machine import thread_count
 from specinfer.models.decoder import LanguageModel
 from specinfer.models.weights import estimate_bytes, load_config, load_model
@@ -82,7 +82,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     if lacking is not None:
         _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
     elif kernels.library is None and {of_target, of_drafts} != {"none"}:
-        _LOG.warning("quantized products run in PyTorch, without native kernels: the same text, but slowly")
+        _LOG.warning("quantized products run in PyTorch, without native kernels, and slowly")
     sizes = {target.name: estimate_bytes(target.path, dtype, kernels, of_target)}
     sizes |= {
         f"{name} {f.name}": estimate_bytes(f.path, dtype, kernels, of_drafts) for name, f in drafts.items()
@@ -96,7 +96,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
         target=_load(target, dtype, device, show, fitting(target), of_target),
         tokenizer=tokenizer,
         drafts={
-            name: _load(files, dtype, device, show, fitting(files), of_drafts, logit_ids)
+            name: _load(files, dtype, device, show, guessing(fitting(files)), of_drafts, logit_ids)
             for name, files in drafts.items()
         },
         draft_vocabulary=kept,

@@ -1,7 +1,7 @@
 """The kinds of CPU that the native kernels are compiled for: one library each, the best one is loaded.
 
-Sources are the same, and say with the compiler's own macros what a kind of CPU has. int8 and int4 products
-have the same bits at every level, and a row's result depends on the row alone at each of them.
+Sources are the same, and say with the compiler's own macros what a kind of CPU has. int8 products have the
+same bits at every level, int4 ones at all but AMX. At each of them a row's result depends on the row alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LEVELS: Final = (
             "AVX-512 with VNNI",
         ),
         ("avx512bf16", "avx512_bf16", f"{_V4} -mavx512bf16", "AVX-512 with VNNI and bfloat16"),
-        ("amx", "amx_tile amx_int8 amx_bf16", f"{_V4} {_AMX}", "AMX tiles"),
+        ("amx", "amx_tile amx_int8 amx_bf16 avx512_fp16", f"{_V4} {_AMX}", "AMX tiles"),
     ),
     *_levels(
         "aarch64",

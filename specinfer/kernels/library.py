@@ -30,6 +30,8 @@ class ProductArgs(ctypes.Structure):
         ("bias", c_void_p),
         ("channels", c_int64),
         ("inner", c_int64),
+        ("exponent", c_int32),
+        ("loose", c_int32),
     )
 
 
@@ -90,6 +92,7 @@ class Library:
         try:
             library: Any = ctypes.CDLL(str(path))
             self.ready = _function(library.specinfer_ready, c_int32)
+            self.int4_is_exact = _function(library.specinfer_int4_is_exact, c_int32)
         except (OSError, AttributeError) as error:
             raise KernelBuildError(
                 f"{path} cannot be loaded ({error}); delete it, or set SPECINFER_CACHE to a folder from "

@@ -49,7 +49,8 @@ def in_huge_pages(library: Library, fresh: Tensor) -> Tensor:
 class NativeProduct:
     """A Product by the library; `NativeLayers` uses the same `args`.
 
-    A row's result depends on that row alone. The given tensors are kept, laid out as cpu/product.h has them.
+    A row's result depends on that row alone, unless the product is `loose`: then also on how many rows there
+    are, where that is quicker. The given tensors are kept, laid out as cpu/product.h has them.
     """
 
     __slots__ = ("_kept", "_library", "args", "channels", "inner", "kind")
@@ -65,6 +66,7 @@ class NativeProduct:
         scales: Tensor | None = None,
         zeros: Tensor | None = None,
         bias: Tensor | None = None,
+        loose: bool = False,
     ) -> None:
         """`bias` is float32 [channels]; raises ValueError where a tensor is not of the size it must have."""
         blocks, padded = num_blocks(channels), padded_inner(kind, inner)
@@ -89,7 +91,8 @@ class NativeProduct:
         self.channels = channels
         self.inner = inner
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in self._kept]
-        self.args = ProductArgs(KINDS[kind], *addresses, channels, inner)
+        exponent = _exponent(scales) if kind == "int4" and scales is not None else 0
+        self.args = ProductArgs(KINDS[kind], *addresses, channels, inner, exponent, loose)
         self._library = library
 
     @classmethod
@@ -129,3 +132,8 @@ class NativeProduct:
         out = x.new_empty(len(x), self.channels)
         self._library.multiply(ctypes.byref(self.args), code, x.data_ptr(), len(x), out.data_ptr())
         return out
+
+
+def _exponent(scales: Tensor) -> int:
+    """The smallest e with all scales below 2^e."""
+    return int(torch.frexp(scales.max().float()).exponent)

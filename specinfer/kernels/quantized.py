@@ -8,8 +8,9 @@ turned by a Hadamard matrix H, of ones and minus ones, which shares a large valu
 weights are turned the other way beforehand: x W^T = (x H) (W H / 32)^T.
 
 Products of integers are summed exactly, and a fixed sequence of float operations follows. So the native
-products of every CPU and the twins give the same bits, and a row's result does not depend on the rows beside
-it.
+products of every CPU and the twins give the same bits, and a row's result does not depend on the rows
+beside it. The first has one exception, the second none: for a matrix unit int4 weights become bfloat16, and
+rows stay bfloat16 (cpu/int4_tiles.h), as scaling the sums of each group would take longer than multiplying.
 """
 
 from __future__ import annotations
@@ -108,10 +109,12 @@ class TorchProducts:
 class NativeProducts:
     """Products of the native library."""
 
-    __slots__ = ("_library",)
+    __slots__ = ("_library", "loose")
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, *, loose: bool = False) -> None:
+        """With `loose`, a row's result may depend on how many rows there are, where that is quicker."""
         self._library = library
+        self.loose = loose
 
     def floats(self, weight: Tensor, bias: Tensor | None) -> Product:
         """As Products says."""
@@ -133,6 +136,7 @@ class NativeProducts:
             scales=scales,
             zeros=zeros,
             bias=bias,
+            loose=self.loose,
         )
 
 

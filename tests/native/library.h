@@ -16,6 +16,7 @@ using namespace specinfer;
 
 struct Library {
   int32_t (*ready)();
+  int32_t (*int4_is_exact)();
   void (*set_threads)(int32_t);
   void (*lay_out)(int32_t, const void*, int64_t, int64_t, void*);
   void (*multiply)(const Product*, int32_t, const void*, int64_t, void*);
@@ -42,6 +43,7 @@ struct Library {
       std::exit(1);
     };
     find(ready, "specinfer_ready");
+    find(int4_is_exact, "specinfer_int4_is_exact");
     find(set_threads, "specinfer_set_threads");
     find(lay_out, "specinfer_lay_out");
     find(multiply, "specinfer_multiply");

@@ -21,6 +21,15 @@ int32_t specinfer_ready() {
 #endif
 }
 
+// Whether its int4 products have the bits of the twins.
+int32_t specinfer_int4_is_exact() {
+#if defined(SPECINFER_TILED)
+  return 0;
+#else
+  return 1;
+#endif
+}
+
 void specinfer_set_threads(int32_t threads) { Pool::get().resize(threads); }
 
 int32_t specinfer_threads() { return Pool::get().threads(); }

@@ -10,11 +10,11 @@ void multiply(const Product& product, const Rows& rows, void* out) {
   const Output output(product, rows, out);
   switch (product.kind) {
 #if defined(SPECINFER_TILED)
+    case Kind::kInt4:
+      if (product.loose != 0 && rows.count <= kFewRows) return multiply_int4(product, rows, output);
+      return multiply_tiles(product, rows, output);
     case Kind::kBFloat16:
     case Kind::kInt8: return multiply_tiles(product, rows, output);
-    case Kind::kInt4:
-      if (rows.count > kFewRows) return multiply_tiles(product, rows, output);
-      return multiply_int4(product, rows, output);  // exact sums are the same from registers
 #else
     case Kind::kInt8: return multiply_int8(product, rows, output);
     case Kind::kInt4: return multiply_int4(product, rows, output);

@@ -10,8 +10,9 @@
 //
 // So one register, and one row of a tile of the matrix unit, holds the same inner elements of 16 channels, and
 // one layout serves one row and many. kernels/quantized.py says what the numbers mean. A row's result is the
-// same for every number of rows; of quantized weights it has the bits of the PyTorch twins on every CPU, as
-// sums of integers are exact and a fixed sequence of float operations follows.
+// same for every number of rows, unless a product is loose. Of int8 weights, and of int4 where there is no matrix unit, it has the bits of
+// the PyTorch twins, as sums of integers are exact and a fixed sequence of float operations follows; a matrix
+// unit multiplies int4 as bfloat16 (int4_tiles.h).
 
 #pragma once
 
@@ -38,6 +39,8 @@ struct Product {
   const void* zeros;
   const float* bias;  // [channels], or null
   int64_t channels, inner;
+  int32_t exponent;  // of int4: all scales are below 2^exponent
+  int32_t loose;     // whether a row's result may depend on how many rows there are, where that is quicker
 };
 
 // Rows as they come: contiguous, [count, inner of the product].
@@ -53,6 +56,7 @@ void multiply(const Product& product, const Rows& rows, void* out);
 
 constexpr int64_t kBlock = 16;              // output channels side by side
 constexpr int64_t kGroup = 32;              // inner elements that are turned together, or share a scale
+constexpr int64_t kGroupBytes = kBlock * kGroup / 2;  // of int4 levels
 constexpr int64_t kPieceBytes = 1 << 16;    // of weights: worth being shared out
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -100,7 +104,7 @@ void multiply_int8(const Product& product, const Rows& rows, const Output& out);
 void multiply_int4(const Product& product, const Rows& rows, const Output& out);
 
 #if defined(SPECINFER_TILED)
-constexpr int64_t kFewRows = 10;  // of int4, which registers are quicker for
+constexpr int64_t kFewRows = 8;  // of int4, which registers are quicker for
 void multiply_tiles(const Product& product, const Rows& rows, const Output& out);
 #endif
 

@@ -7,8 +7,6 @@
 namespace specinfer {
 namespace {
 
-constexpr int64_t kGroupBytes = kBlock * kGroup / 2;
-
 // ---- four products a channel at once ----
 
 // 64 unsigned bytes: four inner elements of 16 channels.
@@ -190,18 +188,15 @@ struct GroupSum {
 
 struct StraightRow {
   int8_t* to;
-  int64_t first;  // group
 
   int8_t* values(int64_t group) const { return to + group * kGroup; }
-  int8_t* negated(int64_t) const { return nullptr; }
-  int64_t scale(int64_t group) const { return first + group; }
 };
 
 struct StraightRows {
   int8_t* to;
   int64_t groups;
 
-  StraightRow operator()(int64_t row) const { return {to + row * groups * kGroup, row * groups}; }
+  StraightRow operator()(int64_t row) const { return {to + row * groups * kGroup}; }
 };
 
 #if !defined(SPECINFER_TILED)  // where tiles do that

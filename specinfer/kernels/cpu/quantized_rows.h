@@ -1,10 +1,5 @@
-// Rows of activations -> int8, written where the product that follows reads them.
-//
-// A place says where a row goes: place(row) has
-//
-//   values(group)     the 32 values of a group
-//   negated(group)    the same, negated: for int4 products on tiles; null elsewhere
-//   scale(group)      index of the group's scale and sum; an int8 row has one of each, and needs no place
+// Rows of activations -> int8, written where the product that follows reads them: place(row).values(group) is
+// where the 32 values of a group go.
 
 #pragma once
 
@@ -75,14 +70,10 @@ inline Ints rounded(Floats x) {
 }
 
 // Writes the values of a group and returns their sum, lane by lane.
-inline Ints store_group(GroupOf32 x, float inverse, int8_t* values, int8_t* negated) {
+inline Ints store_group(GroupOf32 x, float inverse, int8_t* values) {
   const Ints low = rounded(x.low * inverse), high = rounded(x.high * inverse);
   store_bytes(values, low);
   store_bytes(values + kLanes, high);
-  if (negated != nullptr) {
-    store_bytes(negated, Ints(0) - low);
-    store_bytes(negated + kLanes, Ints(0) - high);
-  }
   return low + high;
 }
 
@@ -102,13 +93,14 @@ void quantize_int8(const T* x, int64_t n, int64_t groups, int64_t row, const Pla
   const float most = largest(bits), inverse = inverse_of(most);
   Ints total = 0;
   for (int64_t g = 0; g < groups; ++g) {
-    total = total + store_group(load_group(turned + g * kGroup, kGroup), inverse, to.values(g), nullptr);
+    total = total + store_group(load_group(turned + g * kGroup, kGroup), inverse, to.values(g));
   }
   scales[row] = most / 127.0f;
   offsets[row] = -128 * sum(total);
 }
 
-// Per group a sixteenth of the scale, as sums come out 16 times too large, and minus the sum, for the zeros.
+// Per group a sixteenth of the scale, as sums come out 16 times too large, and minus the sum, for the zeros: both
+// [rows, groups].
 template <typename T, typename Place>
 void quantize_int4(const T* x, int64_t n, int64_t groups, int64_t row, const Place& place, float* scales,
                    int32_t* sums) {
@@ -116,8 +108,8 @@ void quantize_int4(const T* x, int64_t n, int64_t groups, int64_t row, const Pla
   for (int64_t g = 0; g < groups; ++g) {
     const GroupOf32 group = load_group(x + g * kGroup, n - g * kGroup);
     const float most = largest(larger(larger(Ints(0), group.low), group.high));
-    const Ints total = store_group(group, inverse_of(most), to.values(g), to.negated(g));
-    const int64_t at = to.scale(g);
+    const Ints total = store_group(group, inverse_of(most), to.values(g));
+    const int64_t at = row * groups + g;
     scales[at] = most / (127.0f * 16.0f);
     sums[at] = -sum(total);
   }

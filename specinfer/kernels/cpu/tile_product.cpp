@@ -1,13 +1,12 @@
 // Products with bfloat16, int8 and int4 weights on tiles of the matrix unit.
 //
 // Rows lie as tiles do, all of one height: [steps, tiles, height, 64 bytes]. A step is what one tile holds of
-// the inner dimension: 32 bfloat16, 64 int8, or one group of int4. Of an int4 group a row has its 32 values
-// and then their negatives: the first half meets the levels, the second the zeros, and the tile has
-// sum(a level) - zero sum(a), 16 times, at once.
+// the inner dimension: 32 bfloat16, or 64 int8. int4 weights are made bfloat16 on their way (int4_tiles.h), and
+// rows of theirs stay so: sums of bfloat16 need no scaling group by group, as sums of integers would.
 
+#include "int4_tiles.h"
 #include "quantized_rows.h"
 #include "scratch.h"
-#include "tiles.h"
 
 #if defined(SPECINFER_TILED)
 
@@ -16,7 +15,6 @@ namespace {
 
 constexpr int64_t kAhead = 8192;  // bytes between what is used and what is asked for
 constexpr int kMostTiles = 4;     // of rows, that are computed together
-constexpr int64_t kGroupBytes = kBlock * kGroup / 2;
 
 // ---- rows as tiles ----
 
@@ -49,23 +47,6 @@ struct Int8Place {
   const TileRows& rows;
 
   Int8Row operator()(int64_t row) const { return {reinterpret_cast<int8_t*>(rows.row(row)), rows.step_bytes()}; }
-};
-
-struct Int4Row {
-  int8_t* to;
-  int64_t step_bytes, row, count;
-
-  int8_t* values(int64_t group) const { return to + group * step_bytes; }
-  int8_t* negated(int64_t group) const { return values(group) + kGroup; }
-  int64_t scale(int64_t group) const { return group * count + row; }
-};
-
-struct Int4Place {
-  const TileRows& rows;
-
-  Int4Row operator()(int64_t row) const {
-    return {reinterpret_cast<int8_t*>(rows.row(row)), rows.step_bytes(), row, rows.count};
-  }
 };
 
 void lay_out(const Product& product, const Rows& rows, const TileRows& to) {
@@ -200,111 +181,73 @@ void multiply_int8_tiles(const Product& product, const Rows& given, const Output
 
 // ---- int4 ----
 
-// A group's levels, 16 times too large, and its zeros, as the weights of a tile.
-inline void expand(const uint8_t* levels, const uint8_t* zeros, uint8_t* to) {
-  __builtin_prefetch(levels + kAhead);
-  __builtin_prefetch(levels + kAhead + 64);
-  __builtin_prefetch(levels + kAhead + 128);
-  __builtin_prefetch(levels + kAhead + 192);
-  for (int j = 0; j < 4; ++j) {
-    const Words both = load_vector<uint32_t>(levels + 64 * j);
-    store_vector(to + 128 * j, (both << 4) & 0xf0f0f0f0u);
-    store_vector(to + 128 * j + 64, both & 0xf0f0f0f0u);
+// The rows, and behind them what the zeros are multiplied with: a step for every 16 groups.
+void lay_out_int4(const Product& product, const Rows& rows, int64_t groups, const TileRows& to) {
+  const auto all = [&](const auto* x) {
+    Pool::get().split(rows.count, kPieceBytes / (groups * kRowBytes) + 1, [&](int64_t first, int64_t last) {
+      for (int64_t r = first; r < last; ++r) {
+        const auto* const from = x + r * product.inner;
+        uint8_t* const at = to.row(r);
+        uint8_t* const sums = at + groups * to.step_bytes();
+        for (int64_t t = groups; t < to.steps; ++t) std::memset(at + t * to.step_bytes(), 0, kRowBytes);
+        for (int64_t g = 0; g < groups; ++g) {
+          const GroupOf32 group = load_group(from + g * kGroup, product.inner - g * kGroup);
+          uint8_t* const sum = sums + g / kTileRows * to.step_bytes() + g % kTileRows * kSumBytes;
+          store_int4_row(group, at + g * to.step_bytes(), sum);
+        }
+      }
+    });
+  };
+  if (rows.type == Type::kBFloat16) {
+    all(static_cast<const BFloat16*>(rows.data));
+  } else {
+    all(static_cast<const float*>(rows.data));
   }
-  const Words zero = widened(zeros), two = zero | zero << 8, four = two | two << 16;
-  for (int i = 8; i < 16; ++i) store_vector(to + 64 * i, four);
 }
 
-struct Int4 {
-  const TileRows& rows;
-  const uint8_t* levels;
-  const Half* scales;
-  const uint8_t* zeros;
-  const float* row_scales;  // [groups, rows]
-  const Output& out;
-};
-
-// M tiles of rows by a block. A group is laid out as weights while the one before is multiplied, and a tile's sums
-// are scaled kLag tiles later, so that nothing waits for what was just written. Few sums wait for that: they,
-// the totals and the rows that are being read must fit the first cache together.
+// M tiles of rows by a block. A group is laid out as weights while the one before is multiplied: a load of what
+// was just written would wait. The first two are copies, which stay in registers.
 template <int M>
-class Int4Block {
- public:
-  Int4Block(const Int4& of, int64_t tile, int64_t block) : of_(of), tile_(tile), block_(block) {}
-
-  void run() {
-    const int64_t groups = of_.rows.steps, last = groups * M;
-    for (Floats& total : totals_) total = Floats(0.0f);
-    lay_out(0);
-    for (int64_t g = 0; g < groups; ++g) {
-      if (g + 1 < groups) lay_out(g + 1);
-      tile_load<4>(weights_[g % 2]);
-      each<M>([&](auto m) {
-        multiply<m>(g);
-        if (g * M + m >= kLag) scale(g * M + m - kLag);
-      });
-    }
-    for (int64_t at = std::max<int64_t>(last - kLag, 0); at < last; ++at) scale(at);
-    for (int64_t m = 0; m < M; ++m) {
-      for (int64_t r = 0; r < height(m); ++r) of_.out.store(first(m) + r, block_, totals_[m * kTileRows + r]);
-    }
-  }
-
- private:
-  static constexpr int kLag = 3;
-
-  int64_t first(int64_t m) const { return (tile_ + m) * of_.rows.height; }
-  int64_t height(int64_t m) const { return std::min(of_.rows.height, of_.rows.count - first(m)); }
-
-  void lay_out(int64_t g) {
-    const int64_t at = block_ * of_.rows.steps + g;
-    expand(of_.levels + at * kGroupBytes, of_.zeros + at * kBlock, weights_[g % 2]);
-  }
-
-  template <int m>
-  void multiply(int64_t g) {
-    tile_zero<m>();
-    tile_load<6 + m % 2>(of_.rows.data + g * of_.rows.step_bytes() + (tile_ + m) * of_.rows.tile_bytes());
-    tile_add_int8<m, 6 + m % 2, 4>();
-    tile_store<m>(sums_[(g * M + m) % (kLag + 1)]);
-  }
-
-  // What was multiplied as number `at`.
-  void scale(int64_t at) {
-    const int64_t g = at / M, m = at % M, n = height(m);
-    const Floats of_channels = load(of_.scales + (block_ * of_.rows.steps + g) * kBlock);
-    const float* const of_rows = of_.row_scales + g * of_.rows.count + first(m);
-    const uint8_t* const sums = sums_[at % (kLag + 1)];
-    Floats* const totals = totals_ + m * kTileRows;
-    for (int64_t r = 0; r < n; ++r) {
-      const Ints exact = load_vector<int32_t>(sums + r * kRowBytes);
-      totals[r] = totals[r] + to_floats(exact) * (of_channels * of_rows[r]);
+void int4_block(const Int4Tiles of, const TileRows rows, int64_t tile, int64_t block, const Output& out) {
+  alignas(64) uint8_t weights[2][kTileBytes], zeros[2][kTileBytes] = {};
+  const auto lay_out = [&](int64_t g) __attribute__((always_inline)) {
+    of.expand(block, g, weights[g % 2], zeros[g / kTileRows % 2] + g % kTileRows * kRowBytes);
+  };
+  const auto add = [&](const uint8_t* from, int64_t step) __attribute__((always_inline)) {
+    const uint8_t* const a = rows.data + step * rows.step_bytes() + tile * rows.tile_bytes();
+    tile_load<4>(from);
+    each<M>([&](auto m) {
+      tile_load<6 + m % 2>(a + m * rows.tile_bytes());
+      tile_add_bfloat16<m, 6 + m % 2, 4>();
+    });
+  };
+  each<M>([&](auto m) { tile_zero<m>(); });
+  lay_out(0);
+  for (int64_t g = 0; g < of.groups(); ++g) {
+    if (g + 1 < of.groups()) lay_out(g + 1);
+    add(weights[g % 2], g);
+    if (g % kTileRows == kTileRows - 1 || g == of.groups() - 1) {
+      add(zeros[g / kTileRows % 2], of.groups() + g / kTileRows);
     }
   }
-
-  const Int4& of_;
-  const int64_t tile_, block_;
-  alignas(64) uint8_t weights_[2][kTileBytes];
-  alignas(64) uint8_t sums_[kLag + 1][kTileBytes];
-  alignas(64) Floats totals_[M * kTileRows];
-};
+  each<M>([&](auto m) {
+    uint8_t* const sums = weights[0];
+    tile_store<m>(sums);
+    const int64_t first = (tile + m) * rows.height, last = std::min(first + rows.height, rows.count);
+    for (int64_t r = first; r < last; ++r) {
+      out.store(r, block, load_vector<float>(sums + (r - first) * kRowBytes) * Floats(of.unit()));
+    }
+  });
+}
 
 void multiply_int4_tiles(const Product& product, const Rows& given, const Output& out) {
-  const int64_t groups = padded_inner(product.kind, product.inner) / kGroup;
-  const TileRows rows(given.count, groups);
-  auto* const scales = Scratch::get().take<float>(given.count * groups);
-  auto* const sums = Scratch::get().take<int32_t>(given.count * groups);
-  quantize<Kind::kInt4>(product, given, groups, Int4Place{rows}, scales, sums);
-  const Int4 of{rows,
-                static_cast<const uint8_t*>(product.weight),
-                static_cast<const Half*>(product.scales),
-                static_cast<const uint8_t*>(product.zeros),
-                scales,
-                out};
-  share_blocks(blocks_of(product.channels), groups * kGroupBytes, [&](int64_t first, int64_t last) {
+  const Int4Tiles of(product);
+  const TileRows rows(given.count, of.groups() + (of.groups() + kTileRows - 1) / kTileRows);
+  lay_out_int4(product, given, of.groups(), rows);
+  share_blocks(blocks_of(product.channels), of.groups() * kGroupBytes, [&](int64_t first, int64_t last) {
     const Tiles shapes(static_cast<int>(rows.height));
     for (int64_t block = first; block < last; ++block) {
-      const auto turns = [&](auto m, int64_t tile) { Int4Block<m>(of, tile, block).run(); };
+      const auto turns = [&](auto m, int64_t tile) { int4_block<m>(of, rows, tile, block, out); };
       int64_t tile = 0;
       for (; tile + kMostTiles <= rows.tiles; tile += kMostTiles) {
         turns(std::integral_constant<int, kMostTiles>{}, tile);

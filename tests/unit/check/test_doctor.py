@@ -35,7 +35,7 @@ LEVEL = {level.name: level for level in LEVELS}
 X86 = ["amx", "avx512bf16", "avx512", "avxvnni", "avx2"]
 V3 = "avx2 fma f16c bmi1 bmi2 movbe abm "
 V4 = V3 + "avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni "
-ALL = V4 + "avx_vnni avx512_bf16 amx_tile amx_int8 amx_bf16"
+ALL = V4 + "avx_vnni avx512_bf16 amx_tile amx_int8 amx_bf16 avx512_fp16"
 
 
 # ---- levels ----
@@ -84,7 +84,7 @@ def test_what_became_of_each_level(
 def test_each_level_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "x86-64", V4 + "avx512_bf16 amx_tile", "avx512")
     assert level_facts(LEVEL["avx2"], [Refused(LEVEL["avx512"], "it crashed")]) == [
-        LevelFact("amx", "AMX tiles", "not on this CPU", "it lacks amx_bf16, amx_int8"),
+        LevelFact("amx", "AMX tiles", "not on this CPU", "it lacks amx_bf16, amx_int8, avx512_fp16"),
         LevelFact("avx512bf16", "AVX-512 with VNNI and bfloat16", "not wanted", "SPECINFER_CPU is 'avx512'"),
         LevelFact("avx512", "AVX-512 with VNNI", "refused", "it crashed"),
         LevelFact("avxvnni", "AVX2 with VNNI", "not on this CPU", "it lacks avx_vnni"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -13,6 +14,7 @@ from specinfer.errors import ConfigError
 from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams
 from tests.engines import ENGINE
+from tests.kernels import NAMES, kernels
 from tests.tiny_models import write_pair
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], list(range(5, 45)), [7, 7, 7, 7]]
@@ -36,10 +38,14 @@ def texts(folder: Path, **options: object) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_speculation_does_not_change_the_text(folder: Path, quantization: str, dtype: str) -> None:
-    options = {"quantization": quantization, "dtype": dtype}
+@pytest.mark.parametrize("name", NAMES)
+def test_speculation_does_not_change_the_text(
+    folder: Path, name: Literal["torch", "native"], quantization: str, dtype: str
+) -> None:
+    kernels(name)
+    options = {"quantization": quantization, "dtype": dtype, "kernels": name}
     plain = texts(folder, **options)
-    assert plain != texts(folder, dtype=dtype)
+    assert plain != texts(folder, dtype=dtype, kernels=name)
     assert texts(folder, ngram=True, **options) == plain
     draft = {"drafts": (str(folder / "draft"),), "expansion": (2, 2, 1)}
     assert texts(folder, **draft, **options) == plain
@@ -56,11 +62,19 @@ def test_a_draft_is_quantized_on_its_own(
     assert kept.name.startswith("draft-int8-")
 
 
+def test_only_the_rows_of_a_draft_may_depend_on_how_many_there_are(folder: Path) -> None:
+    kernels("native")
+    options = {**ENGINE, "kernels": "native", "drafts": (str(folder / "draft"),)}
+    models = load_models(EngineConfig.from_options(str(folder / "target"), options))
+    loose = [model.kernels.products.loose for model in (models.target, *models.drafts.values())]
+    assert loose == [False, True]
+
+
 def test_slow_products_are_told_in_one_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         texts(folder, quantization="int4")
     [line] = [record.getMessage() for record in caplog.records]
-    assert line == "quantized products run in PyTorch, without native kernels: the same text, but slowly"
+    assert line == "quantized products run in PyTorch, without native kernels, and slowly"
 
 
 def test_quantization_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -11,7 +11,7 @@ from specinfer.kernels.native import load_library
 
 V3 = "sse4_2 avx avx2 fma f16c bmi1 bmi2 movbe abm"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
-AMX = "amx_tile amx_int8 amx_bf16"
+AMX = "amx_tile amx_int8 amx_bf16 avx512_fp16"
 
 CPUS = {  # architecture, features, levels
     "Nehalem": ("x86-64", "sse4_2 popcnt", []),

@@ -17,7 +17,7 @@ from specinfer.kernels.choice import native_kernels
 from specinfer.kernels.levels import LEVELS, Level, levels_here
 from specinfer.kernels.library import Library
 from specinfer.kernels.proof import faults
-from specinfer.kernels.quantized import Product, Products, TorchProducts
+from specinfer.kernels.quantized import Int4Weight, Product, Products, TorchProducts, unpack_levels
 from specinfer.models.quantization import quantize_int4, quantize_int8
 
 pytestmark = pytest.mark.slow  # a library is compiled
@@ -29,6 +29,7 @@ INNER: Final = (1, 33, 64, 80, 1100)
 SHAPES: Final = tuple(itertools.product(CHANNELS, INNER))
 ROWS: Final = (0, 1, 10, 11, 15, 16, 17, 33, 64, 65, 130)  # up to nine tiles, of one height each time
 EACH_SHAPE: Final = pytest.mark.parametrize(("channels", "inner"), SHAPES)
+EACH_DTYPE: Final = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 @pytest.fixture(scope="module")
@@ -96,20 +97,65 @@ def test_plain_tiles_have_no_fault(plain: Library) -> None:
 
 
 @EACH_SHAPE
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_integers_on_tiles_have_the_bits_of_the_twins(
-    plain: Library, kind: str, dtype: torch.dtype, channels: int, inner: int
+@EACH_DTYPE
+def test_int8_on_tiles_has_the_bits_of_the_twins(
+    plain: Library, dtype: torch.dtype, channels: int, inner: int
 ) -> None:
     weight = random(channels, inner, seed=0)
     bias = random(channels, seed=2) if inner != 64 else None
-    ours = product(native_kernels(plain).products, kind, weight, bias)
-    twin = product(TorchProducts(), kind, weight, bias)
+    ours = product(native_kernels(plain).products, "int8", weight, bias)
+    twin = product(TorchProducts(), "int8", weight, bias)
     for rows in ROWS:
         x = activations(rows, inner, dtype)
         got = ours(x)
         assert got.dtype is dtype
         assert torch.equal(got, twin(x)), f"{rows} rows"
+
+
+@EACH_SHAPE
+@EACH_DTYPE
+def test_int4_on_tiles_is_the_product_with_bfloat16_weights(
+    plain: Library, dtype: torch.dtype, channels: int, inner: int
+) -> None:
+    """To what adding up in float32 rounds; the weights are those the next test holds to the bit."""
+    weight, bias = quantize_int4([random(channels, inner, seed=0)]), random(channels, seed=2)
+    ours = native_kernels(plain).products.int4(weight, bias, inner, channels)
+    levels, zeros = (part[:channels, :inner].double() for part in as_bfloat16(weight))
+    for rows in ROWS:
+        x = activations(rows, inner, dtype)
+        given = x.bfloat16().double()
+        want = given @ (levels - zeros / 16).T + bias.double()
+        size = given.abs() @ (levels.abs() + zeros.abs() / 16).T + 1
+        near = 2.0**-15 if dtype is torch.float32 else 2.0**-8
+        got = ours(x)
+        assert got.dtype is dtype
+        assert ((got.double() - want).abs() <= 2.0**-15 * size + near * want.abs()).all(), f"{rows} rows"
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-6, 1e-3, 0.02, 1.0, 100.0, 1e5])
+def test_int4_weights_become_the_nearest_bfloat16_ones(plain: Library, size: float) -> None:
+    """One row for each element, with a one there: its weight comes out, level and zero added in float32."""
+    values = random(33, 80, seed=0) * torch.logspace(-4, 0, 33)[:, None] * size
+    weight = quantize_int4([values])
+    levels, zeros = (part[:33, :80] for part in as_bfloat16(weight))
+    got = native_kernels(plain).products.int4(weight, None, 80, 33)(torch.eye(80))
+    assert torch.equal(got.T, levels - zeros / 16)
+
+
+def as_bfloat16(weight: Int4Weight) -> tuple[Tensor, Tensor]:
+    """Scales times levels, and times zeros, of all channels and elements; float32, of bfloat16 numbers."""
+    exponent = int(torch.frexp(weight.scales.max().float()).exponent)
+    unit = 2.0 ** min(max(6 - exponent, -10), 14)
+
+    def rounded(numbers_BGCI: Tensor) -> Tensor:
+        products = (numbers_BGCI * (scales_BGC1.float() * unit).half().float()).half()  # 11 bits, then 8
+        bits = products.view(torch.int16).int() + 4 >> 3
+        whole = (bits << 16).view(torch.float32) * 2.0**112 / unit
+        return whole.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    scales_BGC1 = weight.scales.unsqueeze(3)
+    levels_BGCI = torch.stack([unpack_levels(group).view(-1, 16, 32) for group in weight.levels.unbind(1)], 1)
+    return rounded(levels_BGCI.float()), rounded(weight.zeros.unsqueeze(3).float().expand(levels_BGCI.shape))
 
 
 @EACH_SHAPE
@@ -141,6 +187,22 @@ def test_bfloat16_on_plain_tiles_has_the_bits_of_amx(
     weight = random(channels, inner, seed=0, dtype=torch.bfloat16)
     for rows, bias in itertools.product(ROWS, (None, random(channels, seed=2))):
         assert same_bits(amx, plain, weight, bias, activations(rows, inner, torch.bfloat16)), f"{rows} rows"
+
+
+@EACH_SHAPE
+@EACH_DTYPE
+def test_int4_on_plain_tiles_has_the_bits_of_amx(
+    amx: Library, plain: Library, dtype: torch.dtype, channels: int, inner: int
+) -> None:
+    for size in (1e-9, 1e-3, 1.0, 1e5):
+        values = random(channels, inner, seed=0) * torch.logspace(-6, 0, channels)[:, None] * size
+        weight = quantize_int4([values])
+        ours, other = (
+            native_kernels(library).products.int4(weight, None, inner, channels) for library in (amx, plain)
+        )
+        for rows in (1, 17, 65):
+            x = activations(rows, inner, dtype)
+            assert torch.equal(ours(x), other(x)), f"{rows} rows, weights of {size}"
 
 
 @pytest.mark.parametrize("exponent", [-20, -60, -63, -66, -100])
