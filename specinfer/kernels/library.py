@@ -30,7 +30,7 @@ class ProductArgs(ctypes.Structure):
         ("bias", c_void_p),
         ("channels", c_int64),
         ("inner", c_int64),
-        ("exponent", c_int32),
+        ("largest", c_float),
         ("loose", c_int32),
     )
 

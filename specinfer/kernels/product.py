@@ -91,8 +91,8 @@ class NativeProduct:
         self.channels = channels
         self.inner = inner
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in self._kept]
-        exponent = _exponent(scales) if kind == "int4" and scales is not None else 0
-        self.args = ProductArgs(KINDS[kind], *addresses, channels, inner, exponent, loose)
+        largest = 0.0 if scales is None or kind != "int4" else float(scales.max())
+        self.args = ProductArgs(KINDS[kind], *addresses, channels, inner, largest, loose)
         self._library = library
 
     @classmethod
@@ -132,8 +132,3 @@ class NativeProduct:
         out = x.new_empty(len(x), self.channels)
         self._library.multiply(ctypes.byref(self.args), code, x.data_ptr(), len(x), out.data_ptr())
         return out
-
-
-def _exponent(scales: Tensor) -> int:
-    """The smallest e with all scales below 2^e."""
-    return int(torch.frexp(scales.max().float()).exponent)

@@ -46,7 +46,7 @@ from specinfer.kernels.machine import cpu_features, cpu_name
 _TIMEOUT: Final = 60  # seconds; a proof takes half of one
 _SHAPES: Final = ((33, 96), (80, 800))  # channels, inner
 _ROWS: Final = (1, 2, 5, 9, 16, 17, 33, 64, 80)
-_EXPONENT: Final = -3  # all scales are below 0.1, and 2^-3
+_SCALES: Final = (0.01, 0.1)  # from, to
 _NEAR: Final = 1e-2  # of the size of a bfloat16 result
 _OF_THE_CODE: Final = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE")  # and of nothing else on the machine
 _WRONG, _REFUSED = 1, 2  # exit statuses of the child
@@ -143,13 +143,13 @@ class _Trial:
         args: dict[str, Array] = {}
         if kind == "int4":
             self._levels = chance.integers(0, 16, (blocks * BLOCK, groups * 32), dtype=np.uint8)
-            args["scales"] = chance.uniform(0.01, 0.1, (blocks, groups, BLOCK)).astype(np.float16)
+            args["scales"] = chance.uniform(*_SCALES, (blocks, groups, BLOCK)).astype(np.float16)
             args["zeros"] = chance.integers(0, 256, (blocks, groups, BLOCK), dtype=np.uint8)
             args["weight"] = _packed(self._levels)
         else:
             if kind == "int8":
                 self._weight = chance.integers(-127, 128, (channels, inner), dtype=np.int8)
-                args["scales"] = chance.uniform(0.01, 0.1, blocks * BLOCK).astype(np.float32)
+                args["scales"] = chance.uniform(*_SCALES, blocks * BLOCK).astype(np.float32)
             else:
                 self._weight = chance.standard_normal((channels, inner)).astype(np.float32)
                 if kind == "bfloat16":
@@ -162,7 +162,7 @@ class _Trial:
         self._arrays = args  # kept alive
         addresses = {name: array.ctypes.data for name, array in args.items()}
         self._args = ProductArgs(
-            kind=KINDS[kind], channels=channels, inner=inner, exponent=_EXPONENT, **addresses
+            kind=KINDS[kind], channels=channels, inner=inner, largest=_SCALES[1], **addresses
         )
 
     def __call__(self, x: Array, rows: FloatType = "float32") -> Array:

@@ -12,7 +12,7 @@ namespace proof {
 constexpr int64_t kShapes[][2] = {{33, 96}, {80, 800}, {17, 70}};  // channels, inner
 constexpr int64_t kRowCounts[] = {1, 2, 5, 16, 17, 33, 64};
 constexpr int64_t kMostRows = 64;
-constexpr int32_t kExponent = -3;  // scales of int4 are below 2^-3
+constexpr float kLargest = 0.125f;  // scale of int4
 const char* const kKinds[] = {"float32", "bfloat16", "int8", "int4"};
 
 inline float inverse_of_largest(float most) { return most < 1e-30f ? 0.0f : 127.0f / most; }
@@ -46,7 +46,7 @@ struct Trial {
       make_others(library, chance);
     }
     const void* const scale = kind == Kind::kInt4 ? static_cast<const void*>(halves.data()) : scales.data();
-    product = {kind, data.data(), scale, zeros.data(), bias.data(), channels, inner, kExponent};
+    product = {kind, data.data(), scale, zeros.data(), bias.data(), channels, inner, kLargest};
   }
 
   void make_others(const Library& library, Chance& chance) {

@@ -11,9 +11,9 @@
 //   (1024 + level) scale - 1024 scale           scale * level: one operation, which rounds to 11 bits
 //   times 2^12, and the higher half of that     three places to the right, rounded to 8 bits: bfloat16
 //
-// Before, scales are multiplied by a power of two, so that the largest of a matrix is between 32 and 64: 1024
-// times it is a float16 number, and what is 2^20 times smaller is a normal one still. Rows are made 2^64 times
-// larger, or products would be too small.
+// Before, scales are multiplied by a power of two, so that a matrix's largest lies between 32 and 64: 1024 times it
+// is a float16 number, and what is 2^20 times smaller is a normal one still. Rows are made 2^64 times larger, as
+// products would be too small.
 
 #pragma once
 
@@ -99,11 +99,10 @@ class Int4Tiles {
         scales_(static_cast<const Half*>(product.scales)),
         zeros_(static_cast<const uint8_t*>(product.zeros)),
         groups_(padded_inner(product.kind, product.inner) / kGroup),
-        // 2^14 is the last one below 1024 times which there is a float16 number; below 2^-10 scales would vanish.
-        of_scales_(std::ldexp(1.0f, std::clamp(6 - product.exponent, -10, 14))) {}
+        of_scales_(factor(product.largest)) {}
 
   int64_t groups() const { return groups_; }
-  // What sums of tiles are multiplied by.
+  // What sums of tiles are multiplied by. No number, if a scale is none: the steps above would make one of it.
   float unit() const { return 1 / kOfWeights / kOfRows / of_scales_; }
 
   // A group of a block, as the weights of a tile, and its zeros, as a row of one.
@@ -129,6 +128,13 @@ class Int4Tiles {
   }
 
  private:
+  static float factor(float largest) {
+    constexpr int kMost = 14;  // whose power of two is a float16 number
+    int exponent = 0;
+    std::frexp(largest, &exponent);
+    return std::isnan(largest) ? largest : std::ldexp(1.0f, std::min(6 - exponent, kMost));
+  }
+
   const uint8_t* levels_;
   const Half* scales_;
   const uint8_t* zeros_;
@@ -136,7 +142,8 @@ class Int4Tiles {
   float of_scales_;
 };
 
-// 32 elements of a row where the tile has them: of each eight the even ones first, as levels lie (product.h).
+// A group of a row where the tile has it, and what meets its zeros. Of each eight elements the even ones come first,
+// as levels lie (product.h).
 inline void store_int4_row(GroupOf32 group, uint8_t* to, uint8_t* sum) {
   alignas(64) BFloat16 given[kGroup];
   store(given, group.low * Floats(kOfRows));

@@ -39,8 +39,8 @@ struct Product {
   const void* zeros;
   const float* bias;  // [channels], or null
   int64_t channels, inner;
-  int32_t exponent;  // of int4: all scales are below 2^exponent
-  int32_t loose;     // whether a row's result may depend on how many rows there are, where that is quicker
+  float largest;  // scale of int4
+  int32_t loose;  // whether a row's result may depend on how many rows there are, where that is quicker
 };
 
 // Rows as they come: contiguous, [count, inner of the product].

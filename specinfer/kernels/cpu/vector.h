@@ -197,43 +197,40 @@ inline void store_vector(void* to, Vector<T> v) {
 
 inline Floats load(const float* from) { return load_vector<float>(from); }
 
-// Sixteen narrow numbers, a lane each. GCC 12 would widen them by halves, and bytes one by one.
+// Sixteen narrower numbers, a lane each: what `widen` makes of those of each register. GCC 12 would widen bytes one
+// by one, and the others by halves.
+template <typename T, typename From, typename F>
+[[gnu::always_inline]] inline Vector<T> load_narrow(const From* from, F widen) {
+  Vector<T> v;
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) v.part[i] = (typename Vector<T>::Part)widen(from + i * kPartLanes);
+  return v;
+}
+
 inline Words widened(const uint8_t* from) {
+  return load_narrow<uint32_t>(from, [](const uint8_t* x) {
 #if defined(__AVX512F__)
-  return std::bit_cast<Words>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
 #elif defined(__AVX2__)
-  Words v;
-  for (int i = 0; i < kParts; ++i) {
-    const auto* eight = reinterpret_cast<const __m128i*>(from + i * kPartLanes);
-    v.part[i] = (Words::Part)_mm256_cvtepu8_epi32(_mm_loadl_epi64(eight));
-  }
-  return v;
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
 #else
-  Words v;
-  const uint8x16_t bytes = vld1q_u8(from);
-  const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
-  v.part[0] = (Words::Part)vmovl_u16(vget_low_u16(low));
-  v.part[1] = (Words::Part)vmovl_high_u16(low);
-  v.part[2] = (Words::Part)vmovl_u16(vget_low_u16(high));
-  v.part[3] = (Words::Part)vmovl_high_u16(high);
-  return v;
+    uint32_t four;
+    std::memcpy(&four, x, sizeof four);
+    return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
 #endif
+  });
 }
 
 inline Words widened(const uint16_t* from) {
+  return load_narrow<uint32_t>(from, [](const uint16_t* x) {
 #if defined(__AVX512F__)
-  return std::bit_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
 #elif defined(__AVX2__)
-  Words v;
-  for (int i = 0; i < kParts; ++i) {
-    v.part[i] = (Words::Part)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i));
-  }
-  return v;
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
 #else
-  Words v;
-  for (int i = 0; i < kParts; ++i) v.part[i] = (Words::Part)vmovl_u16(vld1_u16(from + i * kPartLanes));
-  return v;
+    return vmovl_u16(vld1_u16(x));
 #endif
+  });
 }
 
 inline Floats load(const BFloat16* from) {
@@ -241,26 +238,19 @@ inline Floats load(const BFloat16* from) {
 }
 
 inline Floats load(const Half* from) {
+  return load_narrow<float>(from, [](const Half* x) {
 #if defined(__AVX512F__)
-  return std::bit_cast<Floats>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
 #elif defined(__AVX2__)
-  Floats v;
-  for (int i = 0; i < kParts; ++i) {
-    const auto* eight = reinterpret_cast<const __m128i*>(from + i * kPartLanes);
-    v.part[i] = (Floats::Part)_mm256_cvtph_ps(_mm_loadu_si128(eight));
-  }
-  return v;
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
 #elif defined(__aarch64__)
-  Floats v;
-  for (int i = 0; i < kParts; ++i) {
     float16x4_t four;
-    std::memcpy(&four, from + i * kPartLanes, sizeof four);
-    v.part[i] = (Floats::Part)vcvt_f32_f16(four);
-  }
-  return v;
+    std::memcpy(&four, x, sizeof four);
+    return vcvt_f32_f16(four);
 #else
 #error "this CPU needs its own conversion of float16"
 #endif
+  });
 }
 
 inline void store(float* to, Floats v) { store_vector(to, v); }

@@ -36,7 +36,8 @@ struct Product {
   int32_t kind;
   const void *weight, *scales, *zeros, *bias;
   int64_t channels, inner;
-  int32_t exponent;
+  float largest;
+  int32_t loose;
 };
 extern "C" {
 int32_t specinfer_ready() { %(ready)s; return 1; }

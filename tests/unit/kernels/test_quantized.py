@@ -129,6 +129,14 @@ def test_what_is_not_finite_stays_so(native: Products, kind: str, value: float) 
         assert not finite[1].any()
 
 
+@KINDS
+def test_a_weight_that_is_no_number_gives_none(native: Products, kind: str) -> None:
+    weight = random(20, 96)
+    weight[3, 40] = float("nan")
+    for products in (native, TorchProducts()):
+        assert product(products, kind, weight)(random(3, 96, seed=1))[:, 3].isnan().all()
+
+
 def test_turning_by_h_is_a_product_with_a_hadamard_matrix() -> None:
     h = rotate(torch.eye(GROUP))
     assert set(h.unique().tolist()) == {-1.0, 1.0}

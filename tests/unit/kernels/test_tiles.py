@@ -144,8 +144,7 @@ def test_int4_weights_become_the_nearest_bfloat16_ones(plain: Library, size: flo
 
 def as_bfloat16(weight: Int4Weight) -> tuple[Tensor, Tensor]:
     """Scales times levels, and times zeros, of all channels and elements; float32, of bfloat16 numbers."""
-    exponent = int(torch.frexp(weight.scales.max().float()).exponent)
-    unit = 2.0 ** min(max(6 - exponent, -10), 14)
+    unit = 2.0 ** min(6 - int(torch.frexp(weight.scales.max().float()).exponent), 14)
 
     def rounded(numbers_BGCI: Tensor) -> Tensor:
         products = (numbers_BGCI * (scales_BGC1.float() * unit).half().float()).half()  # 11 bits, then 8
