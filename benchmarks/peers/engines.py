@@ -34,7 +34,7 @@ class Engine:
 _QUANTIZATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("bf16", {"dtype": "bfloat16"}),
     "int8": ("int8", {"dtype": "bfloat16", "quantization": "int8"}),
-    "int4": ("int4, int8 activations", {"dtype": "bfloat16", "quantization": "int4"}),
+    "int4": ("int4, int8 activations, with AMX bf16", {"dtype": "bfloat16", "quantization": "int4"}),
 }
 _SPECULATION: dict[str, dict[str, Any]] = {
     "": {},
