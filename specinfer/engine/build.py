@@ -143,7 +143,7 @@ def build_engine(
         return cost_curve(runner, max_rows=rows, kept=kept, progress=progress)
 
     target = runner(models.target)
-    guessing = {name: runner(model) for name, model in models.drafts.items()}
+    drafting = {name: runner(model) for name, model in models.drafts.items()}
     size: TreeSize = FixedSize()
     if speculation.tree_size == "cost":
         vocab = models.target.config.vocab_size
@@ -152,7 +152,7 @@ def build_engine(
             curve(target, config.quantization, vocab),
             {
                 name: DraftDepth(curve(draft, speculation.draft_quantization, named), speculation.expansion)
-                for name, draft in guessing.items()
+                for name, draft in drafting.items()
             },
         )
     drafts = [
@@ -165,7 +165,7 @@ def build_engine(
             size=size,
             vocabulary=models.draft_vocabulary,
         )
-        for name, runner in guessing.items()
+        for name, runner in drafting.items()
     ]
     pool = BlockPool(blocks, config.cache.block_size)
     return Engine(

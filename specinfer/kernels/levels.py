@@ -1,7 +1,9 @@
 """The kinds of CPU that the native kernels are compiled for: one library each, the best one is loaded.
 
 Sources are the same, and say with the compiler's own macros what a kind of CPU has. int8 products have the
-same bits at every level, int4 ones at all but AMX. At each of them a row's result depends on the row alone.
+same bits at every level, int4 ones at all but AMX. At each of them a row's result depends on the row alone,
+but for loose products (quantized.py). AMX wants float16 arithmetic as well, which every CPU with AMX has
+unless a hypervisor hides it, and an assembler that knows it (binutils 2.38).
 """
 
 from __future__ import annotations

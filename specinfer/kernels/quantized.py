@@ -1,16 +1,18 @@
 """Products: what the numbers of quantized weights mean, and the PyTorch twins of cpu/.
 
-Activations are quantized as they come, to int8. A few of a transformer's activations are a hundred times
-larger than the others, and one scale for a row would leave those others two or three bits. So a row is cut
-into groups of 32. An int4 weight has a scale per group anyway, and there the activations have one, too. An
-int8 weight has one per output channel, so that its product is a plain one of integers; there each group is
-turned by a Hadamard matrix H, of ones and minus ones, which shares a large value out among all 32. The
-weights are turned the other way beforehand: x W^T = (x H) (W H / 32)^T.
+Activations are quantized as they come, to int8, but for int4 weights on a matrix unit (below). A few of a
+transformer's activations are a hundred times larger than the others, and one scale for a row would leave
+those others two or three bits. So a row is cut into groups of 32. An int4 weight has a scale per group
+anyway, and there the activations have one, too. An int8 weight has one per output channel, so that its
+product is a plain one of integers; there each group is turned by a Hadamard matrix H, of ones and minus ones,
+which shares a large value out among all 32. The weights are turned the other way beforehand: x W^T = (x H) (W
+H / 32)^T.
 
 Products of integers are summed exactly, and a fixed sequence of float operations follows. So the native
 products of every CPU and the twins give the same bits, and a row's result does not depend on the rows
-beside it. The first has one exception, the second none: for a matrix unit int4 weights become bfloat16, and
-rows stay bfloat16 (cpu/int4_tiles.h), as scaling the sums of each group would take longer than multiplying.
+beside it. The first has one exception: for a matrix unit int4 weights become bfloat16, and rows stay bfloat16
+(cpu/int4_tiles.h), as scaling the sums of each group would take longer than multiplying. The second has one
+that is asked for: a `loose` product, of a draft, takes few rows the quicker way.
 """
 
 from __future__ import annotations
@@ -49,6 +51,11 @@ class Int4Weight(NamedTuple):
 class Products(Protocol):
     """How a CPU multiplies; each weight is laid out once, and the given one not kept."""
 
+    @property
+    def loose(self) -> bool:
+        """Whether a row's result may depend on how many rows there are."""
+        ...
+
     def floats(self, weight: Tensor, bias: Tensor | None) -> Product:
         """The product with a weight [channels, inner] and bias [channels], both float32 or bfloat16."""
         ...
@@ -66,6 +73,7 @@ class TorchProducts:
     """Products in plain PyTorch: slow, for where nothing is compiled, and the oracle of the others."""
 
     __slots__ = ()
+    loose: Final = False
 
     def floats(self, weight: Tensor, bias: Tensor | None) -> Product:
         """As Products says; always as many rows at once, as a row would round differently beside others."""

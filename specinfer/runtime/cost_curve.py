@@ -154,6 +154,7 @@ def _key(model: LanguageModel, max_rows: int, kept: str) -> dict[str, str]:
         "dtype": str(model.dtype),
         "kept": kept,
         "kernels": ", ".join(type(part).__name__ for part in (kernels.ops, kernels.attention)),
+        "loose": str(kernels.products.loose),
         "level": "" if kernels.library is None else kernels.library.level.name,
         "max_rows": str(min(max_rows, max(_SIZES))),
         "device": _device_name(model.device),

@@ -12,7 +12,7 @@
 //   times 2^12, and the higher half of that     three places to the right, rounded to 8 bits: bfloat16
 //
 // Before, scales are multiplied by a power of two, so that a matrix's largest lies between 32 and 64: 1024 times it
-// is a float16 number, and what is 2^20 times smaller is a normal one still. Rows are made 2^64 times larger, as
+// is a float16 number, and what is 2^19 times smaller is a normal one still. Rows are made 2^64 times larger, as
 // products would be too small.
 
 #pragma once
@@ -51,7 +51,7 @@ class Scaled {
  private:
   static __m512i in_pairs(__m512i words) { return _mm512_or_si512(words, _mm512_slli_epi32(words, 16)); }
 
-  // GCC has names for these two instructions since its version 12.
+  // GCC has names for these two instructions since its version 12, its assembler since binutils 2.38.
   static __m512i product(__m512i x, float factor) {
     const __m256i half = _mm512_cvtps_ph(_mm512_set1_ps(factor), _MM_FROUND_TO_NEAREST_INT);
     __m512i out;
@@ -110,13 +110,13 @@ class Int4Tiles {
     const int64_t at = block * groups_ + group;
     const uint8_t* const levels = levels_ + at * kGroupBytes;
     // The three of them lie apart: as many groups ahead each.
-    constexpr int64_t kAhead = 48;
-    __builtin_prefetch(scales_ + (at + kAhead) * kBlock);
-    __builtin_prefetch(zeros_ + (at + kAhead) * kBlock);
+    constexpr int64_t kGroupsAhead = 48;
+    __builtin_prefetch(scales_ + (at + kGroupsAhead) * kBlock);
+    __builtin_prefetch(zeros_ + (at + kGroupsAhead) * kBlock);
     const Scaled scaled(scales_ + at * kBlock, of_scales_);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
-      __builtin_prefetch(levels + kAhead * kGroupBytes + j * kRowBytes);
+      __builtin_prefetch(levels + kGroupsAhead * kGroupBytes + j * kRowBytes);
       const Words low = load_vector<uint32_t>(levels + j * kRowBytes), high = low >> 8;
       uint8_t* const to = weights + 4 * j * kRowBytes;
       store_vector(to, scaled.of_low(low));
@@ -144,24 +144,25 @@ class Int4Tiles {
 
 // A group of a row where the tile has it, and what meets its zeros. Of each eight elements the even ones come first,
 // as levels lie (product.h).
-inline void store_int4_row(GroupOf32 group, uint8_t* to, uint8_t* sum) {
+inline void store_int4_row(GroupOf32 group, uint8_t* to, uint8_t* of_zeros) {
   alignas(64) BFloat16 given[kGroup];
   store(given, group.low * Floats(kOfRows));
   store(given + kLanes, group.high * Floats(kOfRows));
   auto* const out = reinterpret_cast<BFloat16*>(to);
 #if defined(__AVX512BW__)
-  alignas(64) static constexpr uint16_t kOrder[kGroup] = {0,  2,  4,  6,  1,  3,  5,  7,  8,  10, 12, 14, 9,  11, 13, 15,
-                                                          16, 18, 20, 22, 17, 19, 21, 23, 24, 26, 28, 30, 25, 27, 29, 31};
+  alignas(64) static constexpr uint16_t kOrder[kGroup] = {
+      0,  2,  4,  6,  1,  3,  5,  7,  8,  10, 12, 14, 9,  11, 13, 15,
+      16, 18, 20, 22, 17, 19, 21, 23, 24, 26, 28, 30, 25, 27, 29, 31};
   _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), _mm512_load_si512(given)));
 #else
   for (int i = 0; i < kGroup; ++i) out[i] = given[i / 8 * 8 + i % 4 * 2 + i / 4 % 2];
 #endif
-  const float total = specinfer::sum(load(given) + load(given + kLanes)) / -16;
+  const float total = sum(load(given) + load(given + kLanes)) / -16;
   BFloat16 first, rest;
   store(&first, Floats(total), 1);
   store(&rest, Floats(total) - load(&first, 1), 1);
-  std::memcpy(sum, &first, sizeof first);
-  std::memcpy(sum + sizeof first, &rest, sizeof rest);
+  std::memcpy(of_zeros, &first, sizeof first);
+  std::memcpy(of_zeros + sizeof first, &rest, sizeof rest);
 }
 
 }  // namespace specinfer

@@ -10,9 +10,9 @@
 //
 // So one register, and one row of a tile of the matrix unit, holds the same inner elements of 16 channels, and
 // one layout serves one row and many. kernels/quantized.py says what the numbers mean. A row's result is the
-// same for every number of rows, unless a product is loose. Of int8 weights, and of int4 where there is no matrix unit, it has the bits of
-// the PyTorch twins, as sums of integers are exact and a fixed sequence of float operations follows; a matrix
-// unit multiplies int4 as bfloat16 (int4_tiles.h).
+// same for every number of rows, unless a product is loose. Of int8 weights, and of int4 where there is no
+// matrix unit, it has the bits of the PyTorch twins, as sums of integers are exact and a fixed sequence of float
+// operations follows; a matrix unit multiplies int4 as bfloat16 (int4_tiles.h).
 
 #pragma once
 
@@ -39,7 +39,7 @@ struct Product {
   const void* zeros;
   const float* bias;  // [channels], or null
   int64_t channels, inner;
-  float largest;  // scale of int4
+  float largest;  // no scale of int4 is larger
   int32_t loose;  // whether a row's result may depend on how many rows there are, where that is quicker
 };
 

@@ -14,7 +14,7 @@ namespace specinfer {
 namespace {
 
 constexpr int64_t kAhead = 8192;  // bytes between what is used and what is asked for
-constexpr int kMostTiles = 4;     // of rows, that are computed together
+constexpr int kMostTiles = 4;     // that hold sums
 
 // ---- rows as tiles ----
 
@@ -124,18 +124,22 @@ void tiles_by_blocks(const TileRows& rows, const uint8_t* weights, int64_t block
   });
 }
 
-// All rows by B blocks, up to 4 / B tiles of rows at a time.
+// f(M, tile) for all tiles of rows, up to kMost of them at a time.
+template <int kMost, typename F>
+void by_turns(const TileRows& rows, const F& f) {
+  int64_t tile = 0;
+  for (; tile + kMost <= rows.tiles; tile += kMost) f(std::integral_constant<int, kMost>{}, tile);
+  each<kMost - 1>([&](auto m) {
+    if (rows.tiles - tile == m + 1) f(std::integral_constant<int, m + 1>{}, tile);
+  });
+}
+
+// All rows by B blocks.
 template <typename Of, int B, typename Store>
 void all_rows(const TileRows& rows, const uint8_t* weights, int64_t block_bytes, int64_t block,
               const Store& store) {
-  constexpr int kMost = 4 / B;
-  const auto some = [&](auto m, int64_t tile) {
+  by_turns<kMostTiles / B>(rows, [&](auto m, int64_t tile) {
     tiles_by_blocks<Of, m, B>(rows, weights, block_bytes, tile, block, store);
-  };
-  int64_t tile = 0;
-  for (; tile + kMost <= rows.tiles; tile += kMost) some(std::integral_constant<int, kMost>{}, tile);
-  each<kMost - 1>([&](auto m) {
-    if (rows.tiles - tile == m + 1) some(std::integral_constant<int, m + 1>{}, tile);
   });
 }
 
@@ -192,8 +196,8 @@ void lay_out_int4(const Product& product, const Rows& rows, int64_t groups, cons
         for (int64_t t = groups; t < to.steps; ++t) std::memset(at + t * to.step_bytes(), 0, kRowBytes);
         for (int64_t g = 0; g < groups; ++g) {
           const GroupOf32 group = load_group(from + g * kGroup, product.inner - g * kGroup);
-          uint8_t* const sum = sums + g / kTileRows * to.step_bytes() + g % kTileRows * kSumBytes;
-          store_int4_row(group, at + g * to.step_bytes(), sum);
+          uint8_t* const of_zeros = sums + g / kTileRows * to.step_bytes() + g % kTileRows * kSumBytes;
+          store_int4_row(group, at + g * to.step_bytes(), of_zeros);
         }
       }
     });
@@ -247,14 +251,7 @@ void multiply_int4_tiles(const Product& product, const Rows& given, const Output
   share_blocks(blocks_of(product.channels), of.groups() * kGroupBytes, [&](int64_t first, int64_t last) {
     const Tiles shapes(static_cast<int>(rows.height));
     for (int64_t block = first; block < last; ++block) {
-      const auto turns = [&](auto m, int64_t tile) { int4_block<m>(of, rows, tile, block, out); };
-      int64_t tile = 0;
-      for (; tile + kMostTiles <= rows.tiles; tile += kMostTiles) {
-        turns(std::integral_constant<int, kMostTiles>{}, tile);
-      }
-      each<kMostTiles - 1>([&](auto m) {
-        if (rows.tiles - tile == m + 1) turns(std::integral_constant<int, m + 1>{}, tile);
-      });
+      by_turns<kMostTiles>(rows, [&](auto m, int64_t tile) { int4_block<m>(of, rows, tile, block, out); });
     }
   });
 }

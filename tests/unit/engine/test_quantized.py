@@ -11,6 +11,7 @@ import pytest
 from specinfer.config import EngineConfig
 from specinfer.engine.build import load_models
 from specinfer.errors import ConfigError
+from specinfer.hub.resolution import cache_dir
 from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams
 from tests.engines import ENGINE
@@ -28,7 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path_factory.getbasetemp() / "quantized"))
+    """Of quantized weights; kernels are those of everybody."""
+    own = tmp_path_factory.getbasetemp() / "quantized"
+    if not own.exists():
+        own.mkdir()
+        (cache_dir() / "kernels").mkdir(parents=True, exist_ok=True)
+        (own / "kernels").symlink_to(cache_dir() / "kernels")
+    monkeypatch.setenv("SPECINFER_CACHE", str(own))
 
 
 def texts(folder: Path, **options: object) -> list[tuple[int, ...]]:

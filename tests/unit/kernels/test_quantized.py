@@ -1,4 +1,4 @@
-"""Quantized products: near the real ones, the same bits from every implementation, a row for itself."""
+"""Quantized products: near the real ones, a row for itself, and where sums are exact the twins' bits."""
 
 from __future__ import annotations
 
