@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from specinfer.config import EngineConfig
+from specinfer.config import EngineConfig, Quantization
 from specinfer.engine.build import Models
-from specinfer.kernels.choice import TORCH, Kernels
+from specinfer.kernels.choice import TORCH, Kernels, guessing
 from specinfer.llm import LLM
 from specinfer.models.decoder import LanguageModel
 from specinfer.models.weights import load_model
@@ -46,12 +46,22 @@ class Tiny:
         return LLM.from_models(config, Models(self.target, self.tokenizer, named))
 
 
-def write_tiny(folder: Path, kernels: Kernels = TORCH, **shape: Any) -> Tiny:
+def write_tiny(
+    folder: Path, kernels: Kernels = TORCH, quantization: Quantization = "none", **shape: Any
+) -> Tiny:
+    """All three quantized alike, if at all, and each with the kernels it would have in an engine."""
     target = write_tiny_llama(folder / "target", tokenizer=True, **shape)
     similar = write_similar_llama(target, folder / "similar", noise=0.1)
     stranger = write_tiny_llama(folder / "stranger", tokenizer=True, **{**shape, "seed": 99})
     models = (
-        load_model(path, dtype=torch.float32, device=CPU, kernels=kernels)
+        load_model(
+            path,
+            dtype=torch.float32,
+            device=CPU,
+            kernels=kernels if path == target else guessing(kernels),
+            quantization=quantization,
+            cache=folder / "quantized",
+        )
         for path in (target, similar, stranger)
     )
     return Tiny(*models, tokenizer=Tokenizer.load(target))

@@ -11,6 +11,7 @@ percent per token) gives p < 1e-30 at these counts, as the last test shows.
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,13 @@ PROMPT = [1, 4, 2, 1, 4]
 REQUESTS = 3000
 
 
+# A spread of 0.15 makes laws flat enough that every triple of tokens is expected some times.
+SHAPE = {"vocab_size": VOCAB, "spread": 0.15, "max_context": 32}
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    # A spread of 0.15 makes laws flat enough that every triple of tokens is expected some times.
-    shape = {"vocab_size": VOCAB, "spread": 0.15, "max_context": 32}
-    return write_tiny(tmp_path_factory.mktemp("tiny"), kernels("native"), **shape)
+    return write_tiny(tmp_path_factory.mktemp("tiny"), kernels("native"), **SHAPE)
 
 
 def exact_law(tiny: Tiny, params: SamplingParams) -> dict[tuple[int, ...], float]:
@@ -54,7 +57,7 @@ def exact_law(tiny: Tiny, params: SamplingParams) -> dict[tuple[int, ...], float
 
 
 def p_value(tiny: Tiny, options: dict[str, Any], sampling: dict[str, Any]) -> float:
-    llm = tiny.llm(max_batch_size=64, **options)
+    llm = tiny.llm(**{"max_batch_size": 64, **options})
     # Three tokens are the first from the prompt and two from a tree; a fourth keeps that tree deep.
     params = [SamplingParams(max_tokens=4, seed=seed, **sampling) for seed in range(REQUESTS)]
     counts: dict[tuple[int, ...], int] = {}
@@ -94,6 +97,21 @@ def test_three_tokens_follow_the_targets_law(
     tiny: Tiny, options: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
     assert p_value(tiny, options, sampling) > 1e-4
+
+
+@pytest.mark.parametrize("batch", [2, 64])
+@pytest.mark.parametrize(
+    "options",
+    [{"verifier": "mss"}, {"verifier": "mss", "draw": "iid"}, {}],
+    ids=["mss", "mss, iid", "coupled"],
+)
+def test_int4_drafts_leave_the_law_alone_whose_rows_depend_on_how_many_there_are(
+    tmp_path: Path, options: dict[str, Any], batch: int
+) -> None:
+    """A draft in int4 may compute few rows otherwise than many (kernels/quantized.py): both within a run."""
+    quantized = write_tiny(tmp_path, kernels("native"), "int4", **SHAPE)
+    drafted = {"drafts": ["similar", "stranger"], "expansion": (2, 2), "max_batch_size": batch, **options}
+    assert p_value(quantized, drafted, {"temperature": 1.0}) > 1e-4
 
 
 def test_the_same_count_catches_a_biased_engine(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
