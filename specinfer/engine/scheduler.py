@@ -1,9 +1,15 @@
 """The request scheduler: continuous batching of token trees.
 
-The one idea: there is no prefill phase and no speculation phase. Each step has a number of rows to give
-away. Running requests come first, oldest first: each takes the tokens whose KV is missing, and, when that
-reaches its last token, a tree below it. What is left over admits waiting requests. When blocks run out
-the newest running request gives up its own and waits at the head of the queue; it is recomputed later.
+The one idea: there is no prefill phase and no speculation phase. Each step has a number of rows to give away,
+in this order:
+
+    1. a row for every running request, so that none stands still
+    2. the tokens whose KV is missing, of running requests and then of waiting ones, oldest first: prompts
+    3. nodes of trees, one after the other to every request that wants more, while there are rows
+
+Trees come last: a caller waits for the first token behind a prompt, and a tree only hopes for tokens. When
+blocks run out the newest running request gives up its own and waits at the head of the queue; it is
+recomputed later. A tree that has no blocks is left out; nobody gives way to it.
 
 A request starts behind the longest beginning of its text that is in the cache already (kv_blocks.py). What
 another running request is about to compute it waits for, instead of computing it again.
@@ -12,6 +18,7 @@ another running request is about to compute it waits for, instead of computing i
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from specinfer.config import SchedulerConfig
 from specinfer.engine.kv_blocks import BlockPool
@@ -62,66 +69,98 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._pool.release(sequence.block_table)
 
-    def schedule(self) -> StepPlan:
-        """The next step. Takes blocks, may preempt and admit; empty only when nothing waits or runs."""
+    def schedule(self, alone: SequenceState | None = None) -> StepPlan:
+        """The next step. Takes blocks, may preempt and admit; empty only when nothing waits or runs.
+
+        With `alone`, which runs or waits, the step has that request in it and no other.
+        """
         for sequence in self.running:
             self._publish(sequence)
         rows, before = self._config.max_step_tokens, self.preemptions
-        entries: list[PlanEntry] = []
-        turn = 0
-        while turn < len(self.running):
-            sequence = self.running[turn]
-            later = len(self.running) - turn - 1  # each of them is sure of one row
-            entry = self._entry(sequence, rows - later)
-            if entry is None:
-                self._preempt(self.running[-1])
+        running = [s for s in self.running if alone is None or s is alone]
+        ends: list[int] = []  # of the text that each of `running` computes
+        while len(ends) < len(running):
+            sequence = running[len(ends)]
+            later = len(running) - len(ends) - 1  # each of them is sure of one row
+            end = self._text_end(sequence, rows - later)
+            if not self._pool.extend(sequence.block_table, end):
+                gone = self.running[-1]
+                self._preempt(gone)
+                running = [s for s in running if s is not gone]
                 continue  # the same sequence tries again, unless it was the one to go
-            entries.append(entry)
-            rows -= _rows_of(entry)
-            turn += 1
+            rows -= end - sequence.computed
+            ends.append(end)
         short = self.preemptions > before  # whoever just gave up its blocks does not take them back at once
-        while not short and self.waiting and rows > 0 and len(self.running) < self._config.max_batch_size:
-            sequence = self.waiting[0]
-            found = self._find(sequence)
-            if found is None:
-                break  # first come, first served: nobody overtakes
-            needed = self._pool.blocks_for(len(sequence.token_ids)) - len(found)
-            if needed > self._pool.num_free - self._pool.unowned(found):
+        while not short and rows > 0 and len(self.running) < self._config.max_batch_size:
+            admitted = self._admit(rows, alone)
+            if admitted is None:
                 break
-            self._begin(sequence, found)
-            entry = self._entry(sequence, rows)
-            assert entry is not None, "blocks for the whole text are free"
-            self.running.append(self.waiting.popleft())
-            entries.append(entry)
-            rows -= _rows_of(entry)
-        return StepPlan(tuple(entries))
+            sequence, end = admitted
+            rows -= end - sequence.computed
+            running.append(sequence)
+            ends.append(end)
+        return StepPlan(self._with_trees(running, ends, rows))
 
-    def _entry(self, sequence: SequenceState, rows: int) -> PlanEntry | None:
-        """The sequence's share of at most `rows` rows; None when its blocks cannot be had."""
-        start, uncomputed = sequence.computed, sequence.uncomputed
-        # A step writes to positions from `start` on, a path moves to ones behind `end`: none is published.
-        assert sequence.published * self._pool.block_size <= start, (sequence.published, start)
+    def _admit(self, rows: int, alone: SequenceState | None) -> tuple[SequenceState, int] | None:
+        """Let the next waiting request run, with blocks up to where its text ends in this step."""
+        waiting = (
+            alone if alone in self.waiting else self.waiting[0] if alone is None and self.waiting else None
+        )
+        if waiting is None:
+            return None
+        found = self._find(waiting)
+        if found is None:
+            return None  # first come, first served: nobody overtakes
+        needed = self._pool.blocks_for(len(waiting.token_ids)) - len(found)
+        if needed > self._pool.num_free - self._pool.unowned(found):
+            return None
+        self._begin(waiting, found)
+        end = self._text_end(waiting, rows)
+        extended = self._pool.extend(waiting.block_table, end)
+        assert extended, "blocks for the whole text are free"
+        self.waiting.remove(waiting)
+        self.running.append(waiting)
+        return waiting, end
+
+    def _text_end(self, sequence: SequenceState, rows: int) -> int:
+        """Where the text that the sequence computes with at most `rows` rows ends."""
+        # A step writes from `computed` on, and a path moves to places behind the end: none is published.
+        assert sequence.published * self._pool.block_size <= sequence.computed, sequence.published
         if sequence.request.params.prompt_logprobs is not None:
             rows = min(rows, _SCORED_ROWS)
-        if uncomputed > rows:
-            end, nodes, depth = start + rows, 0, 0
-        else:
-            end = start + uncomputed
-            depth = sequence.room(self._max_context) - 1
-            # A prefill ends in a one-node tree: the first token does not wait for the speculators.
-            prefill = uncomputed > 1 or sequence.num_output == 0
-            nodes = 1 if prefill or depth < 1 else min(self._tree_nodes, sequence.tree_nodes, rows)
-        if not self._pool.extend(sequence.block_table, end - 1 + max(nodes, 1)):
-            if nodes <= 1 or not self._pool.extend(sequence.block_table, end):
-                return None
-            nodes = 1  # short of blocks: decode without a tree rather than preempt somebody
+        return min(sequence.computed + rows, len(sequence.token_ids))
+
+    def _with_trees(
+        self, running: Sequence[SequenceState], ends: Sequence[int], rows: int
+    ) -> tuple[PlanEntry, ...]:
+        """The step's entries, whose trees share the `rows` that are left."""
+        wanted = [self._nodes_wanted(s, end) for s, end in zip(running, ends, strict=True)]
+        extra = share(rows, [max(nodes - 1, 0) for nodes in wanted])
+        return tuple(
+            self._entry(sequence, end, min(nodes, 1 + more))
+            for sequence, end, nodes, more in zip(running, ends, wanted, extra, strict=True)
+        )
+
+    def _nodes_wanted(self, sequence: SequenceState, end: int) -> int:
+        """The nodes of the tree behind a text that is computed up to `end`, as far as only it counts."""
+        if end < len(sequence.token_ids):
+            return 0
+        # A prefill ends in a one-node tree: the first token does not wait for the speculators.
+        prefill = sequence.uncomputed > 1 or sequence.num_output == 0
+        alone = prefill or sequence.room(self._max_context) < 2  # the bonus token is the last
+        return 1 if alone else min(self._tree_nodes, sequence.tree_nodes)
+
+    def _entry(self, sequence: SequenceState, end: int, nodes: int) -> PlanEntry:
+        """The sequence's share of the step; a tree whose blocks cannot be had is its root alone."""
+        if nodes > 1 and not self._pool.extend(sequence.block_table, end - 1 + nodes):
+            nodes = 1
         return PlanEntry(
             request=sequence.request,
             token_ids=sequence.token_ids,
-            start=start,
+            start=sequence.computed,
             end=end,
             max_nodes=nodes,
-            max_depth=depth if nodes > 1 else 0,
+            max_depth=sequence.room(self._max_context) - 1 if nodes > 1 else 0,
             block_table=tuple(sequence.block_table),
             incarnation=sequence.incarnation,
             processors=sequence.processors,
@@ -204,5 +243,17 @@ class Scheduler:
             assert not sequence.block_table, f"{sequence.request.request_id} waits and owns blocks"
 
 
-def _rows_of(entry: PlanEntry) -> int:
-    return entry.end - entry.start + max(entry.max_nodes - 1, 0)
+def share(rows: int, wanted: Sequence[int]) -> list[int]:
+    """How many of `rows` each gets: what it wants, or as many as any other; the first get the odd ones."""
+    given = [0] * len(wanted)
+    asking = sorted((i for i, most in enumerate(wanted) if most > 0), key=lambda i: wanted[i])
+    while asking:
+        fair, odd = divmod(rows, len(asking))
+        if wanted[asking[0]] > fair:  # nobody left wants less than that
+            for turn, i in enumerate(sorted(asking)):
+                given[i] = fair + (turn < odd)
+            break
+        first = asking.pop(0)
+        given[first] = wanted[first]
+        rows -= wanted[first]
+    return given

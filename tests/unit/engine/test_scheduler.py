@@ -6,7 +6,7 @@ import pytest
 
 from specinfer.config import SchedulerConfig
 from specinfer.engine.kv_blocks import BlockPool
-from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.scheduler import Scheduler, share
 from specinfer.engine.sequence import SequenceState
 from specinfer.errors import IntegrityError
 from specinfer.plan import StepPlan
@@ -61,7 +61,7 @@ def test_a_prompt_is_computed_in_chunks_then_ends_in_one_node_then_grows_trees()
     ]
 
 
-def test_running_requests_come_first_and_each_is_sure_of_a_row() -> None:
+def test_every_running_request_has_its_row_and_trees_share_the_rest() -> None:
     s = scheduler(rows=8, batch=3, tree=6)
     states = [sequence(name, 2) for name in "abc"]
     for state in states:
@@ -69,9 +69,42 @@ def test_running_requests_come_first_and_each_is_sure_of_a_row() -> None:
     plan = s.schedule()
     assert shares(plan) == [("a", 0, 2, 1), ("b", 0, 2, 1), ("c", 0, 2, 1)]
     commit(plan, states)
-    plan = s.schedule()
-    # 8 rows: a may have 6 (one is left for each of b and c), then b and c get one each.
-    assert shares(plan) == [("a", 2, 3, 6), ("b", 2, 3, 1), ("c", 2, 3, 1)]
+    # 8 rows: one each, and of the other five two for a, two for b, one for c.
+    assert shares(s.schedule()) == [("a", 2, 3, 3), ("b", 2, 3, 3), ("c", 2, 3, 2)]
+
+
+@pytest.mark.parametrize("nodes", [12, 32, 64, 200])
+def test_a_prompt_does_not_wait_for_trees_that_others_may_grow(nodes: int) -> None:
+    s = scheduler(rows=512, batch=16, blocks=2000, tree=nodes, context=4000)
+    states = [sequence(chr(ord("a") + i), 4) for i in range(12)]
+    for state in states:
+        s.add(state)
+    commit(s.schedule(), states)
+    late = sequence("z", 1000)
+    s.add(late)
+    steps = 0
+    while late.num_output == 0:
+        plan = s.schedule()
+        assert len(plan.tree_entries) >= 12, "no running request goes without its row"
+        commit(plan, [*states, late])
+        steps += 1
+    assert steps <= 4
+    assert sum(e.end - e.start + max(e.max_nodes - 1, 0) for e in s.schedule().entries) <= 512
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted", "given"),
+    [
+        (0, [3, 3], [0, 0]),
+        (10, [3, 3], [3, 3]),
+        (5, [9, 9, 9], [2, 2, 1]),
+        (10, [9, 1, 9], [5, 1, 4]),  # what one does not want goes to the others
+        (3, [0, 1, 0, 9], [0, 1, 0, 2]),
+        (7, [], []),
+    ],
+)
+def test_rows_are_shared_fairly(rows: int, wanted: list[int], given: list[int]) -> None:
+    assert share(rows, wanted) == given
 
 
 def test_waiting_requests_join_when_there_is_room_and_in_order() -> None:
@@ -149,10 +182,10 @@ def test_who_begins_like_a_running_prompt_waits_for_it_and_nobody_overtakes() ->
     assert seen == [
         [("a", 0, 6, 0)],
         [("a", 6, 11, 1)],  # b found block 0 and waits for block 1, though a row is left
-        [("a", 11, 12, 5), ("b", 8, 9, 0)],
+        [("a", 11, 12, 2), ("b", 8, 10, 1), ("c", 0, 2, 1)],  # prompts, then the row that is left
     ]
     assert b.block_table[:2] == a.block_table[:2]
-    assert (b.cached_tokens, s.prefix_hits, s.prefix_queries) == (8, 8, 21)
+    assert (b.cached_tokens, s.prefix_hits, s.prefix_queries) == (8, 8, 23)
 
 
 def test_nobody_waits_for_a_copy_that_cannot_be_found() -> None:
