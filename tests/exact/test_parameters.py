@@ -19,11 +19,9 @@ from scipy.stats import chisquare
 import specinfer.tree.prune
 from specinfer.engine import verification
 from specinfer.errors import RequestError
-from specinfer.plan import PlanEntry
 from specinfer.processors.bad_words import BadWords
 from specinfer.processors.penalties import Penalties
 from specinfer.processors.pipeline import Processors
-from specinfer.request import Request
 from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.draws import Site, draw_children
@@ -31,6 +29,7 @@ from specinfer.tree import TreeBuilder, merge
 from specinfer.tree.prune import prune
 from specinfer.tree.token_tree import DrawRule
 from specinfer.verify.pairs import Verifier
+from tests import plans
 
 from .enumeration import Guesser, World, distance, outcomes
 from .slow_sampling import Rules, next_law, seeded_text, text_law
@@ -160,9 +159,7 @@ class Careful(Guesser):
 
 
 def entry_after(case, output, processors, seed=0):
-    text = [*PROMPT, *output]
-    request = Request("r", PROMPT, case.params, seed)
-    return PlanEntry(request, text, len(text) - 1, len(text), 64, 9, (), 0, processors)
+    return plans.entry(PROMPT, output, params=case.params, seed=seed, processors=processors)
 
 
 def possible(tree, processors):

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from specinfer.plan import PlanEntry, StepPlan
-from specinfer.request import Request
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import cost_size, draws
@@ -20,6 +18,7 @@ from specinfer.speculate.ensemble import Ensemble
 from specinfer.tree import TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import DrawRule
+from tests import plans
 from tests.kernels import kernels
 
 from .enumeration import Supports, distance, own_law, text_law
@@ -124,23 +123,10 @@ class Sized:
             for name, rule, widths in self.drafts
         ]
         ensemble = Ensemble([*speculators, *([Points()] if self.points else [])], vocab=VOCAB, size=size)
-        [tree] = ensemble.propose(StepPlan((entry(world, text),)))
+        asked = plans.entry(PROMPT, text, params=world.params, max_nodes=32, max_depth=2, block_table=(0,))
+        [tree] = ensemble.propose(plans.plan(asked))
         self.depths.add(max(tree.depths()))
         return tree
-
-
-def entry(world, text):
-    tokens = [*PROMPT, *text]
-    return PlanEntry(
-        request=Request("r", PROMPT, world.params, seed=0),
-        token_ids=tokens,
-        start=len(tokens) - 1,
-        end=len(tokens),
-        max_nodes=32,
-        max_depth=2,
-        block_table=(0,),
-        incarnation=0,
-    )
 
 
 TARGET = CostCurve((1, 3, 5), (1.0, 1.1, 1.3))

@@ -19,12 +19,11 @@ from specinfer.runtime.runner import ModelRunner
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.budget import TreeBudget
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.speculator import Outcome, Speculator
+from specinfer.speculate.speculator import Speculator
 from specinfer.speculate.tree_size import FixedSize
 from specinfer.verify.pairs import Verifier
 from tests.engines import Tiny, slow_generate, write_tiny
-
-from .test_ngram import entry
+from tests.plans import entry, outcome
 
 PAGE = Path(__file__).parents[3] / "docs" / "add_a_speculator.md"
 
@@ -48,9 +47,9 @@ def test_it_keeps_the_budget_counts_what_is_committed_and_forgets() -> None:
     text = [3, 3, 4, 5, 5, 5]
     assert speculator.propose([entry(text, max_nodes=2)])[0].token_ids == (5, 5)
     assert speculator.propose([entry(text, max_depth=0)])[0].token_ids == (5,)
-    speculator.observe([Outcome("r", (4, 4, 4), finished=False)])
+    speculator.observe([outcome(4, 4, 4)])
     assert speculator.propose([entry([*text, 4, 4, 4])])[0].token_ids == (4, 4, 5)
-    speculator.observe([Outcome("r", (), finished=True)])
+    speculator.observe([outcome(finished=True)])
     assert speculator.propose([entry([9])])[0].token_ids == (9, 9)
 
 

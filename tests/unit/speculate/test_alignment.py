@@ -7,10 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.speculate.alignment import LOST, SIDE_DEPTH, Alignment
-
-
-def letters(text: str) -> list[int]:
-    return [ord(c) for c in text]
+from tests.letters import letters
 
 
 def after(prediction: str, said: str, *, depth: int = 6, branches: int = 4) -> list[str]:

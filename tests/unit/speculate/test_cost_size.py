@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.plan import PlanEntry, StepPlan
-from specinfer.request import Request
+from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.cost_size import CostSize, fastest
 from specinfer.speculate.draft_depth import DraftDepth
-from specinfer.speculate.speculator import Outcome
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import single_node
+from tests import plans
+from tests.plans import outcome, plan
 
 FREE = CostCurve((1, 1000), (1.0, 1.0))  # bound by memory: rows cost nothing
 DEAR = CostCurve((1, 2), (1.0, 2.0))  # bound by arithmetic: every row costs what the first costs
@@ -37,16 +37,7 @@ def entry(
     """A request whose text ends in token 7, of which `rows` tokens are computed in this step."""
     params = SamplingParams(temperature=temperature, speculation=wishes)
     text = [*range(20), 7]
-    return PlanEntry(
-        request=Request(name, tuple(text), params, seed=0),
-        token_ids=text,
-        start=len(text) - rows,
-        end=len(text),
-        max_nodes=32,
-        max_depth=room,
-        block_table=(0, 1, 2),
-        incarnation=0,
-    )
+    return plans.entry(text, request_id=name, params=params, rows=rows, max_nodes=32, max_depth=room)
 
 
 def chain(*confidences: float, speculator: str = "s", rule: DrawRule = DrawRule.POINT_MASS) -> TokenTree:
@@ -59,7 +50,7 @@ def chain(*confidences: float, speculator: str = "s", rule: DrawRule = DrawRule.
 def fitted(curve: CostCurve, trees: Sequence[TokenTree], *entries: PlanEntry) -> list[int]:
     """The nodes left of each tree, the root included."""
     size = CostSize(curve, {})
-    size.open(StepPlan(entries or tuple(entry(str(i)) for i in range(len(trees)))))
+    size.open(plan(*(entries or (entry(str(i)) for i in range(len(trees))))))
     return [tree.num_nodes for tree in size.fit(trees)]
 
 
@@ -120,9 +111,9 @@ def test_every_guess_whose_parent_became_text_is_learnt_from_verified_or_not() -
     size = CostSize(HALF, {})
 
     def step(*committed: int) -> int:
-        size.open(StepPlan((entry(),)))
+        size.open(plan(entry()))
         (tree,) = size.fit([UNSURE])
-        size.observe([Outcome("r", committed, finished=False)])
+        size.observe([outcome(*committed)])
         return tree.num_nodes
 
     assert step(10) == 1, "the first guess was right, and was not verified"
@@ -134,10 +125,10 @@ def test_every_guess_whose_parent_became_text_is_learnt_from_verified_or_not() -
 def test_a_step_that_was_cut_short_teaches_nothing() -> None:
     size = CostSize(HALF, {})
     for _ in range(50):
-        size.open(StepPlan((entry(),)))
+        size.open(plan(entry()))
         size.fit([UNSURE])
-    size.observe([Outcome("r", (), finished=True), Outcome("another", (1, 2), finished=False)])
-    size.open(StepPlan((entry(),)))
+    size.observe([outcome(finished=True), outcome(1, 2, request_id="another")])
+    size.open(plan(entry()))
     assert size.fit([UNSURE])[0].num_nodes == 1
 
 
@@ -192,7 +183,7 @@ def depths(
     rule: DrawRule = DrawRule.POINT_MASS,
 ) -> list[int]:
     """The levels each entry is drafted for, where each guess is one the draft is sure of."""
-    size.open(StepPlan(entries))
+    size.open(plan(*entries))
     size.note(trees or [single_node(7) for _ in entries])
     reached = [int(starts) for starts in size.starts("draft", entries, [unread] * len(entries))]
     going = [i for i, starts in enumerate(reached) if starts]
@@ -209,9 +200,9 @@ def depths(
 def teach(size: CostSize, levels: int, steps: int = 100) -> None:
     """Trees of four levels of which the first `levels` become text."""
     for _ in range(steps):
-        size.open(StepPlan((entry(),)))
+        size.open(plan(entry()))
         size.fit([chain(*4 * [0.9], speculator="draft")])
-        size.observe([Outcome("r", (*range(10, 10 + levels), 99), finished=False)])
+        size.observe([outcome(*range(10, 10 + levels), 99)])
 
 
 QUICK = CostCurve((1, 1000), (0.1, 0.1))
@@ -240,7 +231,7 @@ def test_a_draft_goes_as_deep_as_its_levels_have_been_worth(
 def test_a_draft_goes_on_below_what_it_is_sure_of(rule: DrawRule) -> None:
     size = sized(FREE, CostCurve((1, 4), (0.15, 0.6)))
     entries = [entry("a"), entry("b")]
-    size.open(StepPlan(tuple(entries)))
+    size.open(plan(*entries))
     size.note([single_node(7), single_node(7)])
     assert size.starts("draft", entries, [1, 1]) == [True, True]
     #  3.04 tokens in 1.3 s; below the first guess .7 tokens more in .15 s, below the other .04
@@ -252,11 +243,11 @@ def test_a_draft_goes_on_below_what_it_is_sure_of(rule: DrawRule) -> None:
 def test_of_samples_every_node_is_a_row(rule: DrawRule, goes_on: bool) -> None:
     # The next level brings 8 guesses: the likeliest alone is worth its row, all of them are not.
     size = sized(CostCurve((1, 3, 4), (1.0, 1.0, 1.3)), QUICK, (1, 8))
-    plan = (entry(),)
-    size.open(StepPlan(plan))
+    asked = [entry()]
+    size.open(plan(*asked))
     size.note([single_node(7)])
-    assert size.starts("draft", plan, [1]) == [True]
-    assert size.deeper("draft", plan, [chain(0.9, speculator="draft", rule=rule)]) == [goes_on]
+    assert size.starts("draft", asked, [1]) == [True]
+    assert size.deeper("draft", asked, [chain(0.9, speculator="draft", rule=rule)]) == [goes_on]
 
 
 def test_in_a_batch_the_targets_rows_are_dear() -> None:
@@ -287,7 +278,7 @@ def test_who_asks_for_an_expansion_is_drafted_for() -> None:
     size = sized(FREE, CostCurve((1, 1000), (9.0, 9.0)))
     asking = entry("a", wishes=SpeculationParams(expansion=Expansion((1, 1))))
     teach(size, 0)
-    size.open(StepPlan((asking, entry("b"))))
+    size.open(plan(asking, entry("b")))
     size.note([single_node(7), single_node(7)])
     assert size.starts("draft", [asking, entry("b")], [1, 1]) == [True, False]
     assert size.deeper("draft", [asking], [chain(0.01, speculator="draft")]) == [True]
@@ -298,7 +289,7 @@ def test_what_was_not_worth_it_is_tried_again_for_a_hundredth_of_the_time() -> N
     teach(size, 0)
     tried = []
     for _ in range(1000):
-        size.open(StepPlan((entry("a"), entry("b"))))
+        size.open(plan(entry("a"), entry("b")))
         size.note([single_node(7), single_node(7)])
         tried.append(tuple(size.starts("draft", [entry("a"), entry("b")], [1, 1])))
     assert set(tried) == {(False, False), (True, False)}

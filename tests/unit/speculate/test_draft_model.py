@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from specinfer import SamplingParams
 from specinfer.plan import PlanEntry
-from specinfer.request import Request
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.draft_model import DraftModel
-from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.tree_size import FixedSize, TreeSize
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
+from tests import plans
 from tests.engines import Tiny, write_tiny
+from tests.plans import outcome
 
 TEXT = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -40,28 +41,10 @@ def draft(tiny: Tiny, *widths: int, max_rows: int = 64, size: TreeSize | None = 
     )
 
 
-def entry(
-    text: list[int],
-    *,
-    max_nodes: int = 64,
-    max_depth: int = 9,
-    blocks: int = 0,
-    incarnation: int = 0,
-    name: str = "r",
-    hashes: tuple[bytes, ...] = (),
-) -> PlanEntry:
+def entry(text: list[int], *, blocks: int = 0, max_depth: int = 9, **fields: Any) -> PlanEntry:
     """A decode step after `text`, whose blocks are 30 in a row from number `blocks` on."""
-    return PlanEntry(
-        request=Request(name, tuple(TEXT), GREEDY, seed=0),
-        token_ids=list(text),
-        start=len(text) - 1,
-        end=len(text),
-        max_nodes=max_nodes,
-        max_depth=max_depth,
-        block_table=tuple(range(blocks, blocks + 30)),
-        incarnation=incarnation,
-        block_hashes=hashes,
-    )
+    table = tuple(range(blocks, blocks + 30))
+    return plans.entry(list(text), params=GREEDY, max_depth=max_depth, block_table=table, **fields)
 
 
 def guesses(model: DraftModel, step: PlanEntry) -> TokenTree:
@@ -79,7 +62,7 @@ def test_a_path_through_later_siblings_leaves_a_cache_as_good_as_new(tiny: Tiny)
     tree = guesses(model, entry(TEXT))
     assert tree.parents[:10] == (-1, 0, 0, 0, 1, 1, 2, 2, 3, 3)
     committed = (tree.token_ids[3], tree.token_ids[9], 17)
-    model.observe([Outcome("r", committed, finished=False)])
+    model.observe([outcome(*committed)])
     text = [*TEXT, *committed]
     assert guesses(model, entry(text)).token_ids == guesses(draft(tiny, 3, 2, 2), entry(text)).token_ids
 
@@ -88,7 +71,7 @@ def test_only_what_the_cache_lacks_is_read_again(tiny: Tiny, monkeypatch: pytest
     model = draft(tiny, 1, 1, 1)
     first = guesses(model, entry(TEXT))
     committed = (*first.token_ids[1:], 17)  # the third guess was never run, the bonus token not guessed
-    model.observe([Outcome("r", committed, finished=False)])
+    model.observe([outcome(*committed)])
     passes: list[list[Rows]] = []
     forward = model._runner.forward
 
@@ -104,7 +87,7 @@ def test_only_what_the_cache_lacks_is_read_again(tiny: Tiny, monkeypatch: pytest
 def test_a_preempted_request_is_read_anew_into_its_new_blocks(tiny: Tiny) -> None:
     model = draft(tiny, 2, 2)
     guesses(model, entry(TEXT))
-    model.observe([Outcome("r", (17,), finished=False)])
+    model.observe([outcome(17)])
     text = [*TEXT, 17]
     moved = guesses(model, entry(text, blocks=30, incarnation=1))
     assert moved.token_ids == guesses(draft(tiny, 2, 2), entry(text)).token_ids
@@ -137,7 +120,7 @@ def test_a_tree_is_no_deeper_than_the_step_and_the_drafts_context_allow(tiny: Ti
 def test_a_request_that_ended_is_forgotten_and_its_id_may_come_again(tiny: Tiny) -> None:
     model = draft(tiny, 2, 2)
     guesses(model, entry(TEXT))
-    model.observe([Outcome("r", (), finished=True)])
+    model.observe([outcome(finished=True)])
     other = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
     assert guesses(model, entry(other)).token_ids == guesses(draft(tiny, 2, 2), entry(other)).token_ids
 
@@ -166,9 +149,9 @@ def test_a_new_request_starts_behind_the_blocks_whose_text_the_draft_has(
 ) -> None:
     model = draft(tiny, 2, 2)
     for text in (TEXT[:9], TEXT[:10]):  # blocks count once the text has gone past them
-        guesses(model, entry(text, hashes=(A, B)))
-        model.observe([Outcome("r", (text[-1],), finished=False)])
-    model.observe([Outcome("r", (), finished=True)])
+        guesses(model, entry(text, block_hashes=(A, B)))
+        model.observe([outcome(text[-1])])
+    model.observe([outcome(finished=True)])
     for name, text, hashes, expected in [
         ("same", TEXT[:10], (A, B), [1, 0]),
         ("longer", [*TEXT, 13], (A, B, C), [1, 0, 11, 12, 13]),
@@ -176,7 +159,7 @@ def test_a_new_request_starts_behind_the_blocks_whose_text_the_draft_has(
         ("parts in block 1", [*TEXT[:6], 3, 3, 3], (A, b"other"), [5, 4, 3, 3, 3]),
         ("reuse is off", TEXT[:10], (), TEXT[:10]),
     ]:
-        assert read(model, monkeypatch, entry(text, name=name, hashes=hashes)) == expected, name
+        assert read(model, monkeypatch, entry(text, request_id=name, block_hashes=hashes)) == expected, name
 
 
 def test_a_block_that_got_another_text_is_not_taken_for_the_old_one(
@@ -184,13 +167,13 @@ def test_a_block_that_got_another_text_is_not_taken_for_the_old_one(
 ) -> None:
     model = draft(tiny, 2, 2)
     for text in (TEXT[:9], TEXT[:10]):
-        guesses(model, entry(text, hashes=(A, B)))
-        model.observe([Outcome("r", (text[-1],), finished=False)])
-    model.observe([Outcome("r", (), finished=True)])
+        guesses(model, entry(text, block_hashes=(A, B)))
+        model.observe([outcome(text[-1])])
+    model.observe([outcome(finished=True)])
     other = [3, 1, 4, 1, 5, 9]
-    assert read(model, monkeypatch, entry(other, name="o", hashes=(b"3 1 4 1",))) == other
-    model.observe([Outcome("o", (), finished=True)])
-    assert read(model, monkeypatch, entry(TEXT[:10], name="again", hashes=(A, B))) == TEXT[:10]
+    assert read(model, monkeypatch, entry(other, request_id="o", block_hashes=(b"3 1 4 1",))) == other
+    model.observe([outcome(request_id="o", finished=True)])
+    assert read(model, monkeypatch, entry(TEXT[:10], request_id="again", block_hashes=(A, B))) == TEXT[:10]
 
 
 class Watching(FixedSize):
@@ -214,14 +197,14 @@ def test_what_it_has_yet_to_read_is_said_beforehand(tiny: Tiny) -> None:
     size = Watching()
     model = draft(tiny, 1, 1, 1, size=size)
     tree = guesses(model, entry(TEXT))
-    model.observe([Outcome("r", (*tree.token_ids[1:3], 17), finished=False)])
+    model.observe([outcome(*tree.token_ids[1:3], 17)])
     text = [*TEXT, *tree.token_ids[1:3], 17]
     size.deepest = 0  # a draft that is not run reads nothing
     for later in (
         entry(text),
         entry([*text, 3, 4]),
         entry(text, incarnation=1),
-        entry(text, name="another"),
+        entry(text, request_id="another"),
         entry(text),
     ):
         assert guesses(model, later).num_nodes == 1

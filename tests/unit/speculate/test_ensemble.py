@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from specinfer import SamplingParams
 from specinfer.errors import ConfigError, SpeculatorError
-from specinfer.plan import PlanEntry, StepPlan
-from specinfer.request import Request
+from specinfer.plan import PlanEntry
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.tree_size import FixedSize
 from specinfer.tree import TokenTree, TreeBuilder
+from tests import plans
 
 
 class Fan:
@@ -39,16 +38,7 @@ class Fan:
 
 
 def entry(max_nodes: int, max_depth: int = 5) -> PlanEntry:
-    return PlanEntry(
-        request=Request("r", (3, 7), SamplingParams(), seed=0),
-        token_ids=[3, 7],
-        start=1,
-        end=2,
-        max_nodes=max_nodes,
-        max_depth=max_depth,
-        block_table=(0, 1),
-        incarnation=0,
-    )
+    return plans.entry([3, 7], max_nodes=max_nodes, max_depth=max_depth)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +54,7 @@ def test_each_is_offered_what_its_predecessors_left(
     max_nodes: int, offered: tuple[list[int], ...], token_ids: tuple[int, ...]
 ) -> None:
     a, b, c = Fan("a", [10, 11, 12]), Fan("b", [11, 12, 13]), Fan("c", [14])
-    (tree,) = Ensemble([a, b, c], vocab=99, size=FixedSize()).propose(StepPlan((entry(max_nodes),)))
+    (tree,) = Ensemble([a, b, c], vocab=99, size=FixedSize()).propose(plans.plan(entry(max_nodes)))
     assert (a.offered, b.offered, c.offered) == offered
     assert tree.token_ids == token_ids
     assert tree.num_nodes <= max_nodes
@@ -72,15 +62,8 @@ def test_each_is_offered_what_its_predecessors_left(
 
 def test_nobody_is_asked_where_nothing_is_worth_guessing() -> None:
     fan = Fan("a", [10])
-    trees = Ensemble([fan], vocab=99, size=FixedSize()).propose(
-        StepPlan(
-            (
-                entry(1),
-                entry(8, max_depth=0),
-                entry(8),
-            )
-        )
-    )
+    step = plans.plan(entry(1), entry(8, max_depth=0), entry(8))
+    trees = Ensemble([fan], vocab=99, size=FixedSize()).propose(step)
     assert [tree.token_ids for tree in trees] == [(7,), (7,), (7, 10)]
     assert fan.offered == [8]
 
@@ -114,4 +97,4 @@ class Wrong(Fan):
 )
 def test_a_speculator_that_breaks_its_contract_is_named(trees: list[TokenTree], complaint: str) -> None:
     with pytest.raises(SpeculatorError, match=complaint):
-        Ensemble([Wrong(*trees)], vocab=99, size=FixedSize()).propose(StepPlan((entry(3, max_depth=1),)))
+        Ensemble([Wrong(*trees)], vocab=99, size=FixedSize()).propose(plans.plan(entry(3, max_depth=1)))

@@ -10,9 +10,9 @@ from specinfer import SamplingParams
 from specinfer.plan import PlanEntry
 from specinfer.processors.grammar import GrammarCompiler
 from specinfer.processors.pipeline import Processors
-from specinfer.request import Request
 from specinfer.speculate.forced import GrammarSpeculator
 from specinfer.tree import DrawRule
+from tests import plans
 from tests.engines import Tiny, write_tiny
 
 VOCAB, EOS, ROOT = 128, 5, 63
@@ -38,17 +38,13 @@ def entry(
         grammar=None if form is None else GrammarCompiler(tiny.tokenizer, VOCAB).compile(form).state(),
     )
     processors.commit(output.encode())
-    text = [ROOT, *output.encode()]
-    return PlanEntry(
-        Request("r", (ROOT,), asked, 0),
-        text,
-        len(text) - 1,
-        len(text),
-        max_nodes,
-        max_depth,
-        (),
-        0,
-        processors,
+    return plans.entry(
+        [ROOT],
+        output.encode(),
+        params=asked,
+        processors=processors,
+        max_nodes=max_nodes,
+        max_depth=max_depth,
     )
 
 
@@ -78,8 +74,7 @@ def test_forced_text_is_one_chain(tiny: Tiny, asked: dict[str, Any], guess: str)
 
 
 def test_without_processors_nothing_is_guessed() -> None:
-    plain = PlanEntry(Request("r", (ROOT,), SamplingParams(), 0), [ROOT], 0, 1, 64, 9, (), 0)
-    (tree,) = GrammarSpeculator(depth=8).propose([plain])
+    (tree,) = GrammarSpeculator(depth=8).propose([plans.entry([ROOT])])
     assert tree.token_ids == (ROOT,)
 
 

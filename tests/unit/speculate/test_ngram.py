@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.plan import PlanEntry
-from specinfer.request import Request
-from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.calibration import match_confidence
 from specinfer.speculate.ngram import NgramSpeculator
-from specinfer.speculate.speculator import Outcome
-from specinfer.tree import DrawRule, TokenTree
-
-
-def entry(
-    text: Sequence[int], *, request_id: str = "r", max_nodes: int = 64, max_depth: int = 100
-) -> PlanEntry:
-    """A request whose tokens so far are `text`."""
-    return PlanEntry(
-        request=Request(request_id, tuple(text), SamplingParams(), seed=0),
-        token_ids=text,
-        start=len(text) - 1,
-        end=len(text),
-        max_nodes=max_nodes,
-        max_depth=max_depth,
-        block_table=(),
-        incarnation=0,
-    )
-
-
-def letters(text: str) -> list[int]:
-    return [ord(c) for c in text]
-
-
-def guesses(tree: TokenTree) -> list[str]:
-    """The leaves' texts, in order of proposal."""
-    inner = set(tree.parents)
-    leaves = [node for node in range(1, tree.num_nodes) if node not in inner]
-    return ["".join(map(chr, tree.path_tokens(node))) for node in leaves]
+from specinfer.tree import DrawRule
+from tests.letters import letters, spelled
+from tests.plans import entry, outcome
 
 
 def guess(
@@ -57,7 +26,7 @@ def guess(
     [tree] = speculator.propose([entry(letters(text), max_nodes=max_nodes, max_depth=max_depth)])
     tree.check_integrity()
     assert tree.token_ids[0] == ord(text[-1]), "the root is the last token"
-    return guesses(tree)
+    return spelled(tree)
 
 
 def test_what_followed_the_last_tokens_before_is_the_guess() -> None:
@@ -119,22 +88,22 @@ def test_draws_are_point_masses_with_the_speculators_name() -> None:
 def test_the_index_grows_with_the_text() -> None:
     speculator = NgramSpeculator(shortest=1, longest=3, branches=1, depth=2)
     text = letters("abc")
-    assert guesses(speculator.propose([entry(text)])[0]) == []
+    assert spelled(speculator.propose([entry(text)])[0]) == []
     text += letters("abx")  # committed: as the engine does, to the same list
-    assert guesses(speculator.propose([entry(text)])[0]) == []
+    assert spelled(speculator.propose([entry(text)])[0]) == []
     text += letters("ab")
-    assert guesses(speculator.propose([entry(text)])[0]) == ["xa"]
+    assert spelled(speculator.propose([entry(text)])[0]) == ["xa"]
 
 
 def test_each_request_has_its_own_text_and_finished_ones_are_forgotten() -> None:
     speculator = NgramSpeculator(shortest=1, longest=3, branches=1, depth=1)
     first, second = letters("ab ab ab a"), letters("ac ac ac a")
     trees = speculator.propose([entry(first, request_id="1"), entry(second, request_id="2")])
-    assert [guesses(tree) for tree in trees] == [["b"], ["c"]]
-    speculator.observe([Outcome("1", (1,), finished=True), Outcome("2", (1,), finished=False)])
+    assert [spelled(tree) for tree in trees] == [["b"], ["c"]]
+    speculator.observe([outcome(1, request_id="1", finished=True), outcome(1, request_id="2")])
     # Another request comes with the id of the finished one, and finds nothing of its text.
     [tree] = speculator.propose([entry(letters("xyxa"), request_id="1")])
-    assert guesses(tree) == []
+    assert spelled(tree) == []
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=14), st.integers(1, 3), st.integers(0, 3))

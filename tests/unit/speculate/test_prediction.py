@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,40 +16,19 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.alignment import SIDE_DEPTH
 from specinfer.speculate.calibration import match_confidence
 from specinfer.speculate.prediction import PredictionSpeculator
-from specinfer.speculate.speculator import Outcome
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.verify.pairs import Verifier
+from tests import plans
 from tests.engines import Tiny, slow_generate, write_tiny
+from tests.letters import letters
+from tests.plans import outcome
 
 from .test_add_a_speculator import answer
 
 
-def letters(text: str) -> list[int]:
-    return [ord(c) for c in text]
-
-
-def entry(
-    prediction: Sequence[int],
-    output: Sequence[int] = (),
-    *,
-    request_id: str = "r",
-    max_nodes: int = 64,
-    max_depth: int = 100,
-    incarnation: int = 0,
-) -> PlanEntry:
+def entry(prediction: Sequence[int], output: Sequence[int] = (), **how: Any) -> PlanEntry:
     """A request whose prompt is "?" and that has said `output` so far."""
-    prompt = (ord("?"),)
-    text = [*prompt, *output]
-    return PlanEntry(
-        request=Request(request_id, prompt, SamplingParams(), seed=0, prediction=tuple(prediction)),
-        token_ids=text,
-        start=len(text) - 1,
-        end=len(text),
-        max_nodes=max_nodes,
-        max_depth=max_depth,
-        block_table=(),
-        incarnation=incarnation,
-    )
+    return plans.entry([ord("?")], output, prediction=prediction, **how)
 
 
 def shape(tree: TokenTree) -> tuple[str, tuple[int, ...]]:
@@ -121,8 +101,8 @@ def test_it_may_be_asked_in_some_steps_only_and_survives_preemption() -> None:
     always, seldom = PredictionSpeculator(depth=4), PredictionSpeculator(depth=4)
     for said in range(len(output)):
         ask(always, prediction, output[:said])
-        always.observe([Outcome("r", (ord(output[said]),), finished=False)])
-        seldom.observe([Outcome("r", (ord(output[said]),), finished=False)])
+        always.observe([outcome(ord(output[said]))])
+        seldom.observe([outcome(ord(output[said]))])
     assert ask(always, prediction, output) == ask(seldom, prediction, output) == ("pqrst", (-1, 0, 1, 2, 3))
     assert ask(seldom, prediction, output + "q", incarnation=1)[0] == "qrstu"
 
@@ -132,7 +112,7 @@ def test_requests_are_followed_apart_and_forgotten_when_they_end() -> None:
     first = entry(letters("abcdef"), letters("abc"), request_id="1")
     second = entry(letters("uvwxyz"), letters("u"), request_id="2")
     assert [shape(t)[0] for t in speculator.propose([first, second])] == ["cde", "uvw"]
-    speculator.observe([Outcome("1", (1,), finished=True), Outcome("2", (1,), finished=False)])
+    speculator.observe([outcome(1, request_id="1", finished=True), outcome(1, request_id="2")])
     assert list(speculator._alignments) == ["2"]
     # Another request comes with the id of the finished one.
     assert shape(speculator.propose([entry(letters("klm"), (), request_id="1")])[0])[0] == "?kl"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,63 +10,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specinfer.errors import ConfigError
-from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.calibration import match_confidence
-from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.suffix import SuffixSpeculator
-from specinfer.tree import DrawRule, TokenTree
+from specinfer.tree import DrawRule
 from specinfer.verify.pairs import Verifier
 from tests.engines import Tiny, slow_generate, write_tiny
+from tests.letters import letters, spelled
+from tests.plans import entry, outcome
 
 from .test_add_a_speculator import answer as answer_in_engine
 
 
-def entry(
-    prompt: Sequence[int],
-    output: Sequence[int] = (),
-    *,
-    request_id: str = "r",
-    salt: str | None = None,
-    max_nodes: int = 64,
-    max_depth: int = 100,
-) -> PlanEntry:
-    """A request that has said `output` so far."""
-    text = [*prompt, *output]
-    return PlanEntry(
-        request=Request(request_id, tuple(prompt), SamplingParams(cache_salt=salt), seed=0),
-        token_ids=text,
-        start=len(text) - 1,
-        end=len(text),
-        max_nodes=max_nodes,
-        max_depth=max_depth,
-        block_table=(),
-        incarnation=0,
-    )
-
-
-def letters(text: str) -> list[int]:
-    return [ord(c) for c in text]
-
-
-def paths(tree: TokenTree) -> list[str]:
-    """The leaves' texts, in order of proposal."""
-    tree.check_integrity()
-    inner = set(tree.parents)
-    leaves = [node for node in range(1, tree.num_nodes) if node not in inner]
-    return ["".join(map(chr, tree.path_tokens(node))) for node in leaves]
+def salted(key: str | None) -> SamplingParams:
+    return SamplingParams(cache_salt=key)
 
 
 def guess(
     speculator: SuffixSpeculator, text: str, *, request_id: str = "r", salt: str | None = None, **limits: int
 ) -> list[str]:
     """The branches for a request whose prompt is `text`."""
-    asked = entry(letters(text), request_id=request_id, salt=salt, **limits)
+    asked = entry(letters(text), request_id=request_id, params=salted(salt), **limits)
     [tree] = speculator.propose([asked])
     assert tree.token_ids[0] == ord(text[-1]), "the root is the last token"
     speculator.check_integrity()
-    return paths(tree)
+    return spelled(tree)
 
 
 def answer(
@@ -79,8 +47,8 @@ def answer(
     request_id: str = "past",
 ) -> None:
     """A request comes, says `output`, and ends."""
-    speculator.propose([entry(letters(prompt), request_id=request_id, salt=salt)])
-    speculator.observe([Outcome(request_id, tuple(letters(output)), finished=True)])
+    speculator.propose([entry(letters(prompt), request_id=request_id, params=salted(salt))])
+    speculator.observe([outcome(*letters(output), request_id=request_id, finished=True)])
     speculator.check_integrity()
 
 
@@ -165,9 +133,9 @@ def test_of_the_prompt_only_its_end_is_kept() -> None:
 def test_a_running_answer_is_not_shared_a_finished_or_aborted_one_is() -> None:
     speculator = suffix()
     speculator.propose([entry(letters("q:"), request_id="1")])
-    speculator.observe([Outcome("1", tuple(letters("abc")), finished=False)])
+    speculator.observe([outcome(*letters("abc"), request_id="1")])
     assert guess(speculator, "xab", request_id="2") == []
-    speculator.observe([Outcome("1", (), finished=True)])
+    speculator.observe([outcome(request_id="1", finished=True)])
     assert guess(speculator, "xab", request_id="3") == ["c"]
 
 
@@ -211,16 +179,16 @@ def test_it_may_be_asked_in_some_steps_only() -> None:
         speculator.propose([entry(prompt)])
     for step, token in enumerate(output):
         for speculator in (asked_always, asked_late):
-            speculator.observe([Outcome("r", (token,), finished=False)])
+            speculator.observe([outcome(token)])
         asked_always.propose([entry(prompt, output[: step + 1])])
     trees = [s.propose([entry(prompt, output)])[0] for s in (asked_always, asked_late)]
-    assert paths(trees[0]) == paths(trees[1])
-    assert paths(trees[0])[0] == "dab"
+    assert spelled(trees[0]) == spelled(trees[1])
+    assert spelled(trees[0])[0] == "dab"
 
 
 def test_of_a_request_it_was_never_asked_about_nothing_is_learnt() -> None:
     speculator = suffix()
-    speculator.observe([Outcome("r", tuple(letters("abc")), finished=True)])
+    speculator.observe([outcome(*letters("abc"), finished=True)])
     assert guess(speculator, "ab") == []
 
 
@@ -266,7 +234,7 @@ def test_trees_keep_the_limits_and_say_only_what_was_said_before(
     speculator = SuffixSpeculator(max_depth=depth, max_nodes=nodes, min_probability=0.0, memory=60)
     for i, said in enumerate(past):
         speculator.propose([entry([9], request_id=str(i))])
-        speculator.observe([Outcome(str(i), tuple(said), finished=True)])
+        speculator.observe([outcome(*said, request_id=str(i), finished=True)])
     speculator.check_integrity()
     [tree] = speculator.propose([entry(text, max_nodes=10, max_depth=room)])
     tree.check_integrity()
@@ -289,11 +257,11 @@ def test_no_token_of_another_key_is_ever_proposed(
     alphabet = {"x": 0, "y": 10, None: 20}  # a key's tokens are told by their tens, the matches by the units
     for i, (key, said) in enumerate(past):
         own = [token + alphabet[key] for token in said]
-        speculator.propose([entry([99], request_id=str(i), salt=key)])
+        speculator.propose([entry([99], request_id=str(i), params=salted(key))])
         mixed = [token for said_token in own for token in (99, said_token)]  # 99 is common to all keys
-        speculator.observe([Outcome(str(i), tuple(mixed), finished=True)])
+        speculator.observe([outcome(*mixed, request_id=str(i), finished=True)])
     for key, first in alphabet.items():
-        asked = entry([*(token + first for token in text), 99], request_id=f"asks {key}", salt=key)
+        asked = entry([*(token + first for token in text), 99], request_id=f"asks {key}", params=salted(key))
         [tree] = speculator.propose([asked])
         assert set(tree.token_ids) <= {99, *range(first, first + 4)}
 
