@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -285,19 +284,22 @@ def test_help_and_version_come_without_torch() -> None:
     assert "generate" in done.stdout
 
 
-def test_ctrl_c_ends_cleanly(models: Path) -> None:
-    command = [sys.executable, "-m", "specinfer", "generate", "-m", str(models / "target")]
-    # A short context cannot hold an endless answer, so the prompt is awaited on a pipe that stays open.
+def test_ctrl_c_ends_cleanly(models: Path, tmp_path: Path) -> None:
+    # A short context cannot hold an endless answer, so the command waits for a prompt that never comes.
+    prompt = tmp_path / "prompt"
+    os.mkfifo(prompt)
+    command = [sys.executable, "-m", "specinfer", "generate", "-m", str(models / "target"), "-f", str(prompt)]
     # Tests that run in the background (`make test &`) ignore SIGINT, and their children would inherit that.
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:
-        time.sleep(1.5)
+    with (
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        ) as process,
+        prompt.open("w"),
+    ):  # which blocks until the command opens the other end, to read
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)
     assert process.returncode == 130
