@@ -39,6 +39,12 @@ def draw_rule(verifier: Verifier | None, usual: DrawRule | None = None) -> DrawR
     return usual if usual in rules else rules[0]
 
 
+def _switch(purpose: str) -> bool:
+    """An option that switches a speculator on (speculate/table.py); it is off unless somebody asks."""
+    switch: bool = field(default=False, metadata={"switch": purpose})
+    return switch
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
     """Who guesses, in which shape, and how the guesses are verified."""
@@ -46,12 +52,12 @@ class SpeculationConfig:
     drafts: tuple[str, ...] = ()  # models, each named as `model` is
     draft_quantization: Quantization = "none"  # how their matrices are kept, as `quantization`
     draft_vocabulary: int | str | None = None  # tokens drafts can name: how many, or a file of ids; None: all
-    ngram: bool = False  # look the last tokens up in prompt and output
+    ngram: bool = _switch("Look guesses up in the text itself. On where nobody else guesses.")
     ngram_min: int = 1  # tokens that must match, at least
     ngram_max: int = 4  # and at most; longer matches are tried first
     ngram_branches: int = 1  # earlier occurrences that become branches
     ngram_depth: int = 7  # tokens of a branch
-    suffix: bool = False  # look the last tokens up in this text and in earlier answers
+    suffix: bool = _switch("Look guesses up in the text and in earlier answers, as trees.")
     suffix_depth: int = 16  # tokens of a guess
     suffix_nodes: int = 32  # of a guessed tree, the root included
     suffix_memory: int = 200_000  # tokens kept of earlier answers, over all cache salts
@@ -69,9 +75,9 @@ class SpeculationConfig:
         _choice("draft_quantization", self.draft_quantization, get_args(Quantization))
         object.__setattr__(self, "draft_vocabulary", _vocabulary(self.draft_vocabulary))
         object.__setattr__(self, "expansion", _expansion(self.expansion))
-        for name, switch in (("ngram", self.ngram), ("suffix", self.suffix)):
-            if not isinstance(switch, bool):
-                raise ConfigError(f"{name} is {switch!r}; allowed: True or False")
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
         _choice("tree_size", self.tree_size, get_args(TreeSize))
         _choice("verifier", self.verifier, tuple(DRAFT_DRAWS))
         if self.draw is not None and self.draw not in tuple(DRAFT_DRAWS[self.verifier]):
@@ -99,8 +105,12 @@ class SpeculationConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether anybody guesses."""
-        return bool(self.drafts) or self.ngram or self.suffix
+        """Whether anybody is asked to guess; what a request brings along is guessed from in any case."""
+        return bool(self.drafts) or any(getattr(self, name) for name in SWITCHES)
+
+
+# The options that switch a speculator on, with what each is for.
+SWITCHES = {f.name: f.metadata["switch"] for f in fields(SpeculationConfig) if "switch" in f.metadata}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

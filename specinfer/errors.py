@@ -13,6 +13,7 @@ SpecInferError
 |   |-- DrawRuleError             a draw rule its verifier cannot treat losslessly
 |   |-- KernelBuildError          native kernels were asked for and could not be compiled
 |   |-- SpeculatorError           a caller's speculator that breaks its contract
+|   |-- LogitsError               a model whose logits are no numbers: the request ends
 |   `-- CapacityError             it does not fit in memory
 `-- IntegrityError                an invariant of ours is broken: a bug in specinfer
 """
@@ -70,6 +71,10 @@ class KernelBuildError(UserError):
 
 class SpeculatorError(UserError):
     """A speculator proposed what is no tree for its entry."""
+
+
+class LogitsError(UserError):
+    """The model's logits are no numbers at some token of a request; others go on."""
 
 
 class CapacityError(UserError):

@@ -1,4 +1,4 @@
-"""The step plan: who runs this step, on which tokens, with which budget and slots.
+"""The step plan: who runs this step, on which tokens, with which budget and slots; it never changes.
 
 The one idea: every step is a batch of token trees. A request's tokens and its tree occupy one run of
 *cache positions*; position i lives in slot `block_table[i // block_size] * block_size + i % block_size`
@@ -24,7 +24,7 @@ class PlanEntry:
     """One request's share of a step."""
 
     request: Request
-    token_ids: Sequence[int]  # prompt and output so far; not to be mutated by readers
+    token_ids: Sequence[int]  # prompt and output; only grows: what stands before `end` never changes
     start: int  # tokens whose KV the target's cache holds
     end: int  # this step computes token_ids[start:end]
     max_nodes: int  # tree nodes allowed, the root included; 0: a prefill chunk without a tree
@@ -32,8 +32,9 @@ class PlanEntry:
     block_table: Sequence[int]  # enough blocks for end - 1 + max(max_nodes, 1) positions
     incarnation: int  # grows at each preemption: KV written under another number is gone
     processors: Processors | None = None  # what the request's parameters make of logits; None: nothing
-    guessers: tuple[str, ...] | None = None  # the speculators that may guess for it; None: all
+    speculators: tuple[str, ...] | None = None  # those that may guess for it; None: all
     block_hashes: Sequence[bytes] = ()  # of full blocks of text, from the first on: equal ones hold equal KV
+    room: int = 1  # tokens that may still be added to the text
 
     @property
     def has_tree(self) -> bool:

@@ -102,13 +102,15 @@ REAL_PROMPTS = (
 )
 
 
-def record_tiny(folder: Path) -> Iterator[Record]:
+def record_tiny(folder: Path, only: str = "") -> Iterator[Record]:
     """Every parameter under every tiny engine, in a batch; with preemption and twice, for prefix reuse."""
     target = write_tiny_llama(folder / "target", vocab_size=128, tokenizer=True, eos_token_id=10)
     similar = write_similar_llama(target, folder / "similar", noise=0.1)
     stranger = write_tiny_llama(folder / "stranger", vocab_size=128, tokenizer=True, seed=99, eos_token_id=10)
     drafts = {"S": str(similar), "X": str(stranger)}
     for name, given in TINY_ENGINES.items():
+        if only not in name:
+            continue
         options = {**TINY, **given, "drafts": tuple(drafts[d] for d in given.get("drafts", ""))}
         llm = LLM(str(target), **options)
         common: Options = {"max_tokens": 20}
@@ -193,12 +195,13 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path, help="the recording, a JSON line for each request")
     parser.add_argument("--tiny", action="store_true", help="tiny random models, every parameter")
+    parser.add_argument("--only", default="", help="of the tiny engines those with this in their name")
     parser.add_argument("--model", action="append", default=[], help="a real model; repeatable")
     parser.add_argument("--pair", nargs=2, action="append", default=[], metavar=("TARGET", "SSM"))
     parser.add_argument("--against", type=Path, help="an earlier recording to compare with")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, options.out.open("w") as out:
-        ways = [record_tiny(Path(folder))] if options.tiny else []
+        ways = [record_tiny(Path(folder), options.only)] if options.tiny else []
         ways += [record_real(model, None) for model in options.model]
         ways += [record_real(target, draft) for target, draft in options.pair]
         for way in ways:

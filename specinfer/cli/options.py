@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from specinfer.config import SWITCHES
 from specinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,15 +65,9 @@ def speculation_options(command: _Command) -> _Command:
                 metavar="N|FILE",
                 help="Cut a draft's output layer to N common tokens, or to the token ids in FILE.",
             ),
-            click.option(
-                "--ngram/--no-ngram",
-                default=None,
-                help="Look guesses up in the text itself. On where nobody else guesses.",
-            ),
-            click.option(
-                "--suffix/--no-suffix",
-                default=None,
-                help="Look guesses up in the text and in earlier answers, as trees.",
+            *(
+                click.option(f"--{name}/--no-{name}", default=None, help=purpose)
+                for name, purpose in SWITCHES.items()
             ),
             click.option(
                 "--expansion",
@@ -107,7 +102,7 @@ def build_llm(options: dict[str, Any], **more: Any) -> LLM:
     if (memory := options.pop("kv_cache_memory", None)) is not None:
         options["kv_cache_memory"] = parse_size(memory)
     if options.get("ngram") is None:
-        options["ngram"] = not options.get("drafts") and not options.get("suffix")
+        options["ngram"] = not any(options.get(name) for name in ("drafts", *SWITCHES))
     given = {name: value for name, value in options.items() if value is not None}
     from specinfer.config import EngineConfig
 

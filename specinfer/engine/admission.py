@@ -13,7 +13,7 @@ from specinfer.processors.bad_words import tokenize_bad_words
 from specinfer.processors.grammar import GrammarCompiler
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Request
-from specinfer.speculate.budget import TreeBudget
+from specinfer.speculate.limits import SpeculationLimits
 from specinfer.tokenizer import Tokenizer
 
 
@@ -21,10 +21,10 @@ class Admission:
     """Checks requests against one engine, and turns them into sequences ready to be scheduled."""
 
     def __init__(
-        self, tokenizer: Tokenizer, budget: TreeBudget, *, vocab: int, max_context: int, capacity: int
+        self, tokenizer: Tokenizer, limits: SpeculationLimits, *, vocab: int, max_context: int, capacity: int
     ) -> None:
         self._tokenizer = tokenizer
-        self._budget = budget
+        self._limits = limits
         self._vocab = vocab
         self.max_context = max_context  # prompt and output tokens of one request
         self._capacity = capacity  # positions of the KV cache
@@ -48,13 +48,13 @@ class Admission:
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("prediction", request.prediction)
-        self._budget.check(request)
+        self._limits.check(request)
         processors = self.processors(request)
         self._check_first_token(processors)
         sequence = SequenceState(
             request,
-            tree_nodes=self._budget.nodes(request),
-            guessers=self._budget.guessers(request),
+            tree_nodes=self._limits.nodes(request),
+            speculators=self._limits.speculators(request),
             processors=processors,
         )
         return sequence, processors.ending

@@ -25,18 +25,15 @@ from specinfer.progress import Progress, Silence
 from specinfer.runtime import memory
 from specinfer.runtime.cost_curve import CostCurve, cost_curve
 from specinfer.runtime.runner import ModelRunner
-from specinfer.speculate.budget import TreeBudget
-from specinfer.speculate.cost_size import CostSize
-from specinfer.speculate.draft_depth import DraftDepth
+from specinfer.speculate.cost_policy import CostPolicy
+from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.draft_model import DraftModel
 from specinfer.speculate.draft_vocabulary import DraftVocabulary, draft_vocabulary
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.forced import GrammarSpeculator
-from specinfer.speculate.ngram import NgramSpeculator
-from specinfer.speculate.prediction import PredictionSpeculator
-from specinfer.speculate.speculator import Speculator
-from specinfer.speculate.suffix import SuffixSpeculator
-from specinfer.speculate.tree_size import FixedSize, TreeSize
+from specinfer.speculate.limits import SpeculationLimits
+from specinfer.speculate.policy import FixedPolicy, SpeculationPolicy
+from specinfer.speculate.speculator import LevelSpeculator, Speculator
+from specinfer.speculate.table import AFTER_DRAFTS, BEFORE_DRAFTS, build_speculators
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.pairs import Verifier
 
@@ -122,13 +119,12 @@ def build_engine(
         raise ConfigError(
             f"max_context is {limits.max_context}; {config.model} has a context of {own_limit}: lower it"
         )
-    budget = TreeBudget(speculation, tuple(models.drafts), [s.name for s in extra])
     loaded = (models.target, *models.drafts.values())
     blocks = memory.num_blocks(
         [(m.config, m.dtype) for m in loaded],
         block_size=config.cache.block_size,
-        wanted_positions=limits.max_batch_size * (max_context + budget.usual_nodes),
-        needed_positions=min(max_context, 128) + budget.usual_nodes,
+        wanted_positions=limits.max_batch_size * (max_context + speculation.max_nodes),
+        needed_positions=min(max_context, 128),
         limit=config.cache.memory,
         device=models.target.device,
     )
@@ -144,14 +140,14 @@ def build_engine(
 
     target = runner(models.target)
     drafting = {name: runner(model) for name, model in models.drafts.items()}
-    size: TreeSize = FixedSize()
+    policy: SpeculationPolicy = FixedPolicy()
     if speculation.tree_size == "cost":
         vocab = models.target.config.vocab_size
         named = vocab if models.draft_vocabulary is None else len(models.draft_vocabulary.ids)
-        size = CostSize(
+        policy = CostPolicy(
             curve(target, config.quantization, vocab),
             {
-                name: DraftDepth(curve(draft, speculation.draft_quantization, named), speculation.expansion)
+                name: DraftCosts(curve(draft, speculation.draft_quantization, named), speculation.expansion)
                 for name, draft in drafting.items()
             },
         )
@@ -162,23 +158,24 @@ def build_engine(
             speculation.expansion,
             speculation.draw_rule,
             max_rows=limits.max_step_tokens,
-            size=size,
             vocabulary=models.draft_vocabulary,
         )
         for name, runner in drafting.items()
     ]
+    speculators: list[Speculator | LevelSpeculator] = [
+        *build_speculators(BEFORE_DRAFTS, speculation),
+        *drafts,
+        *build_speculators(AFTER_DRAFTS, speculation),
+        *extra,
+    ]
     pool = BlockPool(blocks, config.cache.block_size)
     return Engine(
         target=target,
-        speculator=Ensemble(
-            [*_asked_first(speculation), *drafts, *_asked_last(speculation), *extra],
-            vocab=models.target.config.vocab_size,
-            size=size,
-        ),
+        speculators=Ensemble(speculators, vocab=models.target.config.vocab_size, policy=policy),
         tokenizer=models.tokenizer,
         admission=Admission(
             models.tokenizer,
-            budget,
+            SpeculationLimits(speculation, speculators),
             vocab=models.target.config.vocab_size,
             max_context=max_context,
             capacity=blocks * config.cache.block_size,
@@ -192,37 +189,6 @@ def build_engine(
         ),
         verifier=Verifier(speculation.verifier),
     )
-
-
-def _asked_first(speculation: SpeculationConfig) -> list[Speculator]:
-    """Who guesses from what a request brings along: surest first, as the first gets the nodes."""
-    return [
-        GrammarSpeculator(depth=speculation.forced_depth),
-        PredictionSpeculator(depth=speculation.prediction_depth, branches=speculation.prediction_branches),
-    ]
-
-
-def _asked_last(speculation: SpeculationConfig) -> list[Speculator]:
-    """Who guesses from texts: cheap, and with what the drafts left over."""
-    speculators: list[Speculator] = []
-    if speculation.suffix:
-        speculators.append(
-            SuffixSpeculator(
-                max_depth=speculation.suffix_depth,
-                max_nodes=speculation.suffix_nodes,
-                memory=speculation.suffix_memory,
-            )
-        )
-    if speculation.ngram:
-        speculators.append(
-            NgramSpeculator(
-                shortest=speculation.ngram_min,
-                longest=speculation.ngram_max,
-                branches=speculation.ngram_branches,
-                depth=speculation.ngram_depth,
-            )
-        )
-    return speculators
 
 
 def pick_device(name: str) -> torch.device:

@@ -7,29 +7,37 @@ a request is in its prefill or whether it speculates.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Final
 
 from specinfer.engine.admission import Admission
 from specinfer.engine.metrics import Stage, StageClock
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.sequence import SequenceState
+from specinfer.engine.target_laws import TargetLaws, verify_trees
 from specinfer.engine.trace import TreeEvent
 from specinfer.engine.transcript import Transcript
-from specinfer.engine.verification import TargetLaws, verify_tree
 from specinfer.errors import RequestError, UserError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Logprobs, Request, RequestOutput
-from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.batch import StepRows, step_rows
+from specinfer.runtime.flight import Flight
 from specinfer.runtime.logprobs import raw_logprobs, report
-from specinfer.runtime.runner import LogitRows, ModelRunner, Move
+from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.policy import StepReport
 from specinfer.speculate.speculator import Outcome
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.pairs import Verifier
+
+_LOG = logging.getLogger(__name__)
+_PATIENCE: Final = 3  # failures, until requests are run alone to find out whose they are
 
 
 @dataclass(slots=True)
@@ -41,34 +49,44 @@ class _Running:
 
 
 @dataclass(frozen=True, slots=True)
-class _Verdict:
-    """What the target made of one request's tree."""
+class _Launched:
+    """A step whose pass is in flight: what was planned and guessed, and who is asked about it."""
 
-    acceptance: Acceptance
-    laws: TargetLaws
+    plan: StepPlan
+    trees: list[TokenTree]  # of plan.tree_entries
+    rows: StepRows
+    flight: Flight
 
 
 class Engine:
-    """Serves requests step by step; `step` is the only method that computes."""
+    """Serves requests step by step; `step` is the only method that computes.
+
+    One thread at a time may use it. What fails in a step costs no request its text: whoever is at fault is
+    found out by running alone, ends with an error, and the others go on.
+    """
 
     def __init__(
         self,
         *,
         target: ModelRunner,
-        speculator: Ensemble,
+        speculators: Ensemble,
         tokenizer: Tokenizer,
         admission: Admission,
         scheduler: Scheduler,
         verifier: Verifier,
     ) -> None:
         self._target = target
-        self._speculator = speculator
+        self._speculators = speculators
         self._tokenizer = tokenizer
         self._admission = admission
         self._scheduler = scheduler
         self._verifier = verifier
         self._requests: dict[str, _Running] = {}
         self._outputs: list[RequestOutput] = []  # made and not yet returned: an interrupt loses none
+        self._launched: list[_Launched] = []  # whose answers are not in the texts yet
+        self._failures = 0  # steps that raised, until some in a row have not
+        self._good_steps = 0  # since then
+        self._suspects: deque[str] = deque()  # requests to be run alone, since steps with all of them failed
         self.clock = StageClock()
         self.on_tree: Callable[[TreeEvent], None] | None = None
 
@@ -118,181 +136,215 @@ class Engine:
         if running is None:
             return None
         self._scheduler.remove(running.sequence)
-        self._speculator.observe([Outcome(request_id, (), finished=True)])
+        self._speculators.observe(StepReport([Outcome(request_id, (), finished=True)]))
         running.transcript.abort(time.perf_counter())
         return running.transcript.output()
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs of the requests that got tokens, in plan order.
 
-        When anything raises, an interrupt included, the requests go on from what they have said so far.
+        An interrupt comes out, and the requests go on from what they have said so far. Anything else that
+        raises is logged and tried again; what fails again and again ends the requests concerned.
         """
+        self.clock.start()
+        plan: StepPlan | None = None
         try:
-            self._step()
+            plan = self._schedule()
+            if plan.entries:
+                self._land(self._launch(plan))
+            self._succeeded(plan)
+        except Exception as error:
+            self._recover()
+            self._failed(plan, error)
         except BaseException:
             self._recover()
             raise
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _step(self) -> None:
-        clock = self.clock
-        clock.start()
-        plan = self._scheduler.schedule()
-        if not plan.entries:
-            return
-        clock.lap(Stage.SCHEDULE)
-        trees = self._speculator.propose(plan)
-        clock.lap(Stage.PROPOSE)
-        logits = self._forward(plan, trees)
-        clock.lap(Stage.FORWARD)
-        verdicts = self._verify(plan, trees, logits)
-        clock.lap(Stage.VERIFY)
-        self._commit(plan, trees, verdicts)
-        clock.lap(Stage.COMMIT)
+    def _schedule(self) -> StepPlan:
+        alone = self._suspects[0] if self._suspects else None
+        plan = self._scheduler.schedule(self._requests[alone].sequence if alone is not None else None)
+        if alone is not None and not plan.entries:  # others hold what it needs: let them go on
+            self._suspects.clear()
+            plan = self._scheduler.schedule()
+        self.clock.lap(Stage.SCHEDULE)
+        return plan
 
-    def _recover(self) -> None:
-        """After a step that was cut short: texts are what was said, and nothing in a cache is trusted."""
-        self._scheduler.restart()  # first: what `computed` says may not be so
-        for running in list(self._requests.values()):
-            sequence, transcript = running.sequence, running.transcript
-            request = sequence.request
-            sequence.token_ids[:] = [*request.prompt_token_ids, *transcript.token_ids]
-            if transcript.finish_reason is not None:
-                if not any(o.finished and o.request_id == request.request_id for o in self._outputs):
-                    self._outputs.append(transcript.output())
-                self._leave(running)
-                self._speculator.observe([Outcome(request.request_id, (), finished=True)])
+    def _launch(self, plan: StepPlan) -> _Launched:
+        """Guess, and start the target's pass over all texts and trees."""
+        trees = self._speculators.propose(plan)
+        self.clock.lap(Stage.PROPOSE)
+        rows = step_rows(plan, trees)
+        launched = _Launched(plan, trees, rows, self._target.launch(rows.rows))
+        self._launched.append(launched)
+        self.clock.lap(Stage.FORWARD)
+        return launched
+
+    def _land(self, launched: _Launched) -> None:
+        """Ask the pass, and make what it says text."""
+        entries, flight = launched.plan.tree_entries, launched.flight
+        laws = [
+            TargetLaws(entry, tree, flight, row)
+            for entry, tree, row in zip(entries, launched.trees, launched.rows.roots, strict=True)
+        ]
+        verdicts = verify_trees(laws, self._verifier, flight)
+        self.clock.lap(Stage.VERIFY)
+        now = time.perf_counter()
+        told = self._advance(launched.plan, laws, verdicts)
+        outcomes = self._report(launched, laws, verdicts, told, now)
+        self._launched.remove(launched)
+        self._speculators.observe(StepReport(outcomes, self.clock.last))
+        self.clock.lap(Stage.COMMIT)
+
+    def _advance(
+        self, plan: StepPlan, laws: Sequence[TargetLaws], verdicts: Sequence[Acceptance | UserError]
+    ) -> list[tuple[int, ...]]:
+        """What the next plan needs: ids, KV and processors. The tokens each tree gave its text."""
+        for entry in plan.entries:
+            self._requests[entry.request.request_id].sequence.computed = entry.end
+        told: list[tuple[int, ...]] = []
+        moves: list[Move] = []
+        for entry, of_tree, verdict in zip(plan.tree_entries, laws, verdicts, strict=True):
+            running = self._requests[entry.request.request_id]
+            if isinstance(verdict, UserError):
+                told.append(())
+                continue
+            tokens, over = running.transcript.until_end(of_tree.tree, verdict)
+            told.append(tokens)
+            if not over:
+                sequence = running.sequence
+                sequence.token_ids.extend(tokens)
+                sequence.computed += len(verdict.path)
+                moves.extend(_path_move(entry, verdict.path))
+                if sequence.processors is not None:
+                    sequence.processors.commit(tokens)
+        self._target.move(moves)
+        return told
+
+    def _report(
+        self,
+        launched: _Launched,
+        laws: Sequence[TargetLaws],
+        verdicts: Sequence[Acceptance | UserError],
+        told: Sequence[tuple[int, ...]],
+        now: float,
+    ) -> list[Outcome]:
+        """What is told outside: text, figures, log-probabilities, outputs; requests that end leave."""
+        for entry, scored in launched.rows.scored:
+            self._score_prompt(entry, launched.flight, scored)
+        outcomes: list[Outcome] = []
+        for of_tree, verdict, tokens in zip(laws, verdicts, told, strict=True):
+            request = of_tree.request
+            running = self._requests[request.request_id]
+            transcript = running.transcript
+            transcript.cached_tokens = running.sequence.cached_tokens
+            committed: tuple[int, ...] = ()
+            if isinstance(verdict, UserError):
+                transcript.fail(str(verdict), now)
             else:
-                sequence.processors = self._admission.processors(request)
-                sequence.processors.commit(transcript.token_ids)
+                self._trace(request, of_tree.tree, verdict)
+                logprobs = self._logprobs(of_tree, verdict, tokens)
+                committed = transcript.commit(of_tree.tree, verdict, now, logprobs)
+            finished = transcript.finish_reason is not None
+            outcomes.append(Outcome(request.request_id, committed, finished))
+            self._outputs.append(transcript.output())
+            if finished:
+                self._leave(running)
+        return outcomes
+
+    def _logprobs(self, laws: TargetLaws, acceptance: Acceptance, tokens: Sequence[int]) -> list[Logprobs]:
+        top = laws.request.params.logprobs
+        if top is None:
+            return []
+        return [
+            report(laws.logprobs(node), token, top, self._tokenizer)
+            for node, token in zip((0, *acceptance.path), tokens, strict=False)
+        ]
+
+    def _score_prompt(self, entry: PlanEntry, flight: Flight, rows: range) -> None:
+        """Report how likely the prompt's tokens behind `entry.start` were, one per row."""
+        top = entry.request.params.prompt_logprobs
+        assert top is not None
+        transcript = self._requests[entry.request.request_id].transcript
+        for position, row in enumerate(rows, start=entry.start + 1):
+            token = entry.token_ids[position]
+            transcript.score_prompt(
+                position, report(raw_logprobs(flight.row(row)), token, top, self._tokenizer)
+            )
+
+    def _trace(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+        if self.on_tree is None:
+            return
+        try:
+            self.on_tree(TreeEvent(self.clock.steps, request.request_id, tree, acceptance))
+        except Exception:
+            _LOG.exception("the trace of trees failed, and ends here; texts go on")
+            self.on_tree = None
 
     def _leave(self, running: _Running) -> None:
         # In this order an interrupt between the two leaves nothing that `abort` does not mend.
         self._scheduler.remove(running.sequence)
         del self._requests[running.sequence.request.request_id]
 
-    def _forward(self, plan: StepPlan, trees: Sequence[TokenTree]) -> list[LogitRows]:
-        """The target's logits after every node of each tree, [nodes, vocab]; prompts are scored besides."""
-        upcoming = iter(trees)
-        rows: list[Rows] = []
-        nodes: list[int] = []  # 0 where an entry has no tree
-        for entry in plan.entries:
-            tree = next(upcoming) if entry.has_tree else None
-            part = _rows(entry, tree)
-            rows.append(replace(part, logits_from=0) if _scores_prompt(entry) else part)
-            nodes.append(tree.num_nodes if tree is not None else 0)
-        logits = LogitRows(self._target.forward(rows))
-        of_trees: list[LogitRows] = []
-        first = 0
-        for entry, part, in_tree in zip(plan.entries, rows, nodes, strict=True):
-            end = first + len(part.token_ids) - part.logits_from
-            if _scores_prompt(entry):
-                self._score_prompt(entry, logits[first : end - in_tree])
-            if in_tree:
-                of_trees.append(logits[end - in_tree : end])
-            first = end
-        return of_trees
+    def _succeeded(self, plan: StepPlan) -> None:
+        """Forget failures after some steps that made tokens; the suspect that ran alone is cleared."""
+        if not self._failures or not plan.tree_entries:  # a text that is read again may fail where it did
+            return
+        self._good_steps += 1
+        if self._suspects:
+            self._suspects.popleft()
+            while self._suspects and self._suspects[0] not in self._requests:
+                self._suspects.popleft()
+        elif self._good_steps >= _PATIENCE:
+            self._failures = 0
 
-    def _score_prompt(self, entry: PlanEntry, logits_TV: LogitRows) -> None:
-        """Report how likely the prompt's tokens behind `entry.start` were, one per row."""
-        top = entry.request.params.prompt_logprobs
-        assert top is not None
-        transcript = self._requests[entry.request.request_id].transcript
-        first = entry.start + 1
-        for row, position in zip(logits_TV, range(first, len(entry.request.prompt_token_ids)), strict=False):
-            token = entry.token_ids[position]
-            transcript.score_prompt(position, report(raw_logprobs(row), token, top, self._tokenizer))
-
-    def _verify(
-        self, plan: StepPlan, trees: Sequence[TokenTree], logits: Sequence[LogitRows]
-    ) -> list[_Verdict | UserError]:
-        """What became of each tree; an error is its own request's and stops no other."""
-        verdicts: list[_Verdict | UserError] = []
-        for entry, tree, logits_NV in zip(plan.tree_entries, trees, logits, strict=True):
-            laws = TargetLaws(entry, tree, logits_NV, self._target.model.kernels.scan)
-            try:
-                verdicts.append(_Verdict(verify_tree(tree, laws, self._verifier), laws))
-            except UserError as error:
-                verdicts.append(error)
-        return verdicts
-
-    def _commit(
-        self, plan: StepPlan, trees: Sequence[TokenTree], verdicts: Sequence[_Verdict | UserError]
-    ) -> None:
-        """Accepted paths become text and their KV part of the sequence; requests that end leave."""
-        now = time.perf_counter()
-        moves: list[Move] = []
-        outcomes: list[Outcome] = []
-        for entry in plan.entries:
-            self._requests[entry.request.request_id].sequence.computed = entry.end
-        for entry, tree, verdict in zip(plan.tree_entries, trees, verdicts, strict=True):
-            request_id = entry.request.request_id
-            running = self._requests[request_id]
-            committed = self._extend_text(running, tree, verdict, now)
-            finished = running.transcript.finish_reason is not None
-            outcomes.append(Outcome(request_id, committed, finished))
+    def _failed(self, plan: StepPlan | None, error: Exception) -> None:
+        """Count a failure; after a few in a row find out whose it is, and end that request."""
+        self._failures += 1
+        self._good_steps = 0
+        _LOG.error("a step failed (%d); requests go on from what they said", self._failures, exc_info=error)
+        if self._failures < _PATIENCE:
+            return
+        concerned = [entry.request.request_id for entry in plan.entries] if plan else list(self._suspects)[:1]
+        suspects = [name for name in concerned or self._requests if name in self._requests]
+        self._suspects = deque(name for name in self._suspects if name not in suspects)
+        if len(suspects) > 1:
+            self._suspects = deque(suspects)
+            return
+        for name in suspects:
+            running = self._requests[name]
+            running.transcript.fail(f"its steps failed again and again: {error!r}", time.perf_counter())
             self._outputs.append(running.transcript.output())
-            if finished:
-                self._leave(running)
-            elif isinstance(verdict, _Verdict):
-                path = verdict.acceptance.path
-                running.sequence.computed += len(path)
-                moves.extend(_path_move(entry, path))
-        self._target.move(moves)
-        self._speculator.observe(outcomes)
+            self._leave(running)
+            self._speculators.observe(StepReport([Outcome(name, (), finished=True)]))
+        if not self._suspects:
+            self._failures = 0
 
-    def _extend_text(
-        self, running: _Running, tree: TokenTree, verdict: _Verdict | UserError, now: float
-    ) -> tuple[int, ...]:
-        """Add what the target said to the request's text; returns the tokens that became part of it."""
-        sequence, transcript = running.sequence, running.transcript
-        transcript.cached_tokens = sequence.cached_tokens
-        if isinstance(verdict, UserError):
-            transcript.fail(str(verdict), now)
-            return ()
-        acceptance, laws = verdict.acceptance, verdict.laws
-        if self.on_tree is not None:
-            self.on_tree(TreeEvent(self.clock.steps, sequence.request.request_id, tree, acceptance))
-        logprobs: list[Logprobs] = []
-        if (top := sequence.request.params.logprobs) is not None:
-            chosen = [tree.token_ids[node] for node in acceptance.path] + [acceptance.next_token]
-            for node, token in zip((0, *acceptance.path), chosen, strict=True):
-                if laws.is_over(node):
-                    break
-                logprobs.append(report(laws.logprobs(node), token, top, self._tokenizer))
-        committed = transcript.commit(tree, acceptance, now, logprobs)
-        sequence.token_ids.extend(committed)
-        if sequence.processors is not None and transcript.finish_reason is None:
-            sequence.processors.commit(committed)
-        return committed
+    def _recover(self) -> None:
+        """After a step that was cut short: texts are what was said, and nothing in a cache is trusted."""
+        self._launched.clear()  # nobody will ask these passes any more
+        self._scheduler.restart()  # before all else: what `computed` says may not be so
+        for running in list(self._requests.values()):
+            sequence, transcript = running.sequence, running.transcript
+            request = sequence.request
+            # Lists of their own: plans of the step that was cut short may still hold the old ones.
+            sequence.token_ids = [*request.prompt_token_ids, *transcript.token_ids]
+            sequence.block_hashes = []
+            if transcript.finish_reason is not None:
+                if not any(o.finished and o.request_id == request.request_id for o in self._outputs):
+                    self._outputs.append(transcript.output())
+                self._leave(running)
+                self._speculators.observe(StepReport([Outcome(request.request_id, (), finished=True)]))
+            else:
+                sequence.processors = self._admission.processors(request)
+                sequence.processors.commit(transcript.token_ids)
 
     def check_integrity(self) -> None:
         """Raise when scheduler, blocks and requests disagree."""
         self._scheduler.check_integrity()
         known = {id(r.sequence) for r in self._requests.values()}
         assert known == {id(s) for s in (*self._scheduler.running, *self._scheduler.waiting)}
-
-
-def _rows(entry: PlanEntry, tree: TokenTree | None) -> Rows:
-    """The uncached text up to the root, then the tree's other nodes; logits from the root on."""
-    chain, root = entry.end - entry.start, entry.end - 1
-    if tree is None or tree.num_nodes == 1:
-        text = entry.token_ids[entry.start : entry.end]
-        return chain_rows(text, entry.start, entry.block_table, logits=tree is not None)
-    return Rows(
-        token_ids=[*entry.token_ids[entry.start : root], *tree.token_ids],
-        start=entry.start,
-        block_table=entry.block_table,
-        logits_from=chain - 1,
-        parents=tree.parents,
-    )
-
-
-def _scores_prompt(entry: PlanEntry) -> bool:
-    """Whether the caller wants to know how likely tokens of the prompt were that follow this entry's rows."""
-    request = entry.request
-    return request.params.prompt_logprobs is not None and entry.start < len(request.prompt_token_ids) - 1
 
 
 def _path_move(entry: PlanEntry, path: Sequence[int]) -> list[Move]:

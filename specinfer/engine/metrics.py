@@ -23,18 +23,21 @@ class StageClock:
 
     seconds: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
     steps: int = 0
-    _last: float = 0.0
+    last: dict[str, float] = field(default_factory=dict)  # of the step that runs, or ran last
+    _lapped: float = 0.0
 
     def start(self) -> None:
         """Begin a step."""
         self.steps += 1
-        self._last = time.perf_counter()
+        self.last = {}
+        self._lapped = time.perf_counter()
 
     def lap(self, stage: Stage) -> None:
         """Charge the time since `start` or the last lap to `stage`."""
         now = time.perf_counter()
-        self.seconds[stage] += now - self._last
-        self._last = now
+        self.last[stage] = now - self._lapped
+        self.seconds[stage] += self.last[stage]
+        self._lapped = now
 
     def reset(self) -> None:
         """Forget everything."""

@@ -164,8 +164,9 @@ class Scheduler:
             block_table=tuple(sequence.block_table),
             incarnation=sequence.incarnation,
             processors=sequence.processors,
-            guessers=sequence.guessers,
+            speculators=sequence.speculators,
             block_hashes=sequence.block_hashes,
+            room=sequence.room(self._max_context),
         )
 
     def _find(self, sequence: SequenceState) -> list[int] | None:

@@ -23,7 +23,7 @@ class SequenceState:
 
     request: Request
     tree_nodes: int = 1 << 30  # of its trees at most, the root included
-    guessers: tuple[str, ...] | None = None  # the speculators that may guess for it; None: all
+    speculators: tuple[str, ...] | None = None  # those that may guess for it; None: all
     processors: Processors | None = None  # what its parameters make of logits; None: nothing
     token_ids: list[int] = field(init=False)
     computed: int = 0

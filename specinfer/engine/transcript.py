@@ -36,6 +36,17 @@ class Transcript:
         self._first_token: float | None = None
         self._finished: float | None = None
 
+    def until_end(self, tree: TokenTree, acceptance: Acceptance) -> tuple[tuple[int, ...], bool]:
+        """Of a step's tokens those up to the text's end, by ids alone, and whether it is among them.
+
+        A stop string may end the text before that; `commit` finds it.
+        """
+        tokens = acceptance.tokens(tree)
+        for kept, token in enumerate(tokens, start=1):
+            if self._end_after(token, len(self.token_ids) + kept) is not None:
+                return tokens[:kept], True
+        return tokens, False
+
     def commit(
         self, tree: TokenTree, acceptance: Acceptance, now: float, logprobs: Sequence[Logprobs] = ()
     ) -> tuple[int, ...]:
@@ -44,7 +55,7 @@ class Transcript:
         `logprobs` are the tokens' reports, where the caller asked for them.
         """
         self._logprobs[len(self.token_ids) :] = logprobs
-        tokens = [tree.token_ids[node] for node in acceptance.path] + [acceptance.next_token]
+        tokens = acceptance.tokens(tree)
         kept = 0
         for token in tokens:
             kept += 1
@@ -57,7 +68,7 @@ class Transcript:
             self._count(tree, acceptance, kept)
         if self.finish_reason is not None:
             self._finished = now
-        return tuple(tokens[:kept])
+        return tokens[:kept]
 
     def score_prompt(self, position: int, logprobs: Logprobs) -> None:
         """Report how likely the prompt's token at `position` was; saying it twice changes nothing."""
@@ -96,19 +107,27 @@ class Transcript:
             error=self.error,
         )
 
+    def _end_after(self, token: int, count: int) -> FinishReason | None:
+        """Why the text ends with `token`, its token number `count`, as far as ids tell; None: it goes on."""
+        params = self.request.params
+        if token in self._ending and count >= params.min_tokens:
+            return FinishReason.STOP
+        full = count + len(self.request.prompt_token_ids) >= self._max_context
+        return FinishReason.LENGTH if full or count >= params.max_tokens else None
+
     def _push(self, token: int) -> None:
         self.token_ids.append(token)
-        params, count = self.request.params, len(self.token_ids)
-        may_stop = count >= params.min_tokens
-        if token in self._ending and may_stop:
-            self._end(FinishReason.STOP, flush=True)
+        count = len(self.token_ids)
+        reason = self._end_after(token, count)
+        if reason is FinishReason.STOP:
+            self._end(reason, flush=True)
             return
         before = len(self._text)
         self._text += self._detokenizer.push((token,))
-        if may_stop and self._cut_at_stop_string(before):
+        if count >= self.request.params.min_tokens and self._cut_at_stop_string(before):
             self._end(FinishReason.STOP, flush=False)
-        elif count >= params.max_tokens or count + len(self.request.prompt_token_ids) >= self._max_context:
-            self._end(FinishReason.LENGTH, flush=True)
+        elif reason is not None:
+            self._end(reason, flush=True)
 
     def _end(self, reason: FinishReason, *, flush: bool) -> None:
         if flush:

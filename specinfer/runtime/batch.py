@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.attention.backend import Paths
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,60 @@ def chain_rows(token_ids: Sequence[int], start: int, block_table: Sequence[int],
     """The rows of plain text at positions start, start + 1, ...; logits of the last row only, or of none."""
     n = len(token_ids)
     return Rows(token_ids, start, block_table, n - 1 if logits else n)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a step's plan, and whose logits are where among all that are wanted."""
+
+    rows: list[Rows]  # one for each entry of the plan
+    roots: list[int]  # of each tree the place of its root's logits; its other nodes follow
+    scored: list[tuple[PlanEntry, range]]  # prompts that want log-probabilities, with the places of theirs
+
+
+def step_rows(plan: StepPlan, trees: Sequence[TokenTree]) -> StepRows:
+    """Every entry's uncached text, and behind it the other nodes of its tree; logits from the root on."""
+    step = StepRows([], [], [])
+    upcoming = iter(trees)
+    first = 0
+    for entry in plan.entries:
+        tree = next(upcoming) if entry.has_tree else None
+        rows = _entry_rows(entry, tree)
+        in_tree = tree.num_nodes if tree is not None else 0
+        end = first + len(rows.token_ids) - rows.logits_from
+        if _scores_prompt(entry):
+            step.scored.append((entry, range(first, min(end - in_tree, first + _unscored(entry)))))
+        if in_tree:
+            step.roots.append(end - in_tree)
+        step.rows.append(rows)
+        first = end
+    return step
+
+
+def _entry_rows(entry: PlanEntry, tree: TokenTree | None) -> Rows:
+    chain, root = entry.end - entry.start, entry.end - 1
+    scores = _scores_prompt(entry)
+    if tree is None or tree.num_nodes == 1:
+        text = entry.token_ids[entry.start : entry.end]
+        wanted = 0 if scores else chain - (tree is not None)
+        return Rows(text, entry.start, entry.block_table, logits_from=wanted)
+    return Rows(
+        token_ids=[*entry.token_ids[entry.start : root], *tree.token_ids],
+        start=entry.start,
+        block_table=entry.block_table,
+        logits_from=0 if scores else chain - 1,
+        parents=tree.parents,
+    )
+
+
+def _scores_prompt(entry: PlanEntry) -> bool:
+    """Whether the caller wants to know how likely tokens of the prompt were that follow this entry's rows."""
+    return entry.request.params.prompt_logprobs is not None and _unscored(entry) > 0
+
+
+def _unscored(entry: PlanEntry) -> int:
+    """The tokens of the prompt behind this entry's first."""
+    return len(entry.request.prompt_token_ids) - 1 - entry.start
 
 
 def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) -> ModelBatch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from specinfer.models.decoder import LanguageModel
 from specinfer.runtime.batch import Rows, build_batch, slots_of
+from specinfer.runtime.flight import Flight
 from specinfer.runtime.kv_cache import KvCache
 
 
@@ -50,6 +50,10 @@ class ModelRunner:
         attend = self._attention.bind(batch.paths)
         return model.forward(batch.token_ids_T, batch.positions_T, attend, batch.logit_rows)
 
+    def launch(self, rows: Sequence[Rows]) -> Flight:
+        """Write K and V of `rows`; the flight is asked about those that want logits, in order."""
+        return Flight(self.forward(rows), self.model.kernels.scan)
+
     @torch.inference_mode()
     def move(self, moves: Sequence[Move]) -> None:
         """Make accepted nodes part of their sequences: copy their K and V to where the text has them."""
@@ -59,41 +63,6 @@ class ModelRunner:
             sources.extend(slots_of(move.block_table, move.sources, self.block_size))
             targets.extend(slots_of(move.block_table, move.targets, self.block_size))
         self.cache.move(sources, targets)
-
-
-class LogitRows(Sequence[NDArray[np.float32]]):
-    """The logits of a pass, [R, vocab]: a row is made float32 in host memory when somebody looks at it.
-
-    A walk down a tree looks at few of them, and a row of a large vocabulary is half a megabyte.
-    """
-
-    __slots__ = ("_rows_RV",)
-
-    def __init__(self, logits_RV: Tensor) -> None:
-        logits_RV = logits_RV.cpu()  # from a GPU all at once: a transfer waits for the pass
-        is_bfloat16 = logits_RV.dtype is torch.bfloat16  # NumPy has none: its bits, then
-        self._rows_RV: NDArray[Any] = (logits_RV.view(torch.uint16) if is_bfloat16 else logits_RV).numpy()
-
-    def __len__(self) -> int:
-        return len(self._rows_RV)
-
-    @overload
-    def __getitem__(self, index: int) -> NDArray[np.float32]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> LogitRows: ...
-
-    def __getitem__(self, index: int | slice) -> NDArray[np.float32] | LogitRows:
-        chosen = self._rows_RV[index]
-        if isinstance(index, slice):
-            part = object.__new__(LogitRows)
-            part._rows_RV = chosen
-            return part
-        if chosen.dtype == np.uint16:  # the upper half of a float32
-            bits: NDArray[np.uint32] = np.left_shift(chosen, 16, dtype=np.uint32)
-            return bits.view(np.float32)
-        row: NDArray[np.float32] = chosen.astype(np.float32, copy=False)
-        return row
 
 
 def as_rows(logits: Tensor) -> NDArray[np.float32]:

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.errors import IntegrityError
+from specinfer.errors import LogitsError
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.law import Law
 from specinfer.verify.scan import MASS_ERROR, NUMPY, Scan
@@ -30,15 +30,16 @@ _FIRST_POOL: Final = 64  # top_p looks at this many likely ids, then at eight ti
 def target_law(logits: NDArray[np.float32], params: SamplingParams, scan: Scan = NUMPY) -> Law:
     """The law of the next token under `params`, from one row of logits, [vocab].
 
-    The law may refer to `logits`, which must not change while it is used. Raises IntegrityError when a
+    The law may refer to `logits`, which must not change while it is used. Raises LogitsError when a
     logit is NaN or +inf, or all are -inf.
     """
     vocab = logits.shape[0]
     top = int(logits.argmax())  # the first NaN, if there is one
     highest = float(logits[top])
     if not math.isfinite(highest):
-        raise IntegrityError(
-            f"logit {top} of {vocab} is {highest}; the largest must be finite; check the model's weights"
+        raise LogitsError(
+            f"logit {top} of {vocab} is {highest}; the largest must be finite: check the model's weights, or "
+            "use dtype float32"
         )
     if params.greedy:
         return _supported(logits, np.array([top]), 1.0)

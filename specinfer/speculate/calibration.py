@@ -42,20 +42,20 @@ class Calibration:
     def __init__(self) -> None:
         self._counts: dict[tuple[str, int, bool], _Count] = {}
 
-    def hopes(self, tree: TokenTree) -> list[float]:
+    def probabilities(self, tree: TokenTree) -> list[float]:
         """The probability of every node to become text: its path's rates multiplied, [num_nodes].
 
-        The root's is 1. Of several speculators that propose a node the most hopeful one is believed.
+        The root's is 1. Of several speculators that propose a node the most likely one is believed.
         """
-        hopes = [0.0] * tree.num_nodes
+        probabilities = [0.0] * tree.num_nodes
         for draw, first in _ranked(tree.draws):
             rate = self._count(draw, first).rate()
-            if rate > hopes[draw.node]:
-                hopes[draw.node] = rate
-        hopes[0] = 1.0
+            if rate > probabilities[draw.node]:
+                probabilities[draw.node] = rate
+        probabilities[0] = 1.0
         for node in range(1, tree.num_nodes):
-            hopes[node] *= hopes[tree.parents[node]]
-        return hopes
+            probabilities[node] *= probabilities[tree.parents[node]]
+        return probabilities
 
     def learn(self, below: Sequence[Draw], accepted: int | None) -> None:
         """Count the draws below one node of the text, of which those at node `accepted` became text."""

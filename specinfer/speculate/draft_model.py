@@ -6,6 +6,9 @@ One batched forward pass per depth serves all requests and all frontier nodes:
     pass 2   the nodes of depth 1                                    -> their children
     ...      the nodes of the last depth are never run
 
+A prompt is read in step with the target: pass 1 holds the chunk that the target computes in this step, too. A
+text that is too long for one step is read over several, and has no tree until it is read.
+
 Node i of the draft's own tree lives at cache position end - 1 + i, as in plan.py. When the target has
 spoken, the K and V of the draft's nodes that lie on the committed path move to where the text has them;
 what the draft did not guess itself it reads in the next first pass.
@@ -18,13 +21,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from specinfer.config import draw_rule
-from specinfer.plan import PlanEntry
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.request import Request
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.runner import LogitRows, ModelRunner, Move
+from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.draws import Site, draw_children
 from specinfer.speculate.speculator import Outcome
-from specinfer.speculate.tree_size import TreeSize
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.verify.noise import draft_stream, uniform
@@ -42,16 +45,17 @@ class _Memory:
 
 @dataclass(slots=True)
 class _Growth:
-    """One request's tree while it grows."""
+    """One request's share of a step: what is read of its text, and its tree while it grows."""
 
     entry: PlanEntry
+    memory: _Memory
     builder: TreeBuilder
     stream: int  # of the random numbers of sampled draws
-    limit: int  # levels, at most
+    limit: int  # levels, at most; 0: the text is only read
     drawn: int = 0  # random numbers used
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes of the last depth
     depth: int = 0  # of the frontier
-    in_cache: int = 1  # nodes 0..in_cache-1 have been run
+    in_cache: int = 0  # nodes 0..in_cache-1 have been run
 
     def uniform(self) -> float:
         """The next number in [0, 1) of this tree's own stream."""
@@ -70,7 +74,7 @@ class _Growth:
 
 
 class DraftModel:
-    """A Speculator that is a language model; `expansion` shapes its trees, `rule` says how it draws."""
+    """A level speculator that is a language model; `expansion` shapes its trees, `rule` says how it draws."""
 
     def __init__(
         self,
@@ -80,44 +84,58 @@ class DraftModel:
         rule: DrawRule,
         *,
         max_rows: int,
-        size: TreeSize,
         vocabulary: DraftVocabulary | None = None,
     ) -> None:
         self.name = name
         self._runner = runner
         self._expansion = expansion
         self._rule = rule
-        self._max_rows = max_rows  # of one pass over text
-        self._size = size
+        self._max_rows = max_rows  # of the text that is read in one step
         self._vocabulary = vocabulary  # of the model's logits; None: all ids
         self._scan = runner.model.kernels.scan
         self._block_size = runner.block_size
         self._max_context = runner.model.config.max_context
         self._memory: dict[str, _Memory] = {}
+        self._growths: list[_Growth] = []  # of the step that is open, one per entry of its plan
         self._holds: dict[int, bytes] = {}  # block -> hash of the text whose K and V the draft has there
 
-    def propose(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
-        """One tree per entry; at most `len(expansion)` passes of the draft, however many entries."""
-        growths = [
-            _Growth(
-                e,
-                TreeBuilder(e.token_ids[e.end - 1], e.max_nodes),
-                draft_stream(self.name, e.end - 1),
-                limit=min(e.max_depth, self._expansion_for(e).depth, self._max_context - e.end),
-            )
-            for e in entries
-        ]
-        growing = self._started([g for g in growths if g.wants_more])
-        rows = [self._read_text(g) for g in growing]
-        while growing:
-            logits = self._runner.forward(rows)
-            sites = [site for growth in growing for site in self._sites(growth)]
-            draw_children(LogitRows(logits), sites, self.name, self._vocabulary, self._scan)
-            for growth in growing:
-                growth.descend()
-            growing = self._deeper([g for g in growing if g.wants_more])
-            rows = [_frontier_rows(g) for g in growing]
-        return [g.builder.build() for g in growths]
+    def most_nodes(self, request: Request) -> int:
+        """A full tree of the request's expansion, or of the engine's."""
+        return (request.params.speculation.expansion or self._expansion).num_nodes - 1
+
+    def begin(self, plan: StepPlan) -> list[int]:
+        """Open a step; the tokens of each text that the draft's cache lacks."""
+        self._growths = [self._growth(entry) for entry in plan.entries]
+        return [len(growth.entry.token_ids) - growth.memory.cached for growth in self._growths]
+
+    def deepen(self, which: Sequence[int]) -> list[int]:
+        """One more level for these entries, by one pass of the draft; those that have room for another."""
+        rows: list[Rows] = []
+        sites: list[Site] = []
+        drawing: list[int] = []
+        left = self._max_rows
+        for i in sorted(
+            which, key=lambda i: not self._growths[i].entry.has_tree
+        ):  # prompts take what is left
+            growth = self._growths[i]
+            part = _frontier_rows(growth) if growth.in_cache else self._read(growth, left)
+            if part is None:
+                continue
+            rows.append(part)
+            left -= len(part.token_ids)
+            if part.logits_from < len(part.token_ids):
+                drawing.append(i)
+                sites.extend(self._sites(growth))
+        if rows:
+            logits = self._runner.launch(rows).rows(0, len(sites))
+            draw_children(logits, sites, self.name, self._vocabulary, self._scan)
+        for i in drawing:
+            self._growths[i].descend()
+        return [i for i in drawing if self._growths[i].wants_more]
+
+    def tree(self, entry: int) -> TokenTree:
+        """The tree of the plan's entry of that number, as it has grown so far."""
+        return self._growths[entry].builder.build()
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the K and V of guessed nodes that were committed; forget requests that ended."""
@@ -138,35 +156,35 @@ class DraftModel:
                 moves.append(Move(growth.entry.block_table, sources, range(end, end + len(path))))
         self._runner.move(moves)
 
-    def _started(self, growths: list[_Growth]) -> list[_Growth]:
-        """Those for which the draft is worth running."""
-        entries = [g.entry for g in growths]
-        unread = [entry.end - self._memory_of(entry).cached for entry in entries]
-        worth = self._size.starts(self.name, entries, unread)
-        return [g for g, starts in zip(growths, worth, strict=True) if starts]
+    def _growth(self, entry: PlanEntry) -> _Growth:
+        """A tree that is about to grow, or a text that is about to be read."""
+        memory = self._memory[entry.request.request_id] = self._memory_of(entry)
+        grows = min(entry.max_depth, self._expansion_for(entry).depth, self._max_context - entry.end)
+        return _Growth(
+            entry,
+            memory,
+            TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes),
+            draft_stream(self.name, entry.end - 1),
+            limit=grows if entry.max_nodes > 1 else 0,
+        )
 
-    def _deeper(self, growing: list[_Growth]) -> list[_Growth]:
-        """Those for which another level is worth it."""
-        if not growing:
-            return []
-        trees = [g.builder.build() for g in growing]
-        worth = self._size.deeper(self.name, [g.entry for g in growing], trees)
-        return [g for g, goes_on in zip(growing, worth, strict=True) if goes_on]
+    def _read(self, growth: _Growth, most: int) -> Rows | None:
+        """At most so many rows of the text that the draft's cache lacks; the root's has logits.
 
-    def _read_text(self, growth: _Growth) -> Rows:
-        """Rows of the text the draft's cache lacks, up to the root; all but the last chunk is run here."""
-        entry = growth.entry
-        request = entry.request
-        memory = self._memory[request.request_id] = self._memory_of(entry)
-        self._claim(memory, entry)
+        None where the step has no rows left, and where the text leaves the draft no room for a guess.
+        """
+        entry, memory = growth.entry, growth.memory
         start = memory.cached
-        while entry.end - start > self._max_rows:
-            chunk = entry.token_ids[start : start + self._max_rows]
-            self._runner.forward([chain_rows(chunk, start, entry.block_table, logits=False)])
-            start += self._max_rows
-        memory.growth = growth
-        memory.cached = entry.end
-        return chain_rows(entry.token_ids[start : entry.end], start, entry.block_table, logits=True)
+        end = min(entry.end, start + most)
+        if end <= start or len(entry.token_ids) >= self._max_context:
+            return None
+        self._claim(memory, entry)
+        memory.cached = end
+        draws = end == entry.end and growth.limit > 0
+        if draws:
+            memory.growth = growth
+            growth.in_cache = 1
+        return chain_rows(entry.token_ids[start:end], start, entry.block_table, logits=draws)
 
     def _memory_of(self, entry: PlanEntry) -> _Memory:
         """What is held of the entry's request, or what a new memory of it would start with."""

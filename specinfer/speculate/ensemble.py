@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from specinfer.errors import ConfigError, RequestError, SpeculatorError
 from specinfer.plan import PlanEntry, StepPlan
-from specinfer.speculate.speculator import Outcome, Speculator
-from specinfer.speculate.tree_size import TreeSize
+from specinfer.speculate.policy import SpeculationPolicy, StepReport, TrustedPolicy
+from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.tree import TokenTree, merge
 from specinfer.tree.prune import prune
 from specinfer.tree.token_tree import single_node
+
+_LOG = logging.getLogger(__name__)
+
+AnySpeculator = Speculator | LevelSpeculator
 
 
 class Ensemble:
@@ -20,52 +26,107 @@ class Ensemble:
     A speculator is offered the nodes its predecessors left over, and its guesses that can never become text
     are dropped before the next one is asked. That budget is known before it draws, and sampled draws are
     never dropped for their value, so the merged tree is lossless under every verifier (docs/losslessness.md).
-    What of the merged trees is verified is decided by `size`, which draft models ask as well.
+    `policy` decides how deep level speculators go, and which nodes of the merged trees are verified.
+
+    A speculator that raises, or proposes what is no tree, is logged once and never asked again: a bad guesser
+    costs time, nothing else.
     """
 
-    def __init__(self, speculators: Sequence[Speculator], *, vocab: int, size: TreeSize) -> None:
+    def __init__(
+        self, speculators: Sequence[AnySpeculator], *, vocab: int, policy: SpeculationPolicy
+    ) -> None:
         names = [s.name for s in speculators]
         if len(set(names)) != len(names):
             raise ConfigError(f"speculators are named {names}; each needs a name of its own")
         self._speculators = tuple(speculators)
         self._vocab = vocab  # of the target
-        self._size = size
+        self._policy = TrustedPolicy(policy)
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         """One merged tree per entry that has a tree, of at most `entry.max_nodes` nodes."""
-        entries = plan.tree_entries
-        trees = [single_node(entry.token_ids[entry.end - 1]) for entry in entries]
-        self._size.open(plan)
+        trees = [single_node(entry.token_ids[entry.end - 1]) for entry in plan.tree_entries]
+        self._policy.begin_step(plan)
         for speculator in self._speculators:
-            asked = [i for i, e in enumerate(entries) if _may_guess(speculator.name, e, trees[i])]
-            if not asked:
+            asked, offer = _offer(speculator.name, plan, trees)
+            if not offer.entries:
                 continue
-            budgets = [
-                replace(entries[i], max_nodes=entries[i].max_nodes - trees[i].num_nodes + 1) for i in asked
-            ]
-            self._size.note(trees)
-            proposed = speculator.propose(budgets)
-            if len(proposed) != len(asked):
+            self._policy.show(trees)
+            proposed = self._from(speculator, offer)
+            for i, tree in zip(asked, proposed, strict=False):  # none from one that failed
+                if tree.num_nodes > 1:
+                    trees[i] = merge((trees[i], tree)) if trees[i].num_nodes > 1 else tree
+        return self._policy.choose_nodes(trees)
+
+    def observe(self, report: StepReport) -> None:
+        """Pass the outcomes on to every speculator, and all of it to the policy."""
+        for speculator in self._speculators:
+            self._trying(speculator, partial(speculator.observe, report.outcomes))
+        self._policy.observe(report)
+
+    def _from(self, speculator: AnySpeculator, plan: StepPlan) -> list[TokenTree]:
+        """What a speculator guesses, checked and without what cannot become text; nothing if it fails."""
+        trees: list[TokenTree] = []
+
+        def ask() -> None:
+            if isinstance(speculator, LevelSpeculator):
+                proposed = self._grown(speculator, plan)
+            else:
+                proposed = speculator.propose(plan)
+            entries = plan.tree_entries
+            if len(proposed) != len(entries):
                 raise SpeculatorError(
-                    f"speculator {speculator.name!r} gave {len(proposed)} trees for {len(asked)} entries; "
+                    f"speculator {speculator.name!r} gave {len(proposed)} trees for {len(entries)} entries; "
                     "propose returns one for each"
                 )
-            for i, budget, tree in zip(asked, budgets, proposed, strict=True):
-                _check(speculator.name, budget, tree, self._vocab)
-                tree = _possible(tree, entries[i])
-                trees[i] = merge((trees[i], tree)) if trees[i].num_nodes > 1 else tree
-        return self._size.fit(trees)
+            for entry, tree in zip(entries, proposed, strict=True):
+                _check(speculator.name, entry, tree, self._vocab)
+            trees.extend(_possible(tree, entry) for entry, tree in zip(entries, proposed, strict=True))
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Pass the outcomes on to every speculator, and to who sizes the trees."""
-        for speculator in self._speculators:
-            speculator.observe(outcomes)
-        self._size.observe(outcomes)
+        self._trying(speculator, ask)
+        return trees
+
+    def _grown(self, speculator: LevelSpeculator, plan: StepPlan) -> list[TokenTree]:
+        """The trees of a level speculator: level by level, wherever the policy says that it is worth it."""
+        entries = plan.entries
+        unread = speculator.begin(plan)
+        worth = self._policy.worth_starting(speculator.name, entries, unread)
+        which = [i for i, starts in enumerate(worth) if starts]
+        while which:
+            which = speculator.deepen(which)
+            if which:
+                going = [entries[i] for i in which], [speculator.tree(i) for i in which]
+                worth = self._policy.worth_deepening(speculator.name, *going)
+                which = [i for i, goes_on in zip(which, worth, strict=True) if goes_on]
+        return [speculator.tree(i) for i, entry in enumerate(entries) if entry.has_tree]
+
+    def _trying(self, speculator: AnySpeculator, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            _LOG.exception(
+                "speculator %r failed and is not asked again; texts go on without it", speculator.name
+            )
+            self._speculators = tuple(s for s in self._speculators if s is not speculator)
 
 
-def _may_guess(name: str, entry: PlanEntry, tree: TokenTree) -> bool:
-    wanted = entry.guessers is None or name in entry.guessers
-    return wanted and entry.max_depth > 0 and tree.num_nodes < entry.max_nodes
+def _offer(name: str, plan: StepPlan, trees: Sequence[TokenTree]) -> tuple[list[int], StepPlan]:
+    """What a speculator is shown: the entries it may guess for, each with the nodes that are left to it.
+
+    Prompts that are being read are among them. The list says which of `trees` those with a tree have.
+    """
+    numbers: list[int] = []
+    entries: list[PlanEntry] = []
+    number = -1
+    for entry in plan.entries:
+        number += entry.has_tree
+        if entry.speculators is not None and name not in entry.speculators:
+            continue
+        if entry.has_tree:
+            numbers.append(number)
+            if taken := trees[number].num_nodes - 1:
+                entry = replace(entry, max_nodes=entry.max_nodes - taken)
+        entries.append(entry)
+    return numbers, StepPlan(tuple(entries))
 
 
 def _check(name: str, entry: PlanEntry, tree: TokenTree, vocab: int) -> None:
@@ -75,6 +136,8 @@ def _check(name: str, entry: PlanEntry, tree: TokenTree, vocab: int) -> None:
         fault = f"rooted at token {tree.token_ids[0]}; the last token is {root}"
     elif tree.num_nodes > entry.max_nodes:
         fault = f"of {tree.num_nodes} nodes; entry.max_nodes is {entry.max_nodes}"
+    elif tree.num_nodes == 1:
+        return
     elif (depth := max(tree.depths())) > entry.max_depth:
         fault = f"of depth {depth}; entry.max_depth is {entry.max_depth}"
     elif not all(0 <= token < vocab for token in tree.token_ids):

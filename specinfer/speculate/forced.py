@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from specinfer.errors import RequestError
-from specinfer.plan import PlanEntry
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.request import Request
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree, TreeBuilder
 
@@ -24,9 +25,13 @@ class GrammarSpeculator:
     def __init__(self, *, depth: int) -> None:
         self._depth = depth
 
-    def propose(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
+    def most_nodes(self, request: Request) -> int:
+        """One chain, where the text has a form."""
+        return self._depth if request.params.structured_output is not None else 0
+
+    def propose(self, plan: StepPlan) -> list[TokenTree]:
         """One chain of forced tokens per entry, point masses; the root alone where there is a choice."""
-        return [self._tree(entry) for entry in entries]
+        return [self._tree(entry) for entry in plan.tree_entries]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Nothing to learn: the request's own grammar keeps its place."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specinfer.plan import PlanEntry
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.request import Request
 from specinfer.speculate.calibration import LONGEST_MATCH, match_confidence
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree, TreeBuilder
@@ -36,9 +37,13 @@ class NgramSpeculator:
         self._depth = depth
         self._indexes: dict[str, _Index] = {}
 
-    def propose(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
+    def most_nodes(self, request: Request) -> int:
+        """A chain per branch."""
+        return self._branches * self._depth
+
+    def propose(self, plan: StepPlan) -> list[TokenTree]:
         """One tree per entry: a chain of at most `depth` tokens per branch, all point masses."""
-        return [self._tree(entry) for entry in entries]
+        return [self._tree(entry) for entry in plan.tree_entries]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Forget the index of requests that ended."""

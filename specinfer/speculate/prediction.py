@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specinfer.errors import ConfigError
-from specinfer.plan import PlanEntry
-from specinfer.speculate.alignment import Alignment
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.request import Request
+from specinfer.speculate.alignment import SIDE_DEPTH, Alignment
 from specinfer.speculate.calibration import match_confidence
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree, TreeBuilder
@@ -32,9 +33,13 @@ class PredictionSpeculator:
         self._branches = branches
         self._alignments: dict[str, Alignment] = {}
 
-    def propose(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
+    def most_nodes(self, request: Request) -> int:
+        """One chain and its short side ways, where there is a prediction."""
+        return self._depth + (self._branches - 1) * SIDE_DEPTH if request.prediction else 0
+
+    def propose(self, plan: StepPlan) -> list[TokenTree]:
         """One tree per entry, the likeliest guess first, all point masses."""
-        return [self._tree(entry) for entry in entries]
+        return [self._tree(entry) for entry in plan.tree_entries]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Forget the place of requests that ended; what was committed is read when the next guess is due."""

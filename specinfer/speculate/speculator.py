@@ -1,12 +1,13 @@
-"""The two-method protocol every speculator keeps (docs/add_a_speculator.md)."""
+"""What a speculator owes: trees for a step, at once or level by level (docs/add_a_speculator.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from specinfer.plan import PlanEntry
+from specinfer.plan import StepPlan
+from specinfer.request import Request
 from specinfer.tree import TokenTree
 
 
@@ -19,11 +20,11 @@ class Outcome:
     finished: bool  # no further step will come: forget the request
 
 
-class Speculator(Protocol):
-    """Something that guesses continuations.
+class Observer(Protocol):
+    """What every speculator is: named, and told what became text.
 
-    A speculator may be asked about any subset of the running requests in any step, and learns of every
-    commit, whoever proposed it. It may keep state by request id; `Outcome.finished` ends it.
+    It learns of every commit, whoever proposed it, of the requests it may guess for and of others. It may
+    keep state by request id; `Outcome.finished` ends it. One that raises is not asked again (ensemble.py).
     """
 
     @property
@@ -31,10 +32,56 @@ class Speculator(Protocol):
         """A short name, unique in the engine; draws and credit carry it."""
         ...
 
-    def propose(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
-        """One tree per entry, rooted at the entry's last token, of at most `entry.max_nodes` nodes."""
-        ...
-
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Learn what was committed, and which requests ended."""
+        ...
+
+
+class Speculator(Observer, Protocol):
+    """Something that guesses continuations.
+
+    A speculator that also has `most_nodes(request) -> int`, the nodes it may propose below a root, 0 where it
+    has nothing to guess from, is given no more room than that (`KnowsItsSize`).
+    """
+
+    def propose(self, plan: StepPlan) -> list[TokenTree]:
+        """One tree for each of `plan.tree_entries`, of at most `entry.max_nodes` nodes.
+
+        A tree is rooted at the entry's last token. The plan holds the requests it may guess for, those whose
+        prompts are being read among them: they want no tree, and show what is to come.
+        """
+        ...
+
+
+@runtime_checkable
+class LevelSpeculator(Observer, Protocol):
+    """A speculator that grows the trees of a step level by level, and is asked before each level.
+
+    So that whoever decides (policy.py) knows what was drawn so far when it says who goes on: a level costs a
+    pass of a model. `begin` opens a step, `deepen` draws, `tree` shows.
+    """
+
+    def begin(self, plan: StepPlan) -> list[int]:
+        """Open a step; for each of `plan.entries` the tokens of its text this speculator has not read."""
+        ...
+
+    def deepen(self, which: Sequence[int]) -> list[int]:
+        """Draw one more level for these of the plan's entries; those that have room for yet another.
+
+        The first time an entry is named its text is read, as far as this step computes it. An entry without
+        a tree is only read; so is one whose text is too long to be read in one step.
+        """
+        ...
+
+    def tree(self, entry: int) -> TokenTree:
+        """The tree of the plan's entry of that number, as it has grown so far."""
+        ...
+
+
+@runtime_checkable
+class KnowsItsSize(Protocol):
+    """A speculator that says how many nodes it may propose."""
+
+    def most_nodes(self, request: Request) -> int:
+        """The nodes below the root that it may propose for a request; 0: it has nothing to guess from."""
         ...

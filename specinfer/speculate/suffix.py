@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specinfer.errors import ConfigError
-from specinfer.plan import PlanEntry
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.request import Request
 from specinfer.speculate.calibration import match_confidence
 from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.suffix_index import SuffixIndex
@@ -61,6 +62,8 @@ class SuffixSpeculator:
     outside its range.
     """
 
+    remembers_answers = True  # of other requests, which may have had the seed of one that is running
+
     def __init__(
         self,
         *,
@@ -88,9 +91,13 @@ class SuffixSpeculator:
         self._store = SuffixStore(memory)
         self._running: dict[str, _Running] = {}
 
-    def propose(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
+    def most_nodes(self, request: Request) -> int:
+        """What its trees are cut to."""
+        return self._max_nodes - 1
+
+    def propose(self, plan: StepPlan) -> list[TokenTree]:
         """One tree per entry, best first, all point masses."""
-        return [self._tree(entry) for entry in entries]
+        return [self._tree(entry) for entry in plan.tree_entries]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Add what was committed to the texts; the answers of requests that ended go to the store."""

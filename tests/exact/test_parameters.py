@@ -1,7 +1,7 @@
 """Every sampling parameter, alone and combined, on merged trees: the law is the slow oracle's.
 
 The production code between logits and text is played: `Processors` at every node, `prune` and `merge` on
-what several speculators guess from random laws of their own, `TargetLaws` and `verify_tree`. For multi-step
+what several speculators guess from random laws of their own, `TargetLaws` and `verify_trees`. For multi-step
 sampling all falls of draws and coin are enumerated and the law of the text is compared; the coupled rule is
 compared choice by choice with the oracle's argmax over the same noise, over many seeds.
 """
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 import specinfer.tree.prune
-from specinfer.engine import verification
+from specinfer.engine import target_laws
 from specinfer.errors import RequestError
 from specinfer.processors.bad_words import BadWords
 from specinfer.processors.penalties import Penalties
@@ -30,6 +30,7 @@ from specinfer.tree.prune import prune
 from specinfer.tree.token_tree import DrawRule
 from specinfer.verify.pairs import Verifier
 from tests import plans
+from tests.flights import flight_of
 
 from .enumeration import Guesser, World, distance, outcomes
 from .slow_sampling import Rules, next_law, seeded_text, text_law
@@ -171,10 +172,10 @@ def possible(tree, processors):
 def verified(case, output, processors, tree, world, verifier, seed=0):
     """The tokens one step adds; a dead end at the root adds None."""
     rows = np.stack([world.logits("target", output + tree.path_tokens(n)) for n in range(tree.num_nodes)])
-    laws = verification.TargetLaws(entry_after(case, output, processors, seed), tree, rows)
-    try:
-        acceptance = verification.verify_tree(tree, laws, verifier)
-    except RequestError:
+    flight = flight_of(rows)
+    laws = target_laws.TargetLaws(entry_after(case, output, processors, seed), tree, flight, 0)
+    [acceptance] = target_laws.verify_trees([laws], verifier, flight)
+    if isinstance(acceptance, RequestError):
         return (None,)
     return (*(tree.token_ids[node] for node in acceptance.path), acceptance.next_token)
 
@@ -200,7 +201,7 @@ def enumerated(case, guessers, length, world, monkeypatch, alter=None):
             seen = Seen(world, processors, case.params, output)
 
             def play(chance, output=output, processors=processors, seen=seen):
-                monkeypatch.setattr(verification, "seeded_coin", lambda seed, position: chance)
+                monkeypatch.setattr(target_laws, "seeded_coin", lambda seed, position: chance)
                 tree = merge([possible(g.grow(seen, (), chance), processors) for g in guessers])
                 tree.check_integrity()
                 return verified(case, output, processors, tree, world, Verifier.MULTISTEP)

@@ -1,24 +1,24 @@
 """Trees sized by what they cost leave the law of the text as it is, by exact enumeration.
 
-The production code drafts, sizes and merges: draft models over made-up logits, CostSize, Ensemble. Whether a
-level is guessed may depend on every draw before it, never on the draws that are to be made.
+The production code drafts, sizes and merges: draft models over made-up logits, CostPolicy, Ensemble. Whether
+a level is guessed may depend on every draw before it, never on the draws that are to be made.
 """
 
 import numpy as np
 import pytest
-import torch
 
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate import cost_size, draws
-from specinfer.speculate.cost_size import CostSize
-from specinfer.speculate.draft_depth import DraftDepth
+from specinfer.speculate import cost_policy, draws
+from specinfer.speculate.cost_policy import CostPolicy
+from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.draft_model import DraftModel
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.tree import TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import DrawRule
 from tests import plans
+from tests.flights import flight_of
 from tests.kernels import kernels
 
 from .enumeration import Supports, distance, own_law, text_law
@@ -45,14 +45,14 @@ class MadeUpRunner:
     def __init__(self, world, name):
         self.world, self.name, self.tokens = world, name, {}
 
-    def forward(self, rows):
+    def launch(self, rows):
         logits = []
         for part in rows:
             self.tokens.update(enumerate(part.token_ids, part.start))
             end = part.start + len(part.token_ids)
             asked = range(part.start + part.logits_from, end)
             logits.extend(self.world.logits(self.name, self.text(part, position, end)) for position in asked)
-        return torch.from_numpy(np.stack(logits))
+        return flight_of(np.stack(logits))
 
     def text(self, part, position, end):
         path = list(range(position + 1))
@@ -74,9 +74,9 @@ class Points:
 
     name = "points"
 
-    def propose(self, entries):
+    def propose(self, plan):
         trees = []
-        for entry in entries:
+        for entry in plan.tree_entries:
             builder = TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes)
             node = builder.add(0, 2, self.name, confidence=0.5)
             if entry.max_depth > 1 and not builder.full:
@@ -88,16 +88,16 @@ class Points:
         pass
 
 
-class Watched(CostSize):
+class Watched(CostPolicy):
     """Notes whether drafts are run."""
 
     def __init__(self, noted, *costs):
         super().__init__(*costs)
         self.noted = noted
 
-    def starts(self, draft, entries, unread):
-        starts = super().starts(draft, entries, unread)
-        self.noted[draft].update(starts)
+    def worth_starting(self, speculator, entries, unread):
+        starts = super().worth_starting(speculator, entries, unread)
+        self.noted[speculator].update(starts)
         return starts
 
 
@@ -114,15 +114,15 @@ class Sized:
         # The draws ask the enumeration instead of a uniform number.
         self.monkeypatch.setattr(draws, "inverse_cdf", lambda left, u: chance.pick(0, 0, left))
         depths = {
-            name: DraftDepth(CostCurve((1, 1000), (self.pass_, self.pass_)), Expansion(widths))
+            name: DraftCosts(CostCurve((1, 1000), (self.pass_, self.pass_)), Expansion(widths))
             for name, _, widths in self.drafts
         }
-        size = Watched(self.starts, TARGET, depths)
+        policy = Watched(self.starts, TARGET, depths)
         speculators = [
-            DraftModel(name, MadeUpRunner(world, name), Expansion(widths), rule, max_rows=64, size=size)
+            DraftModel(name, MadeUpRunner(world, name), Expansion(widths), rule, max_rows=64)
             for name, rule, widths in self.drafts
         ]
-        ensemble = Ensemble([*speculators, *([Points()] if self.points else [])], vocab=VOCAB, size=size)
+        ensemble = Ensemble([*speculators, *([Points()] if self.points else [])], vocab=VOCAB, policy=policy)
         asked = plans.entry(PROMPT, text, params=world.params, max_nodes=32, max_depth=2, block_table=(0,))
         [tree] = ensemble.propose(plans.plan(asked))
         self.depths.add(max(tree.depths()))
@@ -172,5 +172,5 @@ def test_whether_a_draft_is_run_depends_on_the_draws_of_another(monkeypatch):
 
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
 def test_dropping_samples_for_their_value_is_seen(drafts, monkeypatch):
-    monkeypatch.setattr(cost_size, "prunable", lambda tree: True)
+    monkeypatch.setattr(cost_policy, "prunable", lambda tree: True)
     assert play(drafts, 0.01, monkeypatch)[1] > SEEN

@@ -23,6 +23,7 @@ from specinfer.errors import ConfigError
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
+from tests.flights import each_tree
 
 GREEDY = Load(params=SamplingParams(temperature=0, max_tokens=12), chat=False)
 SEEDED = Load(params=SamplingParams(temperature=1, seed=7, max_tokens=12), chat=False)
@@ -92,7 +93,7 @@ def test_sampling_with_mss_is_not_called_a_failure(pair: Any, dataset: Dataset) 
 def test_a_text_that_differs_is_shown_with_its_first_difference(
     pair: Any, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specinfer.engine.engine.verify_tree", accept_the_first_branch)
+    monkeypatch.setattr("specinfer.engine.engine.verify_trees", each_tree(accept_the_first_branch))
     result = result_of(pair, dataset, GREEDY, drafts=["stranger"])
     assert result["identical"] == 0
     first = result["differences"][0]

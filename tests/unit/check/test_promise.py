@@ -18,6 +18,7 @@ from specinfer.tree import DrawRule, TokenTree
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.law import most_likely
 from tests.engines import Tiny, write_tiny
+from tests.flights import each_tree
 
 pytestmark = pytest.mark.slow  # several engines, thousands of tokens each
 
@@ -64,7 +65,7 @@ def test_a_verifier_that_accepts_everything_fails(tiny: Tiny, monkeypatch: pytes
             path.append(node)
         return Acceptance(tuple(path), laws.choose(node))
 
-    monkeypatch.setattr(engine_module, "verify_tree", accept_everything)
+    monkeypatch.setattr(engine_module, "verify_trees", each_tree(accept_everything))
     found = verdicts(tiny, drafts=["stranger"])
     assert not any(found[name] for name in IDENTITY if "without speculation" in name)
     assert not any(found[name] for name in LAWS)
@@ -93,14 +94,15 @@ def test_a_draw_called_what_it_is_not_fails_where_laws_are_counted(
 
 
 def test_a_text_that_depends_on_the_batch_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = engine_module.verify_tree
+    verify = engine_module.verify_trees
 
-    def seeded_by_the_request_id(tree: TokenTree, laws: Any, verifier: Any) -> Acceptance:
-        first = laws.request.request_id.endswith("-0")
-        acceptance = verify(tree, laws, verifier)
-        return Acceptance(acceptance.path, 0) if first else acceptance
+    def seeded_by_the_request_id(laws: Any, verifier: Any, flight: Any) -> list[Any]:
+        return [
+            Acceptance(verdict.path, 0) if one.request.request_id.endswith("-0") else verdict
+            for one, verdict in zip(laws, verify(laws, verifier, flight), strict=True)
+        ]
 
-    monkeypatch.setattr(engine_module, "verify_tree", seeded_by_the_request_id)
+    monkeypatch.setattr(engine_module, "verify_trees", seeded_by_the_request_id)
     found = verdicts(tiny)
     # Without speculation text 0 is spoilt alike; alone it is spoilt no longer.
     assert not found["greedy, in a batch and alone"]

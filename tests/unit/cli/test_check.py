@@ -15,6 +15,7 @@ from specinfer.errors import ConfigError, RequestError
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
 from tests.engines import write_tiny
+from tests.flights import each_tree
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_a_broken_promise_is_status_1_and_says_where(
         path = (1,) if tree.num_nodes > 1 else ()
         return Acceptance(path, laws.choose(path[-1] if path else 0))
 
-    monkeypatch.setattr(engine_module, "verify_tree", accept_the_first_guess)
+    monkeypatch.setattr(engine_module, "verify_trees", each_tree(accept_the_first_guess))
     out = tmp_path / "check.json"
     stranger = str(Path(models[1]).parent / "stranger")
     result = run(*models[:2], "--draft", stranger, *models[4:], "--json", str(out))

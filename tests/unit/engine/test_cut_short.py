@@ -34,7 +34,7 @@ def raise_at(call: int, real: Any) -> Any:
 
 @pytest.mark.parametrize("call", [2, 3])
 @pytest.mark.parametrize(
-    "part", ["_target.forward", "_target.move", "_speculator.propose", "_speculator.observe"]
+    "part", ["_target.launch", "_target.move", "_speculators.propose", "_speculators.observe"]
 )
 def test_another_stream_goes_on_with_the_same_text(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, part: str, call: int

@@ -8,6 +8,7 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.errors import RequestError
+from specinfer.speculate.policy import StepReport
 from tests.engines import Tiny, slow_generate, write_tiny
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3, 3, 3, 3]]
@@ -59,13 +60,13 @@ def test_a_request_that_can_never_fit_its_cache_is_refused_at_once(
 def test_speculators_keep_nothing_of_a_request_that_left(tiny: Tiny, ending: str) -> None:
     llm = tiny.llm(drafts=["similar"], ngram=True)
     told: list[tuple[str, bool]] = []
-    observe = llm.engine._speculator.observe
+    observe = llm.engine._speculators.observe
 
-    def heard(outcomes: Any) -> None:
-        told.extend((outcome.request_id, outcome.finished) for outcome in outcomes)
-        observe(outcomes)
+    def heard(report: StepReport) -> None:
+        told.extend((outcome.request_id, outcome.finished) for outcome in report.outcomes)
+        observe(report)
 
-    llm.engine._speculator.observe = heard  # type: ignore[method-assign]
+    llm.engine._speculators.observe = heard  # type: ignore[method-assign]
     stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=12))
     first = next(stream)
     if ending == "finished":
@@ -73,5 +74,5 @@ def test_speculators_keep_nothing_of_a_request_that_left(tiny: Tiny, ending: str
     else:
         stream.close()
     assert [finished for name, finished in told if name == first.request_id].count(True) == 1
-    by_name = {s.name: s for s in llm.engine._speculator._speculators}  # type: ignore[attr-defined]
+    by_name = {s.name: s for s in llm.engine._speculators._speculators}  # type: ignore[attr-defined]
     assert (by_name["0-similar"]._memory, by_name["ngram"]._indexes) == ({}, {})

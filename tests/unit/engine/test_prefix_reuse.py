@@ -121,7 +121,7 @@ def test_a_draft_guesses_as_well_behind_a_prefix_it_has_and_behind_one_it_never_
 
 def test_a_draft_reads_a_prefix_once(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = tiny.llm(drafts=["target"], block_size=4)
-    draft = next(s for s in llm.engine._speculator._speculators if s.name == "0-target")  # type: ignore[attr-defined]
+    draft = next(s for s in llm.engine._speculators._speculators if s.name == "0-target")  # type: ignore[attr-defined]
     rows: list[int] = []
     forward = draft._runner.forward
     monkeypatch.setattr(

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from specinfer.runtime.runner import LogitRows, as_rows
+from specinfer.runtime.flight import LogitRows
+from specinfer.runtime.runner import as_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,13 +17,13 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.request import Request, RequestOutput
 from specinfer.runtime.runner import ModelRunner
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.budget import TreeBudget
 from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.limits import SpeculationLimits
+from specinfer.speculate.policy import FixedPolicy
 from specinfer.speculate.speculator import Speculator
-from specinfer.speculate.tree_size import FixedSize
 from specinfer.verify.pairs import Verifier
 from tests.engines import Tiny, slow_generate, write_tiny
-from tests.plans import entry, outcome
+from tests.plans import entry, outcome, plan
 
 PAGE = Path(__file__).parents[3] / "docs" / "add_a_speculator.md"
 
@@ -39,18 +39,18 @@ def page() -> dict[str, Any]:
 
 def test_the_pages_own_test_passes() -> None:
     test: Callable[[Any], None] = page()["test_the_most_frequent_tokens_are_guessed"]
-    test(entry)
+    test(entry, plan)
 
 
 def test_it_keeps_the_budget_counts_what_is_committed_and_forgets() -> None:
     speculator: Speculator = page()["FrequentTokens"](branches=2)
     text = [3, 3, 4, 5, 5, 5]
-    assert speculator.propose([entry(text, max_nodes=2)])[0].token_ids == (5, 5)
-    assert speculator.propose([entry(text, max_depth=0)])[0].token_ids == (5,)
+    assert speculator.propose(plan(entry(text, max_nodes=2)))[0].token_ids == (5, 5)
+    assert speculator.propose(plan(entry(text, max_depth=0)))[0].token_ids == (5,)
     speculator.observe([outcome(4, 4, 4)])
-    assert speculator.propose([entry([*text, 4, 4, 4])])[0].token_ids == (4, 4, 5)
+    assert speculator.propose(plan(entry([*text, 4, 4, 4])))[0].token_ids == (4, 4, 5)
     speculator.observe([outcome(finished=True)])
-    assert speculator.propose([entry([9])])[0].token_ids == (9, 9)
+    assert speculator.propose(plan(entry([9])))[0].token_ids == (9, 9)
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +74,11 @@ def answer(tiny: Tiny, speculator: Speculator, verifier: Verifier, request: Requ
     pool = BlockPool(num_blocks=8, block_size=16)
     engine = Engine(
         target=ModelRunner(tiny.target, num_blocks=8, block_size=16),
-        speculator=Ensemble([speculator], vocab=tiny.target.config.vocab_size, size=FixedSize()),
+        speculators=Ensemble([speculator], vocab=tiny.target.config.vocab_size, policy=FixedPolicy()),
         tokenizer=tiny.tokenizer,
         admission=Admission(
             tiny.tokenizer,
-            TreeBudget(SpeculationConfig(max_nodes=4), [], [speculator.name]),
+            SpeculationLimits(SpeculationConfig(max_nodes=4), [speculator]),
             vocab=tiny.target.config.vocab_size,
             max_context=64,
             capacity=128,

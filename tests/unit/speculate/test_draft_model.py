@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from specinfer import SamplingParams
 from specinfer.plan import PlanEntry
 from specinfer.runtime.batch import Rows
+from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.draft_model import DraftModel
-from specinfer.speculate.tree_size import FixedSize, TreeSize
+from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.policy import FixedPolicy, SpeculationPolicy
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
 from tests import plans
@@ -29,16 +30,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
 
 
-def draft(tiny: Tiny, *widths: int, max_rows: int = 64, size: TreeSize | None = None) -> DraftModel:
+def draft(tiny: Tiny, *widths: int, max_rows: int = 96) -> DraftModel:
     runner = ModelRunner(tiny.similar, num_blocks=60, block_size=4)
-    return DraftModel(
-        "draft",
-        runner,
-        Expansion(widths),
-        DrawRule.POINT_MASS,
-        max_rows=max_rows,
-        size=size or FixedSize(),
-    )
+    return DraftModel("draft", runner, Expansion(widths), DrawRule.POINT_MASS, max_rows=max_rows)
 
 
 def entry(text: list[int], *, blocks: int = 0, max_depth: int = 9, **fields: Any) -> PlanEntry:
@@ -47,9 +41,15 @@ def entry(text: list[int], *, blocks: int = 0, max_depth: int = 9, **fields: Any
     return plans.entry(list(text), params=GREEDY, max_depth=max_depth, block_table=table, **fields)
 
 
-def guesses(model: DraftModel, step: PlanEntry) -> TokenTree:
-    (tree,) = model.propose([step])
+def guesses(model: DraftModel, step: PlanEntry, policy: SpeculationPolicy | None = None) -> TokenTree:
+    (tree,) = propose(model, step, policy=policy)
     return tree
+
+
+def propose(
+    model: DraftModel, *entries: PlanEntry, policy: SpeculationPolicy | None = None
+) -> list[TokenTree]:
+    return Ensemble([model], vocab=64, policy=policy or FixedPolicy()).propose(plans.plan(*entries))
 
 
 def test_a_path_through_later_siblings_leaves_a_cache_as_good_as_new(tiny: Tiny) -> None:
@@ -73,13 +73,13 @@ def test_only_what_the_cache_lacks_is_read_again(tiny: Tiny, monkeypatch: pytest
     committed = (*first.token_ids[1:], 17)  # the third guess was never run, the bonus token not guessed
     model.observe([outcome(*committed)])
     passes: list[list[Rows]] = []
-    forward = model._runner.forward
+    launch = model._runner.launch
 
-    def counted(rows: list[Rows]) -> torch.Tensor:
+    def counted(rows: list[Rows]) -> Flight:
         passes.append(list(rows))
-        return forward(rows)
+        return launch(rows)
 
-    monkeypatch.setattr(model._runner, "forward", counted)
+    monkeypatch.setattr(model._runner, "launch", counted)
     guesses(model, entry([*TEXT, *committed]))
     assert [list(part.token_ids) for part in passes[0]] == [[first.token_ids[3], 17]]
 
@@ -93,21 +93,53 @@ def test_a_preempted_request_is_read_anew_into_its_new_blocks(tiny: Tiny) -> Non
     assert moved.token_ids == guesses(draft(tiny, 2, 2), entry(text)).token_ids
 
 
-@pytest.mark.parametrize("max_rows", [1, 5, 11, 12])
-def test_a_long_text_is_read_in_chunks_of_at_most_max_rows(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, max_rows: int
+def lengths_of_passes(model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The rows each request has in each pass that follows, as they come."""
+    launch, lengths = model._runner.launch, list[list[int]]()
+
+    def measured(rows: list[Rows]) -> Flight:
+        lengths.append([len(part.token_ids) for part in rows])
+        return launch(rows)
+
+    monkeypatch.setattr(model._runner, "launch", measured)
+    return lengths
+
+
+def test_a_prompt_is_read_in_step_with_the_target(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = draft(tiny, 2, 2)
+    lengths = lengths_of_passes(model, monkeypatch)
+    for start, end in [(0, 5), (5, 10), (10, 12)]:  # the last chunk ends in the root alone
+        nodes = int(end == len(TEXT))
+        assert propose(model, entry(TEXT, start=start, end=end, max_nodes=nodes, max_depth=0)) == nodes * [
+            TokenTree((TEXT[-1],), (-1,))
+        ]
+    assert lengths == [[5], [5], [2]]
+    text = [*TEXT, 17]
+    assert guesses(model, entry(text)).token_ids == guesses(draft(tiny, 2, 2), entry(text)).token_ids
+    assert lengths[3:] == [[1], [2]]
+
+
+@pytest.mark.parametrize(("max_rows", "passes"), [(1, 12), (5, 3), (11, 2), (12, 1)])
+def test_a_long_text_is_read_over_several_steps(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, max_rows: int, passes: int
 ) -> None:
     model = draft(tiny, 2, 2, max_rows=max_rows)
-    forward, lengths = model._runner.forward, []
+    lengths = lengths_of_passes(model, monkeypatch)
+    trees = [guesses(model, entry(TEXT)) for _ in range(passes)]
+    assert max(length for length, *_ in lengths[:-1]) == max_rows  # the last pass is the frontier
+    assert [tree.num_nodes for tree in trees[:-1]] == [1] * (passes - 1)
+    assert trees[-1].token_ids == guesses(draft(tiny, 2, 2), entry(TEXT)).token_ids
 
-    def measured(rows: list[Rows]) -> torch.Tensor:
-        lengths.append(len(rows[0].token_ids))
-        return forward(rows)
 
-    monkeypatch.setattr(model._runner, "forward", measured)
-    tree = guesses(model, entry(TEXT))
-    assert max(lengths[:-1]) == max_rows  # the last pass is the frontier
-    assert tree.token_ids == guesses(draft(tiny, 2, 2), entry(TEXT)).token_ids
+def test_prompts_are_read_with_the_rows_that_trees_leave(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = draft(tiny, 2, 2, max_rows=15)
+    lengths = lengths_of_passes(model, monkeypatch)
+    prompt = entry(TEXT, request_id="p", blocks=30, start=0, end=9, max_nodes=0, max_depth=0)
+    (tree,) = propose(model, prompt, entry(TEXT))
+    assert lengths == [[12, 3], [2]]
+    assert tree.num_nodes == 7
+    propose(model, prompt)
+    assert lengths[2:] == [[6]]
 
 
 def test_a_tree_is_no_deeper_than_the_step_and_the_drafts_context_allow(tiny: Tiny) -> None:
@@ -131,9 +163,9 @@ A, B, C = b"98 76", b"98 76 54 32", b"98 76 54 32 10 11 12"  # hashes of TEXT's 
 def read(model: DraftModel, monkeypatch: pytest.MonkeyPatch, step: PlanEntry) -> list[int]:
     """What the first pass of a step runs; its guesses are those of a draft that runs everything."""
     passes: list[list[int]] = []
-    forward = model._runner.forward
+    launch = model._runner.launch
     with monkeypatch.context() as patch:
-        patch.setattr(model._runner, "forward", lambda r: (passes.append(r[0].token_ids), forward(r))[1])
+        patch.setattr(model._runner, "launch", lambda r: (passes.append(r[0].token_ids), launch(r))[1])
         tree = guesses(model, step)
     assert tree.token_ids == guesses(draft_of(model), step).token_ids
     return list(passes[0])
@@ -141,7 +173,7 @@ def read(model: DraftModel, monkeypatch: pytest.MonkeyPatch, step: PlanEntry) ->
 
 def draft_of(model: DraftModel) -> DraftModel:
     runner = ModelRunner(model._runner.model, num_blocks=60, block_size=4)
-    return DraftModel("draft", runner, Expansion((2, 2)), DrawRule.POINT_MASS, max_rows=64, size=FixedSize())
+    return DraftModel("draft", runner, Expansion((2, 2)), DrawRule.POINT_MASS, max_rows=64)
 
 
 def test_a_new_request_starts_behind_the_blocks_whose_text_the_draft_has(
@@ -176,7 +208,7 @@ def test_a_block_that_got_another_text_is_not_taken_for_the_old_one(
     assert read(model, monkeypatch, entry(TEXT[:10], request_id="again", block_hashes=(A, B))) == TEXT[:10]
 
 
-class Watching(FixedSize):
+class Watching(FixedPolicy):
     """Lets a draft model guess as many levels as it is told, and remembers what it was to read."""
 
     def __init__(self) -> None:
@@ -184,37 +216,40 @@ class Watching(FixedSize):
         self.asked: list[int] = []  # how deep the tree was that might have gone deeper
         self.deepest = 3
 
-    def starts(self, draft: str, entries: Sequence[PlanEntry], unread: Sequence[int]) -> list[bool]:
+    def worth_starting(
+        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+    ) -> list[bool]:
         self.unread.extend(unread)
         return [self.deepest > 0] * len(entries)
 
-    def deeper(self, draft: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]) -> list[bool]:
+    def worth_deepening(
+        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
+    ) -> list[bool]:
         self.asked.extend(max(tree.depths()) for tree in trees)
         return [max(tree.depths()) < self.deepest for tree in trees]
 
 
 def test_what_it_has_yet_to_read_is_said_beforehand(tiny: Tiny) -> None:
-    size = Watching()
-    model = draft(tiny, 1, 1, 1, size=size)
-    tree = guesses(model, entry(TEXT))
+    policy = Watching()
+    model = draft(tiny, 1, 1, 1)
+    tree = guesses(model, entry(TEXT), policy)
     model.observe([outcome(*tree.token_ids[1:3], 17)])
     text = [*TEXT, *tree.token_ids[1:3], 17]
-    size.deepest = 0  # a draft that is not run reads nothing
+    policy.deepest = 0  # a draft that is not run reads nothing
     for later in (
         entry(text),
         entry([*text, 3, 4]),
         entry(text, incarnation=1),
         entry(text, request_id="another"),
-        entry(text),
     ):
-        assert guesses(model, later).num_nodes == 1
+        assert guesses(model, later, policy).num_nodes == 1
     #  both guesses were run, so the root is left
-    assert size.unread == [len(TEXT), 1, 3, len(text), len(text), 1]
+    assert policy.unread == [len(TEXT), 1, 3, len(text), len(text)]
 
 
 @pytest.mark.parametrize(("deepest", "asked"), [(3, [1, 2]), (2, [1, 2]), (1, [1]), (0, [])])
 def test_it_goes_as_deep_as_it_may(tiny: Tiny, deepest: int, asked: list[int]) -> None:
-    size = Watching()
-    size.deepest = deepest
-    assert max(guesses(draft(tiny, 1, 2, 1, size=size), entry(TEXT)).depths()) == deepest
-    assert size.asked == asked
+    policy = Watching()
+    policy.deepest = deepest
+    assert max(guesses(draft(tiny, 1, 2, 1), entry(TEXT), policy).depths()) == deepest
+    assert policy.asked == asked

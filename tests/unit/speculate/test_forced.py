@@ -14,6 +14,7 @@ from specinfer.speculate.forced import GrammarSpeculator
 from specinfer.tree import DrawRule
 from tests import plans
 from tests.engines import Tiny, write_tiny
+from tests.plans import plan
 
 VOCAB, EOS, ROOT = 128, 5, 63
 
@@ -65,7 +66,7 @@ def entry(
 )
 def test_forced_text_is_one_chain(tiny: Tiny, asked: dict[str, Any], guess: str) -> None:
     asked_entry = entry(tiny, **asked)
-    (tree,) = GrammarSpeculator(depth=8).propose([asked_entry])
+    (tree,) = GrammarSpeculator(depth=8).propose(plan(asked_entry))
     tree.check_integrity()
     assert tree.token_ids == (asked_entry.token_ids[-1], *guess.encode())
     assert tree.parents == tuple(range(-1, len(guess)))
@@ -74,17 +75,17 @@ def test_forced_text_is_one_chain(tiny: Tiny, asked: dict[str, Any], guess: str)
 
 
 def test_without_processors_nothing_is_guessed() -> None:
-    (tree,) = GrammarSpeculator(depth=8).propose([plans.entry([ROOT])])
+    (tree,) = GrammarSpeculator(depth=8).propose(plan(plans.entry([ROOT])))
     assert tree.token_ids == (ROOT,)
 
 
 def test_each_entry_gets_its_own_and_asking_moves_nothing(tiny: Tiny) -> None:
     speculator = GrammarSpeculator(depth=8)
     entries = [entry(tiny, choice=["abc"]), entry(tiny), entry(tiny, "x", choice=["xyz"])]
-    guesses = [bytes(tree.token_ids[1:]) for tree in speculator.propose(entries)]
+    guesses = [bytes(tree.token_ids[1:]) for tree in speculator.propose(plan(*entries))]
     assert guesses == [b"abc", b"", b"yz"]
     speculator.observe([])
-    assert [bytes(tree.token_ids[1:]) for tree in speculator.propose(entries)] == guesses
+    assert [bytes(tree.token_ids[1:]) for tree in speculator.propose(plan(*entries))] == guesses
 
 
 def test_an_engine_writes_forced_text_in_few_steps_and_says_who_guessed(tiny: Tiny) -> None:

@@ -9,7 +9,7 @@ from specinfer.speculate.calibration import match_confidence
 from specinfer.speculate.ngram import NgramSpeculator
 from specinfer.tree import DrawRule
 from tests.letters import letters, spelled
-from tests.plans import entry, outcome
+from tests.plans import entry, outcome, plan
 
 
 def guess(
@@ -23,7 +23,7 @@ def guess(
     max_depth: int = 100,
 ) -> list[str]:
     speculator = NgramSpeculator(shortest=shortest, longest=longest, branches=branches, depth=depth)
-    [tree] = speculator.propose([entry(letters(text), max_nodes=max_nodes, max_depth=max_depth)])
+    [tree] = speculator.propose(plan(entry(letters(text), max_nodes=max_nodes, max_depth=max_depth)))
     tree.check_integrity()
     assert tree.token_ids[0] == ord(text[-1]), "the root is the last token"
     return spelled(tree)
@@ -78,7 +78,7 @@ def test_the_budget_counts_the_root_and_cuts_the_last_branch() -> None:
 
 def test_draws_are_point_masses_with_the_speculators_name() -> None:
     speculator = NgramSpeculator(shortest=1, longest=2, branches=1, depth=2, name="lookup")
-    [tree] = speculator.propose([entry(letters("abab"))])
+    [tree] = speculator.propose(plan(entry(letters("abab"))))
     assert [(d.parent, d.node, d.speculator, d.rule, d.law) for d in tree.draws] == [
         (0, 1, "lookup", DrawRule.POINT_MASS, None),
         (1, 2, "lookup", DrawRule.POINT_MASS, None),
@@ -88,21 +88,21 @@ def test_draws_are_point_masses_with_the_speculators_name() -> None:
 def test_the_index_grows_with_the_text() -> None:
     speculator = NgramSpeculator(shortest=1, longest=3, branches=1, depth=2)
     text = letters("abc")
-    assert spelled(speculator.propose([entry(text)])[0]) == []
+    assert spelled(speculator.propose(plan(entry(text)))[0]) == []
     text += letters("abx")  # committed: as the engine does, to the same list
-    assert spelled(speculator.propose([entry(text)])[0]) == []
+    assert spelled(speculator.propose(plan(entry(text)))[0]) == []
     text += letters("ab")
-    assert spelled(speculator.propose([entry(text)])[0]) == ["xa"]
+    assert spelled(speculator.propose(plan(entry(text)))[0]) == ["xa"]
 
 
 def test_each_request_has_its_own_text_and_finished_ones_are_forgotten() -> None:
     speculator = NgramSpeculator(shortest=1, longest=3, branches=1, depth=1)
     first, second = letters("ab ab ab a"), letters("ac ac ac a")
-    trees = speculator.propose([entry(first, request_id="1"), entry(second, request_id="2")])
+    trees = speculator.propose(plan(entry(first, request_id="1"), entry(second, request_id="2")))
     assert [spelled(tree) for tree in trees] == [["b"], ["c"]]
     speculator.observe([outcome(1, request_id="1", finished=True), outcome(1, request_id="2")])
     # Another request comes with the id of the finished one, and finds nothing of its text.
-    [tree] = speculator.propose([entry(letters("xyxa"), request_id="1")])
+    [tree] = speculator.propose(plan(entry(letters("xyxa"), request_id="1")))
     assert spelled(tree) == []
 
 
@@ -113,8 +113,8 @@ def test_the_first_guess_is_the_one_found_by_looking_everywhere(
     longest = shortest + more
     speculator = NgramSpeculator(shortest=shortest, longest=longest, branches=1, depth=4)
     # In two turns, so that the index is extended.
-    speculator.propose([entry(text[: len(text) // 2 + 1])])
-    [tree] = speculator.propose([entry(text)])
+    speculator.propose(plan(entry(text[: len(text) // 2 + 1])))
+    [tree] = speculator.propose(plan(entry(text)))
     assert list(tree.path_tokens(tree.num_nodes - 1)) == by_looking_everywhere(text, shortest, longest, 4)
 
 
@@ -133,7 +133,7 @@ def by_looking_everywhere(text: list[int], shortest: int, longest: int, depth: i
 def test_a_longer_match_makes_a_surer_guess_and_every_token_of_it_a_longer_match() -> None:
     def sure(text: str) -> list[float]:
         speculator = NgramSpeculator(shortest=1, longest=2, branches=1, depth=3)
-        return [d.confidence for d in speculator.propose([entry(letters(text))])[0].draws]
+        return [d.confidence for d in speculator.propose(plan(entry(letters(text))))[0].draws]
 
     assert sure("xab-yb") == [match_confidence(n) for n in (1, 2, 3)]
     assert sure("xab-yxab") == [match_confidence(n) for n in (3, 4, 5)]  # beyond the longest n-gram

@@ -21,7 +21,7 @@ from specinfer.verify.pairs import Verifier
 from tests import plans
 from tests.engines import Tiny, slow_generate, write_tiny
 from tests.letters import letters
-from tests.plans import outcome
+from tests.plans import outcome, plan
 
 from .test_add_a_speculator import answer
 
@@ -40,7 +40,7 @@ def shape(tree: TokenTree) -> tuple[str, tuple[int, ...]]:
 def ask(
     speculator: PredictionSpeculator, prediction: str, output: str, **how: int
 ) -> tuple[str, tuple[int, ...]]:
-    [tree] = speculator.propose([entry(letters(prediction), letters(output), **how)])
+    [tree] = speculator.propose(plan(entry(letters(prediction), letters(output), **how)))
     speculator.check_integrity()
     return shape(tree)
 
@@ -111,15 +111,15 @@ def test_requests_are_followed_apart_and_forgotten_when_they_end() -> None:
     speculator = PredictionSpeculator(depth=2)
     first = entry(letters("abcdef"), letters("abc"), request_id="1")
     second = entry(letters("uvwxyz"), letters("u"), request_id="2")
-    assert [shape(t)[0] for t in speculator.propose([first, second])] == ["cde", "uvw"]
+    assert [shape(t)[0] for t in speculator.propose(plan(first, second))] == ["cde", "uvw"]
     speculator.observe([outcome(1, request_id="1", finished=True), outcome(1, request_id="2")])
     assert list(speculator._alignments) == ["2"]
     # Another request comes with the id of the finished one.
-    assert shape(speculator.propose([entry(letters("klm"), (), request_id="1")])[0])[0] == "?kl"
+    assert shape(speculator.propose(plan(entry(letters("klm"), (), request_id="1")))[0])[0] == "?kl"
 
 
 def test_draws_are_point_masses_with_the_speculators_name() -> None:
-    [tree] = PredictionSpeculator(depth=2, name="guess").propose([entry(letters("ab"))])
+    [tree] = PredictionSpeculator(depth=2, name="guess").propose(plan(entry(letters("ab"))))
     assert [(d.parent, d.node, d.speculator, d.rule, d.law) for d in tree.draws] == [
         (0, 1, "guess", DrawRule.POINT_MASS, None),
         (1, 2, "guess", DrawRule.POINT_MASS, None),
@@ -166,7 +166,7 @@ def test_an_edited_file_takes_few_steps(edit: str, answer: str, steps: int) -> N
     speculator, said, taken = PredictionSpeculator(), 0, 0
     while said < len(answer):
         asked = entry(letters(OLD), letters(answer[:said]), max_depth=len(answer) - said)
-        [tree] = speculator.propose([asked])
+        [tree] = speculator.propose(plan(asked))
         children, node = tree.children(), 0
         while said < len(answer) and (node := children[node].get(ord(answer[said]), -1)) >= 0:
             said += 1
@@ -183,7 +183,7 @@ def test_trees_keep_the_limits(
     prediction: list[int], output: list[int], depth: int, branches: int, nodes: int, room: int
 ) -> None:
     speculator = PredictionSpeculator(depth=depth, branches=branches)
-    [tree] = speculator.propose([entry(prediction, output, max_nodes=nodes, max_depth=room)])
+    [tree] = speculator.propose(plan(entry(prediction, output, max_nodes=nodes, max_depth=room)))
     tree.check_integrity()
     speculator.check_integrity()
     assert tree.num_nodes <= min(nodes, 1 + depth + (branches - 1) * SIDE_DEPTH)
@@ -216,7 +216,8 @@ def test_a_guess_is_as_sure_as_the_answer_has_agreed() -> None:
     def sure(output: str) -> list[float]:
         speculator = PredictionSpeculator(depth=2)
         return [
-            d.confidence for d in speculator.propose([entry(letters("abcdefghij"), letters(output))])[0].draws
+            d.confidence
+            for d in speculator.propose(plan(entry(letters("abcdefghij"), letters(output))))[0].draws
         ]
 
     assert sure("abcdefg") == [match_confidence(n) for n in (11, 12)]  # it was trusted for 4 from the start

@@ -18,7 +18,7 @@ from specinfer.tree import DrawRule
 from specinfer.verify.pairs import Verifier
 from tests.engines import Tiny, slow_generate, write_tiny
 from tests.letters import letters, spelled
-from tests.plans import entry, outcome
+from tests.plans import entry, outcome, plan
 
 from .test_add_a_speculator import answer as answer_in_engine
 
@@ -32,7 +32,7 @@ def guess(
 ) -> list[str]:
     """The branches for a request whose prompt is `text`."""
     asked = entry(letters(text), request_id=request_id, params=salted(salt), **limits)
-    [tree] = speculator.propose([asked])
+    [tree] = speculator.propose(plan(asked))
     assert tree.token_ids[0] == ord(text[-1]), "the root is the last token"
     speculator.check_integrity()
     return spelled(tree)
@@ -47,7 +47,7 @@ def answer(
     request_id: str = "past",
 ) -> None:
     """A request comes, says `output`, and ends."""
-    speculator.propose([entry(letters(prompt), request_id=request_id, params=salted(salt))])
+    speculator.propose(plan(entry(letters(prompt), request_id=request_id, params=salted(salt))))
     speculator.observe([outcome(*letters(output), request_id=request_id, finished=True)])
     speculator.check_integrity()
 
@@ -73,7 +73,7 @@ def test_all_that_followed_becomes_a_tree_with_shared_nodes() -> None:
     #      c   d
     speculator = suffix(max_depth=2, depth_factor=9.0)
     asked = entry(letters("abc-abd+abc*a"))
-    [tree] = speculator.propose([asked])
+    [tree] = speculator.propose(plan(asked))
     assert "".join(map(chr, tree.token_ids)) == "abcd"
     assert tree.parents == (-1, 0, 1, 1)
 
@@ -132,7 +132,7 @@ def test_of_the_prompt_only_its_end_is_kept() -> None:
 
 def test_a_running_answer_is_not_shared_a_finished_or_aborted_one_is() -> None:
     speculator = suffix()
-    speculator.propose([entry(letters("q:"), request_id="1")])
+    speculator.propose(plan(entry(letters("q:"), request_id="1")))
     speculator.observe([outcome(*letters("abc"), request_id="1")])
     assert guess(speculator, "xab", request_id="2") == []
     speculator.observe([outcome(request_id="1", finished=True)])
@@ -176,12 +176,12 @@ def test_it_may_be_asked_in_some_steps_only() -> None:
     asked_always, asked_late = suffix(), suffix()
     prompt, output = letters("p:"), letters("abcabdabcab")
     for speculator in (asked_always, asked_late):
-        speculator.propose([entry(prompt)])
+        speculator.propose(plan(entry(prompt)))
     for step, token in enumerate(output):
         for speculator in (asked_always, asked_late):
             speculator.observe([outcome(token)])
-        asked_always.propose([entry(prompt, output[: step + 1])])
-    trees = [s.propose([entry(prompt, output)])[0] for s in (asked_always, asked_late)]
+        asked_always.propose(plan(entry(prompt, output[: step + 1])))
+    trees = [s.propose(plan(entry(prompt, output)))[0] for s in (asked_always, asked_late)]
     assert spelled(trees[0]) == spelled(trees[1])
     assert spelled(trees[0])[0] == "dab"
 
@@ -199,7 +199,7 @@ def test_a_finished_request_is_forgotten_and_its_id_free() -> None:
 
 
 def test_draws_are_point_masses_with_the_speculators_name() -> None:
-    [tree] = suffix(max_depth=2, name="memory").propose([entry(letters("xab-xa"))])
+    [tree] = suffix(max_depth=2, name="memory").propose(plan(entry(letters("xab-xa"))))
     assert [(d.parent, d.node, d.speculator, d.rule, d.law) for d in tree.draws] == [
         (0, 1, "memory", DrawRule.POINT_MASS, None),
         (1, 2, "memory", DrawRule.POINT_MASS, None),
@@ -233,10 +233,10 @@ def test_trees_keep_the_limits_and_say_only_what_was_said_before(
 ) -> None:
     speculator = SuffixSpeculator(max_depth=depth, max_nodes=nodes, min_probability=0.0, memory=60)
     for i, said in enumerate(past):
-        speculator.propose([entry([9], request_id=str(i))])
+        speculator.propose(plan(entry([9], request_id=str(i))))
         speculator.observe([outcome(*said, request_id=str(i), finished=True)])
     speculator.check_integrity()
-    [tree] = speculator.propose([entry(text, max_nodes=10, max_depth=room)])
+    [tree] = speculator.propose(plan(entry(text, max_nodes=10, max_depth=room)))
     tree.check_integrity()
     assert tree.num_nodes <= min(nodes, 10)
     assert max(tree.depths()) <= min(depth, room)
@@ -257,12 +257,12 @@ def test_no_token_of_another_key_is_ever_proposed(
     alphabet = {"x": 0, "y": 10, None: 20}  # a key's tokens are told by their tens, the matches by the units
     for i, (key, said) in enumerate(past):
         own = [token + alphabet[key] for token in said]
-        speculator.propose([entry([99], request_id=str(i), params=salted(key))])
+        speculator.propose(plan(entry([99], request_id=str(i), params=salted(key))))
         mixed = [token for said_token in own for token in (99, said_token)]  # 99 is common to all keys
         speculator.observe([outcome(*mixed, request_id=str(i), finished=True)])
     for key, first in alphabet.items():
         asked = entry([*(token + first for token in text), 99], request_id=f"asks {key}", params=salted(key))
-        [tree] = speculator.propose([asked])
+        [tree] = speculator.propose(plan(asked))
         assert set(tree.token_ids) <= {99, *range(first, first + 4)}
 
 
@@ -290,7 +290,7 @@ def test_in_an_engine_an_answer_asked_for_again_takes_the_fewest_steps(
 
 
 def test_a_guess_is_as_sure_as_its_share_of_the_votes_and_the_length_of_its_match() -> None:
-    [tree] = suffix(max_depth=2, depth_factor=9.0).propose([entry(letters("abc-abd+abc*a"))])
+    [tree] = suffix(max_depth=2, depth_factor=9.0).propose(plan(entry(letters("abc-abd+abc*a"))))
     sure = {"".join(map(chr, tree.path_tokens(d.node))): d.confidence for d in tree.draws}
     one, two = match_confidence(1), match_confidence(2)
     assert sure == pytest.approx({"b": one, "bc": two * 2 / 3, "bd": two / 3})

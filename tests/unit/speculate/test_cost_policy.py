@@ -11,8 +11,9 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.speculate.cost_size import CostSize, fastest
-from specinfer.speculate.draft_depth import DraftDepth
+from specinfer.speculate.cost_policy import CostPolicy, fastest
+from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.policy import StepReport
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
@@ -31,13 +32,15 @@ def entry(
     *,
     room: int = 100,
     rows: int = 1,
-    wishes: SpeculationParams | None = None,
+    overrides: SpeculationParams | None = None,
     temperature: float = 0,
 ) -> PlanEntry:
     """A request whose text ends in token 7, of which `rows` tokens are computed in this step."""
-    params = SamplingParams(temperature=temperature, speculation=wishes)
+    params = SamplingParams(temperature=temperature, speculation=overrides)
     text = [*range(20), 7]
-    return plans.entry(text, request_id=name, params=params, rows=rows, max_nodes=32, max_depth=room)
+    return plans.entry(
+        text, request_id=name, params=params, rows=rows, max_nodes=32, max_depth=room, room=room + 1
+    )
 
 
 def chain(*confidences: float, speculator: str = "s", rule: DrawRule = DrawRule.POINT_MASS) -> TokenTree:
@@ -49,12 +52,15 @@ def chain(*confidences: float, speculator: str = "s", rule: DrawRule = DrawRule.
 
 def fitted(curve: CostCurve, trees: Sequence[TokenTree], *entries: PlanEntry) -> list[int]:
     """The nodes left of each tree, the root included."""
-    size = CostSize(curve, {})
-    size.open(plan(*(entries or (entry(str(i)) for i in range(len(trees))))))
-    return [tree.num_nodes for tree in size.fit(trees)]
+    policy = CostPolicy(curve, {})
+    policy.begin_step(plan(*(entries or (entry(str(i)) for i in range(len(trees))))))
+    return [tree.num_nodes for tree in policy.choose_nodes(trees)]
 
 
-SURE, UNSURE = chain(*6 * [0.9]), chain(*6 * [0.5])  # hopes .88 .78 .68 .60 .53 .47 and .50 .25 .13 ...
+SURE, UNSURE = (
+    chain(*6 * [0.9]),
+    chain(*6 * [0.5]),
+)  # probabilities .88 .78 .68 .60 .53 .47 and .50 .25 .13 ...
 
 
 @pytest.mark.parametrize(
@@ -87,11 +93,11 @@ def test_a_step_that_is_long_anyway_makes_no_guess_worth_more(rows: int) -> None
 
 
 @pytest.mark.parametrize(
-    "wishes", [SpeculationParams(max_nodes=7), SpeculationParams(expansion=Expansion((1, 1, 1)))]
+    "overrides", [SpeculationParams(max_nodes=7), SpeculationParams(expansion=Expansion((1, 1, 1)))]
 )
-def test_who_asks_for_a_size_gets_it(wishes: SpeculationParams) -> None:
+def test_who_asks_for_a_size_gets_it(overrides: SpeculationParams) -> None:
     curve = CostCurve((1, 7, 8), (1.0, 1.0, 9.0))
-    assert fitted(curve, [UNSURE, UNSURE], entry("a", wishes=wishes), entry("b")) == [7, 1]
+    assert fitted(curve, [UNSURE, UNSURE], entry("a", overrides=overrides), entry("b")) == [7, 1]
 
 
 @pytest.mark.parametrize(
@@ -108,12 +114,12 @@ def test_sampled_draws_are_never_dropped_for_their_value(rule: DrawRule, left: i
 
 
 def test_every_guess_whose_parent_became_text_is_learnt_from_verified_or_not() -> None:
-    size = CostSize(HALF, {})
+    policy = CostPolicy(HALF, {})
 
     def step(*committed: int) -> int:
-        size.open(plan(entry()))
-        (tree,) = size.fit([UNSURE])
-        size.observe([outcome(*committed)])
+        policy.begin_step(plan(entry()))
+        (tree,) = policy.choose_nodes([UNSURE])
+        policy.observe(StepReport([outcome(*committed)]))
         return tree.num_nodes
 
     assert step(10) == 1, "the first guess was right, and was not verified"
@@ -123,24 +129,24 @@ def test_every_guess_whose_parent_became_text_is_learnt_from_verified_or_not() -
 
 
 def test_a_step_that_was_cut_short_teaches_nothing() -> None:
-    size = CostSize(HALF, {})
+    policy = CostPolicy(HALF, {})
     for _ in range(50):
-        size.open(plan(entry()))
-        size.fit([UNSURE])
-    size.observe([outcome(finished=True), outcome(1, 2, request_id="another")])
-    size.open(plan(entry()))
-    assert size.fit([UNSURE])[0].num_nodes == 1
+        policy.begin_step(plan(entry()))
+        policy.choose_nodes([UNSURE])
+    policy.observe(StepReport([outcome(finished=True), outcome(1, 2, request_id="another")]))
+    policy.begin_step(plan(entry()))
+    assert policy.choose_nodes([UNSURE])[0].num_nodes == 1
 
 
 def best_subset(
-    hopes: Sequence[float], parents: Sequence[int], tokens: float, seconds: Sequence[float]
+    probabilities: Sequence[float], parents: Sequence[int], tokens: float, seconds: Sequence[float]
 ) -> float:
     """The highest tokens per second of any set of nodes that has every node's parent."""
     rates = [tokens / seconds[0]]
-    for n in range(1, len(hopes) + 1):
+    for n in range(1, len(probabilities) + 1):
         rates.extend(
-            (tokens + sum(hopes[i] for i in nodes)) / seconds[n]
-            for nodes in combinations(range(len(hopes)), n)
+            (tokens + sum(probabilities[i] for i in nodes)) / seconds[n]
+            for nodes in combinations(range(len(probabilities)), n)
             if all(parents[node] == -1 or parents[node] in nodes for node in nodes)
         )
     return max(rates)
@@ -150,45 +156,45 @@ def test_no_other_choice_of_nodes_would_be_faster() -> None:
     random = np.random.default_rng(5)
     parents = [-1, 0, 0, -1, 3, 4, 4]
     for _, curve in product(range(40), (FREE, DEAR, HALF, CostCurve((1, 4, 12), (1.0, 1.1, 3.0)))):
-        hopes: list[float] = []
+        probabilities: list[float] = []
         for parent in parents:
-            hopes.append(float(random.uniform(0, 1 if parent < 0 else hopes[parent])))
-        seconds = 0.2 + curve.seconds(2 + np.arange(len(hopes) + 1))
-        kept = fastest(np.array(hopes), 2.0, seconds)
+            probabilities.append(float(random.uniform(0, 1 if parent < 0 else probabilities[parent])))
+        seconds = 0.2 + curve.seconds(2 + np.arange(len(probabilities) + 1))
+        kept = fastest(np.array(probabilities), 2.0, seconds)
         assert all(kept[parents[i]] for i in np.flatnonzero(kept) if parents[i] >= 0), (
             "what is kept are trees"
         )
-        rate = (2.0 + float(np.array(hopes)[kept].sum())) / seconds[kept.sum()]
-        assert rate == pytest.approx(best_subset(hopes, parents, 2.0, seconds.tolist()))
+        rate = (2.0 + float(np.array(probabilities)[kept].sum())) / seconds[kept.sum()]
+        assert rate == pytest.approx(best_subset(probabilities, parents, 2.0, seconds.tolist()))
 
 
 def test_choosing_among_many_nodes_runs_no_more_python_than_among_few() -> None:
     def lines(nodes: int) -> int:
-        hopes = np.random.default_rng(0).uniform(size=nodes)
-        return lines_run(lambda: fastest(hopes, 8.0, np.linspace(1, 20, nodes + 1)))
+        probabilities = np.random.default_rng(0).uniform(size=nodes)
+        return lines_run(lambda: fastest(probabilities, 8.0, np.linspace(1, 20, nodes + 1)))
 
     assert lines(8 * 32) == lines(4)
 
 
-def sized(target: CostCurve, draft: CostCurve, expansion: tuple[int, ...] = (1, 1, 1, 1)) -> CostSize:
-    return CostSize(target, {"draft": DraftDepth(draft, Expansion(expansion))})
+def sized(target: CostCurve, draft: CostCurve, expansion: tuple[int, ...] = (1, 1, 1, 1)) -> CostPolicy:
+    return CostPolicy(target, {"draft": DraftCosts(draft, Expansion(expansion))})
 
 
 def depths(
-    size: CostSize,
+    policy: CostPolicy,
     *entries: PlanEntry,
     trees: Sequence[TokenTree] | None = None,
     unread: int = 1,
     rule: DrawRule = DrawRule.POINT_MASS,
 ) -> list[int]:
     """The levels each entry is drafted for, where each guess is one the draft is sure of."""
-    size.open(plan(*entries))
-    size.note(trees or [single_node(7) for _ in entries])
-    reached = [int(starts) for starts in size.starts("draft", entries, [unread] * len(entries))]
+    policy.begin_step(plan(*entries))
+    policy.show(trees or [single_node(7) for _ in entries])
+    reached = [int(starts) for starts in policy.worth_starting("draft", entries, [unread] * len(entries))]
     going = [i for i, starts in enumerate(reached) if starts]
     while going:
         grown = [chain(*reached[i] * [0.9], speculator="draft", rule=rule) for i in going]
-        deeper = size.deeper("draft", [entries[i] for i in going], grown)
+        deeper = policy.worth_deepening("draft", [entries[i] for i in going], grown)
         going = [i for i, goes_on in zip(going, deeper, strict=True) if goes_on]
         for i in going:
             reached[i] += 1
@@ -196,12 +202,12 @@ def depths(
     return reached
 
 
-def teach(size: CostSize, levels: int, steps: int = 100) -> None:
+def teach(policy: CostPolicy, levels: int, steps: int = 100) -> None:
     """Trees of four levels of which the first `levels` become text."""
     for _ in range(steps):
-        size.open(plan(entry()))
-        size.fit([chain(*4 * [0.9], speculator="draft")])
-        size.observe([outcome(*range(10, 10 + levels), 99)])
+        policy.begin_step(plan(entry()))
+        policy.choose_nodes([chain(*4 * [0.9], speculator="draft")])
+        policy.observe(StepReport([outcome(*range(10, 10 + levels), 99)]))
 
 
 QUICK = CostCurve((1, 1000), (0.1, 0.1))
@@ -220,78 +226,78 @@ QUICK = CostCurve((1, 1000), (0.1, 0.1))
 def test_a_draft_goes_as_deep_as_its_levels_have_been_worth(
     levels: int, draft: CostCurve, depth: int, rule: DrawRule
 ) -> None:
-    size = sized(FREE, draft)
-    teach(size, levels)
+    policy = sized(FREE, draft)
+    teach(policy, levels)
     mss = SpeculationParams(verifier="mss") if rule is DrawRule.IID else None
-    assert depths(size, entry(temperature=float(mss is not None), wishes=mss), rule=rule) == [depth]
+    assert depths(policy, entry(temperature=float(mss is not None), overrides=mss), rule=rule) == [depth]
 
 
 @pytest.mark.parametrize("rule", [DrawRule.POINT_MASS, DrawRule.IID])
 def test_a_draft_goes_on_below_what_it_is_sure_of(rule: DrawRule) -> None:
-    size = sized(FREE, CostCurve((1, 4), (0.15, 0.6)))
+    policy = sized(FREE, CostCurve((1, 4), (0.15, 0.6)))
     entries = [entry("a"), entry("b")]
-    size.open(plan(*entries))
-    size.note([single_node(7), single_node(7)])
-    assert size.starts("draft", entries, [1, 1]) == [True, True]
+    policy.begin_step(plan(*entries))
+    policy.show([single_node(7), single_node(7)])
+    assert policy.worth_starting("draft", entries, [1, 1]) == [True, True]
     #  3.04 tokens in 1.3 s; below the first guess .7 tokens more in .15 s, below the other .04
     sure, unsure = (chain(confidence, speculator="draft", rule=rule) for confidence in (0.99, 0.05))
-    assert size.deeper("draft", entries, [sure, unsure]) == [True, False]
+    assert policy.worth_deepening("draft", entries, [sure, unsure]) == [True, False]
 
 
 @pytest.mark.parametrize(("rule", "goes_on"), [(DrawRule.POINT_MASS, True), (DrawRule.IID, False)])
 def test_of_samples_every_node_is_a_row(rule: DrawRule, goes_on: bool) -> None:
     # The next level brings 8 guesses: the likeliest alone is worth its row, all of them are not.
-    size = sized(CostCurve((1, 3, 4), (1.0, 1.0, 1.3)), QUICK, (1, 8))
+    policy = sized(CostCurve((1, 3, 4), (1.0, 1.0, 1.3)), QUICK, (1, 8))
     asked = [entry()]
-    size.open(plan(*asked))
-    size.note([single_node(7)])
-    assert size.starts("draft", asked, [1]) == [True]
-    assert size.deeper("draft", asked, [chain(0.9, speculator="draft", rule=rule)]) == [goes_on]
+    policy.begin_step(plan(*asked))
+    policy.show([single_node(7)])
+    assert policy.worth_starting("draft", asked, [1]) == [True]
+    assert policy.worth_deepening("draft", asked, [chain(0.9, speculator="draft", rule=rule)]) == [goes_on]
 
 
 def test_in_a_batch_the_targets_rows_are_dear() -> None:
-    size = sized(CostCurve((1, 8, 9), (1.0, 1.0, 2.0)), QUICK)
-    teach(size, 4)
-    assert depths(size, entry()) == [4]
-    assert depths(size, *(entry(str(i)) for i in range(2))) == 2 * [3]
-    assert depths(size, *(entry(str(i)) for i in range(8))) == 8 * [0]
+    policy = sized(CostCurve((1, 8, 9), (1.0, 1.0, 2.0)), QUICK)
+    teach(policy, 4)
+    assert depths(policy, entry()) == [4]
+    assert depths(policy, *(entry(str(i)) for i in range(2))) == 2 * [3]
+    assert depths(policy, *(entry(str(i)) for i in range(8))) == 8 * [0]
 
 
 def test_what_another_has_guessed_already_needs_no_draft() -> None:
-    size = sized(FREE, CostCurve((1, 1000), (0.5, 0.5)))
-    teach(size, 4)
+    policy = sized(FREE, CostCurve((1, 1000), (0.5, 0.5)))
+    teach(policy, 4)
     known = chain(*4 * [0.999], speculator="prediction")
-    assert depths(size, entry(), trees=[single_node(7)]) == [4]
-    assert depths(size, entry(), trees=[known]) == [0]
+    assert depths(policy, entry(), trees=[single_node(7)]) == [4]
+    assert depths(policy, entry(), trees=[known]) == [0]
 
 
 def test_reading_a_long_text_has_to_be_worth_it() -> None:
     dear = CostCurve((1, 1000), (0.1, 100.1))  # a tenth of a second for each token that is read
-    size = sized(FREE, dear)
-    teach(size, 4)
-    assert depths(size, entry(room=5000), unread=500)[0] > 0
-    assert depths(size, entry(room=10), unread=500) == [0]
+    policy = sized(FREE, dear)
+    teach(policy, 4)
+    assert depths(policy, entry(room=5000), unread=500)[0] > 0
+    assert depths(policy, entry(room=10), unread=500) == [0]
 
 
 def test_who_asks_for_an_expansion_is_drafted_for() -> None:
-    size = sized(FREE, CostCurve((1, 1000), (9.0, 9.0)))
-    asking = entry("a", wishes=SpeculationParams(expansion=Expansion((1, 1))))
-    teach(size, 0)
-    size.open(plan(asking, entry("b")))
-    size.note([single_node(7), single_node(7)])
-    assert size.starts("draft", [asking, entry("b")], [1, 1]) == [True, False]
-    assert size.deeper("draft", [asking], [chain(0.01, speculator="draft")]) == [True]
+    policy = sized(FREE, CostCurve((1, 1000), (9.0, 9.0)))
+    asking = entry("a", overrides=SpeculationParams(expansion=Expansion((1, 1))))
+    teach(policy, 0)
+    policy.begin_step(plan(asking, entry("b")))
+    policy.show([single_node(7), single_node(7)])
+    assert policy.worth_starting("draft", [asking, entry("b")], [1, 1]) == [True, False]
+    assert policy.worth_deepening("draft", [asking], [chain(0.01, speculator="draft")]) == [True]
 
 
 def test_what_was_not_worth_it_is_tried_again_for_a_hundredth_of_the_time() -> None:
-    size = sized(FREE, CostCurve((1, 1000), (0.5, 0.5)))
-    teach(size, 0)
+    policy = sized(FREE, CostCurve((1, 1000), (0.5, 0.5)))
+    teach(policy, 0)
     tried = []
     for _ in range(1000):
-        size.open(plan(entry("a"), entry("b")))
-        size.note([single_node(7), single_node(7)])
-        tried.append(tuple(size.starts("draft", [entry("a"), entry("b")], [1, 1])))
+        policy.begin_step(plan(entry("a"), entry("b")))
+        policy.show([single_node(7), single_node(7)])
+        tried.append(tuple(policy.worth_starting("draft", [entry("a"), entry("b")], [1, 1])))
     assert set(tried) == {(False, False), (True, False)}
     assert 15 <= tried.count((True, False)) <= 21  # each costs half a second of the 1000 s the steps take
-    teach(size, 4)
-    assert depths(size, entry()) == [4], "and is worth it again once it guesses right"
+    teach(policy, 4)
+    assert depths(policy, entry()) == [4], "and is worth it again once it guesses right"

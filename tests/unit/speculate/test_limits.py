@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +11,14 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.config import SpeculationConfig
 from specinfer.errors import RequestError
+from specinfer.plan import StepPlan
 from specinfer.request import Request
 from specinfer.speculate.alignment import SIDE_DEPTH
-from specinfer.speculate.budget import TreeBudget
+from specinfer.speculate.draft_model import DraftModel
+from specinfer.speculate.limits import SpeculationLimits
+from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.table import AFTER_DRAFTS, BEFORE_DRAFTS, build_speculators
+from specinfer.tree import DrawRule, TokenTree
 
 CONFIG = SpeculationConfig(
     drafts=("a", "b"),
@@ -29,8 +36,38 @@ CONFIG = SpeculationConfig(
 DRAFT, NGRAM, SUFFIX, FORCED, PREDICTION = 4, 6, 9, 5, 4 + SIDE_DEPTH
 
 
-def budget(config: SpeculationConfig = CONFIG, extra: tuple[str, ...] = ()) -> TreeBudget:
-    return TreeBudget(config, ["draft1", "draft2"] if config.drafts else [], extra)
+class Named:
+    """A caller's own speculator, which says nothing about its size."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def propose(self, plan: StepPlan) -> list[TokenTree]:
+        raise AssertionError("nobody is asked")
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        pass
+
+
+def drafts(config: SpeculationConfig) -> list[DraftModel]:
+    names = ["draft1", "draft2"] if config.drafts else []
+    runner: Any = SimpleNamespace(
+        block_size=4,
+        model=SimpleNamespace(kernels=SimpleNamespace(scan=None), config=SimpleNamespace(max_context=99)),
+    )
+    return [DraftModel(n, runner, config.expansion, DrawRule.COUPLED, max_rows=8) for n in names]
+
+
+def limits(config: SpeculationConfig = CONFIG, extra: tuple[str, ...] = ()) -> SpeculationLimits:
+    return SpeculationLimits(
+        config,
+        [
+            *build_speculators(BEFORE_DRAFTS, config),
+            *drafts(config),
+            *build_speculators(AFTER_DRAFTS, config),
+            *map(Named, extra),
+        ],
+    )
 
 
 def request(speculation: Any = None, prediction: tuple[int, ...] = (), **params: Any) -> Request:
@@ -41,7 +78,7 @@ EVERYBODY = ("draft1", "draft2", "suffix", "ngram")
 
 
 @pytest.mark.parametrize(
-    ("asked", "guessers", "nodes"),
+    ("asked", "speculators", "nodes"),
     [
         (request(), EVERYBODY, 1 + 2 * DRAFT + SUFFIX + NGRAM),
         (request(False), (), 1),
@@ -61,14 +98,16 @@ EVERYBODY = ("draft1", "draft2", "suffix", "ngram")
         (request(False, (5, 6), choice=["a"]), (), 1),
     ],
 )
-def test_guessers_and_the_nodes_they_could_use(asked: Request, guessers: tuple[str, ...], nodes: int) -> None:
-    ours = budget()
+def test_speculators_and_the_nodes_they_could_use(
+    asked: Request, speculators: tuple[str, ...], nodes: int
+) -> None:
+    ours = limits()
     ours.check(asked)
-    assert (ours.guessers(asked), ours.nodes(asked)) == (guessers, nodes)
+    assert (ours.speculators(asked), ours.nodes(asked)) == (speculators, nodes)
 
 
 def test_callers_own_speculators_may_fill_the_tree() -> None:
-    ours = budget(extra=("mine",))
+    ours = limits(extra=("mine",))
     assert ours.names == ("grammar", "prediction", *EVERYBODY, "mine")
     assert ours.nodes(request()) == 100
     assert ours.nodes(request({"speculators": ["mine"], "max_nodes": 6})) == 6
@@ -76,14 +115,10 @@ def test_callers_own_speculators_may_fill_the_tree() -> None:
 
 
 def test_an_engine_without_speculators_still_guesses_from_what_requests_bring() -> None:
-    ours = budget(SpeculationConfig())
-    assert ours.usual_nodes == 1
-    assert ours.guessers(request()) == ()
-    assert ours.guessers(request(prediction=(5,), regex="a")) == ("grammar", "prediction")
-
-
-def test_the_usual_tree_has_room_for_the_engines_own_speculators() -> None:
-    assert budget().usual_nodes == 1 + 2 * DRAFT + SUFFIX + NGRAM
+    ours = limits(SpeculationConfig())
+    assert ours.nodes(request()) == 1
+    assert ours.speculators(request()) == ()
+    assert ours.speculators(request(prediction=(5,), regex="a")) == ("grammar", "prediction")
 
 
 @pytest.mark.parametrize(
@@ -104,16 +139,16 @@ def test_the_usual_tree_has_room_for_the_engines_own_speculators() -> None:
 )
 def test_what_the_engine_does_not_have_is_refused(speculation: Any, line: str) -> None:
     with pytest.raises(RequestError) as caught:
-        budget().check(request(speculation))
+        limits().check(request(speculation))
     assert str(caught.value) == line
 
 
 def test_the_shape_of_a_drafts_trees_is_refused_where_nobody_drafts() -> None:
     asked = request({"expansion": "3,1"})
-    budget().check(asked)
-    budget(SpeculationConfig(ngram=True), extra=("ours",)).check(asked)  # the caller's own may heed it
+    limits().check(asked)
+    limits(SpeculationConfig(ngram=True), extra=("ours",)).check(asked)  # the caller's own may heed it
     with pytest.raises(RequestError) as caught:
-        budget(SpeculationConfig(ngram=True)).check(asked)
+        limits(SpeculationConfig(ngram=True)).check(asked)
     assert str(caught.value) == (
         "speculation.expansion is 3,1; it is the shape of a draft model's trees, and this engine has no "
         "draft model: leave it out"

@@ -31,7 +31,7 @@ class _Level:
     tries: float = 0.0
 
 
-class DraftDepth:
+class DraftCosts:
     """One draft model's costs, by `curve`, and how the levels of its `expansion` have done."""
 
     def __init__(self, curve: CostCurve, expansion: Expansion) -> None:

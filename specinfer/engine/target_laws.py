@@ -1,0 +1,195 @@
+"""The target's laws at the nodes of trees, computed where the walks go, and the walks themselves.
+
+Everything that depends on the path (penalties, bans, a grammar) is applied at the node, with the node's own
+path, and only at nodes that are visited: the sixth rule of docs/losslessness.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specinfer.errors import DrawRuleError, IntegrityError, LogitsError, RequestError, UserError
+from specinfer.plan import PlanEntry
+from specinfer.runtime.flight import Flight
+from specinfer.runtime.logprobs import processed_logprobs, raw_logprobs
+from specinfer.runtime.sampling import point_mass, target_law
+from specinfer.tree import TokenTree
+from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import coupled_choice, verify_coupled
+from specinfer.verify.law import Law
+from specinfer.verify.multistep import seeded_coin, verify_multistep
+from specinfer.verify.pairs import Verifier
+
+
+class TargetLaws:
+    """The target's law after each node of one request's tree, as the request's parameters make it."""
+
+    def __init__(self, entry: PlanEntry, tree: TokenTree, flight: Flight, first_row: int) -> None:
+        self.request = entry.request
+        self.tree = tree
+        self._flight = flight
+        self._first_row = first_row  # of the flight's rows with logits: the root's
+        self._end = entry.end
+        self._num_output = entry.end - len(entry.request.prompt_token_ids)
+        self._depths = tree.depths()
+        self._processors = entry.active_processors
+        self._ending = entry.processors.ending if entry.processors is not None else frozenset[int]()
+        self.asked = 0  # the node whose law was wanted last
+
+    @property
+    def plain(self) -> bool:
+        """Whether the target's logits are used as they are at every node."""
+        return self._processors is None
+
+    def row(self, node: int) -> int:
+        """The row of the flight's logits that is the node's."""
+        return self._first_row + node
+
+    def position(self, node: int) -> int:
+        """The absolute position of the token chosen after `node`."""
+        return self._end + self._depths[node]
+
+    def logits(self, node: int) -> NDArray[np.float32]:
+        """The target's logits after `node`, [vocab], as the processors leave them.
+
+        Raises RequestError when they leave no token.
+        """
+        logits_V = self._flight.row(self.row(node))
+        if self._processors is None:
+            return logits_V
+        processed = self._processors.apply(logits_V, self.tree.path_tokens(node))
+        if processed.max() == -np.inf and logits_V.max() > -np.inf:
+            raise RequestError(
+                f"{' and '.join(self._processors.bans)} leave no token to choose after "
+                f"{self._num_output + self._depths[node]} tokens; relax one of them"
+            )
+        return processed
+
+    def law(self, node: int) -> Law:
+        """The law of the token after `node`."""
+        self.asked = node
+        if self.is_over(node):
+            # The walk asks once more behind the last token of a text; nobody will see the answer.
+            return point_mass(self.tree.token_ids[node], self._flight.vocab)
+        return target_law(self.logits(node), self.request.params, self._flight.scan)
+
+    def choose(self, node: int) -> int:
+        """The target's own choice after `node`: a pure function of law, seed and position."""
+        return coupled_choice(self.law(node), self.request.seed, self.position(node), self._flight.scan)
+
+    def logprobs(self, node: int) -> NDArray[np.float64]:
+        """Log-probabilities of the token after `node`, [vocab], raw or processed as the request says."""
+        if self.request.params.logprobs_mode == "raw":
+            return raw_logprobs(self._flight.row(self.row(node)))
+        return processed_logprobs(self.logits(node), self.request.params)
+
+    def is_over(self, node: int) -> bool:
+        """Whether the text ends with `node`."""
+        enough = self._num_output + self._depths[node] >= self.request.params.min_tokens
+        return node > 0 and enough and self.tree.token_ids[node] in self._ending
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One request's way down its tree, as far as it has come."""
+
+    laws: TargetLaws
+    children: list[dict[int, int]]
+    path: list[int] = field(default_factory=list)
+    node: int = 0
+
+    def follow(self, token: int) -> Acceptance | None:
+        """Go on to the child that holds the target's choice; where there is none the walk is over."""
+        child = self.children[self.node].get(token)
+        if child is None:
+            return Acceptance(tuple(self.path), token)
+        self.path.append(child)
+        self.node = child
+        return None
+
+    def error(self) -> UserError:
+        """What the request is told where no choice can be made: its largest logit is no finite number."""
+        try:
+            self.laws.law(self.node)
+        except LogitsError as error:
+            return error
+        raise IntegrityError(f"no choice was made at node {self.node}, whose logits are good")
+
+
+def verify_trees(
+    laws: Sequence[TargetLaws], verifier: Verifier, flight: Flight
+) -> list[Acceptance | UserError]:
+    """The path of each tree the target accepts and its bonus token; greedy is the coupled rule's T -> 0.
+
+    `verifier` is the engine's; a request may have asked for another. An error is its own request's and stops
+    no other. Requests that only need the target's choices walk down together, one question to the flight for
+    each level.
+    """
+    results: list[Acceptance | UserError | None] = [None] * len(laws)
+    together: dict[int, _Walk] = {}
+    for i, one in enumerate(laws):
+        if one.plain and _is_coupled(one, verifier):
+            together[i] = _Walk(one, one.tree.children())
+        else:
+            results[i] = _verify(one, verifier)
+    while together:
+        for i, token in _choices(together, flight):
+            walk = together[i]
+            result = walk.follow(token) if token >= 0 else _dead_end(walk.laws, walk.node, walk.error())
+            if result is not None:
+                results[i] = result
+                del together[i]
+    return [result for result in results if result is not None]
+
+
+def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int]]:
+    """For every walk the target's choice after the node it has come to; -1 where no logit is a number."""
+    found: list[tuple[int, int]] = []
+    asking: list[int] = []
+    for i, walk in walks.items():
+        if walk.laws.is_over(walk.node):  # nobody will see what follows the last token of a text
+            found.append((i, walk.laws.tree.token_ids[walk.node]))
+        else:
+            asking.append(i)
+    if asking:
+        laws = [walks[i].laws for i in asking]
+        nodes = [walks[i].node for i in asking]
+        tokens = flight.choices(
+            [one.row(node) for one, node in zip(laws, nodes, strict=True)],
+            [one.request.params for one in laws],
+            [one.request.seed for one in laws],
+            [one.position(node) for one, node in zip(laws, nodes, strict=True)],
+        )
+        found.extend(zip(asking, tokens, strict=True))
+    return found
+
+
+def _verify(laws: TargetLaws, verifier: Verifier) -> Acceptance | UserError:
+    """One tree by itself: processed logits, or multi-step sampling."""
+    try:
+        if _is_coupled(laws, verifier):
+            return verify_coupled(laws.tree, laws.choose)
+        coin = seeded_coin(laws.request.seed, laws.position(0))
+        return verify_multistep(laws.tree, lambda node: laws.law(node).distribution(), coin)
+    except DrawRuleError as error:
+        return error
+    except UserError as error:  # the request's parameters leave no token, or the logits are no numbers
+        return _dead_end(laws, laws.asked, error)
+
+
+def _dead_end(laws: TargetLaws, node: int, error: UserError) -> Acceptance | UserError:
+    """An error at the root; below it the tokens up to there are text, and the next step meets the error."""
+    if node == 0:
+        return error
+    *path, last = laws.tree.path_to(node)
+    return Acceptance(tuple(path), laws.tree.token_ids[last])
+
+
+def _is_coupled(laws: TargetLaws, verifier: Verifier) -> bool:
+    params = laws.request.params
+    wanted = params.speculation.verifier
+    return params.greedy or (verifier if wanted is None else Verifier(wanted)) is Verifier.COUPLED

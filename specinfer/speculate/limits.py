@@ -1,0 +1,75 @@
+"""How many nodes one request's tree may have, and who may guess for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specinfer.config import SpeculationConfig
+from specinfer.errors import RequestError
+from specinfer.request import Request
+from specinfer.speculate.speculator import KnowsItsSize, LevelSpeculator, Observer
+
+
+class SpeculationLimits:
+    """What the speculators of an engine may do for a request, within the engine's and its own limits."""
+
+    def __init__(self, config: SpeculationConfig, speculators: Sequence[Observer]) -> None:
+        self._config = config
+        self._speculators = tuple(speculators)
+        self.names = tuple(speculator.name for speculator in speculators)
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError when the request asks for something this engine does not have."""
+        overrides = request.params.speculation
+        for name in overrides.speculators or ():
+            if name not in self.names:
+                raise RequestError(
+                    f"speculation.speculators names {name!r}; this engine has {', '.join(self.names)}"
+                )
+        if overrides.expansion is not None and not any(map(_has_shape, self._speculators)):
+            raise RequestError(
+                f"speculation.expansion is {overrides.expansion}; it is the shape of a draft model's trees, "
+                "and this engine has no draft model: leave it out"
+            )
+        if (overrides.max_nodes or 0) > self._config.max_nodes:
+            raise RequestError(
+                f"speculation.max_nodes is {overrides.max_nodes}; the engine allows at most "
+                f"{self._config.max_nodes}: lower it"
+            )
+
+    def speculators(self, request: Request) -> tuple[str, ...]:
+        """The names of the speculators that may guess for the request, in the order they are asked."""
+        return tuple(speculator.name for speculator, _ in self._guessing(request))
+
+    def nodes(self, request: Request) -> int:
+        """The tree nodes to reserve for the request, the root included; 1: nobody guesses."""
+        limit = request.params.speculation.max_nodes or self._config.max_nodes
+        return min(limit, 1 + sum(most for _, most in self._guessing(request)))
+
+    def _guessing(self, request: Request) -> list[tuple[Observer, int]]:
+        """The speculators that may guess for the request, each with the most nodes it may propose."""
+        params, overrides = request.params, request.params.speculation
+        if not overrides.enabled:
+            return []
+        # Earlier answers may have been made with the same seed, and then with the same chance that
+        # multi-step sampling is about to use: a guess that knows it would change the law.
+        chance = (overrides.verifier or self._config.verifier) == "mss" and not params.greedy
+        known_chance = chance and params.seed is not None
+        return [
+            (speculator, most)
+            for speculator in self._speculators
+            if (overrides.speculators is None or speculator.name in overrides.speculators)
+            and not (known_chance and getattr(speculator, "remembers_answers", False))
+            and (most := self._most_nodes(speculator, request)) > 0
+        ]
+
+    def _most_nodes(self, speculator: Observer, request: Request) -> int:
+        """What a speculator says of itself; one that says nothing may fill the tree."""
+        if isinstance(speculator, KnowsItsSize):
+            return speculator.most_nodes(request)
+        return self._config.max_nodes
+
+
+def _has_shape(speculator: Observer) -> bool:
+    """Whether a request's own expansion may mean something to it: not known of a caller's own."""
+    return isinstance(speculator, LevelSpeculator) or not isinstance(speculator, KnowsItsSize)

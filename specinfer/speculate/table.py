@@ -1,0 +1,63 @@
+"""The speculators an engine can have: whoever adds one adds a row here, and its options to config.py.
+
+Draft models are not among them: they are loaded with the target (engine/build.py), and asked between the two
+groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from specinfer.config import SpeculationConfig
+from specinfer.speculate.forced import GrammarSpeculator
+from specinfer.speculate.ngram import NgramSpeculator
+from specinfer.speculate.prediction import PredictionSpeculator
+from specinfer.speculate.speculator import Speculator
+from specinfer.speculate.suffix import SuffixSpeculator
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of speculator."""
+
+    build: Callable[[SpeculationConfig], Speculator]
+    switch: str | None  # the option that asks for it; None: there for every request that brings what it needs
+
+
+def _grammar(config: SpeculationConfig) -> Speculator:
+    return GrammarSpeculator(depth=config.forced_depth)
+
+
+def _prediction(config: SpeculationConfig) -> Speculator:
+    return PredictionSpeculator(depth=config.prediction_depth, branches=config.prediction_branches)
+
+
+def _suffix(config: SpeculationConfig) -> Speculator:
+    return SuffixSpeculator(
+        max_depth=config.suffix_depth, max_nodes=config.suffix_nodes, memory=config.suffix_memory
+    )
+
+
+def _ngram(config: SpeculationConfig) -> Speculator:
+    return NgramSpeculator(
+        shortest=config.ngram_min,
+        longest=config.ngram_max,
+        branches=config.ngram_branches,
+        depth=config.ngram_depth,
+    )
+
+
+# Who guesses from what a request brings along: surest first, as the first gets the nodes.
+BEFORE_DRAFTS: Final = (Row(_grammar, None), Row(_prediction, None))
+# Who guesses from texts: cheap, and with what the drafts left over.
+AFTER_DRAFTS: Final = (
+    Row(_suffix, "suffix"),
+    Row(_ngram, "ngram"),
+)
+
+
+def build_speculators(rows: Sequence[Row], config: SpeculationConfig) -> list[Speculator]:
+    """Those of `rows` that the config asks for, in their order."""
+    return [row.build(config) for row in rows if row.switch is None or getattr(config, row.switch)]

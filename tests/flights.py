@@ -1,0 +1,28 @@
+"""Flights without a model: made-up logits, asked as a pass is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from specinfer.engine.target_laws import TargetLaws
+from specinfer.runtime.flight import Flight
+from specinfer.tree import TokenTree
+from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.pairs import Verifier
+from specinfer.verify.scan import NUMPY
+
+Mutant = Callable[[TokenTree, TargetLaws, Verifier], Acceptance]
+
+
+def flight_of(logits_RV: NDArray[np.float32]) -> Flight:
+    """What a pass with these logits would answer."""
+    return Flight(torch.from_numpy(logits_RV), NUMPY)
+
+
+def each_tree(mutant: Mutant) -> Callable[[Sequence[TargetLaws], Verifier, Flight], list[Acceptance]]:
+    """A broken `verify_trees`, from what it does to each tree."""
+    return lambda laws, verifier, flight: [mutant(one.tree, one, verifier) for one in laws]
