@@ -1,0 +1,61 @@
+"""Matchers are built where the library has room to recurse, and nobody else notices."""
+
+import threading
+
+import llguidance
+import pytest
+
+from specinfer.processors.library_vocabulary import LibraryVocabulary
+from tests.unit.processors.test_grammar import TOKENIZER, VOCAB
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    return LibraryVocabulary(TOKENIZER, VOCAB)
+
+
+def test_the_stack_size_of_other_threads_is_left_alone(vocabulary, monkeypatch):
+    vocabulary.matcher('start: "a"')
+    usual, set_to, set_stack_size = threading.stack_size(), [], threading.stack_size
+
+    def recorded(*size):
+        set_to.extend(size)
+        return set_stack_size(*size)
+
+    monkeypatch.setattr(threading, "stack_size", recorded)
+    for text in ("b", "c", "d"):
+        assert not vocabulary.matcher(f'start: "{text}"').is_error()
+    assert set_to == []
+    assert threading.stack_size() == usual
+
+
+def test_an_exception_of_the_library_comes_back_as_itself(vocabulary, monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError("no room for this grammar")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llguidance, "LLMatcher", fail)
+        patched.setattr(fail, "grammar_from_lark", str, raising=False)
+        with pytest.raises(MemoryError, match="no room for this grammar"):
+            vocabulary.matcher('start: "a"')
+    assert not vocabulary.matcher('start: "a"').is_error()  # the next one is made as ever
+
+
+def test_threads_may_ask_at_the_same_time(monkeypatch):
+    vocabulary, read = LibraryVocabulary(TOKENIZER, VOCAB), []
+    library = llguidance.LLTokenizer
+    monkeypatch.setattr(llguidance, "LLTokenizer", lambda *a, **k: read.append(a) or library(*a, **k))
+    together, legal = threading.Barrier(4), {}
+
+    def ask(letter):
+        together.wait()
+        matcher = vocabulary.matcher(f'start: "{letter}"')
+        legal[letter] = matcher.compute_ff_bytes()
+
+    threads = [threading.Thread(target=ask, args=(letter,)) for letter in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert legal == {letter: letter.encode() for letter in "abcd"}
+    assert len(read) == 1, "the vocabulary is read once"
