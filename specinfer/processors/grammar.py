@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 MAX_REPEAT = 100_000  # of a part of a regex, counted repeats in one another multiplied
 CACHED_GRAMMARS = 32
-CACHED_MASKS = 256  # of one request, within one step
+CACHED_MASKS = 256  # of one request, within one step; 19 kB each at a vocabulary of 152k
 TRIAL_TOKENS = 32  # how far a new grammar is tried, each of TRIALS times
 TRIALS = 2
 
@@ -155,28 +155,20 @@ class GrammarState:
         self._cursor = Cursor(grammar.exact)
         self._guide: Cursor | None = None  # made when forced text is first asked for
         self._ended = False
-        self._masks: dict[tuple[int, ...], NDArray[np.bool_]] = {}
+        self._masks: dict[tuple[int, ...], NDArray[np.uint8]] = {}  # by path, a bit a token
 
     def allowed(self, path: Sequence[int] = ()) -> NDArray[np.bool_]:
-        """Which tokens may follow the committed text and then `path`: [vocab_size], read-only, kept."""
-        key = tuple(path)
-        if key in self._masks:
-            return self._masks[key]
-        mask = None if self._ended else self._cursor.ask(key, self._mask)
-        if mask is None:  # not kept: a full automaton may have said so, and a new one may know better
-            mask = np.zeros(self._vocabulary.size, dtype=np.bool_)
-        else:
-            if len(self._masks) >= CACHED_MASKS:
-                del self._masks[next(iter(self._masks))]
-            self._masks[key] = mask
-        mask.flags.writeable = False
-        return mask
+        """Which tokens may follow the committed text and then `path`: [vocab_size], the caller's own."""
+        bits = self._bits(tuple(path))
+        if bits is None:
+            return np.zeros(self._vocabulary.size, dtype=np.bool_)
+        return np.unpackbits(bits, count=self._vocabulary.size, bitorder="little").view(np.bool_)
 
     def permits(self, path: Sequence[int], token: int) -> bool:
         """Whether `token` may follow the committed text and then `path`, without making a mask of it."""
-        mask = self._masks.get(tuple(path))
-        if mask is not None:
-            return 0 <= token < mask.size and bool(mask[token])
+        bits = self._masks.get(tuple(path))
+        if bits is not None:
+            return 0 <= token < self._vocabulary.size and bool(bits[token >> 3] >> (token & 7) & 1)
         if self._ended:
             return False
         if token in self._vocabulary.end_ids:
@@ -222,15 +214,27 @@ class GrammarState:
         """Whether the text is complete: nothing may follow but its end, or the end is there."""
         return self._ended or self._cursor.ask((), lambda m: m.is_stopped() and m.is_accepting()) is True
 
-    def _mask(self, matcher: LLMatcher) -> NDArray[np.bool_]:
-        mask = np.zeros(self._vocabulary.size, dtype=np.bool_)
-        may_end = matcher.is_accepting()
+    def _bits(self, path: tuple[int, ...]) -> NDArray[np.uint8] | None:
+        """The mask after `path`, as bits; None where nothing is allowed.
+
+        None is not kept: a full automaton may have said so, and a new one may know better.
+        """
+        bits = self._masks.get(path)
+        if bits is None and not self._ended:
+            bits = self._cursor.ask(path, self._mask)
+            if bits is not None:
+                if len(self._masks) >= CACHED_MASKS:
+                    del self._masks[next(iter(self._masks))]
+                self._masks[path] = bits
+        return bits
+
+    def _mask(self, matcher: LLMatcher) -> NDArray[np.uint8]:
+        vocabulary, may_end = self._vocabulary, matcher.is_accepting()
+        bits = np.zeros_like(vocabulary.text_bits)
         if not matcher.is_stopped():
-            bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-            mask = np.unpackbits(bits, count=mask.size, bitorder="little").view(np.bool_)
-            mask[self._vocabulary.textless] = False
-        mask[self._vocabulary.ends] = may_end
-        return mask
+            found = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8, count=bits.size)
+            np.bitwise_and(found, vocabulary.text_bits, out=bits)
+        return bits | vocabulary.end_bits if may_end else bits
 
 
 def _forced_tokens(matcher: LLMatcher) -> list[int]:

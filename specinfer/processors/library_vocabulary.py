@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specinfer.processors.deep_thread import DeepThread
 
@@ -30,15 +31,16 @@ class LibraryVocabulary:
 
     The end of the text is one id of ours, after all others, in place of the model's end-of-text ids: a
     grammar cannot name these. Other special tokens have no bytes; a Lark grammar may name them.
+    `text_bits` and `end_bits` have a bit a token: which can be part of a text, which end it.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.tokenizer = tokenizer
         self.size = vocab_size
         self.end_ids = frozenset(i for i in tokenizer.eos_token_ids if i < vocab_size)
-        self.ends = np.array(sorted(self.end_ids), dtype=np.int64)
         self._tokens = [self._bytes_of(i) for i in range(vocab_size)]
-        self.textless = np.array([i for i, token in enumerate(self._tokens) if not token], dtype=np.int64)
+        self.text_bits = _packed([bool(token) for token in self._tokens])
+        self.end_bits = _packed([i in self.end_ids for i in range(vocab_size)])
         self._library: tuple[LLTokenizer, LLParserLimits] | None = None
 
     def is_text(self, token: int) -> bool:
@@ -82,6 +84,11 @@ class LibraryVocabulary:
             return _SPECIAL + (self.tokenizer.id_to_token(token) or "").encode()
         found = self.tokenizer.token_bytes[token]
         return b"" if found.startswith(_SPECIAL) else found  # 0xFF is in no UTF-8 text
+
+
+def _packed(flags: list[bool]) -> NDArray[np.uint8]:
+    """A bit a token, the first lowest, as in the library's masks."""
+    return np.packbits(flags, bitorder="little")
 
 
 class _Encoder:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.errors import RequestError
-from specinfer.processors.grammar import CACHED_GRAMMARS, GrammarCompiler
+from specinfer.processors.grammar import CACHED_GRAMMARS, CACHED_MASKS, GrammarCompiler, GrammarState
 from specinfer.structured_output import structured_output
 from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.gguf_vocabulary import read_vocabulary
@@ -138,14 +139,51 @@ def test_a_lark_grammar_may_name_a_special_token_but_not_the_end():
         grammar_of(grammar="start: <|im_end|>")
 
 
-def test_masks_are_read_only_and_kept_within_a_step():
-    state = grammar_of(choice=["yes", "no"]).state()
-    mask = state.allowed(ids("n"))
-    with pytest.raises(ValueError, match="read-only"):
-        mask[0] = True
-    assert state.allowed(ids("n")) is mask
+def test_masks_are_kept_within_a_step(monkeypatch):
+    state, made, make = grammar_of(choice=["yes", "no"]).state(), [], GrammarState._mask
+    monkeypatch.setattr(GrammarState, "_mask", lambda self, matcher: made.append(1) or make(self, matcher))
+    first = state.allowed(ids("n"))
+    expected, first[:] = first.copy(), True  # the caller's own
+    np.testing.assert_array_equal(state.allowed(ids("n")), expected)
+    assert state.permits(ids("n"), ids("o")[0])
     state.commit(ids("n"))
-    assert state.allowed() is mask  # the path became text; its mask is that of the root now
+    np.testing.assert_array_equal(state.allowed(), expected)  # the path became text; its mask is the root's
+    assert len(made) == 1
+    state.commit(ids("o"))
+    state.allowed()
+    assert len(made) == 2
+
+
+def test_masks_are_kept_as_bits():
+    vocab = 152_000
+    state = GrammarCompiler(TOKENIZER, vocab).compile(structured_output(regex="(?s:.)*")).state()
+    paths = [[byte_id(a), byte_id(b)] for a in range(32, 48) for b in range(32, 50)]
+    assert len(paths) > CACHED_MASKS
+    state.allowed(paths[0])
+    tracemalloc.start()
+    for path in paths:
+        assert state.allowed(path)[END]
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < CACHED_MASKS * (vocab // 8 + 1000)
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, *range(END + 1, END + 10), 1000])
+def test_masks_are_the_librarys_bit_for_bit_but_for_what_is_no_text_and_the_end(vocab):
+    grammar = GrammarCompiler(TOKENIZER, vocab).compile(structured_output(regex="(yes|no|(?s:.)\u00d6l?)*"))
+    state = grammar.state()
+    textless = [i for i in range(vocab) if not grammar.vocabulary.is_text(i)]
+    for text in ("", "yes", "ye", "x", "x\u00d6", "nono"):
+        path = ids(text)
+        matcher = grammar.exact.first.deep_copy()
+        assert matcher.consume_tokens(path) or not path
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        expected = np.unpackbits(bits, count=vocab, bitorder="little").astype(bool)
+        expected[textless] = False
+        expected[END] = matcher.is_accepting()
+        np.testing.assert_array_equal(state.allowed(path), expected)
+        assert state.allowed(path).dtype == np.bool_
+        assert [state.permits(path, i) for i in range(-1, vocab + 1)] == [False, *expected, False]
 
 
 def test_a_walk_and_siblings_do_not_disturb_each_other():
