@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 MAX_REPEAT = 100_000  # of a part of a regex, counted repeats in one another multiplied
 CACHED_GRAMMARS = 32
 CACHED_MASKS = 256  # of one request, within one step; 19 kB each at a vocabulary of 152k
+LONG_FORCED = 256  # tokens; longer forced text is kept: to find it takes time in proportion to its length
 TRIAL_TOKENS = 32  # how far a new grammar is tried, each of TRIALS times
 TRIALS = 2
 
@@ -154,6 +155,7 @@ class GrammarState:
         self._vocabulary = grammar.vocabulary
         self._cursor = Cursor(grammar.exact)
         self._guide: Cursor | None = None  # made when forced text is first asked for
+        self._forced: list[int] = []  # what it said of the committed text
         self._ended = False
         self._masks: dict[tuple[int, ...], NDArray[np.uint8]] = {}  # by path, a bit a token
 
@@ -183,13 +185,10 @@ class GrammarState:
         """
         if limit <= 0 or self._ended:
             return ()
-        if self._guide is None:
-            self._guide = Cursor(self._grammar.guide)
-            self._guide.commit(self._cursor.committed)
-        found = self._guide.ask(path, _forced_tokens)
+        found = self._found_forced(path, limit)[:limit]
         while found and self._cursor.ask([*path, *found], lambda matcher: True) is None:
             del found[-1]
-        return tuple(found[:limit]) if found else ()
+        return tuple(found)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """The tokens became text; each was allowed after the ones before it."""
@@ -201,6 +200,7 @@ class GrammarState:
         self._cursor.commit(text)
         if self._guide is not None:
             self._guide.commit(text)
+        self._forced = self._forced[len(text) :] if self._forced[: len(text)] == text else []
         if ends:
             may_end = self._cursor.ask((), lambda matcher: matcher.is_accepting())
             assert may_end, f"the text may not end here, yet token {tokens[-1]} ended it"
@@ -208,6 +208,18 @@ class GrammarState:
         done = tuple(tokens)
         kept = {path[len(done) :]: mask for path, mask in self._masks.items() if path[: len(done)] == done}
         self._masks = {} if ends else kept
+
+    def _found_forced(self, path: Sequence[int], limit: int) -> list[int]:
+        """All that is forced after `path`, `limit` tokens at least where there are as many."""
+        if not path and len(self._forced) >= max(limit, LONG_FORCED):
+            return self._forced
+        if self._guide is None:
+            self._guide = Cursor(self._grammar.guide)
+            self._guide.commit(self._cursor.committed)
+        found = self._guide.ask(path, _forced_tokens) or []
+        if not path:
+            self._forced = found
+        return found
 
     @property
     def finished(self) -> bool:

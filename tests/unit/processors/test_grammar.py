@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.errors import RequestError
+from specinfer.processors.cursor import Cursor
 from specinfer.processors.grammar import CACHED_GRAMMARS, CACHED_MASKS, GrammarCompiler, GrammarState
 from specinfer.structured_output import structured_output
 from specinfer.tokenizer import Tokenizer
@@ -246,6 +247,28 @@ def test_forced_tokens_are_legal_and_spell_the_text(text):
         assert state.forced(forced[:i], 3) == forced[i : i + 3] or "<|" in text
     assert state.permits(forced, END)
     assert state.forced(forced, 3) == ()
+
+
+def test_long_forced_text_is_found_once_and_checked_no_further_than_asked(monkeypatch):
+    text, asked, ask = "yes " * 6000, [], Cursor.ask  # more than one automaton can follow
+    state, expected = grammar_of(choice=[text]).state(), ids(text)
+    monkeypatch.setattr(Cursor, "ask", lambda *args: asked.append(len(args[1])) or ask(*args))
+    for step in range(100):
+        forced = state.forced((), 8)
+        assert list(forced) == expected[8 * step : 8 * step + 8]
+        state.commit(forced)
+    assert asked == [0, *[8] * 100]
+
+
+def test_forced_text_that_is_left_for_another_spelling_is_found_anew():
+    text = "yes " * 600
+    state = grammar_of(choice=[text]).state()
+    assert list(state.forced((), 4)) == ids("yes yes ")
+    state.commit([byte_id(ord("y")), *ids("es ")])
+    assert TOKENIZER.decode(state.forced((), 2000)) == text[4:]
+    state.commit(ids("yes " * 500))
+    assert TOKENIZER.decode(state.forced((), 2000)) == text[4 + 2000 :]
+    assert TOKENIZER.decode(state.forced(ids("yes "), 2)) == "yes "
 
 
 def test_a_sentencepiece_vocabulary_is_followed_too():
