@@ -50,9 +50,10 @@ def structured_output(
     """The one form these parameters ask for, or None when the text is free.
 
     `response_format` has OpenAI's shapes; `{"type": "text"}` asks for nothing, and `strict` is checked but
-    changes nothing, since every schema is followed to the letter. Whether the form can be compiled and met
-    shows when the model's tokenizer is known (processors/grammar.py). Raises RequestError on a value of
-    the wrong type or shape, and when more than one parameter is given.
+    changes nothing, since every schema is followed to the letter. Whether the form can be compiled and
+    begun shows when the model's tokenizer is known (processors/grammar.py). A form that has no finite text,
+    `root ::= "a" root` say, is not refused: its text goes on until max_tokens, with finish_reason "length".
+    Raises RequestError on a value of the wrong type or shape, and when more than one parameter is given.
     """
     given = {"response_format": response_format, "regex": regex, "choice": choice, "grammar": grammar}
     names = [name for name, value in given.items() if value is not None]

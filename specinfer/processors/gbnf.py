@@ -3,9 +3,10 @@
     root ::= "yes" | "no" | list
     list ::= "[" [0-9]+ ("," [0-9]+)* "]"
 
-The library's Lark splits a text into lexemes greedily, so that `[a-z]+ "x"` matches nothing there. GBNF
-knows no lexemes: a grammar whose rules do not need themselves becomes one regular expression, and any other
-one is written character by character. Both describe exactly the texts of the grammar.
+The library's Lark splits a text into lexemes greedily, and its own gbnf_to_lark makes such lexemes of rules:
+with `word ::= [a-z]+`, `word "x"` matches nothing there. GBNF knows no lexemes: a grammar whose rules do not
+need themselves becomes one regular expression, and any other one is written character by character. Both
+describe exactly the texts of the grammar.
 """
 
 from __future__ import annotations

@@ -14,26 +14,19 @@ grammar is compiled.
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.errors import RequestError
 from specinfer.processors.cursor import Cursor, MatcherSource, complaint, shortened
-from specinfer.processors.gbnf import START as GBNF_START
-from specinfer.processors.gbnf import escaped, read_gbnf, to_lark
-from specinfer.processors.lark_rules import START as LARK_START
-from specinfer.processors.lark_rules import read_lark
+from specinfer.processors.lark import lark_of
 from specinfer.processors.library_vocabulary import LibraryVocabulary
-from specinfer.processors.regex_repeats import largest_repeat
-from specinfer.processors.rules import endless_rule
-from specinfer.processors.schema_recursion import endless_reference
 from specinfer.structured_output import OutputKind, StructuredOutput
 
 if TYPE_CHECKING:
@@ -41,19 +34,13 @@ if TYPE_CHECKING:
 
     from specinfer.tokenizer import Tokenizer
 
-MAX_REPEAT = 100_000  # of a part of a regex, counted repeats in one another multiplied
 CACHED_GRAMMARS = 32
 CACHED_MASKS = 256  # of one request, within one step; 19 kB each at a vocabulary of 152k
 LONG_FORCED = 256  # tokens; longer forced text is kept: to find it takes time in proportion to its length
 TRIAL_TOKENS = 32  # how far a new grammar is tried, each of TRIALS times
 TRIALS = 2
 
-# Between the parts of a JSON text: nothing, one space, or a line break with indentation. Without a bound a
-# model that has lost its thread writes spaces until max_tokens.
-WHITESPACE = r" |\n[ \t]{0,32}"
-
 _NO_FORCING = '%llguidance {"no_forcing": true}'
-_GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
 _OURS = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?")  # places in what we wrote
 _HINTS = {
     OutputKind.REGEX: "allowed: Rust's regex syntax without look-around, back-references and \\b",
@@ -79,7 +66,8 @@ class GrammarCompiler:
         """The grammar of a form; the last 32 are kept.
 
         Raises RequestError, naming the parameter, on a form that is malformed, uses what is not supported,
-        can never be met, or is too large to follow, and when the model has no token that ends a text.
+        cannot be begun, or is too large to follow, and when the model has no token that ends a text. A form
+        that can be begun but never be complete is compiled: its texts go on until they are cut.
         """
         if not self._vocabulary.end_ids:
             raise RequestError(
@@ -106,7 +94,7 @@ class Grammar:
     def __init__(self, spec: StructuredOutput, vocabulary: LibraryVocabulary) -> None:
         self.spec = spec
         self.vocabulary = vocabulary
-        lark = _lark(spec)
+        lark = lark_of(spec)
         self.exact = MatcherSource(f"{lark}\n{_NO_FORCING}", vocabulary, spec.parameter)
         self.guide = MatcherSource(lark, vocabulary, spec.parameter)
         if self.exact.first.is_error():
@@ -114,7 +102,6 @@ class Grammar:
             if spec.kind is not OutputKind.GRAMMAR:
                 said = _OURS.sub("", said)
             raise RequestError(f"{spec.parameter} cannot be used: {said}; {_HINTS[spec.kind]}")
-        _refuse_endless(spec)
         self._try_out()
 
     def state(self) -> GrammarState:
@@ -251,52 +238,3 @@ class GrammarState:
 
 def _forced_tokens(matcher: LLMatcher) -> list[int]:
     return [] if matcher.is_stopped() else matcher.compute_ff_tokens()
-
-
-def _lark(spec: StructuredOutput) -> str:
-    """A form as a Lark grammar of the library's. Raises RequestError on what is refused beforehand."""
-    match spec.kind:
-        case OutputKind.REGEX:
-            repeat = largest_repeat(spec.source)
-            if repeat > MAX_REPEAT:
-                raise RequestError(
-                    f"regex repeats a part {repeat} times, counted repeats in one another multiplied; "
-                    f"allowed: at most {MAX_REPEAT}"
-                )
-            return _one_regex(spec.source)
-        case OutputKind.CHOICE:
-            return _one_regex("|".join("".join(map(escaped, choice)) for choice in json.loads(spec.source)))
-        case OutputKind.GRAMMAR:
-            return to_lark(read_gbnf(spec.source)) if _GBNF_RULE.search(spec.source) else spec.source
-        case OutputKind.JSON_OBJECT:
-            schema: Any = {"type": "object"}
-        case OutputKind.JSON_SCHEMA:
-            schema = json.loads(spec.source)
-    options = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
-    return f"start: %json {json.dumps(schema | {'x-guidance': options})}"
-
-
-def _one_regex(regex: str) -> str:
-    from llguidance import regex_to_lark
-
-    return f"start: /{regex_to_lark(regex, '')}/"
-
-
-def _refuse_endless(spec: StructuredOutput) -> None:
-    """Raise RequestError on a form that no finite text has."""
-    if spec.kind is OutputKind.JSON_SCHEMA:
-        reference = endless_reference(json.loads(spec.source))
-        if reference is not None:
-            raise RequestError(
-                f"{spec.parameter} cannot be met: what $ref {shortened(reference)} stands for needs itself "
-                "without end; make it optional or give an alternative"
-            )
-    if spec.kind is OutputKind.GRAMMAR:
-        is_gbnf = _GBNF_RULE.search(spec.source)
-        rules = read_gbnf(spec.source) if is_gbnf else read_lark(spec.source)
-        name = endless_rule(rules, GBNF_START if is_gbnf else LARK_START) if rules is not None else None
-        if name is not None:
-            raise RequestError(
-                f"{spec.parameter} cannot be met: rule {name} needs itself without end; "
-                "give it an alternative"
-            )

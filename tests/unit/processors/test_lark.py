@@ -1,0 +1,44 @@
+import pytest
+
+from specinfer.errors import RequestError
+from specinfer.processors.lark import MAX_REPEAT, lark_of
+from specinfer.structured_output import structured_output
+
+JSON = (
+    'start: %json {"type": "object", "x-guidance": '
+    '{"whitespace_pattern": " |\\\\n[ \\\\t]{0,32}", "lenient": false, "coerce_one_of": false}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "lark"),
+    [
+        ({"regex": "a/b"}, r"start: /a\/b/"),
+        ({"choice": ["a|b", "1"]}, r"start: /a\x{7C}b|1/"),
+        ({"grammar": 'start: "a" b\nb: /x/'}, 'start: "a" b\nb: /x/'),
+        ({"grammar": 'root ::= "a"?'}, "start: /(?:a){0,1}/"),
+        ({"response_format": {"type": "json_object"}}, JSON),
+    ],
+)
+def test_forms_are_written_as_lark(asked, lark):
+    assert lark_of(structured_output(**asked)) == lark
+
+
+@pytest.mark.parametrize("option", ["max_tokens=3", "temperature=0.5", 'stop="x"', "lazy, max_tokens=3"])
+def test_options_that_are_no_form_of_text_are_refused(option):
+    refused = option.split("=")[0].split()[-1]
+    with pytest.raises(RequestError, match=rf"rule a has the option {refused}; allowed: options that descri"):
+        lark_of(structured_output(grammar=f"start: a\na[{option}]: /.*/"))
+
+
+@pytest.mark.parametrize(
+    "lark", ["start: a\na[lazy]: /x*;/", 'start: "a[stop=1]:"', "start: stop\nstop: /x/"]
+)
+def test_other_options_and_words_are_the_librarys(lark):
+    assert lark_of(structured_output(grammar=lark)) == lark
+
+
+def test_a_regex_may_repeat_so_often_and_no_more():
+    assert lark_of(structured_output(regex=f"a{{{MAX_REPEAT}}}"))
+    with pytest.raises(RequestError, match="regex repeats a part 100001 times"):
+        lark_of(structured_output(regex=f"a{{{MAX_REPEAT + 1}}}"))
