@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 from provenance import provenance_lines
 
-from specinfer.processors.grammar import Grammar, GrammarCompiler
+from specinfer.grammar.grammar import Grammar, GrammarCompiler
 from specinfer.structured_output import OutputKind, StructuredOutput, structured_output
 from specinfer.tokenizer import Tokenizer
 
-SCHEMAS = Path(__file__).parent.parent / "tests" / "unit" / "processors" / "schemas.json"
+SCHEMAS = Path(__file__).parent.parent / "tests" / "unit" / "grammar" / "schemas.json"
 TOKENS_PER_STEP = 4
 MAX_DOCUMENT = 200  # tokens
 CLOSING = {b'"', b"}", b"]", b'"}', b"}}", b'"]'}

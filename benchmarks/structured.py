@@ -3,7 +3,7 @@
     python benchmarks/structured.py --model M --questions json_wikiquestions.jsonl --out RESULT.md
 
 Two sets: the questions, each to be answered by {"answerable": boolean, "answer": string}, and our 100 schemas
-(tests/unit/processors/schemas.json), for each of which an example is asked. The same requests run without
+(tests/unit/grammar/schemas.json), for each of which an example is asked. The same requests run without
 speculation and with the n-gram speculator and the grammar's own guesses. An answer that max_tokens cut is a
 beginning, and counted apart; every other one is parsed and validated by jsonschema.
 """
@@ -24,7 +24,7 @@ from provenance import provenance_lines
 from specinfer import LLM, EngineConfig, RequestOutput, SamplingParams, SpeculationFigures
 from specinfer.bench.dataset import read_dataset
 
-SCHEMAS = Path(__file__).parents[1] / "tests" / "unit" / "processors" / "schemas.json"
+SCHEMAS = Path(__file__).parents[1] / "tests" / "unit" / "grammar" / "schemas.json"
 ANSWER = {
     "type": "object",
     "properties": {"answerable": {"type": "boolean"}, "answer": {"type": "string", "maxLength": 300}},

@@ -51,7 +51,7 @@ def structured_output(
 
     `response_format` has OpenAI's shapes; `{"type": "text"}` asks for nothing, and `strict` is checked but
     changes nothing, since every schema is followed to the letter. Whether the form can be compiled and
-    begun shows when the model's tokenizer is known (processors/grammar.py). A form that has no finite text,
+    begun shows when the model's tokenizer is known (grammar/grammar.py). A form that has no finite text,
     `root ::= "a" root` say, is not refused: its text goes on until max_tokens, with finish_reason "length".
     Raises RequestError on a value of the wrong type or shape, and when more than one parameter is given.
     """

@@ -9,8 +9,8 @@ import numpy as np
 
 from specinfer.engine.sequence import SequenceState
 from specinfer.errors import RequestError
+from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.processors.bad_words import tokenize_bad_words
-from specinfer.processors.grammar import GrammarCompiler
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Request
 from specinfer.speculate.limits import SpeculationLimits

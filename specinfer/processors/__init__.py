@@ -1,1 +1,1 @@
-"""What changes the target's law at a node, with the node's own path: penalties, bans and grammars."""
+"""What changes the target's law at a node, with the node's own path: penalties, bans, a grammar."""

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specinfer.grammar.grammar import GrammarState
 from specinfer.processors.bad_words import BadWords
-from specinfer.processors.grammar import GrammarState
 from specinfer.processors.penalties import Penalties
 from specinfer.sampling_params import SamplingParams
 

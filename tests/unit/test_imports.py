@@ -14,7 +14,10 @@ PACKAGE = Path(specinfer.__file__).parent
 # From left to right; a module imports from groups to its left and from its own.
 ORDER: list[set[str]] = [
     {"version", "errors", "files", "config", "structured_output", "speculation_params", "sampling_params"}
-    | {"request", "tokenizer", "hub", "progress", "tree", "processors", "plan"},
+    | {"request", "tokenizer", "hub", "progress", "tree"},
+    {"grammar"},
+    {"processors"},
+    {"plan"},
     {"verify"},
     {"kernels", "attention", "parallel"},
     {"models"},
@@ -31,8 +34,8 @@ LAZY_TABLE = "specinfer"  # the package's own __init__ names what it loads on de
 # These start without torch; a name stands for a module or for a package with all its modules.
 WITHOUT_TORCH = (
     *("errors", "files", "config", "structured_output", "speculation_params", "sampling_params", "request"),
-    *("tokenizer", "hub", "progress", "tree", "processors", "plan", "verify", "speculate.budget"),
-    *("engine.scheduler", "engine.kv_blocks", "engine.sequence"),
+    *("tokenizer", "hub", "progress", "tree", "grammar", "processors", "plan", "verify"),
+    *("speculate.budget", "engine.scheduler", "engine.kv_blocks", "engine.sequence"),
     *(
         "kernels.machine",
         "kernels.levels",

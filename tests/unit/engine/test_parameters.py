@@ -24,7 +24,7 @@ from specinfer import LLM, SamplingParams
 from specinfer.check.target_alone import TargetAlone
 from specinfer.engine.admission import Admission
 from specinfer.errors import RequestError
-from specinfer.processors.grammar import GrammarCompiler
+from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.processors.pipeline import Processors
 from specinfer.request import FinishReason, Logprobs, Request, RequestOutput
 from specinfer.verify.noise import completion_seed

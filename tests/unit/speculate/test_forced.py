@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
+from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.plan import PlanEntry
-from specinfer.processors.grammar import GrammarCompiler
 from specinfer.processors.pipeline import Processors
 from specinfer.speculate.forced import GrammarSpeculator
 from specinfer.tree import DrawRule

@@ -15,7 +15,7 @@ import json
 import re
 
 from specinfer.errors import RequestError
-from specinfer.processors.rules import (
+from specinfer.grammar.rules import (
     Choice,
     Expression,
     Literal,

@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.errors import RequestError
-from specinfer.processors.cursor import Cursor, MatcherSource, complaint, shortened
-from specinfer.processors.lark import lark_of
-from specinfer.processors.library_vocabulary import LibraryVocabulary
+from specinfer.grammar.cursor import Cursor, MatcherSource, complaint, shortened
+from specinfer.grammar.lark import lark_of
+from specinfer.grammar.library_vocabulary import LibraryVocabulary
 from specinfer.structured_output import OutputKind, StructuredOutput
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Cursor: a matcher that goes to and fro below a text, and is mended when it breaks.
+"""Cursor: a matcher that moves to any path below the committed text, and is replaced when it breaks.
 
 Matchers of one grammar share the automaton they build as they go. It has a limited size, and one that is
 full stays so for all of them: a request that fills it must not fail the others, nor may a grammar wear out
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from specinfer.errors import RequestError
-from specinfer.processors.library_vocabulary import LibraryVocabulary
+from specinfer.grammar.library_vocabulary import LibraryVocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

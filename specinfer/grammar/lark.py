@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from specinfer.errors import RequestError
-from specinfer.processors.gbnf import escaped, read_gbnf, to_lark
-from specinfer.processors.regex_repeats import largest_repeat
+from specinfer.grammar.gbnf import escaped, read_gbnf, to_lark
+from specinfer.grammar.regex_repeats import largest_repeat
 from specinfer.structured_output import OutputKind, StructuredOutput
 
 MAX_REPEAT = 100_000  # of a part of a regex, counted repeats in one another multiplied

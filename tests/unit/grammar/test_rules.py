@@ -1,4 +1,4 @@
-from specinfer.processors.rules import Choice, Literal, Reference, Repeat, Sequence, in_use, references
+from specinfer.grammar.rules import Choice, Literal, Reference, Repeat, Sequence, in_use, references
 
 A = Literal("a")
 

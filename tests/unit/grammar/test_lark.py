@@ -1,7 +1,7 @@
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.processors.lark import MAX_REPEAT, lark_of
+from specinfer.grammar.lark import MAX_REPEAT, lark_of
 from specinfer.structured_output import structured_output
 
 JSON = (

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.errors import RequestError
-from specinfer.processors.cursor import Cursor
-from specinfer.processors.grammar import CACHED_GRAMMARS, CACHED_MASKS, GrammarCompiler, GrammarState
+from specinfer.grammar.cursor import Cursor
+from specinfer.grammar.grammar import CACHED_GRAMMARS, CACHED_MASKS, GrammarCompiler, GrammarState
 from specinfer.structured_output import structured_output
 from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.gguf_vocabulary import read_vocabulary

@@ -5,8 +5,8 @@ import threading
 import llguidance
 import pytest
 
-from specinfer.processors.library_vocabulary import LibraryVocabulary
-from tests.unit.processors.test_grammar import TOKENIZER, VOCAB
+from specinfer.grammar.library_vocabulary import LibraryVocabulary
+from tests.unit.grammar.test_grammar import TOKENIZER, VOCAB
 
 
 @pytest.fixture(scope="module")

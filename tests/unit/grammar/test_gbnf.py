@@ -1,8 +1,8 @@
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.processors.gbnf import read_gbnf, to_lark
-from specinfer.processors.rules import Choice, Literal, Pattern, Reference, Repeat, Sequence
+from specinfer.grammar.gbnf import read_gbnf, to_lark
+from specinfer.grammar.rules import Choice, Literal, Pattern, Reference, Repeat, Sequence
 
 
 @pytest.mark.parametrize(
