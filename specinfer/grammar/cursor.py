@@ -7,6 +7,7 @@ with use. So a matcher that breaks is replaced by one with a new automaton, and 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,25 +22,28 @@ _Answer = TypeVar("_Answer")
 
 
 class MatcherSource:
-    """Makes matchers that share one automaton, until that is worn."""
+    """Makes matchers that share one automaton, until that is worn. Safe to share by threads."""
 
     def __init__(self, grammar: str, vocabulary: LibraryVocabulary, parameter: str) -> None:
         self.vocabulary = vocabulary
         self.parameter = parameter  # for messages
         self._grammar = grammar
-        self._first: LLMatcher | None = None
+        self._lock = threading.Lock()
+        self._first: LLMatcher | None = vocabulary.matcher(grammar)
 
     @property
     def first(self) -> LLMatcher:
-        """The matcher the others are copied from, at the start of the text; made when first asked for."""
-        if self._first is None:
-            self._first = self.vocabulary.matcher(self._grammar)
-        return self._first
+        """The matcher the others are copied from, at the start of the text; it is never moved itself."""
+        with self._lock:
+            if self._first is None:
+                self._first = self.vocabulary.matcher(self._grammar)
+            return self._first
 
     def replace(self, worn: LLMatcher) -> None:
         """Begin a new automaton, unless `worn` is not the present one any more."""
-        if worn is self._first:
-            self._first = None
+        with self._lock:
+            if worn is self._first:
+                self._first = None
 
 
 class Cursor:

@@ -52,18 +52,19 @@ _HINTS = {
 
 
 class GrammarCompiler:
-    """Compiles the forms that requests ask for, against one model's vocabulary. Safe to share by threads.
+    """Compiles the forms that requests ask for, against one model's vocabulary.
 
-    `vocab_size` is the number of the target's logits; ids beyond the tokenizer's are never allowed.
+    Any thread may compile while others do, or follow what was compiled. `vocab_size` is the number of the
+    target's logits; ids beyond the tokenizer's are never allowed.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._vocabulary = LibraryVocabulary(tokenizer, vocab_size)
-        self._grammars: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
-        self._lock = threading.Lock()
+        self._places: OrderedDict[StructuredOutput, _Place] = OrderedDict()
+        self._lock = threading.Lock()  # of the dictionary; a form being compiled holds its own place alone
 
     def compile(self, spec: StructuredOutput) -> Grammar:
-        """The grammar of a form; the last 32 are kept.
+        """The grammar of a form; the last 32 are kept, and threads that ask for one at once share it.
 
         Raises RequestError, naming the parameter, on a form that is malformed, uses what is not supported,
         cannot be begun, or is too large to follow, and when the model has no token that ends a text. A form
@@ -75,33 +76,43 @@ class GrammarCompiler:
                 "complete; this one names none: leave it out"
             )
         with self._lock:
-            if spec not in self._grammars:
+            place = self._places.setdefault(spec, _Place())
+            self._places.move_to_end(spec)
+            if len(self._places) > CACHED_GRAMMARS:
+                self._places.popitem(last=False)
+        with place.lock:
+            if place.grammar is None:
                 try:
-                    self._grammars[spec] = Grammar(spec, self._vocabulary)
+                    place.grammar = Grammar(spec, self._vocabulary)
                 except RecursionError:
                     raise RequestError(
                         f"{spec.parameter} has parts too deep inside one another; make it flatter"
                     ) from None
-                if len(self._grammars) > CACHED_GRAMMARS:
-                    self._grammars.popitem(last=False)
-            self._grammars.move_to_end(spec)
-            return self._grammars[spec]
+            return place.grammar
+
+
+class _Place:
+    """Where the grammar of one form is kept, and made by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.grammar: Grammar | None = None
 
 
 class Grammar:
-    """One compiled form; gives each request its own `GrammarState`."""
+    """One compiled form; gives each request its own `GrammarState`. Safe to share by threads."""
 
     def __init__(self, spec: StructuredOutput, vocabulary: LibraryVocabulary) -> None:
         self.spec = spec
         self.vocabulary = vocabulary
         lark = lark_of(spec)
         self.exact = MatcherSource(f"{lark}\n{_NO_FORCING}", vocabulary, spec.parameter)
-        self.guide = MatcherSource(lark, vocabulary, spec.parameter)
         if self.exact.first.is_error():
             said = complaint(self.exact.first)
             if spec.kind is not OutputKind.GRAMMAR:
                 said = _OURS.sub("", said)
             raise RequestError(f"{spec.parameter} cannot be used: {said}; {_HINTS[spec.kind]}")
+        self.guide = MatcherSource(lark, vocabulary, spec.parameter)
         self._try_out()
 
     def state(self) -> GrammarState:
@@ -129,7 +140,7 @@ class Grammar:
 
 
 class GrammarState:
-    """One request's position in its grammar: the committed text, and looks ahead of it.
+    """One request's position in its grammar: the committed text, and looks ahead of it. For one thread.
 
     A path is a sequence of token ids that would follow the committed text. Nothing but `commit` moves the
     position. An end-of-text token is allowed where the text may end, and nothing is after it. When a path

@@ -1,0 +1,137 @@
+"""Forms are compiled by any thread, while others compile or follow theirs."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from specinfer.errors import RequestError
+from specinfer.grammar import grammar as grammar_file
+from specinfer.grammar.cursor import Cursor, MatcherSource
+from specinfer.grammar.grammar import Grammar, GrammarCompiler
+from specinfer.structured_output import structured_output
+from tests.unit.grammar.test_grammar import SCHEMAS, TOKENIZER, VOCAB, ids, legal_document, schema_format
+
+THREADS = 6
+
+
+def at_once(work):
+    """What work(0), work(1), ... return on threads that begin together."""
+    together = threading.Barrier(THREADS)
+
+    def run(number):
+        together.wait()
+        return work(number)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(run, range(THREADS)))
+
+
+@pytest.fixture
+def compiler():
+    return GrammarCompiler(TOKENIZER, VOCAB)
+
+
+def test_a_form_that_many_threads_ask_for_is_compiled_once(compiler, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(
+        grammar_file, "Grammar", lambda spec, vocabulary: compiled.append(spec) or Grammar(spec, vocabulary)
+    )
+    forms = [structured_output(choice=[text]) for text in ("yes", "no", "true", "name")]
+    found = at_once(lambda number: [compiler.compile(forms[(number + i) % 4]) for i in range(4)])
+    assert sorted(form.source for form in compiled) == sorted(form.source for form in forms)
+    for number, grammars in enumerate(found):
+        assert grammars == [compiler.compile(forms[(number + i) % 4]) for i in range(4)]
+
+
+def test_a_form_that_takes_long_holds_up_no_other(compiler, monkeypatch):
+    slow, quick, kept = (structured_output(choice=[text]) for text in ("yes", "no", "true"))
+    expected = compiler.compile(kept)
+    began, go_on = threading.Event(), threading.Event()
+
+    def compile_it(spec, vocabulary):
+        if spec == slow:
+            began.set()
+            assert go_on.wait(60)
+        return Grammar(spec, vocabulary)
+
+    monkeypatch.setattr(grammar_file, "Grammar", compile_it)
+    with ThreadPoolExecutor(4) as pool:
+        try:
+            waiting = [pool.submit(compiler.compile, slow) for _ in range(2)]
+            assert began.wait(60)
+            assert pool.submit(compiler.compile, kept).result(60) is expected
+            assert pool.submit(compiler.compile, quick).result(60).spec == quick
+            assert not any(future.done() for future in waiting)
+        finally:
+            go_on.set()
+        assert waiting[0].result().spec == slow
+        assert waiting[1].result() is waiting[0].result()
+
+
+def test_each_thread_is_told_what_is_wrong(compiler):
+    def ask(number):
+        with pytest.raises(RequestError, match=r"regex cannot be used: .*unclosed group") as caught:
+            compiler.compile(structured_output(regex="(a"))
+        return caught.value
+
+    assert len({id(error) for error in at_once(ask)}) == THREADS
+    assert compiler.compile(structured_output(regex="a"))
+
+
+def test_masks_and_forced_text_are_the_same_while_others_compile(compiler):
+    entries = [entry for entry in SCHEMAS if entry["name"] in ("person", "tree", "tuple", "one_of_by_const")]
+    forms = [structured_output(response_format=schema_format(entry["schema"])) for entry in entries]
+    documents = [legal_document(compiler.compile(form), seed=0)[:60] for form in forms]
+
+    def walk(grammar, document):
+        """The masks and the forced text at every place of a document, in steps of three tokens."""
+        state, seen = grammar.state(), []
+        for at in range(0, len(document), 3):
+            path = document[at : at + 3]
+            seen += [
+                (state.allowed(path[:depth]).tobytes(), state.forced(path[:depth], 5)) for depth in range(3)
+            ]
+            state.commit(path)
+        return seen
+
+    expected = [
+        walk(compiler.compile(form), document) for form, document in zip(forms, documents, strict=True)
+    ]
+    shared = GrammarCompiler(TOKENIZER, VOCAB)  # automata nobody has used yet
+
+    def go(number):
+        found = {}
+        for i in range(len(forms)):
+            which = (number + i) % len(forms)
+            found[which] = walk(shared.compile(forms[which]), documents[which])
+            shared.compile(structured_output(regex=f"new{number}{i}"))
+        return [found[which] for which in range(len(forms))]
+
+    assert at_once(go) == [expected] * THREADS
+
+
+def test_a_worn_automaton_is_replaced_once(compiler):
+    vocabulary = compiler.compile(structured_output(choice=["yes"])).vocabulary
+    source, made, make = MatcherSource('start: "yes"', vocabulary, "choice"), [], vocabulary.matcher
+    vocabulary.matcher = lambda grammar: made.append(grammar) or make(grammar)
+    for round in range(1, 4):
+        worn = source.first
+
+        def replace(number, worn=worn):
+            source.replace(worn)
+            return source.first, Cursor(source).ask(ids("ye"), lambda matcher: matcher.compute_ff_bytes())
+
+        found = at_once(replace)
+        assert found[0][0] is not worn
+        assert found == [(source.first, b"s")] * THREADS
+        assert len(made) == round
+
+
+def test_compiling_makes_both_matchers(compiler):
+    grammar = compiler.compile(structured_output(choice=["yes"]))
+    grammar.vocabulary.matcher = None  # so that a step makes none
+    state = grammar.state()
+    assert state.forced((), 3) == tuple(ids("yes"))
+    np.testing.assert_array_equal(np.flatnonzero(state.allowed(ids("yes"))), sorted(TOKENIZER.eos_token_ids))
