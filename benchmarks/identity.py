@@ -18,9 +18,9 @@ from pathlib import Path
 from provenance import provenance_lines
 
 from specinfer import LLM, EngineConfig, RequestOutput, SamplingParams
-from specinfer.bench.dataset import Dataset, read_dataset
 from specinfer.check.difference import Difference, find_difference
 from specinfer.check.target_alone import TargetAlone
+from specinfer.report.dataset import Dataset, read_dataset
 
 
 def main() -> None:

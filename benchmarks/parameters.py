@@ -29,14 +29,14 @@ from numpy.typing import NDArray
 from provenance import provenance_lines
 
 from specinfer import LLM, EngineConfig, RequestOutput, SamplingParams
-from specinfer.bench.dataset import read_dataset
-from specinfer.bench.provenance import commit, provenance
 from specinfer.check.difference import find_difference
 from specinfer.check.target_alone import TargetAlone
 from specinfer.config import SpeculationConfig
 from specinfer.engine.admission import Admission
 from specinfer.models.decoder import LanguageModel
 from specinfer.processors.pipeline import Processors
+from specinfer.report.dataset import read_dataset
+from specinfer.report.provenance import commit, provenance
 from specinfer.request import Request
 from specinfer.speculate.budget import TreeBudget
 from specinfer.speculation_params import SpeculationParams

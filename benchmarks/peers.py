@@ -30,10 +30,10 @@ from peers.report import answer, cell_key, markdown
 from peers.weights import INSTALL, Home, WeightsError
 from provenance import default_result, provenance_lines
 
-from specinfer.bench.dataset import Dataset, built_in, read_dataset
-from specinfer.bench.provenance import commit
 from specinfer.errors import UserError
 from specinfer.hub import resolve
+from specinfer.report.dataset import Dataset, built_in, read_dataset
+from specinfer.report.provenance import commit
 from specinfer.tokenizer import Tokenizer
 
 SCRIPTS = Path(__file__).parent / "peers"

@@ -28,9 +28,9 @@ from typing import Any
 from provenance import provenance_lines
 
 from specinfer import LLM, RequestOutput, SamplingParams
-from specinfer.bench.provenance import commit
 from specinfer.check.difference import find_difference
 from specinfer.check.target_alone import TargetAlone
+from specinfer.report.provenance import commit
 
 EDITS = Path(__file__).parent / "code_edits"
 SPECULATOR = "prediction"  # its name in the figures

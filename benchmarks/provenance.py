@@ -7,7 +7,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from specinfer.bench.provenance import hardware, provenance
+from specinfer.report.provenance import hardware, provenance
 
 RESULTS = Path(__file__).parent / "results"
 

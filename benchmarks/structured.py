@@ -22,7 +22,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from provenance import provenance_lines
 
 from specinfer import LLM, EngineConfig, RequestOutput, SamplingParams, SpeculationFigures
-from specinfer.bench.dataset import read_dataset
+from specinfer.report.dataset import read_dataset
 
 SCHEMAS = Path(__file__).parents[1] / "tests" / "unit" / "grammar" / "schemas.json"
 ANSWER = {

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from specinfer.bench.dataset import Dataset
-from specinfer.bench.provenance import provenance
 from specinfer.bench.run import Comparison, Key, Load, Run
 from specinfer.check.difference import find_difference
 from specinfer.check.target_alone import TargetAlone
 from specinfer.check.text_promise import TextPromise, text_promise
 from specinfer.engine.metrics import Stage
-from specinfer.errors import ConfigError
 from specinfer.llm import LLM
+from specinfer.report.dataset import Dataset
+from specinfer.report.provenance import provenance
 from specinfer.request import RequestOutput
 
 STAGES = (Stage.PROPOSE, Stage.FORWARD, Stage.VERIFY)
@@ -258,33 +254,3 @@ def table(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def _gib(size: int) -> str:
     return f"{size / (1 << 30):.2f} GiB"
-
-
-def check_writable(path: Path) -> None:
-    """Raise ConfigError when `path` cannot be written, before minutes are spent on what goes there."""
-    if path.is_dir():
-        raise ConfigError(f"cannot write {path}: it is a folder; give a file")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}; make it first")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise ConfigError(f"cannot write {path}: the folder is not writable; choose another")
-
-
-def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write `result` to `path`, whole or not at all; raises ConfigError when the disk refuses."""
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.absolute().parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            partial = Path(file.name)
-            try:
-                json.dump(result, file, indent=1)
-                file.write("\n")
-                file.flush()
-                partial.chmod(0o644)
-                os.replace(partial, path)
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

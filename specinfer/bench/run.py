@@ -20,10 +20,10 @@ from dataclasses import dataclass, field, replace
 import psutil
 import torch
 
-from specinfer.bench.dataset import Conversation, Dataset
 from specinfer.engine.metrics import Stage
 from specinfer.errors import RequestError
 from specinfer.llm import LLM
+from specinfer.report.dataset import Conversation, Dataset
 from specinfer.request import Request, RequestOutput, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 

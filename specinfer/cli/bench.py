@@ -49,8 +49,8 @@ def bench(
     The two take turns, so that a machine that slows down slows both. Without --dataset the built-in prompts
     are used; without --draft the speculator is the n-gram one.
     """
-    from specinfer.bench.dataset import built_in, read_dataset
-    from specinfer.bench.report import check_writable
+    from specinfer.report.dataset import built_in, read_dataset
+    from specinfer.report.json_file import check_writable, write_json
     from specinfer.sampling_params import SamplingParams
 
     params = SamplingParams(
@@ -70,7 +70,7 @@ def bench(
     if not llm.config.speculation.enabled:
         raise ConfigError("nobody speculates, so there is nothing to compare; give --draft or --ngram")
 
-    from specinfer.bench.report import as_json, write_json
+    from specinfer.bench.report import as_json
     from specinfer.bench.run import Load, compare
     from specinfer.progress import progress_bar
 

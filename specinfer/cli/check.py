@@ -41,8 +41,8 @@ def check(
             raise ConfigError(f"{name} is {value}; allowed: an integer >= 1")
     if max_tokens < 3:
         raise ConfigError(f"--max-tokens is {max_tokens}; allowed: an integer >= 3, as trees come later")
-    from specinfer.bench.dataset import built_in
-    from specinfer.bench.report import check_writable
+    from specinfer.report.dataset import built_in
+    from specinfer.report.json_file import check_writable, write_json
 
     if json_file is not None:
         check_writable(json_file)
@@ -73,8 +73,7 @@ def check(
     failed = sum(verdict.decided and not verdict.passed for verdict in verdicts)
     undecided = sum(not verdict.decided for verdict in verdicts)
     if json_file is not None:
-        from specinfer.bench.provenance import provenance
-        from specinfer.bench.report import write_json
+        from specinfer.report.provenance import provenance
 
         write_json(
             json_file,

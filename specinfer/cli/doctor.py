@@ -42,9 +42,9 @@ def doctor(models: tuple[str, ...], quantizations: tuple[str, ...], json_output:
     progress = ProgressBar()
     for model in models:  # a slip is answered before anything is compiled or measured
         resolve(model, progress=progress)
-    from specinfer.bench.provenance import commit
     from specinfer.check.doctor import find_kernels, machine_facts, pass_cost
     from specinfer.kernels.bandwidth import Bandwidth
+    from specinfer.report.provenance import commit
 
     found = find_kernels(progress)
     bandwidth = None if found.library is None else Bandwidth(found.library)

@@ -25,6 +25,7 @@ ORDER: list[set[str]] = [
     {"speculate"},
     {"engine"},
     {"llm", "tune", "serve"},
+    {"report"},
     {"bench", "check"},
     {"cli"},
     {"__main__"},
@@ -110,13 +111,18 @@ def against_the_order(modules: dict[str, list[Import]]) -> list[str]:
             continue
         for imported in imports:
             parts = imported.target.split(".")
-            if parts[0] != "specinfer" or ".".join(parts[:2]) not in homes - {"specinfer"}:
-                continue  # not ours, or the package itself, or a plain name of it
+            if parts[0] != "specinfer":
+                continue
+            where = f"{module}:{imported.line} imports {imported.target}"
+            if ".".join(parts[:2]) not in homes - {"specinfer"}:
+                # All rooms stand behind the package's face, so whoever imports it imports from the right.
+                found.append(f"{where}, the package or a name of it; name the module")
+                continue
             own, other = group_of(module), group_of(imported.target)
             assert own is not None
             assert other is not None
             if other > own:
-                found.append(f"{module}:{imported.line} imports {imported.target}, which is to its right")
+                found.append(f"{where}, which is to its right")
     return found
 
 
@@ -180,11 +186,26 @@ def test_an_import_from_the_right_is_found_wherever_it_stands() -> None:
         tree__mask="def f():\n    from ..verify.law import Law\n",
         verify__law="import specinfer.tree.mask\n",
         plan=hidden,
-        engine__engine="from specinfer import plan, __version__\n",
+        engine__engine="from specinfer import plan\n",
     )
     assert against_the_order(modules) == [
         "specinfer.tree.mask:2 imports specinfer.verify.law.Law, which is to its right",
         "specinfer.plan:3 imports specinfer.engine.engine, which is to its right",
+    ]
+
+
+def test_the_package_itself_is_not_imported_from_within() -> None:
+    modules = made_up(
+        tree__mask="import specinfer\n",
+        plan="def f():\n    from specinfer import LLM\n",
+        verify__law="from .. import __version__\n",
+        llm="import specinfer.plan\n",
+    )
+    words = "the package or a name of it; name the module"
+    assert against_the_order(modules) == [
+        f"specinfer.tree.mask:1 imports specinfer, {words}",
+        f"specinfer.plan:2 imports specinfer.LLM, {words}",
+        f"specinfer.verify.law:1 imports specinfer.__version__, {words}",
     ]
 
 

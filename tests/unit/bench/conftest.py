@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from specinfer.bench.dataset import Conversation, Dataset
 from specinfer.llm import LLM
+from specinfer.report.dataset import Conversation, Dataset
 from tests.engines import Tiny, write_tiny
 
 

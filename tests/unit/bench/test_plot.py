@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from specinfer.bench import plot
-from specinfer.bench.dataset import Dataset
 from specinfer.bench.report import as_json
 from specinfer.bench.run import Load, compare
 from specinfer.errors import ConfigError
+from specinfer.report.dataset import Dataset
 from specinfer.sampling_params import SamplingParams
 
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specinfer.bench.dataset import Dataset
 from specinfer.bench.report import (
     acceptance_per_depth,
     as_json,
-    check_writable,
     lines,
     milliseconds,
     table,
-    write_json,
 )
 from specinfer.bench.run import Load, compare
-from specinfer.errors import ConfigError
+from specinfer.report.dataset import Dataset
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
@@ -148,20 +144,3 @@ def test_figures_as_literals() -> None:
     assert milliseconds([0.001, 0.002, 0.009]) == pytest.approx({"mean": 4, "median": 2, "p99": 8.86})
     assert milliseconds([]) == {"mean": 0, "median": 0, "p99": 0}
     assert acceptance_per_depth([3, 1], [4, 4, 2]) == [0.75, 0.25, 0]
-
-
-def test_a_json_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    write_json(path, {"speedup": 2})
-    with pytest.raises(TypeError):
-        write_json(path, {"speedup": 3, "bad": object()})
-    assert json.loads(path.read_text()) == {"speedup": 2}
-    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere; make it first"):
-        check_writable(tmp_path / "nowhere" / "out.json")
-    with pytest.raises(ConfigError, match="it is a folder; give a file"):
-        check_writable(tmp_path)
-    check_writable(tmp_path / "out.json")

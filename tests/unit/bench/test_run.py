@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from specinfer.bench.dataset import Conversation, Dataset
 from specinfer.bench.run import Load, compare
 from specinfer.errors import RequestError
+from specinfer.report.dataset import Conversation, Dataset
 from specinfer.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specinfer.bench.dataset import Conversation, Dataset
+from specinfer.report.dataset import Conversation, Dataset
 
 FAKE = [sys.executable, str(Path(__file__).parent / "fake_engine.py")]
 PROMPTS = [[1], [10], [20], [30], [40]]

@@ -12,7 +12,6 @@ import numpy
 import psutil
 import torch
 
-import specinfer
 from specinfer.kernels.machine import thread_count
 from specinfer.version import VERSION
 
@@ -39,7 +38,7 @@ def provenance(threads: int | None = None) -> dict[str, Any]:
 
 def commit() -> str | None:
     """The git commit of the checkout specinfer runs from, "+" behind it when the package differs from it."""
-    checkout = Path(specinfer.__file__).resolve().parents[1]
+    checkout = Path(__file__).resolve().parents[2]
     if not (checkout / ".git").exists():  # installed, perhaps into somebody else's checkout
         return None
     sha = _git(checkout, "rev-parse", "--short=12", "HEAD")

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from specinfer.bench import provenance
+from specinfer.report import provenance
 from specinfer.version import VERSION
 
 
@@ -32,7 +32,6 @@ def test_threads_are_those_of_the_engine(
 
 def test_an_installed_copy_has_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     # A .venv inside somebody's repository must not report that repository's commit as ours.
-    monkeypatch.setattr(
-        provenance.specinfer, "__file__", "/usr/lib/python3/site-packages/specinfer/__init__.py"
-    )
+    installed = "/usr/lib/python3/site-packages/specinfer/report/provenance.py"
+    monkeypatch.setattr(provenance, "__file__", installed)
     assert provenance.commit() is None

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.bench.dataset import Conversation, built_in, read_dataset
 from specinfer.errors import DatasetError
+from specinfer.report.dataset import Conversation, built_in, read_dataset
 
 
 def write(folder: Path, *lines: str | bytes) -> Path:
