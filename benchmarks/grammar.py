@@ -9,7 +9,6 @@ request meets a grammar nobody has used yet; the second finds the automaton the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections import defaultdict
@@ -19,9 +18,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from provenance import provenance_lines
+from study import REQUIRED, Study, parser, row, run
 
-from specinfer.grammar.grammar import Grammar, GrammarCompiler
+from specinfer.hub import resolve
+from specinfer.processors.grammar import Grammar, GrammarCompiler
 from specinfer.structured_output import OutputKind, StructuredOutput, structured_output
 from specinfer.tokenizer import Tokenizer
 
@@ -32,15 +32,11 @@ CLOSING = {b'"', b"}", b"]", b'"}', b"}}", b'"]'}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True, type=Path, help="a GGUF file or a folder with a tokenizer")
-    parser.add_argument("--vocab-size", type=int, help="logits of the model (default: its tokenizer's size)")
-    parser.add_argument("--out", type=Path, required=True, help="Markdown file")
-    args = parser.parse_args()
+    options = parser(__doc__, model=REQUIRED)
+    options.add_argument("--vocab-size", type=int, help="logits of the model (default: its tokenizer's size)")
+    args = options.parse_args()
 
-    tokenizer = Tokenizer.load(args.model)
+    tokenizer = Tokenizer.load(resolve(args.model))
     vocab_size = args.vocab_size or tokenizer.vocab_size
     times: dict[str, list[float]] = defaultdict(list)
     per_schema: dict[str, float] = {}
@@ -55,9 +51,8 @@ def main() -> None:
         before = len(times["mask, second request"])
         _go_through(grammar, document, "second request", times)
         per_schema[entry["name"]] = float(np.mean(times["mask, second request"][before:]))
-    lines = _markdown(args.model.name, vocab_size, times, per_schema)
-    args.out.write_text("\n".join(lines))
-    print("\n".join(lines))
+    study = Study("grammar", args.out, {"model": Path(args.model).name})
+    print(study.write(page(study.settings["model"], vocab_size, times, per_schema)))
 
 
 def _compiler(tokenizer: Tokenizer, vocab_size: int, times: dict[str, list[float]]) -> GrammarCompiler:
@@ -106,7 +101,7 @@ def _timed(into: list[float]) -> Iterator[None]:
     into.append((time.thread_time() - began) * 1e3)
 
 
-def _markdown(
+def page(
     model: str, vocab_size: int, times: dict[str, list[float]], per_schema: dict[str, float]
 ) -> list[str]:
     lines = [
@@ -120,12 +115,12 @@ def _markdown(
     ]
     for name, values in times.items():
         figures = (np.mean(values), np.median(values), np.percentile(values, 99), np.max(values))
-        lines.append(f"| {name} | {' | '.join(f'{x:.3f}' for x in figures)} | {len(values)} |")
+        lines.append(row(name, *(f"{x:.3f}" for x in figures), len(values)))
     slow = sorted(per_schema.items(), key=lambda item: -item[1])[:5]
     listed = ", ".join(f"{name} {value:.2f}" for name, value in slow)
     lines += ["", f"Slowest schemas by their mean mask in the second request: {listed}.", ""]
-    return [*lines, *provenance_lines(), f"- llguidance {version('llguidance')}", ""]
+    return [*lines, f"Made with llguidance {version('llguidance')}."]
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

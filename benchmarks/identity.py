@@ -6,135 +6,130 @@ The same prompts run without speculation, with it, and again without, one data s
 run shows how much of a difference is not speculation's: on a GPU the batch a request shares a step with
 may turn a tie. At the first token that differs the target's logits are computed once more: a gap of at most
 two bfloat16 steps at that size is rounding (specinfer/check/difference.py), anything more is wrong.
+
+Finished data sets are kept in a JSON file beside the Markdown, so an interrupted run goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from provenance import provenance_lines
+from study import REQUIRED, Study, ask, parser, row, run, settings_of, total_figures, without_speculation
 
-from specinfer import LLM, EngineConfig, RequestOutput, SamplingParams
-from specinfer.check.difference import Difference, find_difference
+from specinfer import LLM, RequestOutput, SamplingParams
+from specinfer.check.difference import find_difference
 from specinfer.check.target_alone import TargetAlone
-from specinfer.report.dataset import Dataset, read_dataset
+from specinfer.report.dataset import read_dataset
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = parser(
+        __doc__,
+        model=REQUIRED,
+        draft=[],
+        expansion="1,1,3,1,1",
+        dtype="auto",
+        quantization="none",
+        dataset=REQUIRED,
+        limit=50,
+        max_tokens=64,
+        batch_size=8,
     )
-    parser.add_argument("--model", required=True, help="the target: folder, GGUF file or name")
-    parser.add_argument("--draft", action="append", default=[], help="a small speculative model; repeatable")
-    parser.add_argument("--ngram", action="store_true", help="look guesses up in the text itself, too")
-    parser.add_argument("--expansion", default="1,1,3,1,1")
-    parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
-    parser.add_argument("--quantization", default="none", help="none, int8 or int4")
-    parser.add_argument("--dataset", action="append", required=True, type=Path, metavar="FILE.jsonl")
-    parser.add_argument("--limit", type=int, default=50, help="prompts of each data set (default 50)")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument(
+    options.add_argument("--ngram", action="store_true", help="look guesses up in the text itself, too")
+    options.add_argument(
         "--repeat",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="run without speculation a second time, in the other order (default: yes)",
     )
-    parser.add_argument("--out", type=Path, required=True, help="Markdown file")
-    args = parser.parse_args()
+    args = options.parse_args()
     if not args.draft and not args.ngram:
-        parser.error("nobody speculates: give --draft or --ngram")
+        options.error("nobody speculates: give --draft or --ngram")
 
-    shared = {
-        "dtype": args.dtype,
-        "quantization": args.quantization,
-        "max_batch_size": args.batch_size,
-        "max_context": 2048,
+    datasets = {path.name: read_dataset(path).head(args.limit) for path in args.dataset}
+    study = Study("identity", args.out, settings_of(args, without=["dataset"]))
+    speculative: LLM | None = None
+    for name, dataset in datasets.items():
+        if name in study.cells:
+            continue
+        speculative = speculative or LLM(
+            args.model,
+            dtype=args.dtype,
+            quantization=args.quantization,
+            max_batch_size=args.batch_size,
+            drafts=tuple(args.draft),
+            ngram=args.ngram,
+            expansion=args.expansion,
+            tree_size="fixed",
+            max_context=2048,
+        )
+        questions = [conversation.turns[0] for conversation in dataset.conversations]
+        study.keep(name, measure(speculative, questions, args.max_tokens, repeat=args.repeat))
+        print(row_of(name, study.cells[name], repeat=args.repeat), flush=True)
+    cells = {name: study.cells[name] for name in datasets}
+    print(study.write(page(study.settings, cells)))
+    raise SystemExit(1 if any(not d["explained"] for c in cells.values() for d in c["differences"]) else 0)
+
+
+def measure(speculative: LLM, questions: Sequence[str], max_tokens: int, *, repeat: bool) -> dict[str, Any]:
+    """One data set without speculation, with it, and without again."""
+    plain, target = without_speculation(speculative), TargetAlone(speculative.models.target)
+    params = SamplingParams(temperature=0, seed=0, max_tokens=max_tokens)
+    expected, got = ask(plain, questions, params), ask(speculative, questions, params)
+    # In the other order, so that every request shares its steps with others.
+    again = ask(plain, questions[::-1], params)[::-1] if repeat else expected
+    figures = total_figures(got)
+
+    def differences(theirs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        pairs = zip(expected, theirs, strict=True)
+        found = [find_difference(target, params, *pair) for pair in pairs]
+        named = [(f"prompt {number}, {d}", d) for number, d in enumerate(found) if d is not None]
+        return [{"text": text, "explained": difference.explained} for text, difference in named]
+
+    return {
+        "dtype": str(target.model.dtype).removeprefix("torch."),
+        "prompts": len(questions),
+        "tokens_per_step": figures.tokens_per_step,
+        "differences": differences(got),
+        "repeated": differences(again),
     }
-    options = {
-        "drafts": tuple(args.draft),
-        "ngram": args.ngram,
-        "expansion": tuple(int(k) for k in args.expansion.split(",")),
-        "tree_size": "fixed",
-        **shared,
-    }
-    datasets = [read_dataset(path).head(args.limit) for path in args.dataset]
-    speculative = LLM(args.model, **options)
-    plain = LLM.from_models(
-        EngineConfig.from_options(args.model, shared), replace(speculative.models, drafts={})
+
+
+def page(settings: Mapping[str, Any], cells: Mapping[str, Any]) -> list[str]:
+    found, repeated = (
+        [{**d, "text": f"  - {name} {d['text']}"} for name, cell in cells.items() for d in cell[kind]]
+        for kind in ("differences", "repeated")
     )
-    target = TargetAlone(speculative.models.target)
-    params = SamplingParams(temperature=0, seed=0, max_tokens=args.max_tokens)
-    rows: list[str] = []
-    found: list[tuple[str, Difference]] = []
-    repeated: list[tuple[str, Difference]] = []
-    total = 0
-    for dataset in datasets:
-        name = Path(dataset.name).name
-        expected = _answers(plain, dataset, params)
-        got = _answers(speculative, dataset, params)
-        # In the other order, so that every request shares its steps with others.
-        turned = replace(dataset, conversations=dataset.conversations[::-1])
-        again = _answers(plain, turned, params)[::-1] if args.repeat else expected
-        found += (here := _differences(name, target, params, expected, got))
-        repeated += (noise := _differences(name, target, params, expected, again))
-        total += len(expected)
-        steps = sum(output.figures.steps for output in got)
-        tokens = sum(output.figures.output_tokens for output in got)
-        repeated_same = len(expected) - len(noise) if args.repeat else "not run"
-        row = (name, len(expected), len(expected) - len(here), repeated_same)
-        rows.append(f"| {' | '.join(map(str, row))} | {tokens / max(steps, 1):.2f} |")
-        print(rows[-1], flush=True)
-    wrong = [item for item in found if not item[1].explained]
-    lines = [
-        f"# Greedy texts with and without speculation: {Path(args.model).name}",
+    explained, wrong = ([d["text"] for d in found if d["explained"] == is_so] for is_so in (True, False))
+    total = sum(cell["prompts"] for cell in cells.values())
+    return [
+        f"# Greedy texts with and without speculation: {settings['model']}",
         "",
-        f"- speculators: {', '.join([Path(d).name for d in args.draft] + ['n-gram'] * args.ngram)}, "
-        f"expansion <{args.expansion}>, {str(target.model.dtype).removeprefix('torch.')}, batch size "
-        f"{args.batch_size}, {args.max_tokens} tokens at most",
+        f"- speculators: {', '.join(settings['draft'] + ['n-gram'] * settings['ngram'])}, expansion "
+        f"<{settings['expansion']}>, {next(iter(cells.values()))['dtype']}, batch size "
+        f"{settings['batch_size']}, {settings['max_tokens']} tokens at most",
         f"- identical texts: {total - len(found)} of {total}",
-        f"- different texts, explained by rounding of the target's logits: {len(found) - len(wrong)}",
-        *(f"  - {where}, {difference}" for where, difference in found if difference.explained),
+        f"- different texts, explained by rounding of the target's logits: {len(explained)}",
+        *explained,
         f"- different texts, not explained: {len(wrong)}",
-        *(f"  - {where}, {difference}" for where, difference in wrong),
+        *wrong,
         "- different texts when the run without speculation is repeated in the other order: "
-        f"{len(repeated) if args.repeat else 'not run'}",
-        *(f"  - {where}, {difference}" for where, difference in repeated),
+        f"{len(repeated) if settings['repeat'] else 'not run'}",
+        *(d["text"] for d in repeated),
         "",
         "| data set | prompts | identical with speculation | identical without, repeated | tokens per step |",
         "|---|---|---|---|---|",
-        *rows,
-        "",
-        *provenance_lines(),
-        "",
+        *(row_of(name, cell, repeat=settings["repeat"]) for name, cell in cells.items()),
     ]
-    args.out.write_text("\n".join(lines))
-    print("\n".join(lines))
-    raise SystemExit(1 if wrong else 0)
 
 
-def _answers(llm: LLM, dataset: Dataset, params: SamplingParams) -> list[RequestOutput]:
-    """The answers to the first turn of every conversation."""
-    questions = [conversation.turns[0] for conversation in dataset.conversations]
-    if llm.tokenizer.has_chat_template:
-        return llm.chat([[{"role": "user", "content": text}] for text in questions], params)
-    return llm.generate(questions, params)
-
-
-def _differences(
-    name: str,
-    target: TargetAlone,
-    params: SamplingParams,
-    expected: Sequence[RequestOutput],
-    got: Sequence[RequestOutput],
-) -> list[tuple[str, Difference]]:
-    pairs = enumerate(zip(expected, got, strict=True))
-    found = [(number, find_difference(target, params, ours, theirs)) for number, (ours, theirs) in pairs]
-    return [(f"{name} prompt {number}", difference) for number, difference in found if difference]
+def row_of(name: str, cell: Mapping[str, Any], *, repeat: bool) -> str:
+    same, same_again = (cell["prompts"] - len(cell[kind]) for kind in ("differences", "repeated"))
+    shown = same_again if repeat else "not run"
+    return row(name, cell["prompts"], same, shown, f"{cell['tokens_per_step']:.2f}")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import torch
-from provenance import default_result, provenance_lines
+from study import Study, natural, parser, row, run
 from torch import Tensor
 
 from specinfer.config import EngineConfig, KernelChoice
 from specinfer.engine.build import load_models, use_threads
-from specinfer.errors import SpecInferError
 from specinfer.hub import resolve
 from specinfer.kernels.bandwidth import STREAMED, Bandwidth
 from specinfer.kernels.choice import Kernels, choose_kernels
@@ -74,66 +72,38 @@ class Row:
 
 def main() -> None:
     args = arguments()
-    try:
-        files = resolve(args.model)
-        config = load_config(files.path)
-        if config.family is Family.OPT:
-            sys.exit(
-                f"error: {files.name} is an OPT model; allowed: models with a gated MLP (Llama, Qwen, ...)"
-            )
-        kernels, lacking = choose_kernels(args.kernels, torch.device("cpu"), Silence())
-        use_threads(args.threads, kernels)
-        bandwidth = Bandwidth(kernels.library)
-        products = list(product_rows(config, kernels, args.nodes, bandwidth)) if args.products else []
-        forwards: list[Row] = []
-        shares: dict[str, list[Row]] = {}
-        for quantization in args.quantization:
-            whole, shares[quantization] = forward_rows(args.model, quantization, args, bandwidth)
-            gc.collect()  # one model at a time
-            forwards.append(whole)
-    except SpecInferError as error:
-        sys.exit(f"error: {error}")
-    page = markdown(files.path.stem, args, kernels, lacking, products, forwards, shares, bandwidth)
-    out: Path = args.out or default_result("kernels", files.path.stem)
-    print(page)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page)
-    measured = {
-        "bandwidths": bandwidth.found,
-        "context": args.context,
-        "products": [asdict(row) for row in products],
-        "forwards": [asdict(row) for row in forwards],
-        "operations": {name: [asdict(row) for row in rows] for name, rows in shares.items()},
-    }
-    out.with_suffix(".json").write_text(json.dumps(measured, indent=1) + "\n")
+    files = resolve(args.model)
+    config = load_config(files.path)
+    if config.family is Family.OPT:
+        sys.exit(f"error: {files.name} is an OPT model; allowed: models with a gated MLP (Llama, Qwen, ...)")
+    kernels, lacking = choose_kernels(args.kernels, torch.device("cpu"), Silence())
+    use_threads(args.threads, kernels)
+    bandwidth = Bandwidth(kernels.library)
+    products = list(product_rows(config, kernels, args.nodes, bandwidth)) if args.products else []
+    forwards: list[Row] = []
+    shares: dict[str, list[Row]] = {}
+    for quantization in args.quantization.split(","):
+        whole, shares[quantization] = forward_rows(args.model, quantization, args, bandwidth)
+        gc.collect()  # one model at a time
+        forwards.append(whole)
+    study = Study("kernels", args.out, {"model": files.path.name})
+    lines = page(files.path.stem, args, kernels, lacking, products, forwards, shares, bandwidth)
+    print(study.write(lines, args.threads))
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="smollm2-135m", help="folder, GGUF file or name")
-    parser.add_argument("--quantization", type=_names, default=["none"], help="of whole forwards: a,b,c")
-    parser.add_argument("--kernels", default="auto", choices=get_args(KernelChoice), help="default auto")
-    parser.add_argument("--nodes", type=_counts, default=NODES, help="default 1,2,4,8,16,32,64,128")
-    parser.add_argument("--context", type=int, default=200, help="tokens of text before the tree")
-    parser.add_argument("--threads", type=int, default=thread_count())
-    parser.add_argument(
+    options = parser(__doc__, model="smollm2-135m", quantization="none", threads=thread_count())
+    options.add_argument("--kernels", default="auto", choices=get_args(KernelChoice), help="default auto")
+    options.add_argument("--nodes", type=_counts, default=NODES, help="default 1,2,4,8,16,32,64,128")
+    options.add_argument("--context", type=natural, default=200, help="tokens of text before the tree")
+    options.add_argument(
         "--products", action=argparse.BooleanOptionalAction, default=True, help="or only passes"
     )
-    parser.add_argument("--out", type=Path, help="Markdown file; the figures lie beside it as .json")
-    return parser.parse_args()
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
+    return options.parse_args()
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(int(count) for count in text.split(","))
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text} has {min(counts)}; allowed: integers >= 1")
-    return counts
+    return tuple(map(natural, text.split(",")))
 
 
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -270,7 +240,7 @@ def share_rows(operations: Mapping[int, Mapping[str, float]], times: Mapping[int
     return [*rows, Row(", ".join(small), others)] if small else rows
 
 
-def markdown(
+def page(
     model: str,
     args: argparse.Namespace,
     kernels: Kernels,
@@ -279,7 +249,7 @@ def markdown(
     forwards: Sequence[Row],
     shares: Mapping[str, Sequence[Row]],
     bandwidth: Bandwidth,
-) -> str:
+) -> list[str]:
     streams = sorted(rate / 1e9 for rate in bandwidth.found)
     usual = statistics.median(streams)
     lines = [
@@ -309,7 +279,7 @@ def markdown(
             "",
             *_table(rows, args.nodes, usual),
         ]
-    return "\n".join([*lines, "", *provenance_lines(args.threads), ""])
+    return lines
 
 
 def kernels_line(kernels: Kernels, lacking: str | None) -> str:
@@ -337,15 +307,16 @@ def _table(rows: Sequence[Row], nodes: Sequence[int], bandwidth: float) -> list[
         f"| | floor ms | {' | '.join(f'{n} node' + 's' * (n > 1) for n in nodes)} |",
         f"|---|---|{'---|' * len(nodes)}",
     ]
-    for row in rows:
-        shown = "" if row.floor_bytes is None else f"{row.floor_bytes / bandwidth / 1e6:.2f}"
+    for found in rows:
+        floor = "" if found.floor_bytes is None else f"{found.floor_bytes / bandwidth / 1e6:.2f}"
         cells = [
-            f"{row.milliseconds[n]:.2f}" + ("" if row.times_floor is None else f" ({row.times_floor[n]:.2f})")
+            f"{found.milliseconds[n]:.2f}"
+            + ("" if found.times_floor is None else f" ({found.times_floor[n]:.2f})")
             for n in nodes
         ]
-        lines.append(f"| {row.name} | {shown} | {' | '.join(cells)} |")
+        lines.append(row(found.name, floor, *cells))
     return lines
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

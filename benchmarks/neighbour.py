@@ -14,14 +14,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
-from provenance import default_result, provenance_lines
+from study import Study, natural, parser, row, run, settings_of
 
 from specinfer import LLM, SamplingParams
-from specinfer.errors import SpecInferError
 
 PROMPT = list(range(100, 132))
 BUSY = "while True: pass"
@@ -29,30 +27,18 @@ SETTLED = 0.5  # seconds until a neighbour counts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="smollm2-135m", help="folder, GGUF file or name")
-    parser.add_argument("--quantization", default="int8", help="none,int8,int4")
-    parser.add_argument("--neighbours", type=int, default=1, help="processes that keep a core busy each")
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="default: physical cores")
-    parser.add_argument("--out", type=Path, help="Markdown file")
-    args = parser.parse_args()
-    found: dict[str, Mapping[str, Sequence[float]]] = {}
-    try:
-        for quantization in args.quantization.split(","):
-            found[quantization] = measure(args.model, quantization, args)
-    except SpecInferError as error:
-        sys.exit(f"error: {error}")
-    page = markdown(args, found)
-    print(page)
-    out = args.out or default_result("neighbour", Path(args.model).stem)
-    out.write_text(page)
+    options = parser(__doc__, model="smollm2-135m", quantization="int8", rounds=5, threads=None)
+    options.add_argument("--neighbours", type=natural, default=1, help="processes that keep a core busy each")
+    options.add_argument("--tokens", type=natural, default=128, help="of an answer")
+    args = options.parse_args()
+    study = Study("neighbour", args.out, settings_of(args, without=["quantization"]))
+    for quantization in args.quantization.split(","):
+        if quantization not in study.cells:
+            study.keep(quantization, measure(args.model, quantization, args))
+    print(study.write(page(study), args.threads))
 
 
-def measure(model: str, quantization: str, args: argparse.Namespace) -> Mapping[str, list[float]]:
+def measure(model: str, quantization: str, args: argparse.Namespace) -> dict[str, list[float]]:
     """Tokens per second of every round, alone and beside the neighbours."""
     llm = LLM(model, quantization=quantization, threads=args.threads)
     tokens_per_second(llm, args.tokens)
@@ -85,20 +71,21 @@ def neighbours(count: int) -> Iterator[None]:
             process.wait()
 
 
-def markdown(args: argparse.Namespace, found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+def page(study: Study) -> list[str]:
+    settings = study.settings
     lines = [
-        f"# Decoding beside {args.neighbours} busy process(es): {Path(args.model).stem}",
+        f"# Decoding beside {settings['neighbours']} busy process(es): {settings['model']}",
         "",
-        f"Tokens per second without speculation, medians of {args.rounds} rounds (least to most).",
+        f"Tokens per second without speculation, medians of {settings['rounds']} rounds (least to most).",
         "",
         "| quantization | alone | beside | of it |",
         "|---|---|---|---|",
     ]
-    for quantization, rates in found.items():
+    for quantization, rates in study.cells.items():
         alone, beside = (statistics.median(rates[name]) for name in ("alone", "beside"))
-        cells = [quantization, _spread(rates["alone"]), _spread(rates["beside"]), f"{beside / alone:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *provenance_lines(args.threads), ""])
+        share = f"{beside / alone:.2f}"
+        lines.append(row(quantization, _spread(rates["alone"]), _spread(rates["beside"]), share))
+    return lines
 
 
 def _spread(rates: Sequence[float]) -> str:
@@ -106,4 +93,4 @@ def _spread(rates: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

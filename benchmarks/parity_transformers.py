@@ -10,35 +10,34 @@ compared after the first one, since from there on the two would write different 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-import transformers
-from provenance import provenance_lines
+from study import REQUIRED, Study, ask, in_turn, parser, run, settings_of
 
 from specinfer import LLM, SamplingParams
 from specinfer.kernels.machine import thread_count
+from specinfer.report.dataset import read_dataset
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, required=True, help="a GGUF file, or a folder")
-    parser.add_argument("--dataset", type=Path, required=True)
-    parser.add_argument("--limit", type=int, default=20, help="prompts (default 20)")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--tie", type=float, default=1e-2, help="logits closer than this may swap")
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    options = parser(__doc__, model=REQUIRED, dataset=REQUIRED, limit=20, max_tokens=64)
+    options.add_argument("--tie", type=float, default=1e-2, help="logits closer than this may swap")
+    args = options.parse_args()
 
-    texts = _our_texts(args.model, args.dataset, args.limit, args.max_tokens)
+    study = Study("parity", args.out, settings_of(args))
+    chosen = in_turn([read_dataset(path) for path in args.dataset], args.limit)
+    texts = _our_texts(args.model, [conversation.turns[0] for conversation in chosen], args.max_tokens)
     gc.collect()  # both models in float32 at once would not fit on a small machine
     torch.set_num_threads(thread_count())  # of which ours had left PyTorch one
-    model = _theirs(args.model)
+    model = _theirs(Path(args.model))
     ties: list[str] = []
     wrong: list[str] = []
     compared = 0
@@ -55,34 +54,31 @@ def main() -> None:
                 break
         print(f"prompt {number}: {len(tokens)} tokens", flush=True)
     lines = [
-        f"# {args.model.name}: greedy tokens against transformers {transformers.__version__}, float32",
+        f"# {study.settings['model']}: greedy tokens against transformers {version('transformers')}, float32",
         "",
-        f"- prompts: {len(texts)} of {args.dataset.name}, {args.max_tokens} tokens each at most",
+        f"- prompts: {len(texts)} of {', '.join(study.settings['dataset'])}, {args.max_tokens} tokens each "
+        "at most",
         f"- tokens compared: {compared}",
         f"- differences where transformers' logits are less than {args.tie} apart: {len(ties)}",
         *(f"  - {line}" for line in ties),
         f"- other differences: {len(wrong)}",
         *(f"  - {line}" for line in wrong),
-        *provenance_lines(),
-        "",
     ]
-    args.out.write_text("\n".join(lines))
-    print("\n".join(lines))
+    print(study.write(lines))
     raise SystemExit(1 if wrong else 0)
 
 
 def _our_texts(
-    model: Path, dataset: Path, limit: int, max_tokens: int
+    model: str, prompts: Sequence[str], max_tokens: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    llm = LLM(str(model), dtype="float32", max_batch_size=limit, max_context=2048, ngram=True)
-    with dataset.open(encoding="utf-8") as file:
-        prompts = [json.loads(next(file))["prompt"] for _ in range(limit)]
+    llm = LLM(model, dtype="float32", max_batch_size=len(prompts), max_context=2048, ngram=True)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
-    return [(output.prompt_token_ids, output.token_ids) for output in outputs]
+    return [(output.prompt_token_ids, output.token_ids) for output in ask(llm, prompts, params)]
 
 
-def _theirs(model: Path) -> transformers.PreTrainedModel:
+def _theirs(model: Path) -> PreTrainedModel:
+    import transformers  # seconds, which --help does not need
+
     if model.is_dir():
         return transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     return transformers.AutoModelForCausalLM.from_pretrained(
@@ -91,4 +87,4 @@ def _theirs(model: Path) -> transformers.PreTrainedModel:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

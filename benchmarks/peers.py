@@ -12,28 +12,23 @@ it was, and what failed is tried again.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import psutil
 from peers.engines import ENGINES, Engine, select
 from peers.process import Worker, WorkerError
-from peers.report import answer, cell_key, markdown
+from peers.report import answer, cell_key, made, page
 from peers.weights import INSTALL, Home, WeightsError
-from provenance import default_result, provenance_lines
+from study import Study, digest, in_turn, natural, parser, run
 
-from specinfer.errors import UserError
 from specinfer.hub import resolve
-from specinfer.report.dataset import Dataset, built_in, read_dataset
-from specinfer.report.provenance import commit
+from specinfer.report.dataset import built_in, read_dataset
 from specinfer.tokenizer import Tokenizer
 
 SCRIPTS = Path(__file__).parent / "peers"
@@ -67,14 +62,14 @@ def main() -> None:
     args = arguments()
     try:
         engines = select(args.engines, has_draft=args.draft is not None)
-        target = resolve(args.model)
-        draft = resolve(args.draft).path if args.draft is not None else None
-        datasets = [read_dataset(path) for path in args.prompts] or [built_in()]
-        questions = interleave(datasets, args.limit)
-        tokenizer = Tokenizer.load(target)
-        prompts = [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in questions]
-    except (UserError, ValueError) as error:
+    except ValueError as error:
         sys.exit(f"error: {error}")
+    target = resolve(args.model)
+    draft = resolve(args.draft).path if args.draft is not None else None
+    datasets = [read_dataset(path) for path in args.prompts] or [built_in()]
+    questions = [conversation.turns[0] for conversation in in_turn(datasets, args.limit)]
+    tokenizer = Tokenizer.load(target)
+    prompts = [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in questions]
     rounds = min(args.rounds, len(prompts))
     task = Task(target.path, draft, prompts, args.max_tokens, rounds, args.threads)
     settings = {
@@ -83,53 +78,42 @@ def main() -> None:
         "draft": draft.stem if draft is not None else None,
         "datasets": [Path(dataset.name).stem for dataset in datasets],
         "num_prompts": len(prompts),
-        "prompts_digest": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:12],
+        "prompts_digest": digest(prompts)[:12],
         "max_tokens": args.max_tokens,
         "rounds": rounds,
         "threads": args.threads,
     }
-    out: Path = args.out or default_result("peers", target.path.stem)
-    cells_file = out.with_suffix(".json")
-    cells = read_cells(cells_file, settings)
+    study = Study("peers", args.out, settings)
     home = Home(args.home)
-    for round_, engine in schedule(engines, rounds, cells):
-        if any("error" in cells.get(cell_key(engine, r), {}) for r in range(round_)):
+
+    def write() -> str:
+        lines = page(shown(engines, study.cells), study.cells, settings)
+        return study.write(lines, args.threads)
+
+    for round_, engine in schedule(engines, rounds, study.cells):
+        if any("error" in study.cells.get(cell_key(engine, r), {}) for r in range(round_)):
             continue  # what failed in an earlier round has its reason
-        cell = cells[cell_key(engine, round_)] = run_cell(engine, task, round_, home, args.timeout)
+        cell = run_cell(engine, task, round_, home, args.timeout)
+        study.keep(cell_key(engine, round_), cell)
         print(f"round {round_ + 1}/{rounds} {engine.name}: {outcome(cell)}", flush=True)
-        write(cells_file, json.dumps({"settings": settings, "cells": cells}) + "\n")
-        write(out, markdown(shown(engines, cells), cells, settings, provenance_lines(args.threads)))
-    page = markdown(shown(engines, cells), cells, settings, provenance_lines(args.threads))
-    write(out, page)
-    print(page)
+        write()
+    print(write())
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="smollm2-135m", help="the target (default smollm2-135m)")
-    parser.add_argument("--draft", help="the small model of the modes with +draft, which else are left out")
-    parser.add_argument(
+    threads = psutil.cpu_count(logical=False) or 1
+    options = parser(__doc__, model="smollm2-135m", max_tokens=128, rounds=4, threads=threads)
+    options.add_argument("--draft", help="the small model of the modes with +draft, which else are left out")
+    options.add_argument(
         "--prompts", type=Path, nargs="+", default=[], metavar="FILE.jsonl", help="default: the package's own"
     )
-    parser.add_argument("--limit", type=int, default=40, help="prompts in total, from all files in turn")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument(
-        "--rounds", type=int, default=4, help="parts the prompts are dealt out to (default 4)"
-    )
-    parser.add_argument("--engines", default="*", help="names, comma-separated, * for any text (default *)")
-    parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or 1)
-    parser.add_argument("--timeout", type=float, default=1200, help="seconds for one answer, or to load")
-    parser.add_argument(
+    options.add_argument("--limit", type=natural, default=40, help="prompts in total, from all files in turn")
+    options.add_argument("--engines", default="*", help="names, comma-separated, * for any text (default *)")
+    options.add_argument("--timeout", type=float, default=1200, help="seconds for one answer, or to load")
+    options.add_argument(
         "--home", type=Path, default=default_home(), help="where the others are (SPECINFER_PEERS)"
     )
-    parser.add_argument("--out", type=Path, help="Markdown file; its cells lie beside it as .json")
-    args = parser.parse_args()
-    for name in ("limit", "max_tokens", "rounds", "threads"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; allowed: an integer >= 1")
-    return args
+    return options.parse_args()
 
 
 def default_home() -> Path:
@@ -137,13 +121,6 @@ def default_home() -> Path:
     named = os.environ.get("SPECINFER_PEERS")
     cache = os.environ.get("XDG_CACHE_HOME")
     return Path(named) if named else (Path(cache) if cache else Path.home() / ".cache") / "specinfer-peers"
-
-
-def interleave(datasets: Sequence[Dataset], limit: int) -> list[str]:
-    """The first questions of the data sets in turn, `limit` in all."""
-    columns = [[c.turns[0] for c in dataset.conversations] for dataset in datasets]
-    questions = chain.from_iterable(zip_longest(*columns))
-    return [question for question in questions if question is not None][:limit]
 
 
 def schedule(engines: Sequence[Engine], rounds: int, cells: dict[str, Any]) -> list[tuple[int, Engine]]:
@@ -206,7 +183,6 @@ def converse(worker: Worker, setup: dict[str, Any], task: Task, round_: int) -> 
         "load_seconds": loaded - began,
         "peak_memory": worker.peak_memory(),
         "busy_elsewhere": max(busy_elsewhere(worker) - busy, 0.0) / seconds,
-        "commit": commit(),
     }
 
 
@@ -223,27 +199,9 @@ def outcome(cell: dict[str, Any]) -> str:
     if "error" in cell:
         return str(cell["error"])
     seconds = sum(a["seconds"] for a in cell["answers"])
-    tokens = sum(len(a["tokens"]) for a in cell["answers"])
+    tokens = made(cell)
     return f"{tokens / seconds:.1f} tokens/s overall, {cell['load_seconds']:.0f} s to load"
 
 
-def read_cells(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The cells of an earlier run of the same task; exits when the file is of another."""
-    if not path.exists():
-        return {}
-    stored = json.loads(path.read_text())
-    if stored["settings"] != settings:
-        sys.exit(f"error: {path} holds cells of {stored['settings']}, not {settings}; give another --out")
-    cells: dict[str, Any] = stored["cells"]
-    return cells
-
-
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
-
-
 if __name__ == "__main__":
-    main()
+    run(main)

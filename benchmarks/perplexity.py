@@ -10,64 +10,56 @@ Every finished row is kept in a JSON file beside the Markdown, so an interrupted
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import os
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import provenance_lines
+from study import REQUIRED, Study, in_turn, natural, parser, row, run
 from torch import Tensor
 
 from specinfer import EngineConfig
 from specinfer.check.target_alone import TargetAlone
 from specinfer.engine.build import Models, load_models
+from specinfer.errors import DatasetError
 from specinfer.models.decoder import LanguageModel
 from specinfer.progress import ProgressBar
+from specinfer.report.dataset import Conversation, read_dataset
+from specinfer.tokenizer import Tokenizer
 
 BASE = "none"
 ALLOWED = {"int8": 1.0, "int4": 6.0}  # percent of perplexity a quantization may cost
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = parser(__doc__, model=REQUIRED, dataset=REQUIRED, limit=200)
+    options.add_argument(
+        "--max-tokens", type=natural, default=1024, help="of a row; what is longer is cut off"
     )
-    parser.add_argument("--model", required=True, help="folder, GGUF file or name")
-    parser.add_argument("--dataset", type=Path, required=True, help='rows with "prompt" and "reference"')
-    parser.add_argument("--limit", type=int, default=200, help="rows (default 200)")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="of a row; what is longer is cut off")
-    parser.add_argument("--quantizations", default="int8,int4", help="compared with bfloat16")
-    parser.add_argument("--out", type=Path, required=True, help="Markdown; finished rows beside it as .json")
-    args = parser.parse_args()
+    options.add_argument("--quantizations", default="int8,int4", help="compared with bfloat16")
+    args = options.parse_args()
 
     kinds = [BASE, *args.quantizations.split(",")]
-    rows_file = args.out.with_suffix(".json")
     settings = {
         "model": Path(args.model).name,
-        "dataset": args.dataset.name,
+        "dataset": ", ".join(path.name for path in args.dataset),
         "max_tokens": args.max_tokens,
         "quantizations": kinds,
     }
-    rows = _read_rows(rows_file, settings)
-    if len(rows) < args.limit:
+    study = Study("perplexity", args.out, settings)
+    conversations = in_turn([read_dataset(path) for path in args.dataset], args.limit)
+    models: dict[str, Models] = {}
+    for number, conversation in enumerate(conversations):
+        if str(number) in study.cells:
+            continue
         # All at once, so that a row's bfloat16 laws need not be kept for the others.
-        models = {kind: _load(args.model, kind) for kind in kinds}
-        texts = _texts(models[BASE], args.dataset, args.limit, args.max_tokens)
-        for number, (prompt, answer) in enumerate(texts):
-            if number < len(rows):
-                continue
-            rows.append(_row({kind: m.target for kind, m in models.items()}, prompt, answer))
-            _write(rows_file, json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
-            if number % 10 == 9 or number + 1 == args.limit:
-                print(f"{number + 1} rows: {_summary(kinds, rows)}", flush=True)
-    text = _markdown(kinds, rows[: args.limit], settings)
-    _write(args.out, text)
-    print(text)
+        models = models or {kind: _load(args.model, kind) for kind in kinds}
+        text = _text(models[BASE].tokenizer, conversation, args.max_tokens)
+        study.keep(str(number), _row({kind: m.target for kind, m in models.items()}, *text))
+        if number % 10 == 9 or number + 1 == args.limit:
+            print(f"{number + 1} rows: {_summary(kinds, list(study.cells.values()))}", flush=True)
+    print(study.write(page(kinds, [study.cells[str(i)] for i in range(len(conversations))], settings)))
 
 
 def _load(model: str, quantization: str) -> Models:
@@ -75,17 +67,13 @@ def _load(model: str, quantization: str) -> Models:
     return load_models(EngineConfig.from_options(model, options), ProgressBar())
 
 
-def _texts(
-    models: Models, dataset: Path, limit: int, max_tokens: int
-) -> Iterator[tuple[list[int], list[int]]]:
-    """Prompts and answers, as token ids."""
-    tokenizer = models.tokenizer
-    with dataset.open(encoding="utf-8") as file:
-        for line in islice(file, limit):
-            row = json.loads(line)
-            prompt = list(tokenizer.encode_chat([{"role": "user", "content": row["prompt"]}]))
-            answer = list(tokenizer.encode(row["reference"]))
-            yield prompt[: max_tokens - 1], answer[: max_tokens - min(len(prompt), max_tokens - 1)]
+def _text(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int) -> tuple[list[int], list[int]]:
+    """Prompt and answer, as token ids."""
+    if conversation.reference is None:
+        raise DatasetError(f'row {conversation.name} has no "reference"; give the answer to its prompt')
+    prompt = list(tokenizer.encode_chat([{"role": "user", "content": conversation.turns[0]}]))
+    answer = list(tokenizer.encode(conversation.reference))
+    return prompt[: max_tokens - 1], answer[: max_tokens - min(len(prompt), max_tokens - 1)]
 
 
 def _row(models: dict[str, LanguageModel], prompt: list[int], answer: list[int]) -> dict[str, Any]:
@@ -103,38 +91,22 @@ def _row(models: dict[str, LanguageModel], prompt: list[int], answer: list[int])
     return found
 
 
-def _perplexity(kind: str, rows: list[dict[str, Any]]) -> float:
+def _perplexity(kind: str, rows: Sequence[dict[str, Any]]) -> float:
     return math.exp(sum(row[kind]["nats"] for row in rows) / sum(row["tokens"] for row in rows))
 
 
-def _cost(kind: str, rows: list[dict[str, Any]]) -> float:
+def _cost(kind: str, rows: Sequence[dict[str, Any]]) -> float:
     """By how many percent perplexity is above the first model's."""
     return 100 * (_perplexity(kind, rows) / _perplexity(BASE, rows) - 1)
 
 
-def _summary(kinds: list[str], rows: list[dict[str, Any]]) -> str:
+def _summary(kinds: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
     quantized = [f"{kind} {_cost(kind, rows):+.2f}%" for kind in kinds[1:]]
     return ", ".join([f"perplexity {_perplexity(BASE, rows):.3f}", *quantized])
 
 
-def _read_rows(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    stored = json.loads(path.read_text())
-    if stored["settings"] != settings:
-        raise SystemExit(f"{path} holds rows of {stored['settings']}, not {settings}; give another --out")
-    rows: list[dict[str, Any]] = stored["rows"]
-    return rows
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
-
-
-def _markdown(kinds: list[str], rows: list[dict[str, Any]], settings: dict[str, Any]) -> str:
-    tokens = sum(row["tokens"] for row in rows)
+def page(kinds: Sequence[str], rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> list[str]:
+    tokens = sum(cell["tokens"] for cell in rows)
     lines = [
         f"# Perplexity of quantized weights: {settings['model']}",
         "",
@@ -145,13 +117,13 @@ def _markdown(kinds: list[str], rows: list[dict[str, Any]], settings: dict[str, 
         "|---|---|---|---|---|",
     ]
     for kind in kinds:
-        divergence = sum(row[kind]["divergence"] for row in rows) / tokens
+        divergence = sum(cell[kind]["divergence"] for cell in rows) / tokens
         cost = "" if kind == BASE else f"{_cost(kind, rows):+.2f}%"
         allowed = f"+{ALLOWED[kind]:.0f}%" if kind in ALLOWED else ""
         name = "bfloat16" if kind == BASE else kind
-        lines.append(f"| {name} | {_perplexity(kind, rows):.4f} | {cost} | {allowed} | {divergence:.5f} |")
-    return "\n".join([*lines, "", *provenance_lines(), ""])
+        lines.append(row(name, f"{_perplexity(kind, rows):.4f}", cost, allowed, f"{divergence:.5f}"))
+    return lines
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

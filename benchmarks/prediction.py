@@ -13,11 +13,8 @@ edit whose prompt has changed since is run again.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import hashlib
-import json
-import os
 import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -25,12 +22,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from provenance import provenance_lines
+from study import REQUIRED, Study, ask, natural, parser, row, run
 
 from specinfer import LLM, RequestOutput, SamplingParams
 from specinfer.check.difference import find_difference
 from specinfer.check.target_alone import TargetAlone
-from specinfer.report.provenance import commit
 
 EDITS = Path(__file__).parent / "code_edits"
 SPECULATOR = "prediction"  # its name in the figures
@@ -62,27 +58,18 @@ class Edit:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True, help="the target: folder, GGUF file or name")
-    parser.add_argument("--limit", type=int, help="only the first edits (default: all)")
-    parser.add_argument(
+    options = parser(__doc__, model=REQUIRED, max_tokens=1024)
+    options.add_argument("--limit", type=natural, help="only the first edits (default: all)")
+    options.add_argument(
         "--plain", type=int, help="answer only the first PLAIN edits without a prediction, too (default: all)"
     )
-    parser.add_argument("--max-tokens", type=int, default=1024, help="of an answer (default 1024)")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="Markdown file; its results lie beside it as .json"
-    )
-    args = parser.parse_args()
-    if args.limit is not None and args.limit < 1:
-        parser.error(f"--limit is {args.limit}; allowed: an integer >= 1")
+    args = options.parse_args()
 
     everything = read_edits()
     edits = everything[: args.limit]
-    results_file = args.out.with_suffix(".json")
     settings = {"model": Path(args.model).name, "max_tokens": args.max_tokens}
-    results = read_results(results_file, settings, everything)
+    study = Study("prediction", args.out, settings, {edit.file: edit.digest for edit in everything})
+    results = study.cells
     params = SamplingParams(temperature=0, seed=0, max_tokens=args.max_tokens)
     llm: LLM | None = None
     for number, edit in enumerate(edits):
@@ -93,13 +80,11 @@ def main() -> None:
             context = LONGEST_PROMPT + args.max_tokens
             llm = LLM(args.model, max_batch_size=1, max_context=context, tree_size="fixed")
             _ask(llm, edit, replace(params, max_tokens=min(16, args.max_tokens)))  # warms up
-        results[edit.file] = result = measure(
-            llm, edit, params, prediction_first=number % 2 == 1, compare=compare
-        )
+        result = measure(llm, edit, params, prediction_first=number % 2 == 1, compare=compare)
+        study.keep(edit.file, result)
         print(_row(edit, result), flush=True)
-        _write(results_file, json.dumps({"settings": settings, "edits": results}, indent=1) + "\n")
-        _write(args.out, markdown(edits, results, settings))
-    _write(args.out, markdown(edits, results, settings))
+        study.write(page(edits, results, settings))
+    study.write(page(edits, results, settings))
     print("\n".join(_summary(edits, results)))
     wrong = [edit.file for edit in edits if unexplained(results[edit.file])]
     raise SystemExit(1 if wrong else 0)
@@ -130,7 +115,6 @@ def measure(
     removed, added = changed_lines(edit.source, predicted.text)
     return {
         "digest": edit.digest,
-        "commit": commit(),
         "prompt_tokens": len(predicted.prompt_token_ids),
         "plain": None if plain is None else _side(plain),
         "predicted": _side(predicted),
@@ -161,46 +145,26 @@ def changed_lines(source: str, answer: str) -> tuple[int, int]:
     return sum(i2 - i1 for _, i1, i2, _, _ in changes), sum(j2 - j1 for _, _, _, j1, j2 in changes)
 
 
-def read_results(path: Path, settings: Mapping[str, Any], edits: Sequence[Edit]) -> dict[str, Any]:
-    """What earlier runs measured of these edits; the results of changed prompts are left out."""
-    if not path.exists():
-        return {}
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    if stored["settings"] != settings:
-        raise SystemExit(f"{path} holds edits of {stored['settings']}, not {settings}; give another --out")
-    found = stored["edits"]
-    return {e.file: found[e.file] for e in edits if found.get(e.file, {}).get("digest") == e.digest}
-
-
 def unexplained(result: Mapping[str, Any]) -> bool:
     """Whether the two texts differ, and by more than rounding does."""
     return result["difference"] is not None and not result["difference"]["explained"]
 
 
-def markdown(edits: Sequence[Edit], results: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """The results as a page."""
-    measured_at = {results[edit.file]["commit"] for edit in edits if edit.file in results}
-    commits = sorted(sha or "not a checkout" for sha in measured_at)
-    return "\n".join(
-        [
-            f"# Code edits with the old file as the prediction: {settings['model']}",
-            "",
-            f"Greedy, one request at a time, at most {settings['max_tokens']} tokens; no draft model and no "
-            "other speculator. A step is one pass of the target after the prefill; without a prediction it "
-            "gives one token. Lines: those of the file that the answer lacks, and those it has instead.",
-            "",
-            *_summary(edits, results),
-            "",
-            "| file | lines | changed | answer tokens | ended | tokens/s without | tokens/s with | speedup "
-            "| tokens per step | accepted | rejected | identical |",
-            "|---|---|---|---|---|---|---|---|---|---|---|---|",
-            *(_row(edit, results[edit.file]) for edit in edits if edit.file in results),
-            "",
-            *provenance_lines(),
-            *([f"- edits measured at: {', '.join(commits)}"] if measured_at != {commit()} else []),
-            "",
-        ]
-    )
+def page(edits: Sequence[Edit], results: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    return [
+        f"# Code edits with the old file as the prediction: {settings['model']}",
+        "",
+        f"Greedy, one request at a time, at most {settings['max_tokens']} tokens; no draft model and no "
+        "other speculator. A step is one pass of the target after the prefill; without a prediction it "
+        "gives one token. Lines: those of the file that the answer lacks, and those it has instead.",
+        "",
+        *_summary(edits, results),
+        "",
+        "| file | lines | changed | answer tokens | ended | tokens/s without | tokens/s with | speedup "
+        "| tokens per step | accepted | rejected | identical |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        *(_row(edit, results[edit.file]) for edit in edits if edit.file in results),
+    ]
 
 
 def _summary(edits: Sequence[Edit], results: Mapping[str, Any]) -> list[str]:
@@ -242,7 +206,7 @@ def _row(edit: Edit, result: Mapping[str, Any]) -> str:
         identical = ""
     else:
         rates = [f"{_rate(plain):.1f}", rates[1], f"{_ratio(_rate(predicted), _rate(plain)):.2f}"]
-    cells = (
+    return row(
         edit.file,
         len(edit.source.splitlines()),
         f"-{result['lines_removed']} +{result['lines_added']}",
@@ -254,11 +218,10 @@ def _row(edit: Edit, result: Mapping[str, Any]) -> str:
         predicted["rejected"],
         identical,
     )
-    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _ask(llm: LLM, edit: Edit, params: SamplingParams) -> RequestOutput:
-    [output] = llm.chat([[{"role": "user", "content": edit.prompt}]], params)
+    [output] = ask(llm, [edit.prompt], params)
     return output
 
 
@@ -297,11 +260,5 @@ def _ratio(a: float, b: float) -> float:
     return a / b if b else 0.0
 
 
-def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
 if __name__ == "__main__":
-    main()
+    run(main)

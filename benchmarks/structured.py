@@ -10,18 +10,17 @@ beginning, and counted apart; every other one is parsed and validated by jsonsch
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jsonschema import Draft202012Validator, ValidationError
-from provenance import provenance_lines
+from study import REQUIRED, Study, ask, parser, row, run, settings_of, total_figures, without_speculation
 
-from specinfer import LLM, EngineConfig, RequestOutput, SamplingParams, SpeculationFigures
+from specinfer import LLM, RequestOutput, SamplingParams
 from specinfer.report.dataset import read_dataset
 
 SCHEMAS = Path(__file__).parents[1] / "tests" / "unit" / "grammar" / "schemas.json"
@@ -42,61 +41,61 @@ class Task:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--questions", type=Path, help="JSON lines with a prompt each")
-    parser.add_argument("--limit", type=int, default=1000, help="requests of each set")
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--out", type=Path, required=True, help="Markdown file")
-    args = parser.parse_args()
+    options = parser(__doc__, model=REQUIRED, limit=1000, max_tokens=256, batch_size=8)
+    options.add_argument("--questions", type=Path, help="JSON lines with a prompt each")
+    args = options.parse_args()
 
     sets = {"our schemas": our_schemas()}
     if args.questions is not None:
         rows = read_dataset(args.questions).conversations
         sets[args.questions.name] = [Task(row.turns[0], ANSWER) for row in rows]
-    shared = {"max_batch_size": args.batch_size, "max_context": 2048}
-    speculative = LLM(args.model, ngram=True, tree_size="fixed", **shared)
-    plain = LLM.from_models(EngineConfig.from_options(args.model, shared), speculative.models)
-    lines = [
+    study = Study("structured", args.out, settings_of(args, without=["questions"]))
+    llm: LLM | None = None
+    for name, tasks in sets.items():
+        if name not in study.cells:
+            context = {"max_batch_size": args.batch_size, "max_context": 2048}
+            llm = llm or LLM(args.model, ngram=True, tree_size="fixed", **context)
+            study.keep(name, measure(llm, tasks[: args.limit], args.max_tokens))
+            print(row_of(name, study.cells[name]), flush=True)
+    study.write(page(study, list(sets)))
+    raise SystemExit(1 if any(study.cells[name]["broken"] for name in sets) else 0)
+
+
+def measure(llm: LLM, tasks: Sequence[Task], max_tokens: int) -> dict[str, int | float]:
+    """One set with speculation and without."""
+    prompts, params = [task.prompt for task in tasks], [form(task, max_tokens) for task in tasks]
+    got = ask(llm, prompts, params)
+    # The grammar's own guesses are speculation, too.
+    expected = ask(without_speculation(llm), prompts, [replace(p, speculation=False) for p in params])
+    verdicts = Counter(verdict(task, output) for task, output in zip(tasks, got, strict=True))
+    figures = total_figures(got)
+    return {
+        "requests": len(tasks),
+        **{name: verdicts[name] for name in ("valid", "cut", "broken")},
+        "identical": sum(a.token_ids == b.token_ids for a, b in zip(got, expected, strict=True)),
+        "tokens_per_step": figures.tokens_per_step,
+        "guessed": figures.drafted.get("grammar", 0),
+        "right": figures.credit.get("grammar", 0),
+    }
+
+
+def page(study: Study, names: Sequence[str]) -> list[str]:
+    settings = study.settings
+    return [
+        f"# Structured output: {settings['model']}",
+        "",
+        f"Greedy, {settings['max_tokens']} tokens at most, batch size {settings['batch_size']}.",
+        "",
         "| set | requests | valid | cut at max_tokens | broken | identical without speculation "
         "| tokens per step | guessed by the grammar, right |",
         "|---|---|---|---|---|---|---|---|",
+        *(row_of(name, study.cells[name]) for name in names),
     ]
-    broken = 0
-    for name, tasks in sets.items():
-        tasks = tasks[: args.limit]
-        params = [form(task, args.max_tokens) for task in tasks]
-        got = ask(speculative, tasks, params)
-        # The grammar's own guesses are speculation, too.
-        off = [replace(p, speculation=False) for p in params]
-        expected = ask(plain, tasks, off)
-        verdicts = Counter(verdict(task, output) for task, output in zip(tasks, got, strict=True))
-        broken += verdicts["broken"]
-        figures = SpeculationFigures()
-        for output in got:
-            figures.add(output.figures)
-        same = sum(a.token_ids == b.token_ids for a, b in zip(got, expected, strict=True))
-        guessed, right = figures.drafted.get("grammar", 0), figures.credit.get("grammar", 0)
-        lines.append(
-            f"| {name} | {len(tasks)} | {verdicts['valid']} | {verdicts['cut']} | {verdicts['broken']} "
-            f"| {same} | {figures.tokens_per_step:.2f} | {guessed}, {right} |"
-        )
-        print(lines[-1], flush=True)
-    page = [
-        f"# Structured output: {Path(args.model).name}",
-        "",
-        f"Greedy, {args.max_tokens} tokens at most, batch size {args.batch_size}.",
-        "",
-        *lines,
-        "",
-        *provenance_lines(),
-        "",
-    ]
-    args.out.write_text("\n".join(page))
-    raise SystemExit(1 if broken else 0)
+
+
+def row_of(name: str, cell: Mapping[str, Any]) -> str:
+    counts = (cell[key] for key in ("requests", "valid", "cut", "broken", "identical"))
+    return row(name, *counts, f"{cell['tokens_per_step']:.2f}", f"{cell['guessed']}, {cell['right']}")
 
 
 def our_schemas() -> list[Task]:
@@ -121,14 +120,6 @@ def form(task: Task, max_tokens: int) -> SamplingParams:
     )
 
 
-def ask(llm: LLM, tasks: Sequence[Task], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-    """The answers, through the chat template where there is one."""
-    prompts = [task.prompt for task in tasks]
-    if llm.tokenizer.has_chat_template:
-        return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
-    return llm.generate(prompts, params)
-
-
 def verdict(task: Task, output: RequestOutput) -> str:
     """valid, cut or broken."""
     if output.finish_reason == "length":
@@ -142,4 +133,4 @@ def verdict(task: Task, output: RequestOutput) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

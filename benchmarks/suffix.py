@@ -11,16 +11,16 @@ from round to round, and sees nothing of another row.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
-from provenance import provenance_lines
+from study import REQUIRED, Study, ask, digest, in_turn, parser, row, run, settings_of, total_figures
 
-from specinfer import LLM, EngineConfig, RequestOutput, SamplingParams, SpeculationFigures
+from specinfer import LLM, SamplingParams
+from specinfer.errors import DatasetError
+from specinfer.report.dataset import Conversation, read_dataset
 from specinfer.speculate.ngram import NgramSpeculator
 from specinfer.speculate.speculator import Speculator
 from specinfer.speculate.suffix import SuffixSpeculator
@@ -45,60 +45,52 @@ class Round:
     params: list[SamplingParams]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What one speculator made of one round."""
-
-    figures: SpeculationFigures
-    tokens: int
-    seconds: float
-    texts: list[tuple[int, ...]]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = parser(
+        __doc__, model=REQUIRED, dataset=REQUIRED, limit=40, max_tokens=256, batch_size=1, dtype="auto"
     )
-    parser.add_argument("--model", required=True, help="the target: folder, GGUF file or name")
-    parser.add_argument("--dataset", required=True, type=Path, metavar="FILE.jsonl")
-    parser.add_argument("--limit", type=int, default=40, help="functions of the data set (default 40)")
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--temperature", type=float, default=0.7, help="of the traffic; edits are greedy")
-    parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
-    parser.add_argument("--out", type=Path, required=True, help="Markdown file")
-    args = parser.parse_args()
+    options.add_argument("--temperature", type=float, default=0.7, help="of the traffic; edits are greedy")
+    args = options.parse_args()
 
-    functions = read_functions(args.dataset, args.limit)
+    study = Study("suffix", args.out, settings_of(args))
+    functions = read_functions(in_turn([read_dataset(path) for path in args.dataset], args.limit))
     workloads = [
         [edits(functions, args.max_tokens)],
         traffic([head for head, _ in functions], args.max_tokens, args.temperature),
     ]
-    options = {"dtype": args.dtype, "max_batch_size": args.batch_size, "max_context": 4096}
-    config = EngineConfig.from_options(args.model, options | {"tree_size": "fixed"})
-    models = LLM(args.model, **options).models
-    cells: dict[tuple[str, str], Cell] = {}
+    base: LLM | None = None
     for rounds in workloads:
         for name in SPECULATORS:
-            llm = LLM.from_models(config, models, speculators_named(name))
-            warm_up = SamplingParams(temperature=0, max_tokens=4, cache_salt="warm-up")
-            llm.chat([{"role": "user", "content": "Hi"}], warm_up)
+            # The rounds of a workload share a speculator: it runs as a whole, or is there as a whole.
+            if all(key(asked, name) in study.cells for asked in rounds):
+                continue
+            base = base or LLM(
+                args.model,
+                dtype=args.dtype,
+                max_batch_size=args.batch_size,
+                max_context=4096,
+                tree_size="fixed",
+            )
+            llm = LLM.from_models(base.config, base.models, speculators_named(name))
+            ask(llm, ["Hi"], SamplingParams(temperature=0, max_tokens=4, cache_salt="warm-up"))
             for asked in rounds:
-                cell = cells[asked.name, name] = run(llm, asked)
-                print(f"{asked.name}, {name}: {cell.figures.tokens_per_step:.2f} tokens per step", flush=True)
+                cell = measure(llm, asked)
+                study.keep(key(asked, name), cell)
+                print(f"{asked.name}, {name}: {cell['tokens_per_step']:.2f} tokens per step", flush=True)
     names = [asked.name for rounds in workloads for asked in rounds]
-    args.out.write_text(markdown(cells, names, len(functions), args), encoding="utf-8")
+    print(study.write(page(study, names, len(functions))))
 
 
-def read_functions(path: Path, limit: int) -> list[tuple[str, str]]:
-    """Heads and bodies of the first functions; exits with a line for a row that has neither."""
-    functions: list[tuple[str, str]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        row = json.loads(line)
-        if not {"prompt", "reference"} <= row.keys():
-            raise SystemExit(f'{path} line {number} needs "prompt" and "reference", has {sorted(row)}')
-        functions.append((row["prompt"], row["reference"]))
-    return functions[:limit]
+def key(asked: Round, speculator: str) -> str:
+    return f"{asked.name}|{speculator}"
+
+
+def read_functions(conversations: Sequence[Conversation]) -> list[tuple[str, str]]:
+    """Heads and bodies of functions; raises DatasetError for a row without a body."""
+    for conversation in conversations:
+        if conversation.reference is None:
+            raise DatasetError(f'row {conversation.name} has no "reference"; give the body of its function')
+    return [(c.turns[0], c.reference or "") for c in conversations]
 
 
 def edits(functions: Sequence[tuple[str, str]], max_tokens: int) -> Round:
@@ -132,45 +124,48 @@ def speculators_named(name: str) -> list[Speculator]:
     return [SuffixSpeculator()] if name == "suffix" else []
 
 
-def run(llm: LLM, asked: Round) -> Cell:
+def measure(llm: LLM, asked: Round) -> dict[str, Any]:
+    """What one speculator made of one round."""
     began = time.perf_counter()
-    conversations = [[{"role": "user", "content": prompt}] for prompt in asked.prompts]
-    outputs: list[RequestOutput] = llm.chat(conversations, asked.params)
+    outputs = ask(llm, asked.prompts, asked.params)
     seconds = time.perf_counter() - began
-    total = SpeculationFigures()
-    for output in outputs:
-        total.add(output.figures)
-    texts = [output.token_ids for output in outputs]
-    return Cell(total, sum(map(len, texts)), seconds, texts)
+    figures = total_figures(outputs)
+    return {
+        "tokens_per_step": figures.tokens_per_step,
+        "steps": figures.steps,
+        "drafted": figures.drafted_tokens,
+        "tokens": sum(len(output.token_ids) for output in outputs),
+        "seconds": seconds,
+        "texts": [digest(output.token_ids) for output in outputs],
+    }
 
 
-def markdown(
-    cells: dict[tuple[str, str], Cell], names: Sequence[str], functions: int, args: argparse.Namespace
-) -> str:
+def page(study: Study, names: Sequence[str], functions: int) -> list[str]:
+    settings = study.settings
     lines = [
-        f"# Suffix speculation, n-gram speculation and none: {Path(args.model).name}",
+        f"# Suffix speculation, n-gram speculation and none: {settings['model']}",
         "",
-        f"{functions} functions, at most {args.max_tokens} tokens each, batch {args.batch_size}; edits are "
-        f"greedy, traffic has temperature {args.temperature:g}. n-gram: 2 branches of 15. Tokens per step "
-        "leave the prefill out; tokens/s includes it. Drafted: nodes per step beside the root. Same text: "
-        "answers equal to those without speculation, token by token.",
+        f"{functions} functions, at most {settings['max_tokens']} tokens each, batch "
+        f"{settings['batch_size']}; edits are greedy, traffic has temperature {settings['temperature']:g}. "
+        "n-gram: 2 branches of 15. Tokens per step leave the prefill out; tokens/s includes it. Drafted: "
+        "nodes per step beside the root. Same text: answers equal to those without speculation, token by "
+        "token.",
         "",
         "| workload | speculator | tokens per step | drafted | tokens/s | speed | same text |",
         "|---|---|---|---|---|---|---|",
     ]
     for round_name in names:
-        plain = cells[round_name, "none"]
+        plain = study.cells[f"{round_name}|none"]
+        plain_speed = plain["tokens"] / plain["seconds"]
         for name in SPECULATORS:
-            cell = cells[round_name, name]
-            speed, plain_speed = cell.tokens / cell.seconds, plain.tokens / plain.seconds
-            same = sum(a == b for a, b in zip(cell.texts, plain.texts, strict=True))
-            lines.append(
-                f"| {round_name} | {name} | {cell.figures.tokens_per_step:.2f} "
-                f"| {cell.figures.drafted_tokens / max(cell.figures.steps, 1):.1f} "
-                f"| {speed:.1f} | {speed / plain_speed:.2f}x | {same} of {len(cell.texts)} |"
-            )
-    return "\n".join([*lines, "", *provenance_lines(), ""])
+            cell = study.cells[f"{round_name}|{name}"]
+            speed = cell["tokens"] / cell["seconds"]
+            same = sum(a == b for a, b in zip(cell["texts"], plain["texts"], strict=True))
+            figures = f"{cell['tokens_per_step']:.2f}", f"{cell['drafted'] / max(cell['steps'], 1):.1f}"
+            rates = f"{speed:.1f}", f"{speed / plain_speed:.2f}x"
+            lines.append(row(round_name, name, *figures, *rates, f"{same} of {len(cell['texts'])}"))
+    return lines
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,16 +9,16 @@ beside the Markdown, so an interrupted run goes on where it was; the Markdown is
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from provenance import provenance_lines
+from study import REQUIRED, Study, ask, parser, row, run, total_figures
 
-from specinfer import LLM, EngineConfig, SamplingParams, SpeculationFigures
+from specinfer import LLM, SamplingParams
+from specinfer.report.dataset import read_dataset
 
 PAPER = {  # tokens per step for w = 1..5, SpecInfer, Table 2: LLaMA-7B with a 68M SSM
     "greedy": {
@@ -43,62 +43,51 @@ WIDTHS = (1, 2, 3, 4, 5)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True, help="the target: folder, GGUF file or name")
-    parser.add_argument("--draft", required=True, help="the small speculative model")
-    parser.add_argument("--dataset", action="append", required=True, metavar="NAME=FILE.jsonl")
-    parser.add_argument("--limit", type=int, default=40, help="prompts of each data set (default 40)")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, default=8, help="tokens per step do not depend on it")
-    parser.add_argument("--widths", default="5,4,3,2,1", help="in this order (default 5,4,3,2,1)")
-    parser.add_argument("--modes", default=",".join(MODES), help=f"of: {', '.join(MODES)}")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="Markdown file; its cells lie beside it as .json"
-    )
-    args = parser.parse_args()
+    options = parser(__doc__, model=REQUIRED, limit=40, max_tokens=64, batch_size=8)
+    options.add_argument("--draft", required=True, help="the small speculative model")
+    options.add_argument("--dataset", action="append", required=True, metavar="NAME=FILE.jsonl")
+    options.add_argument("--widths", default="5,4,3,2,1", help="in this order (default 5,4,3,2,1)")
+    options.add_argument("--modes", default=",".join(MODES), help=f"of: {', '.join(MODES)}")
+    args = options.parse_args()
 
-    cells_file = args.out.with_suffix(".json")
     settings = {"limit": args.limit, "model": Path(args.model).name, "draft": Path(args.draft).name}
-    cells = _read_cells(cells_file, settings)
-    datasets = dict(item.split("=", 1) for item in args.dataset)
+    study = Study("table2", args.out, settings)
+    named = dict(item.split("=", 1) for item in args.dataset)
+    datasets = {name: read_dataset(Path(path)).head(args.limit) for name, path in named.items()}
     base: LLM | None = None
     for width in map(int, args.widths.split(",")):
         for mode in args.modes.split(","):
-            for name, path in datasets.items():
+            for name, dataset in datasets.items():
                 key = f"{mode}|{name}|{width}"
-                if key in cells:
+                if key in study.cells:
                     continue
-                options = {
-                    "drafts": (args.draft,),
-                    "expansion": (1, 1, width, 1, 1, 1, 1, 1),
-                    "tree_size": "fixed",
-                    "verifier": MODES[mode]["verifier"],
-                    "max_batch_size": args.batch_size,
-                    "max_context": 2048,
-                }
-                if base is None:
-                    base = LLM(args.model, **options)
-                llm = LLM.from_models(EngineConfig.from_options(args.model, options), base.models)
-                cells[key] = _cell(llm, _prompts(Path(path), args.limit), MODES[mode], args.max_tokens)
-                print(
-                    f"{key}: {cells[key]['tokens_per_step']:.3f} in {cells[key]['seconds']:.0f} s", flush=True
+                base = base or LLM(
+                    args.model,
+                    drafts=(args.draft,),
+                    tree_size="fixed",
+                    max_batch_size=args.batch_size,
+                    max_context=2048,
                 )
-                _write(cells_file, json.dumps({"settings": settings, "cells": cells}, indent=1) + "\n")
-                _write(args.out, _markdown(cells, list(datasets), settings))
+                speculation = replace(
+                    base.config.speculation,
+                    expansion=(1, 1, width, 1, 1, 1, 1, 1),
+                    verifier=MODES[mode]["verifier"],
+                )
+                llm = LLM.from_models(replace(base.config, speculation=speculation), base.models)
+                prompts = [conversation.turns[0] for conversation in dataset.conversations]
+                cell = measure(llm, prompts, MODES[mode]["temperature"], args.max_tokens)
+                study.keep(key, cell)
+                print(f"{key}: {cell['tokens_per_step']:.3f} in {cell['seconds']:.0f} s", flush=True)
+                study.write(page(study, list(datasets)))
 
 
-def _cell(llm: LLM, prompts: list[str], mode: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+def measure(llm: LLM, prompts: Sequence[str], temperature: float, max_tokens: int) -> dict[str, Any]:
     began = time.perf_counter()
     params = [
-        SamplingParams(temperature=mode["temperature"], seed=seed, max_tokens=max_tokens)
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
         for seed in range(len(prompts))
     ]
-    outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
-    total = SpeculationFigures()
-    for output in outputs:
-        total.add(output.figures)
+    total = total_figures(ask(llm, prompts, params))
     return {
         "tokens_per_step": total.tokens_per_step,
         "steps": total.steps,
@@ -108,29 +97,9 @@ def _cell(llm: LLM, prompts: list[str], mode: dict[str, Any], max_tokens: int) -
     }
 
 
-def _prompts(path: Path, limit: int) -> list[str]:
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(next(file))["prompt"] for _ in range(limit)]
-
-
-def _read_cells(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    stored = json.loads(path.read_text())
-    if stored["settings"] != settings:
-        raise SystemExit(f"{path} holds cells of {stored['settings']}, not {settings}; give another --out")
-    cells: dict[str, Any] = stored["cells"]
-    return cells
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
-
-
-def _markdown(cells: dict[str, Any], datasets: list[str], settings: dict[str, Any]) -> str:
-    lines = [
+def page(study: Study, datasets: Sequence[str]) -> list[str]:
+    settings = study.settings
+    return [
         f"# Tokens per step by tree width: {settings['model']} with {settings['draft']}",
         "",
         f"Expansion <1,1,w,1,1,1,1,1>, {settings['limit']} prompts of each set through the chat template. "
@@ -139,19 +108,22 @@ def _markdown(cells: dict[str, Any], datasets: list[str], settings: dict[str, An
         "",
         "| data set | | max_tokens | w=1 | 2 | 3 | 4 | 5 |",
         "|---|---|---|---|---|---|---|---|",
+        *(line for name in datasets for line in _rows(name, study.cells)),
     ]
-    for name in datasets:
-        for mode in MODES:
-            row = [cells.get(f"{mode}|{name}|{w}") for w in WIDTHS]
-            if any(row):
-                figures = " | ".join(f"{cell['tokens_per_step']:.2f}" if cell else "" for cell in row)
-                tokens = sorted({str(cell["max_tokens"]) for cell in row if cell})
-                lines.append(f"| {name} | {mode} | {', '.join(tokens)} | {figures} |")
-        for law, rows in PAPER.items():
-            if name in rows:
-                lines.append(f"| {name} | paper, {law} | | {' | '.join(f'{x:.2f}' for x in rows[name])} |")
-    return "\n".join([*lines, "", *provenance_lines(), ""])
+
+
+def _rows(name: str, all_cells: Mapping[str, Any]) -> list[str]:
+    """One data set, by mode, and the paper's."""
+    lines = []
+    for mode in MODES:
+        cells = [all_cells.get(f"{mode}|{name}|{w}") for w in WIDTHS]
+        if any(cells):
+            tokens = sorted({str(cell["max_tokens"]) for cell in cells if cell})
+            figures = (f"{cell['tokens_per_step']:.2f}" if cell else "" for cell in cells)
+            lines.append(row(name, mode, ", ".join(tokens), *figures))
+    papers = [(law, rows[name]) for law, rows in PAPER.items() if name in rows]
+    return lines + [row(name, f"paper, {law}", "", *(f"{x:.2f}" for x in figures)) for law, figures in papers]
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,15 +1,18 @@
 """What the engines did, as figures and as a page of Markdown.
 
 A cell is one engine in one round, as it lies in the JSON file: {"error": reason}, or its answers with the
-memory it took. Figures are of a whole cell (tokens of all its answers over their time); over several rounds
-the page gives their median and, in brackets, the least and the most.
+memory it took. Of a text it keeps digests, of its beginning and of all of it: they say whether two are the
+same. Figures are of a whole cell (tokens of all its answers over their time); over several rounds the page
+gives their median and, in brackets, the least and the most.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
+
+from study import digest, row
 
 from peers.engines import Engine
 
@@ -27,16 +30,18 @@ def cell_key(engine: Engine, round_: int) -> str:
 
 def answer(prompt: int, reply: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
     """What is kept of a worker's reply to a prompt; raises ValueError unless it made `max_tokens` tokens."""
-    made = len(reply["tokens"])
-    if made != max_tokens:
-        raise ValueError(f"made {made} tokens of {max_tokens} for prompt {prompt}")
+    tokens = reply["tokens"]
+    if len(tokens) != max_tokens:
+        raise ValueError(f"made {len(tokens)} tokens of {max_tokens} for prompt {prompt}")
     arrivals = reply["arrivals"]
     return {
         "prompt": prompt,
-        "tokens": reply["tokens"],
-        "first_seconds": arrivals[0][0],
+        "tokens": len(tokens),
+        "head": digest(tokens[:AGREE]),
+        "text": digest(tokens),
+        "first_seconds": round(arrivals[0][0], 6),
         "first_tokens": arrivals[0][1],
-        "seconds": arrivals[-1][0],
+        "seconds": round(arrivals[-1][0], 6),
         "steps": len(arrivals) - 1,  # after the first tokens, which come with the prefill
     }
 
@@ -49,8 +54,12 @@ def decode_rate(cell: Cell) -> float | None:
 
 def overall_rate(cell: Cell) -> float:
     """Tokens per second from the request on."""
-    tokens = sum(len(a["tokens"]) for a in cell["answers"])
-    return float(tokens / sum(a["seconds"] for a in cell["answers"]))
+    return made(cell) / sum(float(a["seconds"]) for a in cell["answers"])
+
+
+def made(cell: Cell) -> int:
+    """Tokens of all answers."""
+    return sum(a["tokens"] for a in cell["answers"])
 
 
 def first_token_seconds(cell: Cell) -> float:
@@ -65,7 +74,7 @@ def tokens_per_step(cell: Cell) -> float | None:
 
 
 def _decoded(cell: Cell) -> float:
-    return float(sum(len(a["tokens"]) - a["first_tokens"] for a in cell["answers"]))
+    return float(made(cell) - sum(a["first_tokens"] for a in cell["answers"]))
 
 
 def measured(engine: Engine, cells: Cells, rounds: int) -> dict[int, Cell]:
@@ -74,16 +83,13 @@ def measured(engine: Engine, cells: Cells, rounds: int) -> dict[int, Cell]:
     return {r: cell for r, cell in found.items() if "error" not in cell}
 
 
-def texts(cells: Iterable[Cell]) -> dict[int, list[int]]:
-    """The tokens of every prompt that was answered."""
-    return {a["prompt"]: a["tokens"] for cell in cells for a in cell["answers"]}
-
-
-def agreement(ours: Mapping[int, list[int]], theirs: Mapping[int, list[int]], head: int | None) -> str:
-    """ "3/4": prompts answered by both with the same first `head` tokens (None: all), of how many."""
-    both = ours.keys() & theirs.keys()
-    same = sum(ours[prompt][:head] == theirs[prompt][:head] for prompt in both)
-    return f"{same}/{len(both)}" if both else "-"
+def agreement(ours: Iterable[Cell], theirs: Iterable[Cell], part: Literal["head", "text"]) -> str:
+    """ "3/4": prompts answered by both with the same first tokens, or the same text, of how many."""
+    one, other = (
+        {a["prompt"]: a[part] for cell in cells for a in cell["answers"]} for cells in (ours, theirs)
+    )
+    both = one.keys() & other.keys()
+    return f"{sum(one[prompt] == other[prompt] for prompt in both)}/{len(both)}" if both else "-"
 
 
 def ratio(figure: Figure, ours: Mapping[int, Cell], theirs: Mapping[int, Cell]) -> float | None:
@@ -93,37 +99,31 @@ def ratio(figure: Figure, ours: Mapping[int, Cell], theirs: Mapping[int, Cell]) 
     return statistics.median(ratios) if ratios else None
 
 
-def markdown(
-    engines: Sequence[Engine], cells: Cells, settings: Mapping[str, Any], footer: Sequence[str]
-) -> str:
-    """The page: what was asked of all, a row per engine, ours over theirs, provenance."""
+def page(engines: Sequence[Engine], cells: Cells, settings: Mapping[str, Any]) -> list[str]:
+    """What was asked of all, a row per engine, ours over theirs, conditions."""
     rounds = settings["rounds"]
     runs = {engine.name: measured(engine, cells, rounds) for engine in engines}
     draft = f" (draft: {settings['draft']})" if settings["draft"] else ""
-    return "\n".join(
-        [
-            f"# {settings['model']}{draft}: specinfer and others, batch size 1",
-            "",
-            f"{settings['num_prompts']} prompts of {', '.join(settings['datasets'])} through the chat "
-            "template, the same token ids for every engine; greedy, "
-            f"{settings['max_tokens']} tokens each, end of text ignored; {settings['threads']} threads, "
-            f"prefix caches off. The prompts are dealt out to rounds ({rounds} in all); in each every engine "
-            "runs, alone, in a process of its own, after a warm-up; every second round runs them in reverse. "
-            "Median over rounds [least - most]. Decode is from the first token to the last, overall from "
-            "the request. Agreement is in prompts: the whole text with that of the same engine without "
-            f"speculation, and the first {AGREE} tokens with {REFERENCE}'s.",
-            "",
-            "| engine | bits | decode tokens/s | overall tokens/s | first token ms | tokens per step "
-            "| peak memory GiB | text as without speculation | first tokens as ours |",
-            "|---|---|---|---|---|---|---|---|---|",
-            *(_row(engine, runs, cells, rounds) for engine in engines),
-            *_ratios(engines, runs),
-            "",
-            *_conditions(engines, runs),
-            *footer,
-            "",
-        ]
-    )
+    return [
+        f"# {settings['model']}{draft}: specinfer and others, batch size 1",
+        "",
+        f"{settings['num_prompts']} prompts of {', '.join(settings['datasets'])} through the chat "
+        "template, the same token ids for every engine; greedy, "
+        f"{settings['max_tokens']} tokens each, end of text ignored; {settings['threads']} threads, "
+        f"prefix caches off. The prompts are dealt out to rounds ({rounds} in all); in each every engine "
+        "runs, alone, in a process of its own, after a warm-up; every second round runs them in reverse. "
+        "Median over rounds [least - most]. Decode is from the first token to the last, overall from "
+        "the request. Agreement is in prompts: the whole text with that of the same engine without "
+        f"speculation, and the first {AGREE} tokens with {REFERENCE}'s.",
+        "",
+        "| engine | bits | decode tokens/s | overall tokens/s | first token ms | tokens per step "
+        "| peak memory GiB | text as without speculation | first tokens as ours |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *(_row(engine, runs, cells, rounds) for engine in engines),
+        *_ratios(engines, runs),
+        "",
+        *_conditions(engines, runs),
+    ]
 
 
 def _row(engine: Engine, runs: Mapping[str, Mapping[int, Cell]], cells: Cells, rounds: int) -> str:
@@ -132,10 +132,8 @@ def _row(engine: Engine, runs: Mapping[str, Mapping[int, Cell]], cells: Cells, r
         keys = [cell_key(engine, r) for r in range(rounds)]
         reason = next((cells[key]["error"] for key in keys if key in cells), "not run yet")
         return f"| {engine.name} | {engine.bits} | {reason.replace('|', '/')} | | | | | | |"
-    own = texts(run.values())
-    plain = texts(runs.get(engine.plain, {}).values())
-    reference = texts(runs.get(REFERENCE, {}).values())
-    columns = [
+    plain, reference = (runs.get(name, {}).values() for name in (engine.plain, REFERENCE))
+    return row(
         engine.name,
         engine.bits,
         _spread(decode_rate, run, 1),
@@ -143,10 +141,9 @@ def _row(engine: Engine, runs: Mapping[str, Mapping[int, Cell]], cells: Cells, r
         _spread(lambda cell: 1e3 * first_token_seconds(cell), run, 0),
         _spread(tokens_per_step, run, 2),
         f"{max(cell['peak_memory'] for cell in run.values()) / 2**30:.1f}",
-        "" if engine.plain == engine.name else agreement(own, plain, None),
-        "" if engine.name == REFERENCE else agreement(own, reference, AGREE),
-    ]
-    return f"| {' | '.join(columns)} |"
+        "" if engine.plain == engine.name else agreement(run.values(), plain, "text"),
+        "" if engine.name == REFERENCE else agreement(run.values(), reference, "head"),
+    )
 
 
 def _spread(figure: Figure, run: Mapping[int, Cell], digits: int) -> str:
@@ -177,7 +174,7 @@ def _ratios(engines: Sequence[Engine], runs: Mapping[str, Mapping[int, Cell]]) -
     for mine in ours:
         pairs = [(runs[mine.name], runs[other.name]) for other in theirs]
         figures = (f"{_times(decode_rate, *pair)} / {_times(overall_rate, *pair)}" for pair in pairs)
-        lines.append(f"| {mine.name} | {' | '.join(figures)} |")
+        lines.append(row(mine.name, *figures))
     return lines
 
 
@@ -193,9 +190,7 @@ def _conditions(engines: Sequence[Engine], runs: Mapping[str, Mapping[int, Cell]
         return []
     versions = sorted({f"{k} {v}" for _, cell in done for k, v in cell["versions"].items()})
     name, busiest = max(done, key=lambda pair: pair[1]["busy_elsewhere"])
-    commits = sorted({cell["commit"] for _, cell in done if cell["commit"]})
     return [
         f"- engines: {', '.join(versions)}",
         f"- other programs kept at most {busiest['busy_elsewhere']:.2f} cores busy (beside {name})",
-        f"- cells measured at: {', '.join(commits) or 'not a checkout'}",
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -109,11 +109,13 @@ def compare_texts(
     params: SamplingParams,
     expected: Sequence[RequestOutput],
     got: Sequence[RequestOutput],
+    judge: Callable[[RequestOutput], TargetAlone] | None = None,
 ) -> Verdict:
     """A verdict on answers `got`, by an engine that speculates and is coupled, that should be `expected`.
 
     Where identical texts are promised every difference fails, and where less is promised those that rounding
-    does not explain. A run in which nothing was guessed fails, too: it has tested nothing.
+    does not explain. A run in which nothing was guessed fails, too: it has tested nothing. `judge` names the
+    target that an answer was made by, where parameters change its logits; else it is `target`.
     """
     device = target.model.device
     promised = text_promise(params, "coupled", device)
@@ -122,7 +124,8 @@ def compare_texts(
     misread: list[int] = []  # the same tokens, yet another text
     for number, (ours, theirs) in enumerate(zip(expected, got, strict=True), start=1):
         figures.add(theirs.figures)
-        if (difference := find_difference(target, params, ours, theirs)) is not None:
+        judged_by = target if judge is None else judge(ours)
+        if (difference := find_difference(judged_by, params, ours, theirs)) is not None:
             differences.append((number, difference))
         elif ours.text != theirs.text:
             misread.append(number)

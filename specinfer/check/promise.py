@@ -36,17 +36,9 @@ def check_promise(
     """
     progress = progress or Silence()
     configured = llm.config.speculation
-    longest = max(map(len, prompts)) + effort.max_tokens
-    context = min(longest, llm.engine.max_context)  # several engines share the memory: none has too much
 
     def engine(speculation: SpeculationConfig) -> LLM:
-        config: EngineConfig = replace(
-            llm.config,
-            speculation=replace(speculation, tree_size="fixed"),
-            scheduler=replace(llm.config.scheduler, max_context=context),
-        )
-        models = llm.models if speculation.drafts else replace(llm.models, drafts={})
-        return LLM.from_models(config, models)
+        return engine_like(llm, speculation, prompts, effort)
 
     plain, coupled = engine(SpeculationConfig()), engine(with_verifier(configured, "coupled"))
     engines = [plain, coupled]
@@ -81,6 +73,21 @@ def check_bookkeeping(engines: Sequence[LLM]) -> Verdict:
     except (AssertionError, IntegrityError) as error:
         return Verdict(name, False, f"an invariant is broken: {error}")
     return Verdict(name, True, f"{len(engines)} engines are idle and hold no request and no cache block")
+
+
+def engine_like(
+    llm: LLM, speculation: SpeculationConfig, prompts: Sequence[Sequence[int]], effort: Effort
+) -> LLM:
+    """An engine over the models of `llm` with other speculators, their full trees, and room for `prompts`."""
+    longest = max(map(len, prompts)) + effort.max_tokens
+    context = min(longest, llm.engine.max_context)  # several engines share the memory: none has too much
+    config: EngineConfig = replace(
+        llm.config,
+        speculation=replace(speculation, tree_size="fixed"),
+        scheduler=replace(llm.config.scheduler, max_context=context),
+    )
+    models = llm.models if speculation.drafts else replace(llm.models, drafts={})
+    return LLM.from_models(config, models)
 
 
 def with_verifier(speculation: SpeculationConfig, verifier: Verifier) -> SpeculationConfig:

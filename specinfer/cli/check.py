@@ -12,19 +12,28 @@ from specinfer.cli.options import build_llm, model_options, speculation_options
 from specinfer.config import DRAFT_DRAWS
 from specinfer.errors import ConfigError, RequestError
 
+SUITES = ("promise", "parameters")
+
 
 @click.command()
+@click.option(
+    "--suite",
+    default=SUITES[0],
+    show_default=True,
+    help="promise: what every text is promised. parameters: the same texts under each sampling parameter.",
+)
 @click.option("--prompts", "num_prompts", type=int, default=8, show_default=True, help="Texts of each kind.")
 @click.option("--max-tokens", type=int, default=48, show_default=True, help="Of each text.")
-@click.option("--samples", type=int, default=48, show_default=True, help="Texts counted for each law.")
+@click.option("--samples", type=int, show_default="48", help="Texts counted for each law of the promise.")
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Requests that run together.")
 @click.option("--json", "json_file", type=Path, metavar="FILE", help="Write verdicts and figures.")
 @model_options
 @speculation_options
 def check(
+    suite: str,
     num_prompts: int,
     max_tokens: int,
-    samples: int,
+    samples: int | None,
     batch_size: int,
     json_file: Path | None,
     **options: Any,
@@ -34,13 +43,19 @@ def check(
     Texts with and without speculation, alone and in a batch, asked twice, greedy and seeded: on a CPU they
     must be identical, elsewhere up to rounding. Then the tokens of many sampled texts are counted against
     the law the target states, with both verifiers; then the engine's bookkeeping. A few minutes with a small
-    model; --samples and --prompts say how many. Without --draft the speculator is the n-gram one.
+    model; --samples and --prompts say how many. Without --draft the speculator is the n-gram one. The suite
+    of parameters compares seeded texts under penalties, biases, bans, forms and others, one after the other.
     """
+    if suite not in SUITES:
+        raise ConfigError(f"--suite is {suite!r}; allowed: {', '.join(SUITES)}")
+    if samples is not None and suite != "promise":
+        raise ConfigError(f"--samples is for the suite promise, not for {suite}; leave it out")
     for name, value in (("--prompts", num_prompts), ("--samples", samples), ("--batch-size", batch_size)):
-        if value < 1:
+        if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; allowed: an integer >= 1")
-    if max_tokens < 3:
-        raise ConfigError(f"--max-tokens is {max_tokens}; allowed: an integer >= 3, as trees come later")
+    least, why = (3, "as trees come later") if suite == "promise" else (40, "as min_tokens asks for 40")
+    if max_tokens < least:
+        raise ConfigError(f"--max-tokens is {max_tokens}; allowed: an integer >= {least}, {why}")
     from specinfer.report.dataset import built_in
     from specinfer.report.json_file import check_writable, write_json
 
@@ -54,6 +69,7 @@ def check(
     if not llm.config.speculation.enabled:
         raise ConfigError("nobody speculates, so there is nothing to check; give --draft or --ngram")
 
+    from specinfer.check.parameters import check_parameters
     from specinfer.check.promise import Effort, check_promise
     from specinfer.progress import ProgressBar
 
@@ -67,7 +83,9 @@ def check(
         for text in chosen
     ]
     verdicts = []
-    for verdict in check_promise(llm, prompts, Effort(max_tokens, samples), ProgressBar()):
+    checked = check_promise if suite == "promise" else check_parameters
+    effort = Effort(max_tokens) if samples is None else Effort(max_tokens, samples)
+    for verdict in checked(llm, prompts, effort, ProgressBar()):
         verdicts.append(verdict)
         click.echo(str(verdict))
     failed = sum(verdict.decided and not verdict.passed for verdict in verdicts)
@@ -79,6 +97,7 @@ def check(
             json_file,
             {
                 **provenance(llm.config.threads),
+                "suite": suite,
                 "model": llm.config.model,
                 "drafts": list(llm.config.speculation.drafts),
                 "passed": not failed and not undecided,

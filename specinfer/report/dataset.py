@@ -3,7 +3,8 @@
     {"prompt": "..."}                          one question
     {"turns": ["...", "..."]}                  Spec-Bench: each turn follows the model's own answer
 
-`category` and `question_id` (or `id`) may stand beside them; other keys are not looked at.
+`category`, `question_id` (or `id`) and `reference`, an answer that is known, may stand beside them; other
+keys are not looked at.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Conversation:
     turns: tuple[str, ...]
     category: str = ""
     name: str = ""  # question_id, or the line number
+    reference: str | None = None  # an answer that is known; a list of them is not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,8 @@ def _row(line: bytes, number: int, where: str) -> Conversation:
             got = "empty" if isinstance(turn, str) else _kind(turn)
             raise DatasetError(f"{where}: {key} is {got}; allowed: a string that is not empty")
     identity = row.get("question_id", row.get("id", number))
-    return Conversation(tuple(turns), str(row.get("category", "")), str(identity))
+    reference = row["reference"] if isinstance(row.get("reference"), str) else None
+    return Conversation(tuple(turns), str(row.get("category", "")), str(identity), reference)
 
 
 def _keys(row: Iterable[str]) -> str:

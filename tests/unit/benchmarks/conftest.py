@@ -1,8 +1,9 @@
-"""Scripts of benchmarks/ as modules."""
+"""Scripts of benchmarks/ as modules, and what they are run on."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,10 @@ from types import ModuleType
 
 import pytest
 
+from tests.tiny_models import write_similar_llama, write_tiny_llama
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+Run = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -29,3 +33,43 @@ def script() -> Iterator[Callable[[str], ModuleType]]:
             return module
 
         yield load
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a script with options and `--out page.md`; returns the lines of the page."""
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path / "cache"))  # measured costs are kept there
+    monkeypatch.setenv("CXX", "no-such-compiler")  # and no kernels built
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tiny tensors gain nothing from more
+
+    def main(module: ModuleType, *options: str, status: int | None = None) -> list[str]:
+        out = tmp_path / "page.md"
+        monkeypatch.setattr(sys, "argv", [f"benchmarks/{module.__name__}.py", *options, "--out", str(out)])
+        if status is None:
+            module.main()
+        else:
+            with pytest.raises(SystemExit) as ended:
+                module.main()
+            assert ended.value.code == status
+        return out.read_text().splitlines()
+
+    return main
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The folders of a tiny target and of a draft that often agrees with it."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = write_tiny_llama(
+        folder / "target", vocab_size=256, max_context=4096, eos_token_id=0, tokenizer=True
+    )
+    return str(target), str(write_similar_llama(target, folder / "draft", noise=0.1))
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> str:
+    """A file of three prompts with references."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"What is {n}?", "reference": f"{n} is a number."} for n in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)

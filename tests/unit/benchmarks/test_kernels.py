@@ -96,7 +96,8 @@ def test_a_model_is_measured_from_products_to_operations(
     assert all(
         whole.milliseconds[n] > 0 and sum(row.milliseconds[n] for row in operations) > 0 for n in NODES
     )
-    page = quick.markdown("tiny", args, chosen, "why", products, [whole], {"int8": operations}, bandwidth)
+    found = quick.page("tiny", args, chosen, "why", products, [whole], {"int8": operations}, bandwidth)
+    page = "\n".join(found)
     assert "## Operations, quantization int8" in page
     twins = chosen.library is None
     assert ("Native kernels are not used: why." in page) == twins
@@ -126,5 +127,5 @@ def test_a_cell_says_how_many_times_the_floor(bench: ModuleType) -> None:
 
 @pytest.mark.parametrize("text", ["0,1", "1,-2"])
 def test_numbers_of_nodes_are_at_least_one(bench: ModuleType, text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="allowed: integers >= 1"):
+    with pytest.raises(argparse.ArgumentTypeError, match="allowed: an integer >= 1"):
         bench._counts(text)

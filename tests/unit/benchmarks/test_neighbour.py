@@ -37,8 +37,9 @@ def test_a_model_is_measured_in_turns(bench: ModuleType, tmp_path: Path) -> None
     assert all(rate > 0 for of_one in rates.values() for rate in of_one)
 
 
-def test_the_page_says_what_is_left(bench: ModuleType) -> None:
-    args = argparse.Namespace(model="m", neighbours=1, rounds=3, threads=3)
-    page = bench.markdown(args, {"int8": {"alone": [90.0, 100.0, 110.0], "beside": [40.0, 50.0, 70.0]}})
-    assert "| int8 | 100.0 (90.0 to 110.0) | 50.0 (40.0 to 70.0) | 0.50 |" in page
-    assert ", 3 threads" in page
+def test_the_page_says_what_is_left(bench: ModuleType, tmp_path: Path) -> None:
+    study = bench.Study("neighbour", tmp_path / "page.md", {"model": "m", "neighbours": 1, "rounds": 3})
+    study.keep("int8", {"alone": [90.0, 100.0, 110.0], "beside": [40.0, 50.0, 70.0]})
+    page = bench.page(study)
+    assert page[0] == "# Decoding beside 1 busy process(es): m"
+    assert page[-1] == "| int8 | 100.0 (90.0 to 110.0) | 50.0 (40.0 to 70.0) | 0.50 |"

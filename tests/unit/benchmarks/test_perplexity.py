@@ -43,10 +43,10 @@ def test_it_goes_on_where_it_was_and_ends_with_the_rows_there_are(
 ) -> None:
     kept = tmp_path / "result.json"
     run(1)
-    [first] = json.loads(kept.read_text())["rows"]
+    [first] = list(json.loads(kept.read_text())["cells"].values())
     lines = run(200)
-    rows = json.loads(kept.read_text())["rows"]
+    rows = list(json.loads(kept.read_text())["cells"].values())
     assert rows[0] == first
     assert [row["tokens"] for row in rows] == 3 * [len("0 is a number.")]
     assert run(200) == lines
-    assert len(json.loads(kept.read_text())["rows"]) == 3
+    assert len(json.loads(kept.read_text())["cells"]) == 3

@@ -71,6 +71,17 @@ def test_a_broken_promise_is_status_1_and_says_where(
     assert json.loads(out.read_text())["passed"] is False
 
 
+@pytest.mark.slow
+def test_the_suite_of_parameters(models: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "check.json"
+    options = ("--suite", "parameters", "--prompts", "2", "--max-tokens", "40", "--json", str(out))
+    result = CliRunner().invoke(check, [*models, *options], catch_exceptions=False)
+    assert "pass  repetition_penalty, greedy: 2 of 2 texts identical" in result.stdout
+    assert json.loads(out.read_text())["suite"] == "parameters"
+    # The tiny model names no token that ends a text, which settings with a form need.
+    assert "open: 3 of 15 checks saw too little to say" in result.stdout
+
+
 def test_too_little_to_say_is_no_broken_promise(models: list[str], tmp_path: Path) -> None:
     out = tmp_path / "check.json"
     result = run(*models, "--prompts", "1", "--samples", "1", "--json", str(out))
@@ -94,6 +105,14 @@ def test_what_cannot_be_checked_is_refused(models: list[str]) -> None:
         run(*models, "--prompts", "0")
     with pytest.raises(RequestError, match="--prompts is 1000; there are 26"):
         run(*models, "--prompts", "1000")
+    with pytest.raises(ConfigError, match="--suite is 'speed'; allowed: promise, parameters"):
+        run(*models, "--suite", "speed")
+    with pytest.raises(ConfigError, match="--samples is for the suite promise, not for parameters"):
+        run(*models, "--suite", "parameters")
+    with pytest.raises(ConfigError, match="--max-tokens is 39; allowed: an integer >= 40, as min_tokens"):
+        CliRunner().invoke(
+            check, [*models, "--suite", "parameters", "--max-tokens", "39"], catch_exceptions=False
+        )
     with pytest.raises(ConfigError, match="draw is 'beam'"):
         run(*models, "--draw", "beam")
     assert run(*models, "--verifier", "mss").exit_code == 2  # both are tested: there is none to choose

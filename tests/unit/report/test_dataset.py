@@ -30,15 +30,17 @@ def test_prompts_turns_names_and_other_keys(tmp_path: Path) -> None:
         '\ufeff{"prompt": "one", "answer": 1}',
         "",
         '{"question_id": 81, "category": "writing", "turns": ["two", "and then?"]}\r',
-        '{"id": "x-3", "prompt": "three"}',
+        '{"id": "x-3", "prompt": "three", "reference": "3"}',
+        '{"prompt": "four", "reference": ["4", "IV"]}',
     )
     dataset = read_dataset(path)
     assert dataset.conversations == (
         Conversation(("one",), "", "1"),
         Conversation(("two", "and then?"), "writing", "81"),
-        Conversation(("three",), "", "x-3"),
+        Conversation(("three",), "", "x-3", "3"),
+        Conversation(("four",), "", "5"),
     )
-    assert dataset.num_turns == 4
+    assert dataset.num_turns == 5
     assert dataset.head(2).num_turns == 3
     assert dataset.head(None) == dataset
 

@@ -1,0 +1,208 @@
+"""What every script here needs: options, cells that outlive an interruption, a page with its provenance.
+
+    options = parser(__doc__, model=REQUIRED, dataset=REQUIRED, limit=50)       the common options it takes
+    args = options.parse_args()
+    study = Study("identity", args.out, {"model": args.model, ...})             goes on where it was
+    for name in ...:
+        if name not in study.cells:
+            study.keep(name, measure(...))                                      on disk, one cell a line
+    study.write(page(study.cells))                                              Markdown, with provenance
+
+The cells of a study lie beside its page, as .json. They belong to its settings; those of others are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+from specinfer import LLM, RequestOutput, SamplingParams, SpecInferError, SpeculationFigures
+from specinfer.config import SpeculationConfig
+from specinfer.files import write_whole
+from specinfer.report.dataset import Conversation, Dataset
+from specinfer.report.provenance import commit, hardware, provenance
+
+RESULTS = Path(__file__).parent / "results"
+REQUIRED: Any = object()  # stands for the default of an option that has none
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a script; what a user did wrong is one line."""
+    try:
+        main()
+    except SpecInferError as error:
+        sys.exit(f"error: {error}")
+
+
+def natural(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}; allowed: an integer >= 1")
+    return int(text)
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "model": {"help": "the target: folder, GGUF file or name"},
+    "draft": {"help": "a draft model; repeatable", "action": "append"},
+    "expansion": {"help": "of the drafts' trees"},
+    "dtype": {"help": "auto, bfloat16 or float32"},
+    "quantization": {"help": "none, int8 or int4"},
+    "dataset": {"help": "prompts; repeatable", "action": "append", "type": Path, "metavar": "FILE.jsonl"},
+    "limit": {"help": "prompts of each data set", "type": natural},
+    "max_tokens": {"help": "of each answer", "type": natural},
+    "batch_size": {"help": "requests that run together", "type": natural},
+    "rounds": {"help": "rounds in turns", "type": natural},
+    "threads": {"help": "that compute; default: physical cores", "type": natural},
+}
+
+
+def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """Of --out and the common options that are named, each with its default here."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        told = dict(_OPTIONS[name], required=default is REQUIRED)
+        if default is not REQUIRED:
+            told["default"] = default
+            told["help"] += f" (default {default})" if isinstance(default, int | str) else ""
+        made.add_argument("--" + name.replace("_", "-"), **told)
+    made.add_argument("--out", type=Path, help="Markdown file (default: benchmarks/results/...)")
+    return made
+
+
+def settings_of(args: argparse.Namespace, *, without: Iterable[str] = ()) -> dict[str, Any]:
+    """The options of a run as plain JSON values, files by their names; all but --out and `without`."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return _short(str(value)) if isinstance(value, str | Path) else value
+
+    return {name: plain(value) for name, value in vars(args).items() if name not in {"out", *without}}
+
+
+class Study:
+    """Cells by name, each on disk as soon as it is measured, and the page they become."""
+
+    def __init__(
+        self,
+        question: str,
+        out: Path | None,
+        settings: Mapping[str, Any],
+        digests: Mapping[str, str] | None = None,
+    ) -> None:
+        """Reads what an earlier run of the same settings kept; exits when the file is of others.
+
+        `digests` says what each cell must have been measured of: those of something else are left out.
+        """
+        self.out = out or default_result(question, Path(settings["model"]).stem)
+        self.file = self.out.with_suffix(".json")
+        self.settings = json.loads(json.dumps(settings))
+        self.cells: dict[str, Any] = {}
+        if self.file.exists():
+            stored = json.loads(self.file.read_text(encoding="utf-8"))
+            if (found := stored["settings"]) != self.settings:
+                sys.exit(
+                    f"error: {self.file} holds cells of {found}, not {self.settings}; give another --out"
+                )
+            self.cells = stored["cells"]
+        if digests is not None:
+            known = {name: cell for name, cell in self.cells.items() if name in digests}
+            self.cells = {name: cell for name, cell in known.items() if cell["digest"] == digests[name]}
+
+    def keep(self, name: str, cell: Mapping[str, Any]) -> None:
+        """Add a cell, with the commit it was measured at, and write all of them, one a line."""
+        self.cells[name] = {**cell, "commit": commit()}
+        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in self.cells.items())
+        _write(self.file, f'{{"settings": {json.dumps(self.settings)},\n"cells": {{\n{lines}\n}}}}\n')
+
+    def write(self, lines: Sequence[str], threads: int | None = None) -> str:
+        """Write the page, Markdown, and where its figures come from; `threads` is the option."""
+        commits = {cell["commit"] for cell in self.cells.values()}
+        named = ", ".join(sorted(sha or "not a checkout" for sha in commits))
+        others = [f"- cells measured at: {named}"] if commits - {commit()} else []
+        text = "\n".join([*lines, "", *provenance_lines(threads), *others, ""])
+        _write(self.out, text)
+        return text
+
+
+def provenance_lines(threads: int | None = None) -> list[str]:
+    """Markdown lines that say how and where the figures above were measured; `threads` is the option."""
+    facts = provenance(threads)
+    versions, machine = facts["versions"], facts["hardware"]
+    command = " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *map(_short, sys.argv[1:])])
+    return [
+        f"- date: {facts['date'][:10]}",
+        f"- command: `{command}`",
+        f"- commit: {facts['commit'] or 'not a checkout'}",
+        f"- specinfer {versions['specinfer']}, Python {versions['python']}, torch {versions['torch']}",
+        f"- hardware: {machine['cpu']}, {machine['cores']} cores, "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['threads']} threads"
+        + "".join(f", {gpu}" for gpu in machine["gpus"]),
+    ]
+
+
+def default_result(question: str, model: str) -> Path:
+    """results/<question>_<model>_<hardware>_<date>.md, which may be there already."""
+    facts = hardware()
+    brand = re.split(r" \(family| amx| avx", facts["cpu"])[0]
+    machine = "-".join([*re.findall(r"[a-z0-9.]+", brand.lower()), f"{facts['cores']}c"])
+    return RESULTS / f"{question}_{model.lower()}_{machine}_{datetime.now(UTC):%Y-%m-%d}.md"
+
+
+def in_turn(datasets: Sequence[Dataset], limit: int) -> list[Conversation]:
+    """The first conversations of the data sets in turn, `limit` in all."""
+    columns = [dataset.conversations for dataset in datasets]
+    mixed = chain.from_iterable(zip_longest(*columns))
+    return [conversation for conversation in mixed if conversation is not None][:limit]
+
+
+def without_speculation(llm: LLM) -> LLM:
+    """The same weights and options without speculators; it still guesses what a grammar forces."""
+    return LLM.from_models(
+        replace(llm.config, speculation=SpeculationConfig()), replace(llm.models, drafts={})
+    )
+
+
+def ask(
+    llm: LLM, questions: Sequence[str], params: SamplingParams | Sequence[SamplingParams]
+) -> list[RequestOutput]:
+    """The answers, through the chat template where there is one."""
+    if llm.tokenizer.has_chat_template:
+        return llm.chat([[{"role": "user", "content": text}] for text in questions], params)
+    return llm.generate(questions, params)
+
+
+def total_figures(outputs: Iterable[RequestOutput]) -> SpeculationFigures:
+    total = SpeculationFigures()
+    for output in outputs:
+        total.add(output.figures)
+    return total
+
+
+def row(*cells: object) -> str:
+    """A row of a table, in Markdown."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def digest(value: Any) -> str:
+    """Tells whether a cell was measured of this question or setting."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def _write(path: Path, text: str) -> None:
+    if not write_whole(path, text):
+        sys.exit(f"error: cannot write {path}; is its folder writable, is the disk full?")
+
+
+def _short(argument: str) -> str:
+    """Paths by their last part: where a file lay on some machine helps nobody."""
+    name, sign, path = argument.rpartition("=")
+    return name + sign + (Path(path).name if "/" in path else path)

@@ -1,0 +1,149 @@
+"""The same texts with and without speculation under every sampling parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specinfer.check.identity import compare_texts
+from specinfer.check.promise import Effort, engine_like, with_verifier
+from specinfer.check.target_alone import TargetAlone
+from specinfer.check.verdict import Verdict
+from specinfer.config import SpeculationConfig
+from specinfer.engine.admission import Admission
+from specinfer.errors import RequestError
+from specinfer.llm import LLM
+from specinfer.progress import Progress, Silence
+from specinfer.request import Request, RequestOutput
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.budget import TreeBudget
+from specinfer.speculation_params import SpeculationParams
+from specinfer.tokenizer import Tokenizer
+
+LEAST: Final = 40  # tokens of an answer in the setting min_tokens, so max_tokens is no less
+TEMPERATURE: Final = 0.8  # where a setting says nothing else
+OFF: Final = SpeculationParams(
+    enabled=False
+)  # an engine without speculators still guesses what a form forces
+_SCHEMA: Final = {
+    "type": "object",
+    "properties": {
+        "answer": {"type": "string", "maxLength": 60},
+        "certain": {"type": "boolean"},
+        "sources": {"type": "array", "items": {"enum": ["book", "web", "memory"]}, "maxItems": 2},
+    },
+    "required": ["answer", "certain", "sources"],
+    "additionalProperties": False,
+}
+_BIASES: Final = {" of": -100.0, " a": -2.0, " you": 1.5, "\n": 1.0}
+_COMMON_WORDS: Final = ("the", "and", "is", "important", "such as", "a variety of", "it's")
+
+Setting = Mapping[str, Any]  # what its requests ask for, besides seed and length
+
+
+def settings_for(tokenizer: Tokenizer, vocab: int) -> dict[str, Setting]:
+    """The settings by name; `vocab` is the target's number of logits."""
+    ascii_only = [t for t in range(min(vocab, tokenizer.vocab_size)) if tokenizer.token_bytes[t].isascii()]
+    plain_ids = sorted({*ascii_only, *tokenizer.eos_token_ids})
+    biased = {tokenizer.encode(text, add_special=False)[0]: bias for text, bias in _BIASES.items()}
+    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": _SCHEMA}}
+    return {
+        "seed": {"temperature": 1.0},
+        "temperature 0": {"temperature": 0},
+        "top_k, top_p, min_p": {"top_k": 40, "top_p": 0.9, "min_p": 0.02},
+        "presence_penalty": {"presence_penalty": 1.0},
+        "frequency_penalty": {"frequency_penalty": 0.5},
+        "repetition_penalty": {"repetition_penalty": 1.2},
+        "repetition_penalty, greedy": {"repetition_penalty": 1.2, "temperature": 0},
+        "logit_bias": {"logit_bias": biased},
+        "bad_words": {"bad_words": _COMMON_WORDS},
+        "allowed_token_ids": {"allowed_token_ids": plain_ids},
+        "min_tokens": {"min_tokens": LEAST, "stop": (".",)},
+        "regex": {"regex": r"(Yes|No|Perhaps), because [a-z ,']{20,120}\."},
+        "choice": {"choice": ["Yes, certainly.", "Yes, but it depends.", "No, never.", "No, not any more."]},
+        "json_schema": {"response_format": schema},
+        "all of them": {
+            "top_k": 100,
+            "top_p": 0.95,
+            "min_p": 0.01,
+            "presence_penalty": 0.3,
+            "frequency_penalty": 0.2,
+            "repetition_penalty": 1.05,
+            "logit_bias": biased,
+            "bad_words": _COMMON_WORDS,
+            "allowed_token_ids": plain_ids,
+            "min_tokens": 20,
+        },
+    }
+
+
+def params_of(setting: Setting, requests: int, max_tokens: int) -> list[SamplingParams]:
+    """The parameters of so many requests, each with a seed of its own."""
+    usual = {"temperature": TEMPERATURE, "max_tokens": max_tokens}
+    return [SamplingParams(**{**usual, "seed": seed, **setting}) for seed in range(1, requests + 1)]
+
+
+class ProcessedTarget(TargetAlone):
+    """The target alone, seen through one request's parameters: differences are judged on what it chose by."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, prompt: Sequence[int]) -> None:
+        super().__init__(llm.models.target)
+        self._request = Request("judged", tuple(prompt), params, 0)  # processors know no seed
+        context = llm.engine.max_context
+        self._admission = Admission(
+            llm.tokenizer,
+            TreeBudget(SpeculationConfig(), (), ()),
+            vocab=llm.models.target.config.vocab_size,
+            max_context=context,
+            capacity=context,
+        )
+
+    def logits_after(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """The processed logits of the token after each text, prompt included, [len(texts), vocab]."""
+        prompt = len(self._request.prompt_token_ids)
+        processed = []
+        for row, text in zip(super().logits_after(texts), texts, strict=True):
+            processors = self._admission.processors(self._request)
+            processors.commit(text[prompt:])
+            processed.append(processors.apply(row, ()))
+        return np.stack(processed)
+
+
+def judge(llm: LLM, params: SamplingParams) -> Callable[[RequestOutput], TargetAlone]:
+    """Who says whether rounding explains a difference in the answer to a request with `params`."""
+    return lambda output: ProcessedTarget(llm, params, output.prompt_token_ids)
+
+
+def check_parameters(
+    llm: LLM, prompts: Sequence[Sequence[int]], effort: Effort, progress: Progress | None = None
+) -> Iterator[Verdict]:
+    """A verdict per setting as it is reached: seeded texts with speculation are those without.
+
+    `llm` is the speculating engine, `prompts` its token ids; `effort.max_tokens` is at least LEAST. The
+    verifier is the coupled one, which keeps texts, and trees have their full size.
+    """
+    progress = progress or Silence()
+    plain = engine_like(llm, SpeculationConfig(), prompts, effort)
+    speculative = engine_like(llm, with_verifier(llm.config.speculation, "coupled"), prompts, effort)
+    target = TargetAlone(llm.models.target)
+    for name, setting in settings_for(llm.tokenizer, llm.models.target.config.vocab_size).items():
+        each = params_of(setting, len(prompts), effort.max_tokens)
+        progress.start(2 * len(prompts), name, "texts")
+
+        def count(output: RequestOutput) -> None:
+            progress.advance(int(output.finished))
+
+        try:
+            without = [replace(params, speculation=OFF) for params in each]
+            expected = plain.generate(prompts, without, on_output=count)
+            got = speculative.generate(prompts, each, on_output=count)
+        except RequestError as error:  # a model that names no end of text has no forms
+            yield Verdict(name, False, f"refused: {error}", decided=False)
+            continue
+        finally:
+            progress.finish()
+        yield compare_texts(name, target, each[0], expected, got, judge(llm, each[0]))

@@ -1,0 +1,169 @@
+"""Scripts from options to page, on tiny models; each goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from specinfer import LLM
+from tests.unit.benchmarks.conftest import Run
+
+Script = Callable[[str], ModuleType]
+
+
+def table(page: list[str]) -> list[list[str]]:
+    """The cells of the rows below a table's head, of the first table."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page if line.startswith("|")]
+    return rows[2:]
+
+
+def no_more_models(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """From here on nothing may be measured."""
+
+    def refuse(*args: Any, **options: Any) -> LLM:
+        raise AssertionError("a model is loaded although everything was measured")
+
+    monkeypatch.setattr(module, "LLM", refuse)
+
+
+def test_identity(
+    script: Script, run: Run, pair: tuple[str, str], dataset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("identity")
+    options = ["--model", pair[0], "--draft", pair[1], "--dataset", dataset, "--max-tokens", "12"]
+    page = run(module, *options, status=0)
+    assert "- identical texts: 3 of 3" in page
+    [[name, prompts, same, again, per_step]] = table(page)
+    assert (name, prompts, same, again) == ("rows.jsonl", "3", "3", "3")
+    assert float(per_step) > 1
+    no_more_models(monkeypatch, module)
+    assert run(module, *options, status=0) == page
+
+
+def test_identity_fails_where_a_difference_is_not_explained(
+    script: Script, run: Run, pair: tuple[str, str], dataset: str, tmp_path: Path
+) -> None:
+    module = script("identity")
+    options = ["--model", pair[0], "--ngram", "--dataset", dataset, "--no-repeat", "--max-tokens", "4"]
+    run(module, *options, status=0)
+    file = tmp_path / "page.json"
+    kept = json.loads(file.read_text())
+    kept["cells"]["rows.jsonl"]["differences"] = [
+        {"text": "prompt 0, a", "explained": True},
+        {"text": "prompt 2, b", "explained": False},
+    ]
+    file.write_text(json.dumps(kept))
+    page = run(module, *options, status=1)
+    assert "- identical texts: 1 of 3" in page
+    assert page[page.index("- different texts, not explained: 1") + 1] == "  - rows.jsonl prompt 2, b"
+    assert table(page)[0][3] == "not run"
+
+
+def test_parameters(
+    script: Script, run: Run, pair: tuple[str, str], dataset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("parameters")
+    everything = module.settings_for
+    few = ("presence_penalty", "min_tokens", "choice")
+    monkeypatch.setattr(module, "settings_for", lambda *args: {name: everything(*args)[name] for name in few})
+    options = ["--model", pair[0], "--dataset", dataset, "--max-tokens", "40"]
+    page = run(module, *options, status=0)
+    assert "- identical texts: 9 of 9; least in one setting: 3 of 3 (presence_penalty)" in page
+    rows = table(page)
+    assert [row[:4] for row in rows] == [[name, "3 of 3", "0", "0"] for name in few]
+    assert all(float(row[6].strip("%")) > 0 for row in rows)
+    # Another setting under a known name is measured again, the others are not.
+    monkeypatch.setattr(
+        module,
+        "settings_for",
+        lambda *args: {**{name: everything(*args)[name] for name in few}, "choice": {"choice": ["a"]}},
+    )
+    again = table(run(module, *options, status=0))
+    assert again[:2] == rows[:2]
+    assert again[2] != rows[2]
+
+
+def test_structured(
+    script: Script, run: Run, pair: tuple[str, str], dataset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("structured")
+    options = ["--model", pair[0], "--questions", dataset, "--limit", "2", "--max-tokens", "40"]
+    page = run(module, *options, status=0)
+    rows = table(page)
+    assert [row[0] for row in rows] == ["our schemas", "rows.jsonl"]
+    for _, requests, valid, cut, broken, same, _, _ in rows:
+        assert (requests, int(valid) + int(cut), broken, same) == ("2", 2, "0", "2")
+    guessed, right = rows[1][-1].split(", ")
+    assert int(guessed) >= int(right) > 0  # of the keys, which a form leaves no choice about
+    no_more_models(monkeypatch, module)
+    assert run(module, *options, status=0) == page
+
+
+def test_suffix(
+    script: Script, run: Run, pair: tuple[str, str], dataset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("suffix")
+    options = ["--model", pair[0], "--dataset", dataset, "--limit", "2", "--max-tokens", "12"]
+    page = run(module, *options)
+    rows = table(page)
+    assert [row[1] for row in rows] == 4 * ["none", "ngram", "suffix"]
+    assert {row[-1] for row in rows} == {"2 of 2"}
+    no_more_models(monkeypatch, module)
+    assert run(module, *options) == page
+
+
+def test_suffix_needs_bodies(script: Script, run: Run, pair: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "heads.jsonl").write_text('{"prompt": "def f():"}\n')
+    module = script("suffix")
+    with pytest.raises(module.DatasetError, match=r'row 1 has no "reference"; give the body'):
+        run(module, "--model", pair[0], "--dataset", str(tmp_path / "heads.jsonl"))
+
+
+def test_table2(
+    script: Script, run: Run, pair: tuple[str, str], dataset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("table2")
+    options = ["--model", pair[0], "--draft", pair[1], "--dataset", f"piqa={dataset}", "--max-tokens", "8"]
+    few = run(module, *options, "--widths", "2", "--modes", "greedy,T=1 mss")
+    more = run(module, *options, "--widths", "2,1", "--modes", "greedy")
+    greedy, mss, paper, _ = table(more)
+    assert table(few)[0][4] == greedy[4]
+    assert table(few)[1] == mss
+    assert [bool(cell) for cell in greedy[3:]] == [True, True, False, False, False]
+    assert all(float(cell) > 1 for cell in greedy[3:5])
+    assert paper == ["piqa", "paper, greedy", "", "2.18", "2.80", "2.97", "3.10", "3.21"]
+    no_more_models(monkeypatch, module)
+    assert run(module, *options, "--widths", "1", "--modes", "greedy") == more
+
+
+def test_prediction(script: Script, run: Run, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = script("prediction")
+    monkeypatch.setattr(module, "LONGEST_PROMPT", 3000)  # a token is a byte
+    options = ["--model", pair[0], "--limit", "2", "--plain", "1", "--max-tokens", "6"]
+    page = run(module, *options, status=0)
+    assert "- edits: 2 of 2" in page
+    assert "- identical texts: 1 of 1" in page
+    compared, alone = table(page)
+    assert compared[-1] == "yes"
+    assert alone[-1] == ""
+    no_more_models(monkeypatch, module)
+    assert run(module, *options, status=0) == page
+
+
+def test_grammar(
+    script: Script, run: Run, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("grammar")
+    schemas = tmp_path / "schemas.json"
+    schemas.write_text(json.dumps([{"name": "short", "schema": {"enum": ["red", "green"]}}]))
+    monkeypatch.setattr(module, "SCHEMAS", schemas)
+    page = run(module, "--model", pair[0])
+    assert page[0] == "# The cost of a grammar: 1 schemas, vocabulary of 256 (target)"
+    rows = {row[0]: row[1:] for row in table(page)}
+    assert rows["mask, first request"][-1] == rows["mask, second request"][-1]
+    assert all(float(value) > 0 for value in rows["compile and try a new schema"][:4])

@@ -1,0 +1,93 @@
+"""Sampling parameters keep texts, and a processor that speculation sees differently is found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specinfer.check import parameters
+from specinfer.check.parameters import LEAST, ProcessedTarget, check_parameters, params_of, settings_for
+from specinfer.check.promise import Effort
+from specinfer.check.target_alone import TargetAlone
+from specinfer.check.verdict import Verdict
+from specinfer.processors.penalties import Penalties
+from specinfer.sampling_params import SamplingParams
+from tests.engines import Tiny, write_tiny
+
+PROMPTS = [[7, 8, 9, 7, 8, 9, 7], list(range(30, 60))]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    folder = tmp_path_factory.mktemp("tiny")
+    return write_tiny(folder, vocab_size=256, max_context=160, eos_token_id=0)
+
+
+def check(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, Verdict]:
+    """The verdicts on these settings."""
+    everything = settings_for(tiny.tokenizer, 256)
+    few = {name: everything[name] for name in names}
+    monkeypatch.setattr(parameters, "settings_for", lambda *args: few)
+    llm = tiny.llm(drafts=["target"])  # many of its guesses come true
+    return {verdict.name: verdict for verdict in check_parameters(llm, PROMPTS, Effort(max_tokens=LEAST))}
+
+
+@pytest.mark.slow
+def test_an_honest_engine_passes_under_every_setting(tiny: Tiny) -> None:
+    llm = tiny.llm(drafts=["similar"], ngram=True)
+    verdicts = list(check_parameters(llm, PROMPTS, Effort(max_tokens=LEAST)))
+    assert [verdict.name for verdict in verdicts] == list(settings_for(tiny.tokenizer, 256))
+    assert [str(verdict) for verdict in verdicts if not verdict.passed] == []
+
+
+def test_texts_with_and_without_speculation_are_compared(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = check(tiny, monkeypatch, "presence_penalty", "choice")
+    assert list(found) == ["presence_penalty", "choice"]
+    for verdict in found.values():
+        assert verdict.passed
+        assert verdict.details["identical"] == verdict.details["texts"] == 2
+        assert verdict.details["drafted_tokens"] > 0
+
+
+def test_a_penalty_that_forgets_a_trees_path_is_found(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Penalties.apply
+
+    def without_the_path(self: Penalties, logits: Any, path: Sequence[int]) -> None:
+        honest(self, logits, ())
+
+    monkeypatch.setattr(Penalties, "apply", without_the_path)
+    found = check(tiny, monkeypatch, "repetition_penalty, greedy", "temperature 0")
+    assert not found["repetition_penalty, greedy"].passed
+    assert found["temperature 0"].passed
+
+
+def test_a_setting_that_the_engine_refuses_is_open(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = write_tiny(tmp_path_factory.mktemp("endless"), vocab_size=256, max_context=160)
+    found = check(endless, monkeypatch, "regex", "temperature 0")
+    assert found["temperature 0"].passed
+    assert str(found["regex"]).startswith("open  regex: refused: regex needs a model with an end-of-text")
+
+
+def test_logits_are_judged_as_parameters_leave_them(tiny: Tiny) -> None:
+    llm, prompt, text = tiny.llm(), [5, 6, 7], [9, 9, 4]
+    alone = TargetAlone(tiny.target).logits_after([[*prompt, *text]])[0]
+    banned = SamplingParams(bad_words=("\t\x04B",))  # token ids 9, 4, 66 in a row
+    biased = SamplingParams(frequency_penalty=0.5, logit_bias={3: 2.0})
+    expected = alone.copy()
+    expected[[9, 4, 3]] += (-1.0, -0.5, 2.0)  # the prompt's tokens do not count
+    processed = ProcessedTarget(llm, biased, prompt).logits_after([[*prompt, *text]])
+    np.testing.assert_allclose(processed[0], expected, rtol=1e-6)
+    barred = ProcessedTarget(llm, banned, prompt).logits_after([[*prompt, *text]])[0]
+    assert np.flatnonzero(np.isneginf(barred)).tolist() == [66]
+
+
+def test_every_request_has_a_seed_of_its_own() -> None:
+    first, second = params_of({"temperature": 0.3}, 2, 50)
+    assert (first.seed, second.seed) == (1, 2)
+    assert (first.temperature, first.max_tokens) == (0.3, 50)
+    assert params_of({}, 1, 50)[0].temperature == 0.8
