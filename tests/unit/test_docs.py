@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import click
 import pytest
 
 from specinfer.cli import cli
+from specinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+README = ROOT / "README.md"
+SHOWING = (README, ROOT / "docs/options.md")  # pages with commands and programs that are run here
 MAP = (ROOT / "docs/map.md").read_text(encoding="utf-8")
 
 
@@ -45,28 +49,48 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 
 def commands() -> list[str]:
-    """The specinfer commands in the README's shell blocks."""
-    lines = "".join(blocks(ROOT / "README.md", "sh")).splitlines()
-    return [line for line in lines if line.startswith("specinfer ")]
+    """The specinfer commands in the shell blocks of the pages that show them."""
+    lines = "".join(block for page in SHOWING for block in blocks(page, "sh")).splitlines()
+    return sorted({line for line in lines if line.startswith("specinfer ")})
 
 
 def test_the_readme_shows_commands() -> None:
-    assert len(commands()) >= 5
+    assert len(blocks(README, "sh")[0].splitlines()) >= 5
 
 
 @pytest.mark.parametrize("line", commands())
-def test_the_readmes_commands_are_understood(line: str) -> None:
+def test_commands_are_understood(line: str) -> None:
     _, name, *arguments = shlex.split(line, comments=True)
     command = cli.get_command(click.Context(cli), name)
     assert command is not None, f"there is no command {name}"
     # These files are the reader's own: one of ours stands for them.
     own = (".txt", ".jsonl", ".gguf")
-    arguments = [str(ROOT / "README.md") if a.endswith(own) else a for a in arguments]
+    arguments = [str(README) if a.endswith(own) else a for a in arguments]
     command.make_context(name, arguments)  # raises on an unknown option or a bad value
 
 
+def test_every_option_has_a_row() -> None:
+    table = (ROOT / "docs/options.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M))))
+    groups = (EngineConfig, SpeculationConfig, CacheConfig, SchedulerConfig)
+    options = {field.name for group in groups for field in fields(group)}
+    options -= {"model", "speculation", "cache", "scheduler"}  # its first argument, and the groups themselves
+    assert named == options - {"memory"} | {"kv_cache_memory"}
+
+
 @pytest.mark.slow
-def test_the_readmes_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    program = "\n".join(blocks(ROOT / "README.md", "python"))
-    exec(compile(program, "README.md", "exec"), {})
-    assert re.search(r"^\d+\.\d\d tokens per step$", capsys.readouterr().out, re.M)
+def test_the_readmes_program_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    [program], [said] = blocks(README, "python"), blocks(README, "text")
+    exec(compile(program, README.name, "exec"), {})
+    text, steps = capsys.readouterr().out.splitlines()
+    assert text == said.splitlines()[0]
+    # How many depends on how large trees pay on the machine.
+    assert re.fullmatch(r"\d+\.\d\d tokens per step", steps)
+    assert re.fullmatch(r"\d+\.\d\d tokens per step", said.splitlines()[1])
+
+
+@pytest.mark.slow
+def test_the_program_of_requests_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    [program] = blocks(ROOT / "docs/options.md", "python")
+    exec(compile(program, "options.md", "exec"), {})
+    assert re.match(r"\d+\.\d\d tokens per step where", capsys.readouterr().out)

@@ -69,5 +69,5 @@ def _table(page: list[str]) -> list[str]:
 
 
 def _cells(row: str) -> tuple[str, ...]:
-    row = row.replace(", with AMX bf16", "")  # what int4 computes with there was not said yet
+    row = row.replace(", with AMX bf16", "")  # older pages do not say it
     return tuple(cell.strip() for cell in row.strip("| ").split("|"))
