@@ -105,7 +105,7 @@ class SpeculationConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether some speculator serves every request; a form or a prediction is guessed from anyway."""
+        """Whether anybody guesses."""
         return bool(self.drafts) or self.ngram or self.suffix
 
 
