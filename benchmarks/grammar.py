@@ -18,10 +18,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from specinfer.processors.grammar import Grammar, GrammarCompiler
 from study import REQUIRED, Study, parser, row, run
 
 from specinfer.hub import resolve
-from specinfer.processors.grammar import Grammar, GrammarCompiler
 from specinfer.structured_output import OutputKind, StructuredOutput, structured_output
 from specinfer.tokenizer import Tokenizer
 

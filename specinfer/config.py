@@ -105,8 +105,12 @@ class SpeculationConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether anybody guesses."""
-        return bool(self.drafts) or self.ngram or self.suffix
+        """Whether anybody is asked to guess; what a request brings along is guessed from in any case."""
+        return bool(self.drafts) or any(getattr(self, name) for name in SWITCHES)
+
+
+# The options that switch a speculator on, with what each is for.
+SWITCHES = {f.name: f.metadata["switch"] for f in fields(SpeculationConfig) if "switch" in f.metadata}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from specinfer.llm import LLM
 from specinfer.progress import Progress, Silence
 from specinfer.request import Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.budget import TreeBudget
+from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tokenizer import Tokenizer
 
@@ -96,7 +96,7 @@ class ProcessedTarget(TargetAlone):
         context = llm.engine.max_context
         self._admission = Admission(
             llm.tokenizer,
-            TreeBudget(SpeculationConfig(), (), ()),
+            SpeculationLimits(SpeculationConfig(), ()),
             vocab=llm.models.target.config.vocab_size,
             max_context=context,
             capacity=context,

@@ -24,7 +24,7 @@ ORDER: list[set[str]] = [
     {"runtime"},
     {"speculate"},
     {"engine"},
-    {"llm", "tune", "serve"},
+    {"llm", "speculators", "tune", "serve"},
     {"report"},
     {"bench", "check"},
     {"cli"},
