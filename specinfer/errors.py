@@ -83,3 +83,9 @@ class CapacityError(UserError):
 
 class IntegrityError(SpecInferError):
     """An internal invariant is broken; please report it."""
+
+
+def ensure(holds: bool, invariant: str) -> None:
+    """Raise IntegrityError unless an invariant holds; unlike `assert`, under `python -O` as well."""
+    if not holds:
+        raise IntegrityError(invariant)

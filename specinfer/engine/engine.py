@@ -21,7 +21,7 @@ from specinfer.engine.sequence import SequenceState
 from specinfer.engine.target_laws import TargetLaws, verify_trees
 from specinfer.engine.trace import TreeEvent
 from specinfer.engine.transcript import Transcript
-from specinfer.errors import RequestError, UserError
+from specinfer.errors import RequestError, UserError, ensure
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Logprobs, Request, RequestOutput
 from specinfer.runtime.batch import StepRows, step_rows
@@ -341,10 +341,11 @@ class Engine:
                 sequence.processors.commit(transcript.token_ids)
 
     def check_integrity(self) -> None:
-        """Raise when scheduler, blocks and requests disagree."""
+        """Raise IntegrityError when scheduler, blocks and requests disagree."""
         self._scheduler.check_integrity()
         known = {id(r.sequence) for r in self._requests.values()}
-        assert known == {id(s) for s in (*self._scheduler.running, *self._scheduler.waiting)}
+        scheduled = {id(s) for s in (*self._scheduler.running, *self._scheduler.waiting)}
+        ensure(known == scheduled, "the scheduler has the requests that the engine knows")
 
 
 def _path_move(entry: PlanEntry, path: Sequence[int]) -> list[Move]:

@@ -6,7 +6,7 @@ import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-from specinfer.errors import IntegrityError
+from specinfer.errors import IntegrityError, ensure
 
 
 class BlockPool:
@@ -73,7 +73,7 @@ class BlockPool:
 
     def share(self, block_table: list[int], blocks: Sequence[int]) -> None:
         """Make the owner of an empty `block_table` an owner of published `blocks`, too."""
-        assert not block_table, "a text is found at its beginning"
+        ensure(not block_table, "a text is found at its beginning")
         for block in blocks:
             self._owners[block] += 1
             self._kept.pop(block, None)
@@ -81,7 +81,7 @@ class BlockPool:
 
     def publish(self, block: int, key: bytes) -> None:
         """Let others find an owned, full block of computed text; of equal blocks the first is found."""
-        assert self._owners[block] > 0, f"block {block} has no owner"
+        ensure(self._owners[block] > 0, f"block {block} has no owner")
         if key not in self._published and block not in self._hashes:
             self._published[key] = block
             self._hashes[block] = key

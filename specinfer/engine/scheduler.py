@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from specinfer.config import SchedulerConfig
 from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.sequence import SequenceState
+from specinfer.errors import ensure
 from specinfer.plan import PlanEntry, StepPlan
 
 _SCORED_ROWS = 64  # of a prompt that wants log-probabilities: each row yields a whole vocabulary of logits
@@ -116,8 +117,7 @@ class Scheduler:
             return None
         self._begin(waiting, found)
         end = self._text_end(waiting, rows)
-        extended = self._pool.extend(waiting.block_table, end)
-        assert extended, "blocks for the whole text are free"
+        ensure(self._pool.extend(waiting.block_table, end), "blocks for the whole text are free")
         self.waiting.remove(waiting)
         self.running.append(waiting)
         return waiting, end
@@ -125,7 +125,7 @@ class Scheduler:
     def _text_end(self, sequence: SequenceState, rows: int) -> int:
         """Where the text that the sequence computes with at most `rows` rows ends."""
         # A step writes from `computed` on, and a path moves to places behind the end: none is published.
-        assert sequence.published * self._pool.block_size <= sequence.computed, sequence.published
+        sequence.check_published(self._pool.block_size)
         if sequence.request.params.prompt_logprobs is not None:
             rows = min(rows, _SCORED_ROWS)
         return min(sequence.computed + rows, len(sequence.token_ids))
@@ -233,15 +233,15 @@ class Scheduler:
         sequence.computed = sequence.published = 0
 
     def check_integrity(self) -> None:
-        """Raise when a block is lost or shared, or a waiting request owns any."""
+        """Raise IntegrityError when a block is lost or shared, or a waiting request owns any."""
         sequences = [*self.running, *self.waiting]
         self._pool.check_integrity([s.block_table for s in sequences])
         for sequence in sequences:
             sequence.check_integrity(self._pool.block_size)
             behind = sequence.block_table[sequence.computed // self._pool.block_size :]
-            assert not self._pool.any_published(behind), "a block that is to be written can be found"
+            ensure(not self._pool.any_published(behind), "a block that is to be written can be found")
         for sequence in self.waiting:
-            assert not sequence.block_table, f"{sequence.request.request_id} waits and owns blocks"
+            ensure(not sequence.block_table, f"{sequence.request.request_id} waits and owns blocks")
 
 
 def share(rows: int, wanted: Sequence[int]) -> list[int]:

@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from specinfer.errors import IntegrityError, ensure
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Request
 
@@ -59,10 +60,16 @@ class SequenceState:
         return self.block_hashes
 
     def check_integrity(self, block_size: int) -> None:
-        """Raise AssertionError when the computed KV does not fit the tokens or the blocks."""
-        assert 0 <= self.computed < len(self.token_ids), (self.computed, len(self.token_ids))
-        assert self.computed <= len(self.block_table) * block_size, (self.computed, self.block_table)
-        assert self.published * block_size <= self.computed, (self.published, self.computed)
+        """Raise IntegrityError when the computed KV does not fit the tokens or the blocks."""
+        tokens, slots = len(self.token_ids), len(self.block_table) * block_size
+        ensure(0 <= self.computed < tokens, f"of {tokens} tokens {self.computed} are computed")
+        ensure(self.computed <= slots, f"{self.computed} computed tokens lie in {slots} slots")
+        self.check_published(block_size)
+
+    def check_published(self, block_size: int) -> None:
+        """Raise IntegrityError when tokens that are to be computed lie in a published block."""
+        if self.published * block_size > self.computed:
+            raise IntegrityError(f"{self.published} blocks are published, {self.computed} tokens computed")
 
 
 def _root(salt: str | None) -> bytes:

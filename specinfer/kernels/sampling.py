@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from specinfer.errors import ensure
 from specinfer.kernels.library import Library
 from specinfer.verify.law import Law, inverse_temperature
 
@@ -20,7 +21,7 @@ class NativeScan:
     def most_likely(self, logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
         """The ids of the n >= 1 largest logits, largest first, ties lowest id first; never one of -inf."""
         row = _row(logits)
-        assert n >= 1, n
+        ensure(n >= 1, "at least one token is wanted")
         ids = np.empty(min(n, row.size), dtype=np.int64)
         found: int = self._library.most_likely(row.ctypes.data, row.size, n, ids.ctypes.data)
         return ids[:found]
@@ -34,9 +35,9 @@ class NativeScan:
     def racers(self, law: Law, key: int) -> NDArray[np.int64]:
         """The entries of the support that rounding may let win, ascending: one, but for a tie."""
         row = _row(law.logits)
-        assert 0 <= law.top < row.size, (law.top, row.size)
+        ensure(0 <= law.top < row.size, "the likeliest token is in the support")
         ids = None if law.ids is None else np.ascontiguousarray(law.ids, dtype=np.int64)
-        assert ids is None or ids.shape == row.shape, ids
+        ensure(ids is None or ids.shape == row.shape, "each logit of a support has an id")
         indices = np.empty(row.size, dtype=np.int64)
         found: int = self._library.racers(
             row.ctypes.data,

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specinfer.errors import ensure
+
 
 class KvCache:
     """The KV cache of one model: num_slots positions, whoever they belong to.
@@ -43,7 +45,7 @@ class KvCache:
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots `sources` onto slots `targets`, in every layer; all are read before any is written."""
-        assert len(sources) == len(targets), (sources, targets)
+        ensure(len(sources) == len(targets), f"{len(sources)} slots onto {len(targets)}")
         if not sources:
             return
         device = self._kv_2LPKH.device

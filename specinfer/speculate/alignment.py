@@ -15,6 +15,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from specinfer.errors import ensure
+
 TRUSTED = 4  # agreeing tokens in a row that make a place certain
 LONGEST_MATCH = 16  # tokens; a longer match is no better a place
 LONGEST_REPLACED = 8  # tokens; longer replacements are not expected again
@@ -84,13 +86,14 @@ class Alignment:
         return guesses[:branches]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the place does not agree with the answer."""
+        """Raise IntegrityError when the place does not agree with the answer."""
         size = len(self._prediction)
-        assert 0 <= self._anchor <= size, (self._anchor, size)
-        assert 0 <= self._at <= size, (self._at, size)
+        ensure(0 <= self._anchor <= size, f"the anchor is at {self._anchor} of {size}")
+        ensure(0 <= self._at <= size, f"the answer stands at {self._at} of {size}")
         known = min(self._run, self._at, len(self._tail), self.read)
-        assert list(self._prediction[self._at - known : self._at]) == self._tail[len(self._tail) - known :]
-        assert (self._since == 0) == (self._run >= TRUSTED), "the anchor moves with a certain place"
+        agreed = list(self._prediction[self._at - known : self._at])
+        ensure(agreed == self._tail[len(self._tail) - known :], "the last tokens agree with the prediction")
+        ensure((self._since == 0) == (self._run >= TRUSTED), "the anchor moves with a certain place")
 
     def _places(self, count: int) -> list[int]:
         """Where the answer may go on, no next token twice; one place when it is certain."""

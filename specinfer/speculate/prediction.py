@@ -48,7 +48,7 @@ class PredictionSpeculator:
                 self._alignments.pop(outcome.request_id, None)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a request's place does not agree with its answer."""
+        """Raise IntegrityError when a request's place does not agree with its answer."""
         for alignment in self._alignments.values():
             alignment.check_integrity()
 

@@ -113,7 +113,7 @@ class SuffixSpeculator:
                     self._store.add(running.key, text[max(0, running.prompt - LONGEST_MATCH) :])
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a text or the store is inconsistent."""
+        """Raise IntegrityError when a text or the store is inconsistent."""
         self._store.check_integrity()
         for running in self._running.values():
             running.text.check_integrity()

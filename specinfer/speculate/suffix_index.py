@@ -16,6 +16,8 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from specinfer.errors import ensure
+
 SEPARATOR = -1  # no token id
 LENGTHS = (1, 2, 4, 8)  # of the n-grams that are indexed, shortest first
 
@@ -130,27 +132,27 @@ class SuffixIndex:
         return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when texts, tables and chains disagree."""
+        """Raise IntegrityError when texts, tables and chains disagree."""
         ends = [*self._text_ends]
         live = self._tokens[self._base - self._origin :]
         separators = [self._base + i + 1 for i, token in enumerate(live) if token == SEPARATOR]
-        assert separators == ends, "a separator ends each closed text"
-        assert self._text_start == (ends[-1] if ends else self._base), "the newest text follows the closed"
-        assert all(len(older) == len(self._tokens) for older in self._older), "one link per token"
+        ensure(separators == ends, "a separator ends each closed text")
+        ensure(self._text_start == (ends[-1] if ends else self._base), "the newest text follows the closed")
+        ensure(all(len(older) == len(self._tokens) for older in self._older), "one link per token")
         texts = _split(live, self._base)
         for n, newest, older in zip(LENGTHS, self._newest, self._older, strict=True):
             places: dict[int, list[int]] = {}
             for start, text in texts:
                 for i in range(n, len(text) + 1):
                     places.setdefault(hash(tuple(text[i - n : i])), []).append(start + i)
-            assert newest.keys() == places.keys(), f"the table of {n}-grams names those of live texts"
+            ensure(newest.keys() == places.keys(), f"the table of {n}-grams names those of live texts")
             for key, stops in places.items():
                 chain = [newest[key]]
                 while distance := older[chain[-1] - 1 - self._origin]:
                     if chain[-1] - distance <= self._base:
                         break
                     chain.append(chain[-1] - distance)
-                assert chain == stops[::-1], f"the chain of {n}-gram {key} visits {chain}, not {stops}"
+                ensure(chain == stops[::-1], f"the chain of {n}-gram {key} visits all its places")
 
     @property
     def _end(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from specinfer.errors import ensure
 from specinfer.speculate.suffix_index import SuffixIndex
 
 
@@ -43,13 +44,14 @@ class SuffixStore:
         return self._indexes.get(key)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the sums or an index are wrong, or the memory is overdrawn."""
-        assert self._num_tokens == sum(index.num_tokens for index in self._indexes.values())
-        assert self._num_tokens <= max(self._memory, 0), (self._num_tokens, self._memory)
+        """Raise IntegrityError when the sums or an index are wrong, or the memory is overdrawn."""
+        held = sum(index.num_tokens for index in self._indexes.values())
+        ensure(self._num_tokens == held, f"{self._num_tokens} tokens are counted, {held} held")
+        ensure(held <= max(self._memory, 0), f"{held} tokens in a memory of {self._memory}")
         for key, index in self._indexes.items():
-            assert index.num_texts == self._ages.count(key) > 0, f"key {key!r} holds texts of no age"
+            ensure(index.num_texts == self._ages.count(key) > 0, f"key {key!r} holds texts of no age")
             index.check_integrity()
-        assert set(self._ages) == self._indexes.keys()
+        ensure(set(self._ages) == self._indexes.keys(), "each key has texts, each text has a key")
 
     def _drop_oldest(self) -> None:
         key = self._ages.popleft()

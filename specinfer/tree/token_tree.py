@@ -14,6 +14,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from specinfer.errors import ensure
 from specinfer.tree.distribution import Distribution
 
 
@@ -87,18 +88,18 @@ class TokenTree:
         return tuple(self.token_ids[n] for n in self.path_to(node))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the tree breaks one of the invariants its docstring names."""
-        assert len(self.token_ids) == len(self.parents) >= 1, "a tree has a root and one parent per node"
-        assert self.parents[0] == -1, "node 0 is the root"
+        """Raise IntegrityError when the tree breaks one of the invariants its docstring names."""
+        ensure(len(self.token_ids) == len(self.parents) >= 1, "a tree has a root and one parent per node")
+        ensure(self.parents[0] == -1, "node 0 is the root")
         seen: set[tuple[int, int]] = set()
         for node in range(1, self.num_nodes):
             parent = self.parents[node]
-            assert 0 <= parent < node, f"node {node} comes before its parent {parent}"
-            assert (parent, self.token_ids[node]) not in seen, f"node {node} repeats a sibling"
+            ensure(0 <= parent < node, f"node {node} comes before its parent {parent}")
+            ensure((parent, self.token_ids[node]) not in seen, f"node {node} repeats a sibling")
             seen.add((parent, self.token_ids[node]))
         for draw in self.draws:
-            assert 0 < draw.node < self.num_nodes, f"{draw} names no node"
-            assert self.parents[draw.node] == draw.parent, f"{draw} has another parent"
+            ensure(0 < draw.node < self.num_nodes, f"the draw of {draw.node} names no node")
+            ensure(self.parents[draw.node] == draw.parent, f"the draw of {draw.node} has another parent")
 
 
 @dataclass(slots=True)
@@ -134,7 +135,7 @@ class TreeBuilder:
         fits must not depend on its value, so callers of the sampled rules check `full` before drawing.
         """
         if self.full and token not in self._children[parent]:
-            assert rule in (DrawRule.POINT_MASS, DrawRule.COUPLED), "a sampled draw may not be dropped"
+            ensure(rule in (DrawRule.POINT_MASS, DrawRule.COUPLED), "a sampled draw may not be dropped")
             return None
         node = self.node_for(parent, token)
         self.draws.append(Draw(parent, node, speculator, rule, law, confidence))

@@ -229,7 +229,7 @@ def test_a_block_that_is_to_be_written_and_can_be_found_is_noticed() -> None:
     s.schedule()
     s.check_integrity()
     a.computed, a.published = 4, 1
-    with pytest.raises(AssertionError, match="a block that is to be written can be found"):
+    with pytest.raises(IntegrityError, match="a block that is to be written can be found"):
         s.check_integrity()
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specinfer.errors import IntegrityError
 from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder, merge
 from specinfer.tree.token_tree import draws_by_parent, single_node
 
@@ -71,7 +72,7 @@ def test_a_single_node_is_ordinary_decoding() -> None:
     ],
 )
 def test_a_broken_tree_is_called_one(tree: TokenTree, complaint: str) -> None:
-    with pytest.raises(AssertionError, match=complaint):
+    with pytest.raises(IntegrityError, match=complaint):
         tree.check_integrity()
 
 
@@ -108,7 +109,7 @@ def test_a_full_builder_takes_no_new_node_and_still_takes_draws() -> None:
 def test_a_full_builder_never_drops_a_sampled_draw() -> None:
     # Dropping it because its token is new would make "is there a draw" depend on the value drawn.
     builder = TreeBuilder(root=0, max_nodes=1)
-    with pytest.raises(AssertionError, match="a sampled draw may not be dropped"):
+    with pytest.raises(IntegrityError, match="a sampled draw may not be dropped"):
         builder.add(0, 6, "a", DrawRule.IID, np.array([1.0]))
 
 

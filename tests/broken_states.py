@@ -1,0 +1,186 @@
+"""States that a bug might bring about, each asked whether it is whole; run alone, it says which are refused.
+
+No word of pytest in here: `python -O -m tests.broken_states` runs it without a single assert.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specinfer.check.promise import check_bookkeeping
+from specinfer.config import SchedulerConfig
+from specinfer.engine.kv_blocks import BlockPool
+from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.sequence import SequenceState
+from specinfer.errors import IntegrityError
+from specinfer.kernels.sampling import NativeScan
+from specinfer.request import Request
+from specinfer.runtime.kv_cache import KvCache
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.alignment import Alignment
+from specinfer.speculate.suffix_index import SuffixIndex
+from specinfer.speculate.suffix_store import SuffixStore
+from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder
+from specinfer.verify.law import Law
+from tests.engines import write_tiny
+
+REQUEST = Request("r", (1, 2, 3, 4, 5), SamplingParams(temperature=0), seed=0)
+
+
+def node_before_its_parent() -> None:
+    TokenTree((1, 2, 3), (-1, 2, 0)).check_integrity()
+
+
+def repeated_sibling() -> None:
+    TokenTree((1, 2, 2), (-1, 0, 0)).check_integrity()
+
+
+def draw_of_the_root() -> None:
+    TokenTree((1, 2), (-1, 0), (Draw(0, 0, "s", DrawRule.POINT_MASS),)).check_integrity()
+
+
+def dropped_sample() -> None:
+    TreeBuilder(root=0, max_nodes=1).add(0, 1, "draft", DrawRule.IID, np.array([0.5, 0.5]))
+
+
+def more_computed_than_there_are_tokens() -> None:
+    sequence = SequenceState(REQUEST)
+    sequence.computed = len(sequence.token_ids)
+    sequence.check_integrity(block_size=4)
+
+
+def more_computed_than_the_blocks_hold() -> None:
+    sequence = SequenceState(REQUEST)
+    sequence.computed = 1
+    sequence.check_integrity(block_size=4)
+
+
+def scheduled() -> tuple[Scheduler, SequenceState, BlockPool]:
+    pool = BlockPool(8, block_size=4)
+    scheduler, sequence = (
+        Scheduler(SchedulerConfig(), pool, tree_nodes=4, max_context=64),
+        SequenceState(REQUEST),
+    )
+    scheduler.add(sequence)
+    scheduler.schedule()
+    return scheduler, sequence, pool
+
+
+def lost_block() -> None:
+    scheduler, sequence, _ = scheduled()
+    sequence.block_table.pop()
+    scheduler.check_integrity()
+
+
+def block_of_a_waiting_request() -> None:
+    scheduler, sequence, pool = scheduled()
+    scheduler.restart()
+    pool.extend(sequence.block_table, 1)
+    scheduler.check_integrity()
+
+
+def step_that_would_write_to_a_published_block() -> None:
+    scheduler, sequence, _ = scheduled()
+    sequence.published = 1
+    scheduler.schedule()
+
+
+def published_block_that_is_to_be_written() -> None:
+    scheduler, sequence, pool = scheduled()
+    pool.publish(sequence.block_table[0], b"text")
+    scheduler.check_integrity()
+
+
+def text_found_behind_its_beginning() -> None:
+    BlockPool(2, block_size=4).share([0], [1])
+
+
+def published_block_without_an_owner() -> None:
+    BlockPool(2, block_size=4).publish(0, b"text")
+
+
+def more_slots_read_than_written() -> None:
+    shape: dict[str, Any] = {"num_layers": 1, "num_slots": 4, "num_kv_heads": 1, "head_dim": 2}
+    KvCache(**shape, dtype=torch.float32, device=torch.device("cpu")).move([1], [2, 3])
+
+
+def law_without_its_likeliest_token() -> None:
+    library: Any = None  # never called
+    NativeScan(library).racers(Law(np.zeros(4, np.float32), None, top=4, temperature=1.0, vocab=4), key=0)
+
+
+def index_that_forgot_a_token() -> None:
+    index = SuffixIndex()
+    index.extend([1, 2, 3])
+    index._newest[0].clear()
+    index.check_integrity()
+
+
+def store_that_counts_wrong() -> None:
+    store = SuffixStore(memory=9)
+    store.add(None, [1, 2, 3])
+    store._num_tokens += 1
+    store.check_integrity()
+
+
+def place_outside_of_the_prediction() -> None:
+    alignment = Alignment([1, 2, 3])
+    alignment._at = 4
+    alignment.check_integrity()
+
+
+def engine_that_forgot_a_request() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        llm = write_tiny(Path(folder), vocab_size=16, max_context=64).llm()
+    llm.engine.add(REQUEST)
+    llm.engine._requests.clear()
+    verdict = check_bookkeeping([llm])
+    if not verdict.passed and "an invariant is broken" in verdict.words:
+        llm.engine.check_integrity()
+
+
+STATES: list[Callable[[], None]] = [
+    node_before_its_parent,
+    repeated_sibling,
+    draw_of_the_root,
+    dropped_sample,
+    more_computed_than_there_are_tokens,
+    more_computed_than_the_blocks_hold,
+    lost_block,
+    block_of_a_waiting_request,
+    step_that_would_write_to_a_published_block,
+    published_block_that_is_to_be_written,
+    text_found_behind_its_beginning,
+    published_block_without_an_owner,
+    more_slots_read_than_written,
+    law_without_its_likeliest_token,
+    index_that_forgot_a_token,
+    store_that_counts_wrong,
+    place_outside_of_the_prediction,
+    engine_that_forgot_a_request,
+]
+
+
+def main() -> None:
+    """Print the states that are met with anything but an IntegrityError."""
+    for state in STATES:
+        try:
+            state()
+        except IntegrityError:
+            continue
+        except Exception as error:
+            print(f"{state.__name__}: {error!r}")
+        else:
+            print(f"{state.__name__}: nobody objects")
+
+
+if __name__ == "__main__":
+    print("with asserts" if __debug__ else "without asserts", file=sys.stderr)
+    main()
