@@ -3,7 +3,8 @@
 A wheel brings the libraries of all levels of its architecture (`lib/`). Elsewhere the one that is wanted is
 compiled on first use and kept in the user's cache. There its name is a hash of all it was made from: sources,
 flags and compiler. Whatever changes, another file is looked for, so nothing stale is ever loaded; a file gets
-its name only when whole.
+its name only when whole. A name that anybody can work out is safe where nobody else may write: what another
+user may have written is not loaded. A wheel's own libraries are as safe as the Python files beside them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import Final
 
 from specinfer.errors import KernelBuildError
-from specinfer.hub.resolution import cache_dir
 from specinfer.kernels.levels import Level
+from specinfer.kernels.private_folder import fault, kernels_folder, make_private
 from specinfer.progress import Progress, Silence
 
 _SOURCES: Final = Path(__file__).parent / "cpu"
@@ -62,24 +63,41 @@ def build_library(
 ) -> Path:
     """The library compiled for a level in `cache` (default: the user's), built there if it is not.
 
-    `extra` flags come last. Raises as above.
+    One that another user may have written is built anew. `extra` flags come last. Raises as above, and
+    where others can write to `cache`.
     """
     from filelock import FileLock  # setup.py compiles where nothing is installed
 
     compiler = find_compiler()
     flags = (*level.flags, *extra)
-    folder = cache or cache_dir() / "kernels"
+    folder = _private(cache)
     library = folder / f"specinfer-{level.name}-{_fingerprint(compiler, flags)}.so"
-    if library.is_file():
+    if _is_ours(library):
         return library
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "build.lock"):  # of several processes one builds, the others wait for it
-            if not library.is_file():
+            if not _is_ours(library):
                 compile_library(compiler, flags, library, progress)
     except OSError as error:
         raise KernelBuildError(f"native kernels cannot be kept in {folder}: {error}") from error
     return library
+
+
+def _private(cache: Path | None) -> Path:
+    """Where to keep libraries; raises KernelBuildError where others can write there."""
+    try:
+        folder = kernels_folder() if cache is None else make_private(cache)
+        wrong = fault(folder)
+    except OSError as error:
+        raise KernelBuildError(f"native kernels cannot be kept in {cache or 'the cache'}: {error}") from error
+    if wrong is not None:
+        raise KernelBuildError(f"native kernels cannot be kept safely in {folder}: {wrong}")
+    return folder
+
+
+def _is_ours(library: Path) -> bool:
+    """Whether a library is there, and nobody else can have written it."""
+    return library.is_file() and not library.is_symlink() and fault(library) is None
 
 
 def compile_library(
@@ -101,6 +119,7 @@ def compile_library(
                 list(pool.map(compile_one, sources, objects))
             whole = Path(scratch) / library.name
             _run([*compiler, "-shared", "-s", "-pthread", *map(str, objects), "-o", str(whole)])
+            whole.chmod(0o755)  # whatever the umask: what others may write to would not be loaded
             whole.replace(library)
             show.advance(1)
     finally:

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from specinfer.errors import KernelBuildError
 from specinfer.files import write_whole
-from specinfer.hub.resolution import cache_dir
 from specinfer.kernels.levels import LEVELS, Level
 from specinfer.kernels.library import (
     BLOCK,
@@ -42,6 +41,7 @@ from specinfer.kernels.library import (
     padded_inner,
 )
 from specinfer.kernels.machine import cpu_features, cpu_name
+from specinfer.kernels.private_folder import kernels_folder
 
 _TIMEOUT: Final = 60  # seconds; a proof takes half of one
 _SHAPES: Final = ((33, 96), (80, 800))  # channels, inner
@@ -58,8 +58,8 @@ Array = NDArray[Any]
 def prove(library: Path, level: Level, folder: Path | None = None) -> str | None:
     """Why a library must not be used on this machine; None: it may be.
 
-    What was found before is read from `folder`, by default in the user's cache. What may be otherwise the
-    next time (no process to be had, no end, no permission) is not remembered.
+    What was found before is read from `folder`, by default the one of compiled libraries. What may be
+    otherwise the next time (no process to be had, no end, no permission) is not remembered.
     """
     key = {
         "library": hashlib.sha256(library.read_bytes()).hexdigest(),
@@ -67,7 +67,11 @@ def prove(library: Path, level: Level, folder: Path | None = None) -> str | None
         "features": hashlib.sha256(" ".join(sorted(cpu_features())).encode()).hexdigest(),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    file = (folder or cache_dir() / "kernels") / f"proof-{level.name}-{digest}.json"
+    name = f"proof-{level.name}-{digest}.json"
+    try:
+        file = (folder or kernels_folder()) / name
+    except (KernelBuildError, OSError):  # nowhere to remember it: a wheel's library is tried each time
+        return _try_in_child(library, level)[0]
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         if found["key"] == key and isinstance(found["fault"], str | None):

@@ -41,6 +41,7 @@ WITHOUT_TORCH = (
         "kernels.machine",
         "kernels.levels",
         "kernels.build",
+        "kernels.private_folder",
         "kernels.library",
         "kernels.proof",
         "kernels.native",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -209,6 +211,47 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatc
     taken.touch()
     with pytest.raises(KernelBuildError, match=f"native kernels cannot be kept in {taken}: "):
         build_library(AVX2, cache=taken)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there are no modes of files here")
+def test_a_library_that_another_user_may_have_written_is_built_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = install(monkeypatch, tmp_path, WORKING)
+    before = os.umask(0)
+    try:
+        library = find_library(AVX2)
+        assert library.stat().st_mode & 0o777 == 0o755, "whatever the umask"
+        library.write_text("planted")
+        library.chmod(0o777)
+        log.write_text("")
+        assert find_library(AVX2) == library
+        assert (library.read_text(), len(log.read_text().splitlines())) == ("", SOURCES + 1)
+        elsewhere = tmp_path / "planted"
+        library.rename(elsewhere)
+        library.symlink_to(elsewhere)
+        find_library(AVX2)
+        assert not library.is_symlink()
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there are no modes of files here")
+def test_where_others_can_write_everywhere_the_twins_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = install(monkeypatch, tmp_path, WORKING)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for folder in (tmp_path / "cache", tmp_path / f"specinfer-kernels-{os.geteuid()}"):
+        folder.mkdir()
+        folder.chmod(0o777)
+    chosen, lacking = choose_kernels("auto", torch.device("cpu"))
+    assert chosen == TORCH
+    assert lacking is not None
+    assert "native kernels cannot be kept safely: " in lacking
+    with pytest.raises(KernelBuildError, match=r"kept safely in .*: .*cache can be written by others"):
+        build_library(AVX2, cache=tmp_path / "cache")
+    assert log.read_text() == ""
 
 
 def test_waiting_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

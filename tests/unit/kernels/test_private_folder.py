@@ -1,0 +1,184 @@
+"""Whom a library may come from: nobody else may be able to put one where ours is looked for."""
+
+from __future__ import annotations
+
+import grp
+import logging
+import os
+import pwd
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from specinfer.errors import KernelBuildError
+from specinfer.kernels import private_folder
+from specinfer.kernels.private_folder import fault, kernels_folder, make_private
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no modes of files here")
+
+
+@pytest.fixture(autouse=True)
+def _open_umask() -> Iterator[None]:
+    """Files get the modes they are made with."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def place(folder: Path, parent: int = 0o755, own: int = 0o755, file: int = 0o755) -> Path:
+    """A library in a folder in a folder, of these modes."""
+    library = folder / "parent" / "own" / "library.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    for path, mode in ((library, file), (library.parent, own), (library.parent.parent, parent)):
+        path.chmod(mode)
+    return library
+
+
+def named(library: Path, name: str) -> Path:
+    return next(path for path in (library, *library.parents) if path.name == name)
+
+
+@pytest.mark.parametrize(
+    ("modes", "refused"),
+    [
+        ({}, None),
+        ({"own": 0o700, "file": 0o600}, None),
+        ({"file": 0o757}, "library.so"),
+        ({"own": 0o757}, "own"),
+        ({"own": 0o1777}, "own"),  # others can put a file there before we do
+        ({"parent": 0o757}, "parent"),  # and put another folder in the place of ours
+        ({"parent": 0o1777}, None),  # as /tmp is: who does not own a folder there cannot move it
+    ],
+)
+def test_what_others_may_write_to_is_refused(
+    tmp_path: Path, modes: dict[str, int], refused: str | None
+) -> None:
+    library = place(tmp_path, **modes)
+    found = fault(library.parent) or fault(library)
+    assert found == (refused and f"{named(library, refused)} can be written by others")
+
+
+@pytest.mark.parametrize("whose", ["library.so", "own", "parent"])
+def test_what_belongs_to_another_user_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, whose: str
+) -> None:
+    library = place(tmp_path)
+    path = named(library, whose)
+    stat, me = Path.stat, os.geteuid()
+
+    def of_another(self: Path) -> object:
+        found = stat(self)
+        return (
+            SimpleNamespace(st_uid=me + 7, st_gid=found.st_gid, st_mode=found.st_mode)
+            if self == path
+            else found
+        )
+
+    monkeypatch.setattr(Path, "stat", of_another)
+    assert fault(library) == f"{path} belongs to another user ({me + 7})"
+    monkeypatch.setattr(os, "geteuid", lambda: me + 7)
+    if me == 0:
+        assert fault(library) is None, "its owner may load it: what lies around it is root's"
+
+
+@pytest.mark.parametrize(
+    ("members", "primary", "refused"),
+    [
+        ([], {}, False),  # many systems give each user a group of his own, and write rights to it
+        (["me", "root"], {"me": 7, "root": 7}, False),
+        (["me", "you"], {"me": 7}, True),
+        ([], {"me": 7, "you": 7}, True),
+        (["who left"], {"me": 7}, True),
+    ],
+)
+def test_a_group_of_ones_own_is_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    members: list[str],
+    primary: dict[str, int],
+    refused: bool,
+) -> None:
+    ids = {"me": os.geteuid(), "root": 0, "you": 12345}
+    users = {
+        name: SimpleNamespace(pw_name=name, pw_uid=uid, pw_gid=primary.get(name, 1))
+        for name, uid in ids.items()
+    }
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_mem=members))
+    monkeypatch.setattr(pwd, "getpwnam", users.__getitem__)
+    monkeypatch.setattr(pwd, "getpwall", lambda: list(users.values()))
+    library = place(tmp_path, own=0o775)
+    stat = Path.stat
+
+    def in_the_group(self: Path) -> object:
+        found = stat(self)
+        return SimpleNamespace(st_uid=found.st_uid, st_gid=7, st_mode=found.st_mode)
+
+    monkeypatch.setattr(Path, "stat", in_the_group)
+    assert (fault(library.parent) is not None) == refused
+
+
+def test_folders_are_made_for_this_user_alone(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir(mode=0o755)
+    made = make_private(tmp_path / "there" / "cache" / "kernels")
+    assert made.is_dir()
+    modes = [path.stat().st_mode & 0o777 for path in (made, made.parent, made.parent.parent)]
+    assert modes == [0o700, 0o700, 0o755]
+    assert make_private(made) == made
+
+
+def test_a_link_is_followed_once_so_that_nobody_can_turn_it_elsewhere(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir(mode=0o700)
+    everybody = tmp_path / "everybody"
+    everybody.mkdir(mode=0o777)
+    (everybody / "link").symlink_to(kept)
+    assert make_private(everybody / "link" / "kernels") == kept / "kernels"
+    assert fault(kept / "kernels") is None
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder for temporary files, as open as it is everywhere."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_where_others_may_write_to_the_cache_a_private_folder_is_taken_and_told_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, temporary: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir(mode=0o777)
+    with caplog.at_level(logging.WARNING):
+        folders = {kernels_folder() for _ in range(3)}
+    assert folders == {temporary / f"specinfer-kernels-{os.geteuid()}"}
+    assert caplog.messages == [
+        f"native kernels are kept in {folders.pop()}, not in {tmp_path / 'cache' / 'kernels'}: "
+        f"{tmp_path / 'cache'} can be written by others; take their right to write (chmod go-w), or set "
+        "SPECINFER_CACHE to a folder of your own"
+    ]
+    (tmp_path / "cache").chmod(0o755)
+    assert kernels_folder() == tmp_path / "cache" / "kernels"
+
+
+def test_where_that_is_taken_by_somebody_else_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, temporary: Path
+) -> None:
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir(mode=0o777)
+    taken = temporary / f"specinfer-kernels-{os.geteuid()}"
+    taken.mkdir(mode=0o777)
+    with pytest.raises(KernelBuildError, match=r"cache can be written by others, and \S+ can be written"):
+        kernels_folder()
+
+
+def test_without_modes_of_files_nothing_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = place(tmp_path, own=0o777)
+    monkeypatch.setattr(private_folder, "_HAS_MODES", False)
+    assert fault(library.parent) is None
