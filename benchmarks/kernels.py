@@ -39,7 +39,7 @@ from specinfer.models.config import Family, ModelConfig
 from specinfer.models.linear import PlainLinear
 from specinfer.models.quantization import quantize_int4, quantize_int8
 from specinfer.models.weights import estimate_bytes, load_config
-from specinfer.progress import Silence
+from specinfer.progress import NoProgress
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.runtime.runner import ModelRunner
@@ -76,7 +76,7 @@ def main() -> None:
     config = load_config(files.path)
     if config.family is Family.OPT:
         sys.exit(f"error: {files.name} is an OPT model; allowed: models with a gated MLP (Llama, Qwen, ...)")
-    kernels, lacking = choose_kernels(args.kernels, torch.device("cpu"), Silence())
+    kernels, lacking = choose_kernels(args.kernels, torch.device("cpu"), NoProgress())
     use_threads(args.threads, kernels)
     bandwidth = Bandwidth(kernels.library)
     products = list(product_rows(config, kernels, args.nodes, bandwidth)) if args.products else []

@@ -15,7 +15,7 @@ from specinfer.config import EngineConfig
 from specinfer.engine.build import Models, build_engine, load_models
 from specinfer.engine.engine import Engine
 from specinfer.errors import RequestError
-from specinfer.progress import Progress
+from specinfer.progress import Progress, default_progress
 from specinfer.request import Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.speculator import Speculator
@@ -35,7 +35,9 @@ class LLM:
 
     Options are the fields of SpeculationConfig, CacheConfig (`kv_cache_memory`, `block_size`),
     SchedulerConfig and EngineConfig. `speculators` are the caller's own (docs/add_a_speculator.md), asked
-    after those the options name. Raises ConfigError, ModelError or CapacityError.
+    after those the options name. What takes long at the start (a download, compiling, loading) shows a bar on
+    a terminal; `progress=NoProgress()` (specinfer.progress) shows nothing. Raises ConfigError, ModelError or
+    CapacityError.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class LLM:
         **options: Any,
     ) -> None:
         self.config = EngineConfig.from_options(fspath(model), options)
-        self._models = load_models(self.config, progress)
-        self.engine: Engine = build_engine(self.config, self._models, speculators, progress)
+        show = default_progress() if progress is None else progress
+        self._models = load_models(self.config, show)
+        self.engine: Engine = build_engine(self.config, self._models, speculators, show)
         self._numbers = itertools.count()
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # of requests that somebody listens to
 

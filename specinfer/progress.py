@@ -29,7 +29,7 @@ class Progress(Protocol):
         """The piece of work is over, done or failed."""
 
 
-class Silence:
+class NoProgress:
     """A Progress that shows nothing."""
 
     def start(self, total: int | None, label: str, unit: str = "B") -> None:
@@ -134,6 +134,12 @@ class ProgressBar:
 
     def _amount(self, units: int) -> str:
         return format_bytes(units) if self._unit == "B" else f"{units} {self._unit}"
+
+
+def default_progress() -> Progress:
+    """What is shown unless the caller says otherwise: a bar where a person looks on, on a terminal."""
+    watched = sys.stderr is not None and sys.stderr.isatty()  # None: a program without a console
+    return ProgressBar() if watched else NoProgress()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from specinfer.config import SpeculationConfig
 from specinfer.engine.admission import Admission
 from specinfer.errors import RequestError
 from specinfer.llm import LLM
-from specinfer.progress import Progress, Silence
+from specinfer.progress import Progress, NoProgress
 from specinfer.request import Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.limits import SpeculationLimits
@@ -126,7 +126,7 @@ def check_parameters(
     `llm` is the speculating engine, `prompts` its token ids; `effort.max_tokens` is at least LEAST. The
     verifier is the coupled one, which keeps texts, and trees have their full size.
     """
-    progress = progress or Silence()
+    progress = progress or NoProgress()
     plain = engine_like(llm, SpeculationConfig(), prompts, effort)
     speculative = engine_like(llm, with_verifier(llm.config.speculation, "coupled"), prompts, effort)
     target = TargetAlone(llm.models.target)

@@ -11,7 +11,7 @@ from specinfer.check.verdict import Verdict
 from specinfer.config import DRAFT_DRAWS, EngineConfig, SpeculationConfig, Verifier
 from specinfer.errors import IntegrityError
 from specinfer.llm import LLM
-from specinfer.progress import Progress, Silence
+from specinfer.progress import NoProgress, Progress
 
 VERIFIERS: Final[tuple[Verifier, ...]] = ("coupled", "mss")
 
@@ -34,7 +34,7 @@ def check_promise(
     A verifier for which the configured draw rule is not lossless gets its own default rule. Trees have their
     full size, whether they pay here or not: what is tested is guesses.
     """
-    progress = progress or Silence()
+    progress = progress or NoProgress()
     configured = llm.config.speculation
 
     def engine(speculation: SpeculationConfig) -> LLM:

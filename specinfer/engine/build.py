@@ -21,7 +21,7 @@ from specinfer.kernels.choice import Kernels, choose_kernels, guessing
 from specinfer.kernels.machine import thread_count
 from specinfer.models.decoder import LanguageModel
 from specinfer.models.weights import estimate_bytes, load_config, load_model
-from specinfer.progress import Progress, Silence
+from specinfer.progress import NoProgress, Progress
 from specinfer.runtime import memory
 from specinfer.runtime.cost_curve import CostCurve, cost_curve
 from specinfer.runtime.runner import ModelRunner
@@ -56,7 +56,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     Raises ModelError and its kind for files that cannot be used, ConfigError for a draft whose vocabulary
     is not the target's, CapacityError when the weights do not fit into memory.
     """
-    show = progress or Silence()
+    show = progress or NoProgress()
     device = pick_device(config.device)
     _check_quantization("quantization", config.quantization, device)
     _check_quantization("draft_quantization", config.speculation.draft_quantization, device)
@@ -290,24 +290,13 @@ def _load(
     quantization: Quantization,
     logit_ids: Sequence[int] | None = None,
 ) -> LanguageModel:
-    done = 0
-
-    def report(now: int, total: int) -> None:
-        nonlocal done
-        if done == 0:
-            show.start(total, f"loading {files.name}")
-        show.advance(now - done)
-        done = now
-
-    try:
-        return load_model(
-            files.path,
-            dtype=dtype,
-            device=device,
-            progress=report,
-            logit_ids=logit_ids,
-            kernels=kernels,
-            quantization=quantization,
-        )
-    finally:
-        show.finish()
+    return load_model(
+        files.path,
+        dtype=dtype,
+        device=device,
+        progress=show,
+        name=files.name,
+        logit_ids=logit_ids,
+        kernels=kernels,
+        quantization=quantization,
+    )

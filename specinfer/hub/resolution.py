@@ -13,7 +13,7 @@ from pathlib import Path
 from specinfer.errors import DownloadError, ModelNotFoundError
 from specinfer.hub.catalogue import CATALOGUE, CatalogueEntry, HubSource, SourceUnavailableError
 from specinfer.hub.model_files import ModelFiles, local_model
-from specinfer.progress import Progress, Silence
+from specinfer.progress import NoProgress, Progress
 
 PIP = (sys.executable, "-m", "pip")
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?(?::(.+\.gguf))?")
@@ -48,7 +48,7 @@ def resolve(name: str, *, progress: Progress | None = None) -> ModelFiles:
     ChecksumError (not the file the catalogue names; nothing is kept), DownloadError (no network, no
     disk space, HF_HUB_OFFLINE).
     """
-    show = Silence() if progress is None else progress
+    show = NoProgress() if progress is None else progress
     path = Path(name).expanduser()
     if name and path.exists():
         return local_model(name, path)

@@ -24,7 +24,7 @@ from typing import Final
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.levels import Level
 from specinfer.kernels.private_folder import fault, kernels_folder, make_private
-from specinfer.progress import Progress, Silence
+from specinfer.progress import NoProgress, Progress
 
 _SOURCES: Final = Path(__file__).parent / "cpu"
 _PACKAGED: Final = Path(__file__).parent / "lib"
@@ -105,7 +105,7 @@ def compile_library(
 ) -> None:
     """Compile all sources into `library`, which gets its name when whole; raises KernelBuildError."""
     sources = sorted(_SOURCES.glob("*.cpp"), key=lambda source: (source.stem not in _LARGEST, source.stem))
-    show = progress or Silence()
+    show = progress or NoProgress()
     show.start(len(sources) + 1, "building native kernels (once per machine)", "files")
     try:
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:

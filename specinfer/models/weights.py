@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -38,13 +38,12 @@ from specinfer.models.quantization_cache import (
     identity,
 )
 from specinfer.models.safetensors import SafetensorsFolder
+from specinfer.progress import NoProgress, Progress
 
 # Elements dequantized at a time. 1 MB in float32 stays in the cache: 1.3 ns an element, 6.8 with 8 MB (Q4_K).
 _CHUNK_ELEMENTS = 1 << 18
 _SERIAL = 1 << 14
 _LOG = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
 
 
 class ModelFile(Protocol):
@@ -69,6 +68,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
+    name: str | None = None,
     logit_ids: Sequence[int] | None = None,
     kernels: Kernels = TORCH,
     quantization: Quantization = "none",
@@ -79,15 +79,20 @@ def load_model(
     With `logit_ids` its logits are those of these token ids alone, in their order. With `quantization`
     matrices are int8 or int4 (the output layer int8), kept in the folder `cache`, by default of the user's,
     and read from there the next time; activations stay in `dtype`.
-    `progress(done, total)` is called as bytes of weights arrive. Raises ModelNotFoundError if there is
-    nothing at `path`, ModelFileError if a file is damaged, incomplete or of another shape than its config
-    says (before any weight is read), ModelError if the model is not supported.
+    `progress` sees the bytes of weights arrive, under `name`, by default that of the path. Raises
+    ModelNotFoundError if there is nothing at `path`, ModelFileError if a file is damaged, incomplete or of
+    another shape than its config says (before any weight is read), ModelError if the model is not supported.
     """
-    file = _open(path)
+    file, show = _open(path), progress or NoProgress()
 
     def model(quantized: _Quantized | None) -> LanguageModel:
-        weights = _FileWeights(file, dtype, device, progress, logit_ids, kernels, quantized)
-        return (OPTDecoder if file.config.family is Family.OPT else Decoder)(file.config, weights)
+        weights = _FileWeights(file, dtype, device, show, logit_ids, kernels, quantized)
+        elements = sum(math.prod(shape) for shape in _shapes(file.config).values())
+        show.start(elements * dtype.itemsize, f"loading {name or path.name}")
+        try:
+            return (OPTDecoder if file.config.family is Family.OPT else Decoder)(file.config, weights)
+        finally:
+            show.finish()
 
     if quantization == "none":
         return model(None)
@@ -205,7 +210,7 @@ class _FileWeights:
         file: ModelFile,
         dtype: torch.dtype,
         device: torch.device,
-        progress: Progress | None,
+        progress: Progress,
         logit_ids: Sequence[int] | None,
         kernels: Kernels,
         quantized: _Quantized | None,
@@ -218,8 +223,6 @@ class _FileWeights:
         self._progress = progress
         self._logit_ids = logit_ids
         self._quantized = quantized
-        self._done = 0
-        self._total = sum(math.prod(s) for s in _shapes(file.config).values()) * dtype.itemsize
 
     def tensor(self, *names: str) -> Tensor:
         """The tensor of that name; several are stacked along the first dimension."""
@@ -288,6 +291,4 @@ class _FileWeights:
             yield rest
 
     def _report(self, elements: int) -> None:
-        self._done += elements * self.dtype.itemsize
-        if self._progress is not None:
-            self._progress(self._done, self._total)
+        self._progress.advance(elements * self.dtype.itemsize)

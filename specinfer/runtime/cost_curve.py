@@ -29,7 +29,7 @@ from specinfer.files import write_whole
 from specinfer.hub.resolution import cache_dir
 from specinfer.kernels.machine import allowed_cpus, cpu_name
 from specinfer.models.decoder import LanguageModel
-from specinfer.progress import Progress, Silence
+from specinfer.progress import NoProgress, Progress
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner
 
@@ -115,7 +115,7 @@ def measure(
     Writes into the first slots of the cache. Takes two seconds or three, a small model's milliseconds: a size
     is measured again until it has had its share of the time.
     """
-    show = progress or Silence()
+    show = progress or NoProgress()
     sizes = [size for size in _SIZES if size <= max(_FEWEST, max_rows)]
     share = _SECONDS / len(sizes)
     spent = dict.fromkeys(sizes, 0.0)

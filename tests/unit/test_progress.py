@@ -1,6 +1,11 @@
 import io
+import sys
 
-from specinfer.progress import ProgressBar, format_bytes, progress_bar
+import pytest
+
+from specinfer import LLM
+from specinfer import llm as llm_module
+from specinfer.progress import NoProgress, ProgressBar, default_progress, format_bytes, progress_bar
 
 
 class Clock:
@@ -99,3 +104,25 @@ def test_bytes_are_written_for_people():
         "98.4 MB",
         "2.5 GB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("stderr", "shown"), [(Terminal(), ProgressBar), (io.StringIO(), NoProgress), (None, NoProgress)]
+)
+def test_an_engine_that_starts_shows_it_on_a_terminal_unless_told_otherwise(monkeypatch, stderr, shown):
+    class Asked(Exception):
+        pass
+
+    def load_models(config, progress):
+        raise Asked(progress)
+
+    monkeypatch.setattr(llm_module, "load_models", load_models)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert type(default_progress()) is shown
+    with pytest.raises(Asked) as by_default:
+        LLM("smollm2-135m")
+    assert type(by_default.value.args[0]) is shown
+    silent = NoProgress()
+    with pytest.raises(Asked) as told:
+        LLM("smollm2-135m", progress=silent)
+    assert told.value.args == (silent,)

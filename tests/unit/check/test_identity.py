@@ -13,7 +13,7 @@ import torch
 from specinfer.check.identity import check_repetition, compare_texts
 from specinfer.check.verdict import Verdict
 from specinfer.llm import LLM
-from specinfer.progress import Silence
+from specinfer.progress import NoProgress
 from specinfer.request import FinishReason, RequestOutput, SpeculationFigures, Timing
 from specinfer.sampling_params import SamplingParams
 from tests.engines import Tiny, write_tiny
@@ -127,7 +127,7 @@ LONG = [[5, 6, 7, 8] * 6, list(range(20, 50))]
 
 def repeated(llm: LLM, prompts: Sequence[Sequence[int]], temperature: float = 0.0) -> Verdict:
     params = SamplingParams(temperature=temperature, max_tokens=12)
-    return check_repetition("same request twice", params, prompts, llm, progress=Silence())
+    return check_repetition("same request twice", params, prompts, llm, progress=NoProgress())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

