@@ -80,7 +80,6 @@ class ModelConfig:
     attention_scale: float
     logit_softcap: float | None = None  # logits become cap * tanh(logits / cap)
     max_context: int
-    bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     embedding_size: int  # other than hidden_size only in OPT-350m
     norm_first: bool = True  # OPT-350m normalises after each block instead, and not at the end
@@ -255,7 +254,6 @@ def _decoder_from_hf(
         attention_scale=scalar**-0.5,
         logit_softcap=_optional_float(c, "final_logit_softcapping") if gemma else None,
         max_context=_integer(c, "max_position_embeddings"),
-        bos_id=_first_id(ids, "bos_token_id"),
         eos_ids=_all_ids(ids, "eos_token_id"),
     )
 
@@ -291,7 +289,6 @@ def _opt_from_hf(c: Mapping[str, object], ids: Sequence[Mapping[str, object]]) -
         activation=activation,
         attention_scale=(hidden // heads) ** -0.5,
         max_context=_integer(c, "max_position_embeddings", 2048),
-        bos_id=_first_id(ids, "bos_token_id"),
         eos_ids=_all_ids(ids, "eos_token_id"),
         norm_first=norm_first,
         final_norm=norm_first and not c.get("_remove_final_layer_norm", False),
@@ -423,7 +420,6 @@ def _decoder_from_gguf(
         attention_scale=scalar**-0.5,
         logit_softcap=_optional_float(c, "final_logit_softcapping"),
         max_context=_integer(c, "context_length"),
-        bos_id=_first_id((metadata,), "tokenizer.ggml.bos_token_id"),
         eos_ids=tuple(
             dict.fromkeys(
                 token
@@ -488,10 +484,6 @@ def _optional_float(c: Mapping[str, object], key: str) -> float | None:
 def _positive(name: str, value: int) -> None:
     if value <= 0:
         raise ModelError(f"{name} is {value}; expected at least 1. The config is damaged.")
-
-
-def _first_id(sources: Sequence[Mapping[str, object]], key: str) -> int | None:
-    return next(iter(_all_ids(sources, key)), None)
 
 
 def _all_ids(sources: Sequence[Mapping[str, object]], key: str) -> tuple[int, ...]:

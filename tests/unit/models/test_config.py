@@ -66,13 +66,13 @@ def as_architecture(arch, **more):
 
 
 def test_llama():
-    config = ModelConfig.from_hf({**LLAMA, "rope_theta": 5e5, "bos_token_id": 1, "eos_token_id": 2})
+    config = ModelConfig.from_hf({**LLAMA, "rope_theta": 5e5, "eos_token_id": 2})
     assert config.family is Family.LLAMA
     assert (config.head_dim, config.attention_scale) == (16, 0.25)
     assert config.rope == Rope(500000.0)
     assert config.layer_windows == (None, None, None)
     assert config.window is None
-    assert (config.bos_id, config.eos_ids) == (1, (2,))
+    assert config.eos_ids == (2,)
     assert not (config.qkv_bias)
     assert not (config.o_bias)
     assert not (config.mlp_bias)
@@ -187,7 +187,7 @@ def test_gguf():
     assert (config.vocab_size, config.hidden_size, config.num_layers, config.head_dim) == (100, 64, 3, 16)
     assert config.tie_embeddings
     assert config.rope == Rope(10000.0)
-    assert (config.bos_id, config.eos_ids) == (1, (2, 9))
+    assert config.eos_ids == (2, 9)
     untied = ModelConfig.from_gguf(GGUF, {**SHAPES, "output.weight": (100, 64), "blk.0.attn_q.bias": (64,)})
     assert not untied.tie_embeddings
     assert untied.qkv_bias
