@@ -17,7 +17,7 @@ from specinfer.config import SpeculationConfig
 from specinfer.engine.admission import Admission
 from specinfer.errors import RequestError
 from specinfer.llm import LLM
-from specinfer.progress import Progress, NoProgress
+from specinfer.progress import NoProgress, Progress
 from specinfer.request import Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.limits import SpeculationLimits
