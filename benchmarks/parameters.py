@@ -144,17 +144,17 @@ def answers(
     llm: LLM, questions: Sequence[str], params: Sequence[SamplingParams]
 ) -> tuple[list[RequestOutput], dict[str, Any]]:
     """The outputs, and the figures of the run."""
-    llm.engine.clock.reset()
+    before = llm.statistics()
     watch = Stopwatch()
     with watch.running():
         outputs = ask(llm, questions, params)
-    clock = llm.engine.clock
+    done = llm.statistics().since(before)
     return outputs, {
-        "steps": clock.steps,
+        "steps": done.steps,
         "tokens": sum(len(output.token_ids) for output in outputs),
         "request_steps": sum(output.figures.steps for output in outputs),
         "request_step_tokens": sum(output.figures.output_tokens for output in outputs),
-        "step_seconds": sum(clock.seconds.values()),
+        "step_seconds": sum(done.stage_seconds.values()),
         "processor_seconds": watch.seconds,
         "processor_calls": watch.calls,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
@@ -180,26 +180,34 @@ class EngineConfig:
     def from_options(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
         """An EngineConfig from flat options, as LLM(...) and the command line have them.
 
-        Raises ConfigError on an unknown option, naming the nearest known one.
+        Raises ConfigError as `with_options` does.
         """
-        groups = {"speculation": SpeculationConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
-        owner = {f.name: (group, f.name) for group, kind in groups.items() for f in fields(kind)}
+        return cls(model=model).with_options(options)
+
+    def with_options(self, options: Mapping[str, Any]) -> EngineConfig:
+        """The same but for these flat options: fields of this class and of its three parts.
+
+        Raises ConfigError on an unknown option, naming the nearest known one, and on a wrong value.
+        """
+        parts = {"speculation": SpeculationConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+        owner = {f.name: (part, f.name) for part, kind in parts.items() for f in fields(kind)}
         owner["kv_cache_memory"] = owner.pop("memory")[0], "memory"
-        own = {f.name for f in fields(cls)} - {"model", *groups}
+        own = {f.name for f in fields(self)} - {"model", *parts}
         known = own | set(owner)
-        values: dict[str, dict[str, Any]] = {group: {} for group in groups}
+        of_parts: dict[str, dict[str, Any]] = {part: {} for part in parts}
         top: dict[str, Any] = {}
         for name, value in options.items():
             if name in own:
                 top[name] = value
             elif name in owner:
-                group, attribute = owner[name]
-                values[group][attribute] = value
+                part, attribute = owner[name]
+                of_parts[part][attribute] = value
             else:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
                 raise ConfigError(f"unknown option {name!r}; {hint}")
-        return cls(model=model, **top, **{g: kind(**values[g]) for g, kind in groups.items()})
+        changed = {part: replace(getattr(self, part), **values) for part, values in of_parts.items()}
+        return replace(self, **top, **changed)
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -250,3 +258,7 @@ def _expansion(value: object) -> Expansion:
 def _at_least(name: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} is {value!r}; allowed: an integer >= {least}")
+
+
+# Ordinary decoding: one-node trees, whatever a request's grammar or prediction would let somebody guess.
+NO_SPECULATION = SpeculationConfig(max_nodes=1, tree_size="fixed")

@@ -14,11 +14,18 @@ SpecInferError
 |   |-- KernelBuildError          native kernels were asked for and could not be compiled
 |   |-- SpeculatorError           a caller's speculator that breaks its contract
 |   |-- LogitsError               a model whose logits are no numbers: the request ends
+|   |-- ClosedError               an LLM that is asked after it was closed
 |   `-- CapacityError             it does not fit in memory
 `-- IntegrityError                an invariant of ours is broken: a bug in specinfer
 """
 
 from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class SpecInferError(Exception):
@@ -34,7 +41,25 @@ class ConfigError(UserError):
 
 
 class RequestError(UserError):
-    """A prompt or a sampling parameter cannot be served."""
+    """A prompt or a sampling parameter cannot be served.
+
+    `parameter` is the field of SamplingParams at fault, or prompt, messages or params (several SamplingParams
+    that do not fit the prompts); what OpenAI's API calls `param`. None where no parameter is.
+    """
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+@contextmanager
+def naming(parameter: str) -> Iterator[None]:
+    """Name the parameter in whatever RequestError is raised meanwhile that names none."""
+    try:
+        yield
+    except RequestError as error:
+        error.parameter = error.parameter or parameter
+        raise
 
 
 class ModelError(UserError):
@@ -75,6 +100,10 @@ class SpeculatorError(UserError):
 
 class LogitsError(UserError):
     """The model's logits are no numbers at some token of a request; others go on."""
+
+
+class ClosedError(UserError):
+    """An LLM, or the loop that drives its engine, was closed and takes no more requests."""
 
 
 class CapacityError(UserError):

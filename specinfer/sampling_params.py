@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-from specinfer.errors import RequestError
+from specinfer.errors import RequestError, naming
 from specinfer.speculation_params import SpeculationParams
 from specinfer.structured_output import StructuredOutput, structured_output
 
@@ -84,12 +84,13 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _number(self, name: str, ok: Callable[[float], bool], allowed: str) -> None:
-        self._set(name, _number(name, getattr(self, name), ok, allowed))
+        with naming(name):
+            self._set(name, _number(name, getattr(self, name), ok, allowed))
 
     def _integer(self, name: str, ok: Callable[[int], bool], allowed: str) -> None:
         value = getattr(self, name)
         if not _is_integer(value) or not ok(value):
-            raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
+            raise RequestError(f"{name} is {value!r}; allowed: {allowed}", name)
         self._set(name, int(value))
 
     def _check_law(self) -> None:
@@ -101,7 +102,8 @@ class SamplingParams:
         if self.best_of is not None:
             raise RequestError(
                 f"best_of is {self.best_of!r}; it is not offered: set n and logprobs, and choose the answer "
-                "you like best"
+                "you like best",
+                "best_of",
             )
         if self.seed is not None:
             self._integer("seed", lambda s: 0 <= s < 1 << 63, "an integer in [0, 2**63)")
@@ -118,19 +120,24 @@ class SamplingParams:
         self._set("bad_words", _strings("bad_words", self.bad_words))
         for word in self.bad_words:
             if not word.strip():
-                raise RequestError(f"bad_words has {word!r}; allowed: strings that are not blank")
+                raise RequestError(
+                    f"bad_words has {word!r}; allowed: strings that are not blank", "bad_words"
+                )
         if self.allowed_token_ids is not None:
             ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             self._set("allowed_token_ids", ids)
             if not ids:
-                raise RequestError("allowed_token_ids is empty; allowed: at least one token id, or None")
+                raise RequestError(
+                    "allowed_token_ids is empty; allowed: at least one token id, or None", "allowed_token_ids"
+                )
         if self.choice is not None:
             self._set("choice", _items("choice", self.choice, "a list of one or more non-empty strings"))
         meant = structured_output(self.response_format, self.regex, self.choice, self.grammar)
         self._set("structured_output", meant)
         if meant is not None and self.ignore_eos:
             raise RequestError(
-                f"ignore_eos contradicts {meant.parameter}, after which nothing may follow; drop one of them"
+                f"ignore_eos contradicts {meant.parameter}, after which nothing may follow; drop one of them",
+                "ignore_eos",
             )
 
     def _check_end(self) -> None:
@@ -139,10 +146,11 @@ class SamplingParams:
         self._integer("max_tokens", lambda n: n > 0, "an integer >= 1")
         self._integer("min_tokens", lambda n: n >= 0, "an integer >= 0")
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos is {self.ignore_eos!r}; allowed: True or False")
+            raise RequestError(f"ignore_eos is {self.ignore_eos!r}; allowed: True or False", "ignore_eos")
         if self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); lower it"
+                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); lower it",
+                "min_tokens",
             )
 
     def _check_reports(self) -> None:
@@ -151,14 +159,18 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 self._integer(name, lambda k: 0 <= k <= _MOST_LOGPROBS, allowed)
         if self.logprobs_mode not in get_args(LogprobsMode):
-            raise RequestError(f"logprobs_mode is {self.logprobs_mode!r}; allowed: raw, processed")
+            raise RequestError(
+                f"logprobs_mode is {self.logprobs_mode!r}; allowed: raw, processed", "logprobs_mode"
+            )
 
     def _check_speculation(self) -> None:
         self._set("speculation", SpeculationParams.of(self.speculation))
         if self.prediction is not None and not isinstance(self.prediction, str):
             self._set("prediction", _token_ids("prediction", self.prediction))
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
-            raise RequestError(f"cache_salt is {self.cache_salt!r}; allowed: a non-empty string, or None")
+            raise RequestError(
+                f"cache_salt is {self.cache_salt!r}; allowed: a non-empty string, or None", "cache_salt"
+            )
 
 
 def _number(name: str, value: object, ok: Callable[[float], bool], allowed: str) -> float:
@@ -181,7 +193,7 @@ def _strings(name: str, values: object) -> tuple[str, ...]:
     items = (values,) if isinstance(values, str) else _items(name, values, allowed)
     for item in items:
         if not isinstance(item, str) or not item:
-            raise RequestError(f"{name} has {item!r}; allowed: {allowed}")
+            raise RequestError(f"{name} has {item!r}; allowed: {allowed}", name)
     return items
 
 
@@ -190,7 +202,7 @@ def _token_ids(name: str, values: object) -> tuple[int, ...]:
     items = _items(name, values, allowed)
     for token in items:
         if not _is_integer(token) or token < 0:
-            raise RequestError(f"{name} has {token!r}; allowed: {allowed}")
+            raise RequestError(f"{name} has {token!r}; allowed: {allowed}", name)
     return tuple(map(int, items))
 
 
@@ -198,10 +210,11 @@ def _items(name: str, values: object, allowed: str) -> tuple[Any, ...]:
     if values is None:
         return ()
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping)):
-        raise RequestError(f"{name} is {values!r}; allowed: {allowed}")
+        raise RequestError(f"{name} is {values!r}; allowed: {allowed}", name)
     return tuple(values)
 
 
+@naming("logit_bias")
 def _biases(given: object) -> dict[int, float]:
     """Token id -> bias; JSON has only strings for keys, so digits are taken for ids."""
     allowed = f"token ids, each with a number in [-{_LARGEST_BIAS:g}, {_LARGEST_BIAS:g}]"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from specinfer.config import DRAFT_DRAWS, Verifier
-from specinfer.errors import ConfigError, RequestError
+from specinfer.errors import ConfigError, RequestError, naming
 from specinfer.tree.expansion import Expansion
 
 
@@ -25,6 +25,7 @@ class SpeculationParams:
     speculators: tuple[str, ...] | None = None  # only these may guess: draft, ngram, suffix, ...
     verifier: Verifier | None = None  # coupled or mss; drafts then draw by that verifier's own rule
 
+    @naming("speculation")
     def __post_init__(self) -> None:
         if not isinstance(self.enabled, bool):
             raise RequestError(f"speculation.enabled is {self.enabled!r}; allowed: true or false")
@@ -43,6 +44,7 @@ class SpeculationParams:
             )
 
     @classmethod
+    @naming("speculation")
     def of(cls, value: object) -> SpeculationParams:
         """What `SamplingParams.speculation` may be given as: these params, their mapping, a bool, or None."""
         if isinstance(value, SpeculationParams):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from specinfer.errors import RequestError
+from specinfer.errors import RequestError, naming
 
 MAX_SOURCE = 256 * 1024  # characters; a longer schema, regex, list or grammar is refused
 _FORMATS = (
@@ -58,20 +58,26 @@ def structured_output(
     given = {"response_format": response_format, "regex": regex, "choice": choice, "grammar": grammar}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise RequestError(f"{' and '.join(names)} are given together; allowed: one of them, drop the rest")
+        raise RequestError(
+            f"{' and '.join(names)} are given together; allowed: one of them, drop the rest", names[0]
+        )
     if response_format is not None:
         return _from_response_format(response_format)
     if regex is not None:
-        return StructuredOutput(OutputKind.REGEX, _source("regex", regex, "a regular expression"))
+        return _from_text(OutputKind.REGEX, regex, "a regular expression")
     if choice is not None:
         return _from_choice(choice)
     if grammar is not None:
-        return StructuredOutput(
-            OutputKind.GRAMMAR, _source("grammar", grammar, "a Lark grammar, or EBNF rules with ::=")
-        )
+        return _from_text(OutputKind.GRAMMAR, grammar, "a Lark grammar, or EBNF rules with ::=")
     return None
 
 
+def _from_text(kind: OutputKind, text: object, allowed: str) -> StructuredOutput:
+    with naming(kind.value):
+        return StructuredOutput(kind, _source(kind.value, text, allowed))
+
+
+@naming("response_format")
 def _from_response_format(value: object) -> StructuredOutput | None:
     name = "response_format"
     if not isinstance(value, Mapping):
@@ -114,6 +120,7 @@ def _from_json_schema(value: object) -> StructuredOutput:
     return StructuredOutput(OutputKind.JSON_SCHEMA, _source(f"{name}.schema", source, "a JSON schema"))
 
 
+@naming("choice")
 def _from_choice(value: object) -> StructuredOutput:
     allowed = "a list of one or more non-empty strings"
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):

@@ -29,7 +29,7 @@ from specinfer.speculate.suffix_index import SuffixIndex
 from specinfer.speculate.suffix_store import SuffixStore
 from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder
 from specinfer.verify.law import Law
-from tests.engines import write_tiny
+from tests.engines import engine_of, write_tiny
 
 REQUEST = Request("r", (1, 2, 3, 4, 5), SamplingParams(temperature=0), seed=0)
 
@@ -139,11 +139,12 @@ def place_outside_of_the_prediction() -> None:
 def engine_that_forgot_a_request() -> None:
     with tempfile.TemporaryDirectory() as folder:
         llm = write_tiny(Path(folder), vocab_size=16, max_context=64).llm()
-    llm.engine.add(REQUEST)
-    llm.engine._requests.clear()
+    engine = engine_of(llm)
+    engine.add(engine.admission.admit(REQUEST))
+    engine._requests.clear()
     verdict = check_bookkeeping([llm])
     if not verdict.passed and "an invariant is broken" in verdict.words:
-        llm.engine.check_integrity()
+        llm.check_integrity()
 
 
 STATES: list[Callable[[], None]] = [

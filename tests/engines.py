@@ -12,6 +12,7 @@ import torch
 
 from specinfer.config import EngineConfig, Quantization
 from specinfer.engine.build import Models
+from specinfer.engine.engine import Engine
 from specinfer.kernels.choice import TORCH, Kernels, guessing
 from specinfer.llm import LLM
 from specinfer.models.decoder import LanguageModel
@@ -88,3 +89,15 @@ def slow_generate(
         if token in ending:
             break
     return text[len(prompt) :]
+
+
+def assert_idle(llm: LLM) -> None:
+    """The bookkeeping is right, and no request is left."""
+    llm.check_integrity()
+    statistics = llm.statistics()
+    assert (statistics.running, statistics.waiting) == (0, 0)
+
+
+def engine_of(llm: LLM) -> Engine:
+    """The engine itself, for tests that look inside it or break it."""
+    return llm._open.engine

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field, replace
 import psutil
 import torch
 
-from specinfer.engine.metrics import Stage
+from specinfer.engine.admission import Admitted
+from specinfer.engine.metrics import Stage, Statistics
 from specinfer.errors import RequestError
 from specinfer.llm import LLM
 from specinfer.report.dataset import Conversation, Dataset
-from specinfer.request import Request, RequestOutput, SpeculationFigures
+from specinfer.request import RequestOutput, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 
 Key = tuple[int, int]  # conversation, turn
@@ -176,6 +177,7 @@ class _Side:
             turns.append(turns[-1] + len(conversation.turns))
         self._request_number = turns  # of a conversation's first turn
         self._run = Run()
+        self._begun: Statistics = llm.statistics()  # behind the warm-up
         self._process = psutil.Process()
         self._gpu = llm.models.target.device.type == "cuda"
 
@@ -185,58 +187,69 @@ class _Side:
         params = replace(self._load.params, max_tokens=min(_WARM_UP_TOKENS, self._load.params.max_tokens))
         with suppress(RequestError):  # a question too long is counted as failed when it is asked
             self._llm.generate([self._prompt(talk, self._conversations[0].turns[0])], params)
-        self._llm.engine.clock.reset()
+        self._begun = self._llm.statistics()
 
     def hold(self, indices: Sequence[int], on_request: Callable[[], None]) -> None:
         """Hold these conversations, `batch_size` at a time."""
-        engine, run = self._llm.engine, self._run
+        loop, run = self._llm.loop, self._run
         waiting = deque(_Talk(index, self._conversations[index]) for index in indices)
-        talking: dict[str, _Talk] = {}
+        talking: dict[str, tuple[_Talk, Admitted]] = {}
+        inbox: deque[RequestOutput] = deque()
+
+        def ask(talk: _Talk) -> None:
+            if (asked := self._question(talk, on_request)) is not None:
+                talking[asked.request.request_id] = talk, asked
+                loop.submit([asked], inbox.append)
+
         if self._gpu:
             torch.cuda.reset_peak_memory_stats(self._llm.models.target.device)
-        preempted, began = engine.preemptions, time.perf_counter()
+        began = time.perf_counter()
         tokens = 0
-        while waiting or talking:
-            while waiting and len(talking) < self._load.batch_size:
-                self._ask(waiting.popleft(), talking, on_request)
-            for output in engine.step() if talking else ():
-                if output.finished:
-                    talk = talking.pop(output.request_id)
-                    run.outputs[talk.key] = output
-                    tokens += len(output.token_ids)
-                    on_request()
-                    talk.messages.append({"role": "assistant", "content": output.text})
-                    talk.turn += 1
-                    if talk.turn < len(talk.conversation.turns):
-                        self._ask(talk, talking, on_request)
-            run.peak_memory = max(run.peak_memory, self._memory())
+        try:
+            while waiting or talking:
+                while waiting and len(talking) < self._load.batch_size:
+                    ask(waiting.popleft())
+                if talking:
+                    loop.wait_until(lambda: inbox)  # a step, or several that read prompts
+                while inbox:
+                    output = inbox.popleft()
+                    if output.finished:
+                        talk, _ = talking.pop(output.request_id)
+                        run.outputs[talk.key] = output
+                        tokens += len(output.token_ids)
+                        on_request()
+                        talk.messages.append({"role": "assistant", "content": output.text})
+                        talk.turn += 1
+                        if talk.turn < len(talk.conversation.turns):
+                            ask(talk)
+                run.peak_memory = max(run.peak_memory, self._memory())
+        finally:
+            loop.cancel([asked for _, asked in talking.values()])
         seconds = time.perf_counter() - began
         run.seconds += seconds
         run.group_rates.append(tokens / seconds)
-        run.preemptions += engine.preemptions - preempted
 
     def finish(self) -> Run:
         """The run as a whole."""
         run = self._run
-        run.stage_seconds = dict(self._llm.engine.clock.seconds)
+        done = self._llm.statistics().since(self._begun)
+        run.stage_seconds, run.preemptions = done.stage_seconds, done.preemptions
         if not run.outputs:
             raise RequestError(f"no request could be served; the first: {next(iter(run.failures.values()))}")
         return run
 
-    def _ask(self, talk: _Talk, talking: dict[str, _Talk], on_request: Callable[[], None]) -> None:
-        """Put the conversation's next question; when it cannot be served, the conversation is over."""
+    def _question(self, talk: _Talk, on_request: Callable[[], None]) -> Admitted | None:
+        """The conversation's next request; None when it cannot be served, and the conversation is over."""
         try:
             prompt = self._prompt(talk, talk.conversation.turns[talk.turn])
             seed = (self._load.params.seed or 0) + self._request_number[talk.index] + talk.turn
-            request_id = f"{talk.index}.{talk.turn}"
-            params = replace(self._load.params, seed=seed)
-            self._llm.engine.add(Request(request_id, tuple(prompt), params, seed))
+            [[request]] = self._llm.intake.prompts([prompt], replace(self._load.params, seed=seed, n=1))
         except RequestError as error:
             for turn in range(talk.turn, len(talk.conversation.turns)):
                 self._run.failures[talk.index, turn] = str(error)
                 on_request()
-            return
-        talking[request_id] = talk
+            return None
+        return request
 
     def _prompt(self, talk: _Talk, question: str) -> list[int]:
         """The conversation up to and with the question; without a template, its texts by empty lines."""

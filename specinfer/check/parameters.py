@@ -93,7 +93,7 @@ class ProcessedTarget(TargetAlone):
     def __init__(self, llm: LLM, params: SamplingParams, prompt: Sequence[int]) -> None:
         super().__init__(llm.models.target)
         self._request = Request("judged", tuple(prompt), params, 0)  # processors know no seed
-        context = llm.engine.max_context
+        context = llm.max_context
         self._admission = Admission(
             llm.tokenizer,
             SpeculationLimits(SpeculationConfig(), ()),

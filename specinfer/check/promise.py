@@ -8,7 +8,7 @@ from typing import Final
 
 from specinfer.check import identity, law
 from specinfer.check.verdict import Verdict
-from specinfer.config import DRAFT_DRAWS, EngineConfig, SpeculationConfig, Verifier
+from specinfer.config import DRAFT_DRAWS, NO_SPECULATION, SpeculationConfig, Verifier
 from specinfer.errors import IntegrityError
 from specinfer.llm import LLM
 from specinfer.progress import NoProgress, Progress
@@ -40,7 +40,7 @@ def check_promise(
     def engine(speculation: SpeculationConfig) -> LLM:
         return engine_like(llm, speculation, prompts, effort)
 
-    plain, coupled = engine(SpeculationConfig()), engine(with_verifier(configured, "coupled"))
+    plain, coupled = engine(NO_SPECULATION), engine(with_verifier(configured, "coupled"))
     engines = [plain, coupled]
     for name, sampling in identity.SAMPLING.items():
         params = replace(sampling, max_tokens=effort.max_tokens)
@@ -67,8 +67,9 @@ def check_bookkeeping(engines: Sequence[LLM]) -> Verdict:
     name = "bookkeeping"
     try:
         for number, llm in enumerate(engines, start=1):
-            llm.engine.check_integrity()
-            if llm.engine.has_work:
+            llm.check_integrity()
+            statistics = llm.statistics()
+            if statistics.running or statistics.waiting:
                 return Verdict(name, False, f"engine {number} has work left after all its requests ended")
     except IntegrityError as error:
         return Verdict(name, False, f"an invariant is broken: {error}")
@@ -80,14 +81,9 @@ def engine_like(
 ) -> LLM:
     """An engine over the models of `llm` with other speculators, their full trees, and room for `prompts`."""
     longest = max(map(len, prompts)) + effort.max_tokens
-    context = min(longest, llm.engine.max_context)  # several engines share the memory: none has too much
-    config: EngineConfig = replace(
-        llm.config,
-        speculation=replace(speculation, tree_size="fixed"),
-        scheduler=replace(llm.config.scheduler, max_context=context),
-    )
-    models = llm.models if speculation.drafts else replace(llm.models, drafts={})
-    return LLM.from_models(config, models)
+    context = min(longest, llm.max_context)  # several engines share the memory: none has too much
+    config = replace(llm.config, speculation=speculation)
+    return llm.variant(config, tree_size="fixed", max_context=context)
 
 
 def with_verifier(speculation: SpeculationConfig, verifier: Verifier) -> SpeculationConfig:

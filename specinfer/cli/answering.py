@@ -36,7 +36,7 @@ class Listener:
         if trace is not None:
             with self._writing():
                 self._file = trace.open("w", encoding="utf-8")
-        llm.engine.on_tree = self._hear
+        llm.on_tree = self._hear
 
     def close(self) -> None:
         """Finish the trace file; raises ConfigError when it cannot be written."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from specinfer.cli.options import build_llm, model_options, speculation_options
+from specinfer.config import NO_SPECULATION
 from specinfer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from specinfer.llm import LLM
 
 
 @click.command()
@@ -77,7 +75,8 @@ def bench(
     chat = llm.tokenizer.has_chat_template if templated is None else templated
     load = Load(params=params, batch_size=batch_size, chat=chat)
     with progress_bar("answering", 2 * prompts.num_turns, "requests") as bar:
-        comparison = compare(_plain(llm), llm, prompts, load, on_request=lambda: bar.advance(1))
+        plain = llm.variant(replace(llm.config, speculation=NO_SPECULATION))
+        comparison = compare(plain, llm, prompts, load, on_request=lambda: bar.advance(1))
     result = as_json(comparison, llm, prompts, load)
     if json_file is not None and str(json_file) == "-":
         click.echo(json.dumps(result))
@@ -89,16 +88,6 @@ def bench(
         from specinfer.bench.plot import draw
 
         draw(result, plot)
-
-
-def _plain(llm: LLM) -> LLM:
-    """The same target without speculators."""
-    from specinfer.config import SpeculationConfig
-    from specinfer.llm import LLM
-
-    return LLM.from_models(
-        replace(llm.config, speculation=SpeculationConfig()), replace(llm.models, drafts={})
-    )
 
 
 def _show(result: dict[str, Any]) -> None:

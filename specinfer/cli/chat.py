@@ -115,7 +115,7 @@ class Conversation:
             click.echo(f"[{self._cut(self._last)}]", err=True)
 
     def _cut(self, output: RequestOutput) -> str:
-        context = self._llm.engine.max_context
+        context = self._llm.max_context
         if len(output.prompt_token_ids) + len(output.token_ids) >= context:
             return f"the context of {context} tokens is full; /reset starts anew"
         return f"cut at {self._params.max_tokens} tokens; --max-tokens allows more"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -27,15 +28,13 @@ ROUNDS = 3
 @click.command()
 def demo() -> None:
     """Answer a built-in prompt with SmolLM2-135M through token trees, then compare with no speculation."""
-    from specinfer.config import EngineConfig
+    from specinfer.config import NO_SPECULATION
     from specinfer.llm import LLM
     from specinfer.progress import ProgressBar
     from specinfer.sampling_params import SamplingParams
 
     speculative = LLM(DEFAULT_MODEL, progress=ProgressBar(), ngram=True, max_context=2048)
-    plain = LLM.from_models(
-        EngineConfig.from_options(DEFAULT_MODEL, {"max_context": 2048}), speculative.models
-    )
+    plain = speculative.variant(replace(speculative.config, speculation=NO_SPECULATION))
     params = SamplingParams(temperature=0, max_tokens=160)
     click.echo(f"{DEFAULT_MODEL} on {speculative.models.target.device}, {_dtype(speculative)}\n")
     click.echo("\n".join(f"> {line}" for line in PROMPT.splitlines()) + "\n")

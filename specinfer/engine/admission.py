@@ -1,53 +1,72 @@
-"""What a request needs before it may run: checks that never cost another request anything, processors."""
+"""Checks a request and makes what it needs to run; a failure here is that request's alone."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterable
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
 
 from specinfer.engine.sequence import SequenceState
-from specinfer.errors import RequestError
-from specinfer.grammar.grammar import GrammarCompiler
+from specinfer.engine.transcript import Transcript
+from specinfer.errors import RequestError, naming
+from specinfer.grammar.grammar import GrammarCompiler, GrammarState
 from specinfer.processors.bad_words import tokenize_bad_words
 from specinfer.processors.pipeline import Processors
-from specinfer.request import Request
+from specinfer.request import Request, RequestOutput
 from specinfer.speculate.limits import SpeculationLimits
+from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that was checked and is ready to run, in one engine and once."""
+
+    request: Request
+    sequence: SequenceState  # as the scheduler sees it
+    transcript: Transcript
+
+    def fail(self, error: str) -> RequestOutput:
+        """End the request where it stands, with finish reason "error"; its last output."""
+        self.transcript.fail(error, time.perf_counter())
+        return self.transcript.output()
+
+
 class Admission:
-    """Checks requests against one engine, and turns them into sequences ready to be scheduled."""
+    """Checks requests against one engine and admits them. May be called by several threads at once."""
 
     def __init__(
         self, tokenizer: Tokenizer, limits: SpeculationLimits, *, vocab: int, max_context: int, capacity: int
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._limits = limits
         self._vocab = vocab
         self.max_context = max_context  # prompt and output tokens of one request
         self._capacity = capacity  # positions of the KV cache
+        self._compiler: GrammarCompiler | None = None  # made when a form is first asked for
+        self._making = threading.Lock()
 
-    @cached_property
-    def _grammars(self) -> GrammarCompiler:
-        return GrammarCompiler(self._tokenizer, self._vocab)
+    def admit(self, request: Request, source: str = "prompt") -> Admitted:
+        """Check a request, compile its grammar and make its processors.
 
-    def check(self, request: Request) -> None:
-        """Raise RequestError when the request can never be served here."""
-        self.admit(request)
-
-    def admit(self, request: Request) -> tuple[SequenceState, frozenset[int]]:
-        """The request as the scheduler sees it, and the token ids that may end its text.
-
-        Raises RequestError as `check` does.
+        `source` is the parameter its prompt came from. Raises RequestError, naming the parameter at fault,
+        when the request can never be served here.
         """
-        self._check_prompt(request)
+        arrived = time.perf_counter()
+        with naming(source):
+            self._check_prompt(request)
         params = request.params
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("prediction", request.prediction)
+        for parameter, token_ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logit_bias", params.logit_bias or ()),
+            ("prediction", request.prediction),
+        ):
+            with naming(parameter):
+                self._check_ids(parameter, token_ids)
         self._limits.check(request)
         processors = self.processors(request)
         self._check_first_token(processors)
@@ -57,25 +76,41 @@ class Admission:
             speculators=self._limits.speculators(request),
             processors=processors,
         )
-        return sequence, processors.ending
+        transcript = Transcript(
+            request,
+            self.tokenizer,
+            ending=processors.ending,
+            max_context=self.max_context,
+            now=arrived,
+        )
+        return Admitted(request, sequence, transcript)
 
     def processors(self, request: Request) -> Processors:
-        """The request's processors at the start of its output."""
+        """The request's processors at the start of its output; raises RequestError as `admit` does."""
         params = request.params
         ending = set(params.stop_token_ids)
         if not params.ignore_eos:
-            ending |= self._tokenizer.eos_token_ids
+            ending |= self.tokenizer.eos_token_ids
+        with naming("bad_words"):
+            bad_words = tokenize_bad_words(
+                params.bad_words, lambda text: self.tokenizer.encode(text, add_special=False)
+            )
         form = params.structured_output
         return Processors(
             params,
             request.prompt_token_ids,
             vocab=self._vocab,
             ending=ending,
-            bad_words=tokenize_bad_words(
-                params.bad_words, lambda text: self._tokenizer.encode(text, add_special=False)
-            ),
-            grammar=None if form is None else self._grammars.compile(form).state(),
+            bad_words=bad_words,
+            grammar=None if form is None else self._grammar(form),
         )
+
+    def _grammar(self, form: StructuredOutput) -> GrammarState:
+        with self._making:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self.tokenizer, self._vocab)
+        with naming(form.parameter):
+            return self._compiler.compile(form).state()
 
     def _check_prompt(self, request: Request) -> None:
         prompt, most = len(request.prompt_token_ids), request.params.max_tokens
@@ -91,14 +126,17 @@ class Admission:
         if longest > self._capacity:
             raise RequestError(
                 f"{prompt} prompt tokens and max_tokens {most} need {longest} KV cache positions; the cache "
-                f"has {self._capacity}; lower max_tokens or raise kv_cache_memory"
+                f"has {self._capacity}; lower max_tokens or raise kv_cache_memory",
+                "max_tokens",
             )
 
     def _check_first_token(self, processors: Processors) -> None:
         """Parameters that exclude every first token contradict each other; that shows at once."""
         bans = processors.bans
         if bans and processors.apply(np.zeros(self._vocab, dtype=np.float32), ()).max() == -np.inf:
-            raise RequestError(f"{' and '.join(bans)} leave no token to begin with; relax one of them")
+            raise RequestError(
+                f"{' and '.join(bans)} leave no token to begin with; relax one of them", bans[0]
+            )
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         for token in token_ids:

@@ -11,11 +11,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from specinfer.engine.admission import Admission
-from specinfer.engine.metrics import Stage, StageClock
+from specinfer.engine.admission import Admission, Admitted
+from specinfer.engine.metrics import Stage, StageClock, Statistics
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.sequence import SequenceState
 from specinfer.engine.target_laws import TargetLaws, verify_trees
@@ -91,54 +91,48 @@ class Engine:
         self.on_tree: Callable[[TreeEvent], None] | None = None
 
     @property
-    def max_context(self) -> int:
-        """The most tokens a request can have, prompt and output together."""
-        return self._admission.max_context
+    def admission(self) -> Admission:
+        """Who lets requests into this engine."""
+        return self._admission
 
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._outputs) or self._scheduler.has_work
 
-    @property
-    def prefix_hits(self) -> tuple[int, int]:
-        """Tokens of admitted texts that were found in the cache, and tokens that were looked up."""
-        return self._scheduler.prefix_hits, self._scheduler.prefix_queries
-
-    @property
-    def preemptions(self) -> int:
-        """How often a request gave up its blocks to an older one, so far."""
-        return self._scheduler.preemptions
-
-    def check(self, request: Request) -> None:
-        """Raise RequestError when the request can never be served here."""
-        self._admission.check(request)
-
-    def add(self, request: Request) -> None:
-        """Queue a request; raises RequestError as `check` does, or when its id is in use."""
-        if request.request_id in self._requests:
-            raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
-        sequence, ending = self._admission.admit(request)
-        transcript = Transcript(
-            request,
-            self._tokenizer,
-            ending=ending,
-            max_context=self._admission.max_context,
-            now=time.perf_counter(),
+    def statistics(self) -> Statistics:
+        """What was done so far, and who waits and runs now. May be called by any thread, in a step too."""
+        scheduler, clock = self._scheduler, self.clock
+        return Statistics(
+            steps=clock.steps,
+            stage_seconds=dict(clock.seconds),
+            preemptions=scheduler.preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
         )
-        self._requests[request.request_id] = _Running(sequence, transcript)
-        self._scheduler.add(sequence)
+
+    def add(self, admitted: Admitted) -> None:
+        """Queue a request that `admission` let in; raises RequestError when its id is in use."""
+        request_id = admitted.request.request_id
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use; give each request its own")
+        self._requests[request_id] = _Running(admitted.sequence, admitted.transcript)
+        self._scheduler.add(admitted.sequence)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request and free what it holds; None when it is not here (it may just have ended)."""
+        """End a request and free what it holds; its last output, or None when it is not here."""
+        last = [output for output in self._outputs if output.request_id == request_id]
         self._outputs = [output for output in self._outputs if output.request_id != request_id]
         running = self._requests.pop(request_id, None)
-        if running is None:
-            return None
-        self._scheduler.remove(running.sequence)
-        self._speculators.observe(StepReport([Outcome(request_id, (), finished=True)]))
-        running.transcript.abort(time.perf_counter())
-        return running.transcript.output()
+        if running is not None:
+            self._scheduler.remove(running.sequence)
+            self._speculators.observe(StepReport([Outcome(request_id, (), finished=True)]))
+            running.transcript.abort(time.perf_counter())
+            last.append(running.transcript.output())
+        # Of a step that was cut short there may be outputs that nobody got: their text is new, too.
+        return replace(last[-1], new_text="".join(output.new_text for output in last)) if last else None
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs of the requests that got tokens, in plan order.

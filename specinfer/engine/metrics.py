@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -39,12 +39,26 @@ class StageClock:
         self.seconds[stage] += self.last[stage]
         self._lapped = now
 
-    def reset(self) -> None:
-        """Forget everything."""
-        self.seconds = dict.fromkeys(Stage, 0.0)
-        self.steps = 0
 
-    def shares(self) -> dict[str, float]:
-        """The share of each stage in the time of all steps; zeros before the first."""
-        total = sum(self.seconds.values())
-        return {stage.value: seconds / total if total else 0.0 for stage, seconds in self.seconds.items()}
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What an engine did so far, which only grows, and the requests it has now."""
+
+    steps: int
+    stage_seconds: dict[Stage, float]
+    preemptions: int  # how often a request gave up its blocks to an older one
+    prefix_queries: int  # tokens of admitted texts that were looked up in the cache
+    prefix_hits: int  # tokens of these that were there
+    running: int  # requests in the batch
+    waiting: int  # requests for which there was no room yet
+
+    def since(self, earlier: Statistics) -> Statistics:
+        """What was done after `earlier`; `running` and `waiting` are those of now."""
+        return replace(
+            self,
+            steps=self.steps - earlier.steps,
+            stage_seconds={s: t - earlier.stage_seconds[s] for s, t in self.stage_seconds.items()},
+            preemptions=self.preemptions - earlier.preemptions,
+            prefix_queries=self.prefix_queries - earlier.prefix_queries,
+            prefix_hits=self.prefix_hits - earlier.prefix_hits,
+        )

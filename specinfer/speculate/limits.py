@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specinfer.config import SpeculationConfig
-from specinfer.errors import RequestError
+from specinfer.errors import RequestError, naming
 from specinfer.request import Request
 from specinfer.speculate.speculator import KnowsItsSize, LevelSpeculator, Observer
 
@@ -18,6 +18,7 @@ class SpeculationLimits:
         self._speculators = tuple(speculators)
         self.names = tuple(speculator.name for speculator in speculators)
 
+    @naming("speculation")
     def check(self, request: Request) -> None:
         """Raise RequestError when the request asks for something this engine does not have."""
         overrides = request.params.speculation

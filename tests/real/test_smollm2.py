@@ -40,7 +40,7 @@ def plain() -> LLM:
 def texts(llm: LLM, params: SamplingParams, *, together: bool) -> list[str]:
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     outputs = llm.chat(chats, params) if together else [llm.chat(chat, params)[0] for chat in chats]
-    llm.engine.check_integrity()
+    llm.check_integrity()
     return [output.text for output in outputs]
 
 

@@ -35,8 +35,9 @@ LAZY_TABLE = "specinfer"  # the package's own __init__ names what it loads on de
 # These start without torch; a name stands for a module or for a package with all its modules.
 WITHOUT_TORCH = (
     *("errors", "files", "config", "structured_output", "speculation_params", "sampling_params", "request"),
-    *("tokenizer", "hub", "progress", "tree", "grammar", "processors", "plan", "verify"),
-    *("speculate.budget", "engine.scheduler", "engine.kv_blocks", "engine.sequence"),
+    *("tokenizer", "hub", "progress", "tree", "grammar", "processors", "plan", "verify", "speculate.limits"),
+    *("engine.scheduler", "engine.kv_blocks", "engine.sequence", "engine.transcript", "engine.trace"),
+    *("engine.metrics", "engine.admission", "engine.intake", "engine.loop"),
     *(
         "kernels.machine",
         "kernels.levels",

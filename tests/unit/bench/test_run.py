@@ -11,6 +11,7 @@ from specinfer.bench.run import Load, compare
 from specinfer.errors import RequestError
 from specinfer.report.dataset import Conversation, Dataset
 from specinfer.sampling_params import SamplingParams
+from tests.engines import engine_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SEEDED = SamplingParams(temperature=1, seed=40, max_tokens=12)
@@ -62,10 +63,9 @@ def test_as_many_requests_are_in_flight_as_were_asked_for(
 ) -> None:
     plain, speculative = pair(max_batch_size=8)  # the engines would take all of them at once
     seen: list[int] = []
-    step = plain.engine.step
-    monkeypatch.setattr(
-        plain.engine, "step", lambda: (seen.append(len(plain.engine._scheduler.running)), step())[1]
-    )
+    engine = engine_of(plain)
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: (seen.append(len(engine._scheduler.running)), step())[1])
     compare(plain, speculative, dataset, Load(params=GREEDY, batch_size=2, chat=False))
     assert max(seen) == 2
 

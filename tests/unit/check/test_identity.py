@@ -16,7 +16,7 @@ from specinfer.llm import LLM
 from specinfer.progress import NoProgress
 from specinfer.request import FinishReason, RequestOutput, SpeculationFigures, Timing
 from specinfer.sampling_params import SamplingParams
-from tests.engines import Tiny, write_tiny
+from tests.engines import Tiny, engine_of, write_tiny
 
 GREEDY = SamplingParams(temperature=0)
 LOGITS = [16.0, 16.25, 3.0]  # in bfloat16 a tie between 0 and 1; 2 is far from both
@@ -160,7 +160,7 @@ def test_a_cached_prefix_that_is_not_the_requests_own_fails(
 
     def spoilt(*args: Any, **options: Any) -> list[RequestOutput]:
         outputs = answered(*args, **options)
-        for keys in llm.engine._target.cache.keys:
+        for keys in engine_of(llm)._target.cache.keys:
             keys.neg_()
         return outputs
 

@@ -10,14 +10,12 @@ import pytest
 from specinfer.check.promise import Effort, check_bookkeeping, check_promise, with_verifier
 from specinfer.config import SpeculationConfig
 from specinfer.engine import engine as engine_module
-from specinfer.request import Request
 from specinfer.runtime.sampling import target_law
-from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import draft_model
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.law import most_likely
-from tests.engines import Tiny, write_tiny
+from tests.engines import Tiny, engine_of, write_tiny
 from tests.flights import each_tree
 
 pytestmark = pytest.mark.slow  # several engines, thousands of tokens each
@@ -116,13 +114,14 @@ def test_an_engine_in_which_nobody_guesses_tests_nothing(tiny: Tiny) -> None:
 def test_a_lost_block_and_a_request_left_behind_are_found(tiny: Tiny) -> None:
     llm = tiny.llm(ngram=True)
     assert check_bookkeeping([llm]).passed
-    llm.engine.add(Request("left", (1, 2, 3), SamplingParams(temperature=0), 0))
+    [left_behind] = llm.intake.prompts([[1, 2, 3]])
+    llm.loop.submit(left_behind, lambda output: None)
     left = check_bookkeeping([tiny.llm(), llm])
     assert not left.passed
     assert "engine 2 has work left" in left.words
-    llm.engine.abort("left")
+    llm.loop.cancel(left_behind)
     blocks: list[int] = []
-    assert llm.engine._scheduler._pool.extend(blocks, 1)
+    assert engine_of(llm)._scheduler._pool.extend(blocks, 1)
     lost = check_bookkeeping([llm])
     assert not lost.passed
     assert "an invariant is broken" in lost.words

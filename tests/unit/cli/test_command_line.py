@@ -351,8 +351,8 @@ def test_no_colour_where_the_user_wants_none(models: Path, monkeypatch: pytest.M
             patch.setattr(sys, "stdout", terminal := io.StringIO())
             patch.setattr(terminal, "isatty", lambda: True)
             Listener(llm, show=True, trace=None)
-            assert llm.engine.on_tree is not None
-            llm.engine.on_tree(event)
+            assert llm.on_tree is not None
+            llm.on_tree(event)
             return terminal.getvalue()
 
     monkeypatch.delenv("NO_COLOR", raising=False)

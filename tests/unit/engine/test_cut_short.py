@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
-from tests.engines import Tiny, write_tiny
+from tests.engines import Tiny, assert_idle, engine_of, write_tiny
 
 LONG = SamplingParams(temperature=1, seed=2, max_tokens=30)
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]]
@@ -44,15 +44,14 @@ def test_another_stream_goes_on_with_the_same_text(
     cut, other = (llm.stream(prompt, LONG) for prompt in PROMPTS)
     for stream in (cut, other):
         next(stream)
-    owner, method = getattr(llm.engine, part.split(".")[0]), part.split(".")[1]
+    owner, method = getattr(engine_of(llm), part.split(".")[0]), part.split(".")[1]
     with monkeypatch.context() as patch:
         patch.setattr(owner, method, raise_at(call, getattr(owner, method)))
         with pytest.raises(KeyboardInterrupt):
             list(cut)
     *_, last = other
     assert list(last.token_ids) == whole[1]
-    assert not llm.engine.has_work
-    llm.engine.check_integrity()
+    assert_idle(llm)
 
 
 def test_a_trace_that_cannot_be_written_does_not_harm_another_stream(tiny: Tiny) -> None:
@@ -61,7 +60,7 @@ def test_a_trace_that_cannot_be_written_does_not_harm_another_stream(tiny: Tiny)
     cut, other = (llm.stream(prompt, LONG) for prompt in PROMPTS)
     for stream in (cut, other):
         next(stream)
-    llm.engine.on_tree = raise_at(1, lambda event: None)
+    llm.on_tree = raise_at(1, lambda event: None)
     with pytest.raises(KeyboardInterrupt):
         list(cut)
     *_, last = other
@@ -77,8 +76,9 @@ def test_an_answer_that_ended_in_the_step_that_was_cut_short_is_not_lost(
     for stream in (cut, other):
         next(stream)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine._target, "move", raise_at(1, llm.engine._target.move))
+        target = engine_of(llm)._target
+        patch.setattr(target, "move", raise_at(1, target.move))
         with pytest.raises(KeyboardInterrupt):
             list(cut)
-    assert llm.engine.has_work  # or the other stream would wait for ever
+    assert engine_of(llm).has_work  # or the other stream would wait for ever
     assert [len(output.token_ids) for output in other] == [2]

@@ -9,7 +9,7 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.errors import RequestError
 from specinfer.speculate.policy import StepReport
-from tests.engines import Tiny, slow_generate, write_tiny
+from tests.engines import Tiny, assert_idle, engine_of, slow_generate, write_tiny
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3, 3, 3, 3]]
 ENDING = tuple(range(0, 64, 3))  # a third of all tokens: texts end soon, often in the middle of a path
@@ -40,7 +40,7 @@ def test_no_ending_before_min_tokens_and_none_missed_after_it(
         assert [list(output.token_ids) for output in outputs] == expected
         assert all(len(output.token_ids) > min_tokens for output in outputs)
         assert not any(set(output.token_ids[:-1]) & set(ENDING) for output in outputs)
-    llm.engine.check_integrity()
+    llm.check_integrity()
 
 
 def test_a_request_that_can_never_fit_its_cache_is_refused_at_once(
@@ -53,20 +53,20 @@ def test_a_request_that_can_never_fit_its_cache_is_refused_at_once(
     assert len(output.token_ids) == 139  # 5 + 139 is all there is
     with pytest.raises(RequestError, match="need 145 KV cache positions; the cache has 144"):
         llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=140))
-    assert not llm.engine.has_work
+    assert_idle(llm)
 
 
 @pytest.mark.parametrize("ending", ["finished", "aborted"])
 def test_speculators_keep_nothing_of_a_request_that_left(tiny: Tiny, ending: str) -> None:
     llm = tiny.llm(drafts=["similar"], ngram=True)
     told: list[tuple[str, bool]] = []
-    observe = llm.engine._speculators.observe
+    observe = engine_of(llm)._speculators.observe
 
     def heard(report: StepReport) -> None:
         told.extend((outcome.request_id, outcome.finished) for outcome in report.outcomes)
         observe(report)
 
-    llm.engine._speculators.observe = heard  # type: ignore[method-assign]
+    engine_of(llm)._speculators.observe = heard  # type: ignore[method-assign]
     stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=12))
     first = next(stream)
     if ending == "finished":
@@ -74,5 +74,5 @@ def test_speculators_keep_nothing_of_a_request_that_left(tiny: Tiny, ending: str
     else:
         stream.close()
     assert [finished for name, finished in told if name == first.request_id].count(True) == 1
-    by_name = {s.name: s for s in llm.engine._speculators._speculators}  # type: ignore[attr-defined]
+    by_name = {s.name: s for s in engine_of(llm)._speculators._speculators}  # type: ignore[attr-defined]
     assert (by_name["0-similar"]._memory, by_name["ngram"]._indexes) == ({}, {})

@@ -11,7 +11,7 @@ from specinfer.errors import ConfigError, RequestError
 from specinfer.llm import LLM
 from specinfer.request import FinishReason, Request
 from specinfer.sampling_params import SamplingParams
-from tests.engines import Tiny, slow_generate, write_tiny
+from tests.engines import Tiny, assert_idle, engine_of, slow_generate, write_tiny
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41], list(range(5, 45)), [7, 7, 7, 7]]
 
@@ -45,8 +45,7 @@ def expected(tiny: Tiny) -> dict[str, list[list[int]]]:
 
 def run(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
     outputs = llm.generate(prompts, params)
-    llm.engine.check_integrity()
-    assert not llm.engine.has_work
+    assert_idle(llm)
     return [list(output.token_ids) for output in outputs]
 
 
@@ -83,7 +82,7 @@ def test_requests_without_blocks_are_preempted_and_lose_nothing(
     slot = 2 * 2 * 2 * 8 * 4 * 2  # bytes of a position: K and V, 2 layers, 2 heads of 8, float32, 2 models
     llm = tiny.llm(drafts=["similar"], kv_cache_memory=slot * 120, block_size=4)
     assert run(llm, PROMPTS, SAMPLING["T=1"]) == expected["T=1"]
-    assert llm.engine.preemptions > 0
+    assert llm.statistics().preemptions > 0
 
 
 def test_a_draft_that_is_the_target_is_always_right(tiny: Tiny) -> None:
@@ -104,14 +103,15 @@ def test_a_right_draft_stays_right_after_steps_it_did_not_guess(tiny: Tiny) -> N
 
 def test_requests_join_and_leave_at_any_step(tiny: Tiny, expected: dict[str, list[list[int]]]) -> None:
     llm = tiny.llm(drafts=["similar"], ngram=True)
-    engine = llm.engine
+    engine = engine_of(llm)
     params = SAMPLING["T=1"]
     finished: dict[str, list[int]] = {}
     for step in range(60):
         if step < 2 * len(PROMPTS) and step % 2 == 0:
             number = step // 2
-            engine.add(Request(f"keep-{number}", tuple(PROMPTS[number]), params, params.seed or 0))
-            engine.add(Request(f"drop-{number}", tuple(PROMPTS[number]), params, seed=77))
+            for kind, seed in (("keep", params.seed or 0), ("drop", 77)):
+                request = Request(f"{kind}-{number}", tuple(PROMPTS[number]), params, seed)
+                engine.add(engine.admission.admit(request))
         if step % 2 == 1:
             aborted = engine.abort(f"drop-{(step - 1) // 2}")
             assert aborted is None or aborted.finish_reason is FinishReason.ABORT
@@ -158,7 +158,7 @@ def test_a_request_that_cannot_be_served_is_refused_and_costs_no_other(
     llm = tiny.llm()
     with pytest.raises(RequestError, match=says):
         llm.generate([[1, 2], prompt], SamplingParams(temperature=0, **params))
-    assert not llm.engine.has_work
+    assert_idle(llm)
     assert len(llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=3))[0].token_ids) == 3
 
 
@@ -201,7 +201,7 @@ def test_a_pair_that_would_change_the_law_is_refused(tiny: Tiny) -> None:
 def test_every_step_is_traced(tiny: Tiny) -> None:
     llm = tiny.llm(drafts=["similar"], ngram=True)
     events = []
-    llm.engine.on_tree = events.append
+    llm.on_tree = events.append
     (output,) = llm.generate([PROMPTS[0]], SAMPLING["greedy"])
     said = [
         token
@@ -225,8 +225,7 @@ def test_a_stream_is_the_text_in_pieces_and_leaves_nothing_when_dropped(tiny: Ti
     dropped = llm.stream(PROMPTS[0], params)
     next(dropped)
     dropped.close()
-    assert not llm.engine.has_work
-    llm.engine.check_integrity()
+    assert_idle(llm)
 
 
 def test_streams_side_by_side_each_get_all_of_their_own(tiny: Tiny) -> None:
@@ -244,7 +243,7 @@ def test_streams_side_by_side_each_get_all_of_their_own(tiny: Tiny) -> None:
             else:
                 pieces[i].append(output.new_text)
     assert ["".join(p) for p in pieces] == [output.text for output in alone]
-    assert not llm.engine.has_work
+    assert_idle(llm)
 
 
 def test_an_interrupt_in_any_step_leaves_an_llm_that_works(
@@ -255,16 +254,15 @@ def test_an_interrupt_in_any_step_leaves_an_llm_that_works(
         for calls in (1, 4):
             with monkeypatch.context() as patch:
                 left = iter([False] * (calls - 1) + [True])
-                real = getattr(llm.engine, method)
+                real = getattr(engine_of(llm), method)
 
                 def interrupted(*args: Any, real: Any = real, left: Any = left) -> Any:
                     if next(left):
                         raise KeyboardInterrupt
                     return real(*args)
 
-                patch.setattr(llm.engine, method, interrupted)
+                patch.setattr(engine_of(llm), method, interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     llm.generate(PROMPTS, SAMPLING["T=1"])
-            llm.engine.check_integrity()
-            assert not llm.engine.has_work
+            assert_idle(llm)
     assert run(llm, PROMPTS, SAMPLING["T=1"]) == expected["T=1"]

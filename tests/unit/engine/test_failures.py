@@ -16,7 +16,7 @@ from specinfer.request import RequestOutput
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.flight import Flight
 from specinfer.speculators import Outcome, TokenTree
-from tests.engines import Tiny, write_tiny
+from tests.engines import Tiny, engine_of, write_tiny
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4], [50, 51, 52, 53], [7, 7, 7]]
 SICK = PROMPTS[2]
@@ -37,7 +37,7 @@ Spoiler = Callable[[Sequence[Rows], Flight], Flight]
 
 def spoil(llm: LLM, monkeypatch: pytest.MonkeyPatch, spoilt: Spoiler) -> None:
     """Let the target's passes come back as `spoilt` makes them."""
-    target = llm.engine._target
+    target = engine_of(llm)._target
     launch = target.launch
     monkeypatch.setattr(target, "launch", lambda rows: spoilt(rows, launch(rows)))
 
@@ -93,7 +93,7 @@ def test_logits_that_are_no_numbers_end_their_own_request(
     spoil(llm, monkeypatch, spoilt)
     outputs = llm.generate(PROMPTS, params)
     check_others(outputs, want, f"logit 5 of 64 is {value}; the largest must be finite")
-    llm.engine.check_integrity()
+    llm.check_integrity()
     assert len(outputs[2].token_ids) >= 1
 
 
@@ -115,7 +115,7 @@ def test_a_request_whose_steps_fail_is_found_out_and_ends(
         want,
         "its steps failed again and again: MemoryError('no room for this one')",
     )
-    llm.engine.check_integrity()
+    llm.check_integrity()
     assert "a step failed (1); requests go on from what they said" in caplog.text
 
 
@@ -146,7 +146,7 @@ def test_where_every_step_fails_every_request_ends_and_the_engine_lives(
         outputs = llm.generate(PROMPTS, PARAMS)
     assert [output.finish_reason for output in outputs] == ["error"] * 4
     assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected(tiny)
-    llm.engine.check_integrity()
+    llm.check_integrity()
 
 
 class Raising:
@@ -175,7 +175,7 @@ def test_a_trace_that_fails_ends_and_texts_go_on(tiny: Tiny, caplog: pytest.LogC
         seen.append(event)
         raise OSError("the disk is full")
 
-    llm.engine.on_tree = trace
+    llm.on_tree = trace
     assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected(tiny)
     assert len(seen) == 1
     assert "the trace of trees failed" in caplog.text

@@ -28,7 +28,7 @@ from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.processors.pipeline import Processors
 from specinfer.request import FinishReason, Logprobs, Request, RequestOutput
 from specinfer.verify.noise import completion_seed
-from tests.engines import Tiny, write_tiny
+from tests.engines import Tiny, assert_idle, engine_of, write_tiny
 from tests.exact.slow_sampling import (
     Rules,
     bars,
@@ -185,7 +185,7 @@ def test_tokens_are_the_oracles_in_a_batch_and_alone(
     expected = [oracle.text(prompt, params) for prompt in PROMPTS]
     assert tokens(llm.generate(PROMPTS, params)) == expected
     assert tokens(llm.generate(PROMPTS[:1], params)) == expected[:1]
-    llm.engine.check_integrity()
+    llm.check_integrity()
 
 
 @pytest.mark.parametrize("speculation", SPECULATION)
@@ -193,7 +193,7 @@ def test_requests_with_different_parameters_and_wishes_share_a_batch(
     llms: dict[str, LLM], oracle: Oracle, speculation: str
 ) -> None:
     llm = llms[speculation]
-    known = llm.engine._admission._budget.names
+    known = engine_of(llm)._admission._budget.names
     possible = [w for w in WISHES if not isinstance(w, dict) or set(w.get("speculators", ())) <= {*known}]
     if "0-similar" not in known:
         possible = [w for w in possible if not isinstance(w, dict) or "expansion" not in w]
@@ -223,8 +223,8 @@ def test_chunks_blocks_and_preemption_change_nothing(
     batch = [(PROMPTS[i % 4], make(name, seed=i)) for i, name in enumerate(PARAMS)]
     outputs = llm.generate([prompt for prompt, _ in batch], [params for _, params in batch])
     assert tokens(outputs) == [oracle.text(prompt, params) for prompt, params in batch]
-    assert ("kv_cache_memory" in limits) == (llm.engine.preemptions > 0)
-    llm.engine.check_integrity()
+    assert ("kv_cache_memory" in limits) == (llm.statistics().preemptions > 0)
+    llm.check_integrity()
 
 
 @st.composite
@@ -467,7 +467,7 @@ def test_what_cannot_be_served_is_one_line_and_costs_no_other(
     with pytest.raises(RequestError) as caught:
         llm.generate(PROMPTS[:2], [SamplingParams(), SamplingParams(**params)])
     assert str(caught.value) == says
-    assert not llm.engine.has_work
+    assert_idle(llm)
 
 
 def test_each_requests_processors_are_made_once(llms: dict[str, LLM], monkeypatch: Any) -> None:
@@ -487,7 +487,7 @@ def test_a_form_needs_a_model_whose_texts_end(tmp_path: Path) -> None:
     llm = write_tiny(tmp_path, vocab_size=VOCAB).llm()
     with pytest.raises(RequestError, match="choice needs a model with an end-of-text token, which says"):
         llm.generate(PROMPTS[:2], [SamplingParams(), SamplingParams(choice=["yes"])])
-    assert not llm.engine.has_work
+    assert_idle(llm)
 
 
 def test_an_end_of_text_id_beyond_the_logits_is_never_chosen_anyway(tmp_path: Path) -> None:
@@ -522,5 +522,4 @@ def test_a_dead_end_in_mid_text_keeps_what_was_said_and_stops_no_other(
         assert output.error is not None
         assert output.error.startswith("choice and ")
         assert f"leave no token to choose after {len(said)} tokens; relax one of them" in output.error
-    assert not llms[speculation].engine.has_work
-    llms[speculation].engine.check_integrity()
+    assert_idle(llms[speculation])

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specinfer.llm import LLM
 from specinfer.request import Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
-from tests.engines import Tiny, slow_generate, write_tiny
+from tests.engines import Tiny, engine_of, slow_generate, write_tiny
 
 SYSTEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]  # 18 tokens: 4 blocks of 4, and 2
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -24,6 +25,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 def cached(outputs: list[RequestOutput]) -> list[int]:
     return [output.cached_tokens for output in outputs]
+
+
+def prefix_hits(llm: LLM) -> tuple[int, int]:
+    statistics = llm.statistics()
+    return statistics.prefix_hits, statistics.prefix_queries
 
 
 def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
@@ -49,7 +55,7 @@ def test_a_prompt_starts_behind_what_an_earlier_one_left(
     llm = tiny.llm(drafts=["similar"], block_size=4)
     outputs = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
     assert cached(outputs) == found
-    assert llm.engine.prefix_hits == (sum(found), sum(map(len, prompts)))
+    assert prefix_hits(llm) == (sum(found), sum(map(len, prompts)))
     assert texts(outputs) == [tuple(slow_generate(tiny.target, p, GREEDY)) for p in prompts]
 
 
@@ -91,7 +97,7 @@ def test_salts_keep_requests_apart(tiny: Tiny) -> None:
 def test_it_can_be_switched_off(tiny: Tiny) -> None:
     llm = tiny.llm(block_size=4, prefix_reuse=False)
     assert cached(llm.generate([SYSTEM] * 3, GREEDY)) == [0, 0, 0]
-    assert llm.engine.prefix_hits == (0, 0)
+    assert prefix_hits(llm) == (0, 0)
 
 
 def test_scored_prompts_are_computed(tiny: Tiny) -> None:
@@ -99,7 +105,7 @@ def test_scored_prompts_are_computed(tiny: Tiny) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
     outputs = [llm.generate(SYSTEM, p)[0] for p in (params, params, GREEDY)]
     assert cached(outputs) == [0, 0, 16]
-    assert llm.engine.prefix_hits == (16, 18)  # only the last one looked
+    assert prefix_hits(llm) == (16, 18)  # only the last one looked
 
 
 def test_what_a_scored_prompt_computes_is_waited_for(tiny: Tiny) -> None:
@@ -121,7 +127,7 @@ def test_a_draft_guesses_as_well_behind_a_prefix_it_has_and_behind_one_it_never_
 
 def test_a_draft_reads_a_prefix_once(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = tiny.llm(drafts=["target"], block_size=4)
-    draft = next(s for s in llm.engine._speculators._speculators if s.name == "0-target")  # type: ignore[attr-defined]
+    draft = next(s for s in engine_of(llm)._speculators._speculators if s.name == "0-target")  # type: ignore[attr-defined]
     rows: list[int] = []
     forward = draft._runner.forward
     monkeypatch.setattr(
@@ -180,14 +186,14 @@ def test_whatever_is_shared_preempted_or_aborted_texts_and_blocks_stay_right(
 ) -> None:
     positions = 56  # the longest request needs 47: two of them fit only as far as they share
     llm = tiny.llm(kv_cache_memory=positions * SLOT * (1 + len(options["drafts"])), **options)
-    engine = llm.engine
+    engine = engine_of(llm)
     arriving = [
         Request(f"{number}", tuple(prompt), params, seed=params.seed or 0)
         for number, (prompt, params) in enumerate(requests)
     ]
     present = {request.request_id: request for request in arriving[:2]}
     for request in arriving[:2]:
-        engine.add(request)
+        engine.add(engine.admission.admit(request))
     del arriving[:2]
 
     def steps(number: int) -> None:
@@ -207,7 +213,7 @@ def test_whatever_is_shared_preempted_or_aborted_texts_and_blocks_stay_right(
         elif arriving:
             request = arriving.pop(0)
             present[request.request_id] = request
-            engine.add(request)
+            engine.add(engine.admission.admit(request))
     while engine.has_work:
         steps(1)
     assert not present

@@ -75,7 +75,7 @@ def test_the_text_is_the_same_whatever_a_pass_costs(
 def test_figures_are_of_the_nodes_that_were_verified(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = engine(tiny, monkeypatch, CURVES["seven rows are free"])
     events: list[TreeEvent] = []
-    llm.engine.on_tree = events.append
+    llm.on_tree = events.append
     outputs = llm.generate(PROMPTS[:2], SamplingParams(temperature=0, max_tokens=30))
     rows = Counter[int]()
     for event in events:
@@ -83,7 +83,7 @@ def test_figures_are_of_the_nodes_that_were_verified(tiny: Tiny, monkeypatch: py
     assert max(rows.values()) == 7, "the requests of a step share what is free"
     assert sum(o.figures.drafted_tokens for o in outputs) == sum(e.tree.num_nodes - 1 for e in events)
     assert sum(o.figures.accepted_tokens for o in outputs) > 0
-    llm.engine.check_integrity()
+    llm.check_integrity()
 
 
 def test_where_nothing_pays_the_draft_is_hardly_run(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_multi_step_sampling_keeps_what_was_drawn_whatever_a_pass_costs(
     widths: set[int] = set()
     for curves in CURVES.values():
         llm = engine(tiny, monkeypatch, curves, ngram=False, suffix=False, verifier="mss")
-        llm.engine.on_tree = lambda event: widths.add(event.tree.parents.count(0))
+        llm.on_tree = lambda event: widths.add(event.tree.parents.count(0))
         for output in llm.generate(PROMPTS, params):
             assert len(output.token_ids) == 40
             assert output.error is None

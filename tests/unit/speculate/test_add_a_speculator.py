@@ -86,7 +86,7 @@ def answer(tiny: Tiny, speculator: Speculator, verifier: Verifier, request: Requ
         scheduler=Scheduler(SchedulerConfig(), pool, tree_nodes=4, max_context=64),
         verifier=verifier,
     )
-    engine.add(request)
+    engine.add(engine.admission.admit(request))
     while True:
         for output in engine.step():
             if output.finished:

@@ -131,7 +131,7 @@ def generated(folders: tuple[Path, Path], params: SamplingParams, **options: Any
         guessed.update(event.tree.token_ids[1:])
 
     llm = LLM(str(folders[0]), dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", **options)
-    llm.engine.on_tree = watch
+    llm.on_tree = watch
     return [output.token_ids for output in llm.generate(PROMPTS, params)], guessed
 
 

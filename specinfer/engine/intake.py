@@ -1,0 +1,147 @@
+"""Intake: what callers ask for -> requests that are checked, compiled and ready to run.
+
+Everything that a request needs before its first step happens here, in the caller's thread: tokenizing, the
+chat template, checks, the grammar. Meanwhile the engine steps for the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from specinfer.engine.admission import Admission, Admitted
+from specinfer.errors import RequestError, naming
+from specinfer.request import Request
+from specinfer.sampling_params import SamplingParams
+from specinfer.tokenizer import Tokenizer
+from specinfer.verify.noise import completion_seed
+
+Prompt = str | Sequence[int]  # text, or token ids
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Params = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one per prompt
+
+
+class Intake:
+    """Turns prompts and conversations into admitted requests. May be called by several threads at once.
+
+    All of it raises RequestError, naming the parameter at fault, and a failure costs no other request
+    anything. Request ids are made here and nowhere else, so that no two requests can have the same.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._numbers = itertools.count()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's tokenizer."""
+        return self._admission.tokenizer
+
+    @property
+    def max_context(self) -> int:
+        """The most tokens a request can have, prompt and output together."""
+        return self._admission.max_context
+
+    def prompts(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[list[Admitted]]:
+        """For one prompt or for each of several its n requests."""
+        with naming("prompt"):
+            encoded = [self._encode(prompt) for prompt in _as_prompts(prompts)]
+        return self._admit(encoded, params, "prompt")
+
+    def conversations(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params = None
+    ) -> list[list[Admitted]]:
+        """For one conversation or for each of several its n requests, through the chat template."""
+        with naming("messages"):
+            encoded = [self.tokenizer.encode_chat(chat) for chat in _as_conversations(messages)]
+        return self._admit(encoded, params, "messages")
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return _token_ids(prompt)
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token of text")
+        return self.tokenizer.encode(prompt)
+
+    def _admit(self, prompts: Sequence[Sequence[int]], params: Params, source: str) -> list[list[Admitted]]:
+        """The requests of prompts whose token ids came from the parameter `source`."""
+        each = _params_of(prompts, params)
+        return [
+            [self._admission.admit(request, source) for request in self._completions(tuple(prompt), own)]
+            for prompt, own in zip(prompts, each, strict=True)
+        ]
+
+    def _completions(self, prompt: tuple[int, ...], params: SamplingParams) -> list[Request]:
+        """One prompt's n requests."""
+        number = next(self._numbers)
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        guess = params.prediction or ()
+        if isinstance(guess, str):
+            with naming("prediction"):
+                guess = tuple(self.tokenizer.encode(guess, add_special=False))
+        return [
+            Request(
+                request_id=f"request-{number}" if params.n == 1 else f"request-{number}-{index}",
+                prompt_token_ids=prompt,
+                params=params,
+                seed=completion_seed(seed, index),
+                prediction=guess,
+                index=index,
+            )
+            for index in range(params.n)
+        ]
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt (a string, or token ids) or several, as several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Mapping)):
+        raise RequestError(f"the prompt is {prompts!r}; allowed: text, token ids, or a list of these")
+    several: list[Any] = list(prompts)
+    return [several] if several and _is_id(several[0]) else several
+
+
+def _as_conversations(messages: object) -> list[Sequence[Message]]:
+    """One conversation (a list of messages) or several, as several."""
+    several = list(messages) if isinstance(messages, Iterable) and not isinstance(messages, Mapping) else None
+    if several is not None and all(isinstance(item, Mapping) for item in several):
+        return [several] if several else []
+    if several is None or isinstance(messages, str) or not all(isinstance(c, Sequence) for c in several):
+        raise RequestError(f"the messages are {messages!r}; allowed: a list of messages, or of such lists")
+    return several
+
+
+def _params_of(prompts: Sequence[Sequence[int]], params: object) -> Sequence[SamplingParams]:
+    """One SamplingParams for each of `prompts`."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError(
+            f"the sampling parameters are {params!r}; allowed: a SamplingParams, or one per prompt", "params"
+        )
+    if len(params) != len(prompts):
+        raise RequestError(
+            f"{len(params)} sampling parameters for {len(prompts)} prompts; give one, or one per prompt",
+            "params",
+        )
+    return params
+
+
+def _is_id(value: object) -> bool:
+    """Whether it is an integer of any kind; an array of several has `__index__`, too, and is none."""
+    return hasattr(value, "__index__") and not isinstance(value, bool) and not getattr(value, "ndim", 0)
+
+
+def _token_ids(prompt: object) -> list[int]:
+    """Token ids of any integer type (numpy's, say) as Python's own."""
+    ids: list[Any] = [prompt]
+    if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping)):
+        ids = list(prompt)
+    for token in ids:
+        if not _is_id(token):
+            raise RequestError(f"a prompt has {token!r} among its token ids; allowed: text, or integers")
+    return [operator.index(token) for token in ids]
