@@ -90,7 +90,8 @@ class EngineLoop:
         """Queue requests; `receive` gets each output of theirs, the last one with a finish reason.
 
         It is called between steps by whoever drives the loop, so it has to be quick; when it raises, the
-        request is cancelled. Raises RequestError when an id is in use, ClosedError when draining or closed.
+        request is cancelled. An interrupt of the thread that drives may make it get an output twice. Raises
+        RequestError when an id is in use, ClosedError when draining or closed.
         """
         with self._changed:
             if self._refusing:
@@ -150,6 +151,7 @@ class EngineLoop:
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new requests and finish those that are there; False when `timeout` seconds are over."""
         with self._changed:
+            self._refuse_within_step()
             self._refusing = self._refusing or "the engine is finishing its last requests; make a new LLM"
         return self.wait_until(lambda: not self._live, timeout)
 

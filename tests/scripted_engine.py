@@ -1,0 +1,90 @@
+"""An engine that only counts, for tests of what drives it: it knows neither models nor time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from specinfer.engine.admission import Admitted
+from specinfer.engine.sequence import SequenceState
+from specinfer.engine.transcript import Transcript
+from specinfer.request import Request, RequestOutput
+from specinfer.sampling_params import SamplingParams
+from specinfer.tokenizer import Tokenizer
+from specinfer.tree.token_tree import single_node
+from specinfer.verify.acceptance import Acceptance
+
+
+class ScriptedEngine:
+    """Each step every request says the next number, 1, 2, ..., until its max_tokens.
+
+    A script is called in each step, with the step's number, when the first request has its token and the
+    others do not: it may wait, call what drives the engine, or raise. Two callers at once are an error.
+    """
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Admitted] = {}
+        self.happened: list[str] = []
+        self.steppers: list[int] = []  # the thread of each step
+        self.script: Callable[[int], object] = lambda step: None
+        self.refuses: set[str] = set()  # ids that cannot be added
+        self._outputs: list[RequestOutput] = []  # made and not returned: a step that raises loses none
+        self._called = threading.Lock()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        assert self._called.acquire(blocking=False), "two callers at once"
+        try:
+            yield
+        finally:
+            self._called.release()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests or self._outputs)
+
+    def add(self, admitted: Admitted) -> None:
+        with self._alone():
+            if admitted.request.request_id in self.refuses:
+                raise ValueError("no room")
+            assert admitted.request.request_id not in self.requests
+            self.happened.append(f"add {admitted.request.request_id}")
+            self.requests[admitted.request.request_id] = admitted
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        with self._alone():
+            self.happened.append(f"abort {request_id}")
+            self._outputs = [output for output in self._outputs if output.request_id != request_id]
+            admitted = self.requests.pop(request_id, None)
+            if admitted is None:
+                return None
+            admitted.transcript.abort(now=2.0)
+            return admitted.transcript.output()
+
+    def step(self) -> list[RequestOutput]:
+        with self._alone():
+            self.happened.append("step")
+            self.steppers.append(threading.get_ident())
+            for number, (request_id, admitted) in enumerate(list(self.requests.items())):
+                transcript = admitted.transcript
+                transcript.commit(single_node(0), Acceptance((), len(transcript.token_ids) + 1), now=1.0)
+                if transcript.finish_reason is not None:
+                    del self.requests[request_id]
+                self._outputs.append(transcript.output())
+                if number == 0:
+                    self.script(len(self.steppers))
+            outputs, self._outputs = self._outputs, []
+            return outputs
+
+    def check_integrity(self) -> None:
+        with self._alone():
+            self.happened.append("check")
+
+
+def admitted(tokenizer: Tokenizer, request_id: str, max_tokens: int = 3) -> Admitted:
+    """A request that counts to `max_tokens`."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    request = Request(request_id, (65,), params, seed=0)
+    transcript = Transcript(request, tokenizer, ending=frozenset(), max_context=1 << 20, now=0.0)
+    return Admitted(request, SequenceState(request), transcript)
