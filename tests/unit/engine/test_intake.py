@@ -1,0 +1,302 @@
+"""What callers ask for becomes requests that are ready to run, or an error that names the parameter."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specinfer import sampling_params, speculation_params, structured_output
+from specinfer.config import SpeculationConfig
+from specinfer.engine import admission, intake
+from specinfer.engine.admission import Admission
+from specinfer.engine.intake import Intake
+from specinfer.errors import RequestError
+from specinfer.processors import bad_words
+from specinfer.processors.grammar import GrammarCompiler
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculate import budget
+from specinfer.speculate.budget import TreeBudget
+from specinfer.tokenizer import Tokenizer, chat_template, tokenizer
+from specinfer.verify.noise import completion_seed
+from tests.tiny_models import write_byte_tokenizer
+from tests.unit.tokenizer.made_up import write_folder
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    "[{{ m.content }}]{% endfor %}"
+)
+VOCAB = 258  # 256 bytes, <s> and </s>
+HI = [{"role": "user", "content": "hi"}]
+Ask = Callable[[Intake], object]
+
+
+def desk(tokenizer: Tokenizer, **options: Any) -> Intake:
+    shape = {"vocab": VOCAB, "max_context": 64, "capacity": 64, **options}
+    return Intake(Admission(tokenizer, TreeBudget(SpeculationConfig(ngram=True), (), ()), **shape))
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Intake:
+    """Of a model with all bytes, a chat template and an end of text."""
+    config = {"chat_template": TEMPLATE, "eos_token": "</s>", "bos_token": "<s>"}
+    folder = write_folder(
+        tmp_path_factory.mktemp("full"), tokenizer_config=config, config={"eos_token_id": 257}
+    )
+    return desk(Tokenizer.load(folder))
+
+
+@pytest.fixture(scope="module")
+def poor(tmp_path_factory: pytest.TempPathFactory) -> Intake:
+    """Of a model without letters, chat template and end of text."""
+    write_byte_tokenizer(folder := tmp_path_factory.mktemp("poor"), 64)
+    return desk(Tokenizer.load(folder), vocab=64)
+
+
+@pytest.fixture(scope="module")
+def models(full: Intake, poor: Intake) -> dict[str, Intake]:
+    return {"full": full, "poor": poor, "small": desk(full.tokenizer, capacity=48)}
+
+
+# Requests.
+
+
+def test_a_prompt_is_its_n_requests_each_with_a_seed_of_its_own(full: Intake) -> None:
+    params = SamplingParams(n=3, seed=5, prediction="ok", max_tokens=4)
+    [one, other] = full.prompts(["ab", [1, 2]], params)
+    for group, prompt in ((one, (97, 98)), (other, (1, 2))):
+        assert [a.request.prompt_token_ids for a in group] == [prompt] * 3
+        assert [a.request.index for a in group] == [0, 1, 2]
+        assert [a.request.seed for a in group] == [completion_seed(5, i) for i in range(3)]
+        assert {a.request.prediction for a in group} == {(111, 107)}
+        assert [a.sequence.request for a in group] == [a.request for a in group]
+        assert [a.sequence.token_ids for a in group] == [list(prompt)] * 3
+    ids = [a.request.request_id for a in (*one, *other)]
+    assert len(set(ids)) == 6
+
+
+def test_a_seed_is_drawn_where_none_is_given(full: Intake) -> None:
+    seeds = {group[0].request.seed for group in full.prompts(["a"] * 8)}
+    assert len(seeds) == 8
+
+
+@pytest.mark.parametrize(
+    "prompts", ["ab", [97, 98], np.array([97, 98]), ["ab"], [[97, 98]], [np.array([97, 98])]]
+)
+def test_one_prompt_or_several_however_they_are_written(full: Intake, prompts: Any) -> None:
+    [[request]] = full.prompts(prompts)
+    assert request.request.prompt_token_ids == (97, 98)
+
+
+def test_conversations_go_through_the_template(full: Intake) -> None:
+    both = [HI, [*HI, {"role": "assistant", "content": "yo"}]]
+    texts = [bytes(group[0].request.prompt_token_ids) for group in full.conversations(both)]
+    assert texts == [b"[hi]", b"[hi][yo]"]
+    assert bytes(full.conversations(HI)[0][0].request.prompt_token_ids) == b"[hi]"
+    assert full.conversations([]) == full.prompts([]) == []
+
+
+def test_a_form_is_compiled_and_every_request_has_a_place_of_its_own_in_it(full: Intake) -> None:
+    [[one, other]] = full.prompts(["a"], SamplingParams(choice=("yes", "no"), n=2))
+    for admitted in (one, other):
+        assert admitted.sequence.processors is not None
+        allowed = admitted.sequence.processors.apply(np.zeros(VOCAB, dtype=np.float32), ())
+        assert {chr(i) for i in np.flatnonzero(allowed == 0)} == {"y", "n"}
+        admitted.sequence.processors.commit(b"n" if admitted is one else b"y")
+    assert one.sequence.processors is not other.sequence.processors
+
+
+def test_a_request_that_failed_has_a_last_output_that_says_why(full: Intake) -> None:
+    [[request]] = full.prompts(["a"])
+    output = request.fail("no room")
+    assert (output.finish_reason, output.error, output.text) == ("error", "no room", "")
+
+
+# Threads.
+
+
+def test_many_threads_at_once_get_the_requests_each_asked_for(
+    full: Intake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[GrammarCompiler] = []
+    monkeypatch.setattr(
+        admission, "GrammarCompiler", lambda *args: (made.append(GrammarCompiler(*args)), made[-1])[1]
+    )
+    fresh, together = desk(full.tokenizer), threading.Barrier(8)
+
+    def ask(number: int) -> list[tuple[str, tuple[int, ...], bool]]:
+        together.wait()
+        found = []
+        for turn in range(10):
+            params = SamplingParams(choice=(f"{number}", f"{turn}x"), bad_words=("no",), seed=turn)
+            [[a]] = fresh.prompts([f"{number} {turn}"], params)
+            assert a.sequence.processors is not None
+            permitted = a.sequence.processors.permits((), ord(f"{number}"))
+            found.append((a.request.request_id, a.request.prompt_token_ids, permitted))
+        return found
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(8)))
+    for number, answer in enumerate(answers):
+        assert [bytes(ids) for _, ids, _ in answer] == [f"{number} {t}".encode() for t in range(10)]
+        assert all(permitted for *_, permitted in answer)
+    assert len({request_id for answer in answers for request_id, *_ in answer}) == 80
+    assert len(made) == 1
+
+
+# Refusals. A row for every line that raises one; the last test finds lines that have none.
+
+
+def prompt(value: Any, **params: Any) -> Ask:
+    return lambda intake: intake.prompts(value, SamplingParams(**params))
+
+
+def chat(value: Any) -> Ask:
+    return lambda intake: intake.conversations(value)
+
+
+def a_form(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
+
+
+def with_params(params: Any, prompts: Any = "a") -> Ask:
+    return lambda intake: intake.prompts(prompts, params)
+
+
+REFUSALS: dict[str, list[Ask]] = {
+    "prompt": [
+        *map(prompt, ["", [""], [[]], None, 5.5, b"a", {"a": 1}, [None], [[1.5]], ["a", ["b"]], "\ud800"]),
+        *map(prompt, [[[VOCAB]], [[-1]], "x" * 64, ["fine", "x" * 64]]),
+    ],
+    "messages": [
+        *map(chat, [None, 5, "hi", [5], {"role": "user"}, [[]], [{"role": 1}], [HI, 5]]),
+        chat([{"role": "robot", "content": ""}]),
+        chat([{"role": "user", "content": "\ud800"}]),
+        chat([{"role": "user", "content": "x" * 64}]),
+    ],
+    "params": [with_params("x"), with_params([{}]), with_params([SamplingParams()] * 2)],
+    "max_tokens": [prompt("a", max_tokens=0), prompt("a", max_tokens=1.5)],
+    "min_tokens": [prompt("a", min_tokens=-1), prompt("a", min_tokens=9, max_tokens=8)],
+    "temperature": [prompt("a", temperature=-1), prompt("a", temperature="hot")],
+    "top_p": [prompt("a", top_p=0)],
+    "min_p": [prompt("a", min_p=2)],
+    "top_k": [prompt("a", top_k=-1)],
+    "n": [prompt("a", n=0)],
+    "best_of": [prompt("a", best_of=2)],
+    "seed": [prompt("a", seed=-1), prompt("a", seed="x")],
+    "presence_penalty": [prompt("a", presence_penalty=3)],
+    "frequency_penalty": [prompt("a", frequency_penalty=3)],
+    "repetition_penalty": [prompt("a", repetition_penalty=0)],
+    "logit_bias": [
+        prompt("a", logit_bias=value) for value in ([1], {"x": 1}, {"7": 1, 7: 2}, {7: 101}, {VOCAB: 1})
+    ],
+    "bad_words": [prompt("a", bad_words=value) for value in ({"a": 1}, [""], [" "], ["\ud800"])],
+    "allowed_token_ids": [prompt("a", allowed_token_ids=value) for value in ([], "12", [-1], [VOCAB])],
+    "stop": [prompt("a", stop=""), prompt("a", stop=[1])],
+    "stop_token_ids": [prompt("a", stop_token_ids=[-1]), prompt("a", stop_token_ids=[VOCAB])],
+    "ignore_eos": [prompt("a", ignore_eos=1), prompt("a", ignore_eos=True, regex="a")],
+    "logprobs": [prompt("a", logprobs=-1)],
+    "prompt_logprobs": [prompt("a", prompt_logprobs=1001)],
+    "logprobs_mode": [prompt("a", logprobs_mode="both")],
+    "cache_salt": [prompt("a", cache_salt="")],
+    "prediction": [prompt("a", prediction=value) for value in ([-1], [VOCAB], "\ud800")],
+    "response_format": [
+        prompt("a", response_format=value)
+        for value in (
+            *("json", {"type": "xml"}, {"type": "text", "x": 1}, {"type": "json_schema"}, a_form([])),
+            *(a_form({}, name=""), a_form({}, description=3), a_form({}, strict=3), a_form({}, x=1)),
+            *(a_form({"x-guidance": {}}), a_form({"const": {1}}), a_form({"const": "x" * (1 << 19)})),
+            *(a_form({"type": "nothing"}), a_form({"type": "string", "pattern": "(?=a)"})),
+        )
+    ],
+    "regex": [prompt("a", regex=value) for value in (3, "", "a\0", "\ud800", "(", "a" * (1 << 19))]
+    + [prompt("a", regex="a", choice=["a"])],
+    "choice": [
+        *(prompt("a", choice=value) for value in ("yes", [], [1], [""], ["\0"])),
+        prompt("a", choice=["z"], allowed_token_ids=[1]),
+        lambda intake: structured_output.structured_output(choice="yes"),
+    ],
+    "grammar": [prompt("a", grammar=value) for value in (b"a", "start: oops", "root ::= oops")],
+    "speculation": [
+        prompt("a", speculation=value)
+        for value in (
+            *("off", {"nodes": 3}, {"enabled": 1}, {"max_nodes": 0}, {"expansion": "x"}, {"expansion": 5}),
+            *({"speculators": []}, {"verifier": "x"}, {"speculators": "draft"}, {"expansion": "2,1"}),
+            {"max_nodes": 1000},
+        )
+    ],
+}
+POOR: dict[str, list[Ask]] = {
+    "messages": [chat(HI)],
+    "bad_words": [prompt([[1]], bad_words="a")],
+    "regex": [prompt([[1]], regex="1")],
+    "allowed_token_ids": [prompt([[1]], allowed_token_ids=[5], bad_words=["\x05"])],
+}
+SMALL: dict[str, list[Ask]] = {"max_tokens": [prompt("a", max_tokens=60)]}
+
+
+def refusals() -> Iterator[tuple[str, str, Ask]]:
+    """The model, the parameter that is at fault, and what is asked."""
+    for model, table in (("full", REFUSALS), ("poor", POOR), ("small", SMALL)):
+        yield from ((model, parameter, ask) for parameter, asks in table.items() for ask in asks)
+
+
+def test_every_refusal_names_its_parameter(models: dict[str, Intake]) -> None:
+    wrong = []
+    for model, parameter, ask in refusals():
+        with pytest.raises(RequestError) as caught:
+            ask(models[model])
+        if caught.value.parameter != parameter or "\n" in str(caught.value):
+            wrong.append((parameter, caught.value.parameter, str(caught.value)))
+    assert wrong == []
+
+
+def test_the_parameters_are_those_there_are() -> None:
+    known = {field.name for field in fields(SamplingParams)} | {"prompt", "messages", "params"}
+    assert {parameter for _, parameter, _ in refusals()} <= known
+    never_wrong = {"structured_output"}  # not given: made of four others
+    assert known - {parameter for _, parameter, _ in refusals()} == never_wrong
+
+
+def test_every_line_that_refuses_is_in_the_table(models: dict[str, Intake]) -> None:
+    modules: list[ModuleType] = [
+        *(sampling_params, structured_output, speculation_params, budget, bad_words),
+        *(admission, intake, chat_template, tokenizer),
+    ]
+    raised: set[tuple[str, int]] = set()
+    for model, _, ask in refusals():
+        with pytest.raises(RequestError) as caught:
+            ask(models[model])
+        # An error may be raised `from None` in place of another: its own last frame is what counts.
+        *_, last = chain(caught.traceback)
+        raised.add((str(last.path), last.lineno + 1))
+    missing = []
+    for module in modules:
+        path = Path(inspect.getsourcefile(module) or "")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Raise) or "RequestError" not in ast.unparse(node):
+                continue
+            lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+            if not any((str(path), line) in raised for line in lines):
+                missing.append(f"{path.name}:{node.lineno}: {ast.unparse(node)[:80]}")
+    assert missing == []
+
+
+def test_a_refusal_survives_being_sent_to_another_process() -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(max_tokens=0)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.parameter) == (str(caught.value), "max_tokens")
+    json.dumps({"message": str(again), "param": again.parameter})

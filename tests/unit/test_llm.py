@@ -1,0 +1,355 @@
+"""LLM: what a caller may do with it, from several threads, to its end; and variants over the same weights."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specinfer import EngineConfig, RequestOutput, SamplingParams
+from specinfer.config import NO_SPECULATION
+from specinfer.engine.build import Models
+from specinfer.engine.engine import Engine
+from specinfer.engine.metrics import Stage
+from specinfer.engine.trace import TreeEvent
+from specinfer.engine.variant import models_for
+from specinfer.errors import ClosedError, ConfigError, RequestError, UserError
+from specinfer.llm import LLM
+from specinfer.speculate.draft_vocabulary import DraftVocabulary
+from specinfer.tree import TokenTree
+from specinfer.tree.token_tree import single_node
+from tests.engines import ENGINE, Tiny, assert_idle, engine_of, slow_generate, write_tiny
+from tests.tiny_models import write_pair
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+SEEDED = SamplingParams(temperature=1, seed=11, max_tokens=16)
+PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41], list(range(5, 45)), [7, 7, 7, 7]]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Tiny) -> list[list[int]]:
+    return [slow_generate(tiny.target, prompt, SEEDED) for prompt in PROMPTS]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.token_ids) for output in outputs]
+
+
+# Several callers.
+
+
+@pytest.mark.parametrize("own_thread", [False, True], ids=["driven by who waits", "a thread of its own"])
+def test_threads_in_one_llm_at_once_each_get_exactly_their_texts(
+    tiny: Tiny, expected: list[list[int]], own_thread: bool
+) -> None:
+    llm = tiny.llm(drafts=["similar"], ngram=True, max_batch_size=6)
+    if own_thread:
+        llm.loop.start()
+    together = threading.Barrier(4)
+
+    def ask(number: int) -> list[list[list[int]]]:
+        together.wait()
+        mine = PROMPTS[number:] + PROMPTS[:number]
+        streamed = [list(llm.stream(prompt, SEEDED))[-1] for prompt in mine[:2]]
+        return [tokens(llm.generate(mine, SEEDED)), tokens(streamed)]
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(ask, range(4)))
+    for number, (generated, streamed) in enumerate(answers):
+        rotated = expected[number:] + expected[:number]
+        assert generated == rotated
+        assert streamed == rotated[:2]
+    assert_idle(llm)
+    llm.close()
+
+
+def test_a_request_of_somebody_else_does_not_end_anybodys_generate(
+    tiny: Tiny, expected: list[list[int]]
+) -> None:
+    llm = tiny.llm(ngram=True)
+    [[foreign]] = tiny.llm().intake.prompts([[5, 6]], GREEDY)  # of an intake that numbers as this one does
+    engine_of(llm).add(foreign)
+    [[mine]] = llm.intake.prompts([[5, 6]], GREEDY)
+    assert mine.request.request_id == foreign.request.request_id
+    assert tokens(llm.generate(PROMPTS, SEEDED)) == expected
+    assert_idle(llm)
+
+
+def test_two_requests_of_one_id_are_one_too_many(tiny: Tiny) -> None:
+    llm = tiny.llm()
+    [requests] = llm.intake.prompts([[5, 6]], GREEDY)
+    llm.loop.submit(requests, lambda output: None)
+    with pytest.raises(RequestError, match="request id 'request-0' is in use"):
+        llm.loop.submit(requests, lambda output: None)
+    assert llm.loop.drain()
+    assert_idle(llm)
+
+
+def test_a_callback_may_ask_the_same_llm(tiny: Tiny, expected: list[list[int]]) -> None:
+    llm = tiny.llm(drafts=["similar"])
+    asked: list[list[int]] = []
+
+    def ask_more(output: RequestOutput) -> None:
+        if len(asked) < len(PROMPTS):
+            asked.append([])
+            asked[-1] = tokens(llm.generate([PROMPTS[len(asked) - 1]], SEEDED))[0]
+
+    assert tokens(llm.generate(PROMPTS[:2], SEEDED, on_output=ask_more)) == expected[:2]
+    assert asked == expected
+    assert_idle(llm)
+
+
+def test_a_callback_that_raises_cancels_its_requests_at_once(tiny: Tiny, expected: list[list[int]]) -> None:
+    llm = tiny.llm(ngram=True)
+    other = llm.stream(PROMPTS[1], SEEDED)
+    next(other)
+
+    def refuse(output: RequestOutput) -> None:
+        raise OSError("no terminal")
+
+    with pytest.raises(OSError, match="no terminal") as kept:
+        llm.generate(PROMPTS, SEEDED, on_output=refuse)
+    statistics = llm.statistics()
+    assert (statistics.running, statistics.waiting) == (1, 0), kept  # the error, and its frames, are alive
+    assert list([*other][-1].token_ids) == expected[1]
+    assert_idle(llm)
+
+
+def test_a_listener_that_asks_from_within_a_step_is_told_so(tiny: Tiny, expected: list[list[int]]) -> None:
+    llm = tiny.llm()
+
+    def listen(event: TreeEvent) -> None:
+        llm.on_tree = None
+        llm.generate(PROMPTS[:1], GREEDY)
+
+    llm.on_tree = listen
+    with pytest.raises(UserError, match="asked from within one of its own steps"):
+        llm.generate(PROMPTS, SEEDED)
+    assert tokens(llm.generate(PROMPTS, SEEDED)) == expected
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("ask", ["stream", "stream_chat", "generate", "chat"])
+def test_what_cannot_be_served_is_refused_before_anything_runs(tiny: Tiny, ask: str) -> None:
+    llm = tiny.llm()
+    nothing: list[Any] = [] if ask.startswith("stream") else [[]]
+    with pytest.raises(RequestError) as caught:
+        getattr(llm, ask)(nothing)
+    assert caught.value.parameter == ("messages" if "chat" in ask else "prompt")
+    assert llm.statistics().steps == 0
+
+
+# What can be seen of the engine.
+
+
+def test_no_public_attribute_gives_the_engine(tiny: Tiny) -> None:
+    llm = tiny.llm()
+    seen: list[str] = []
+    for owner in (llm, llm.loop, llm.intake):
+        names = [name for name in dir(owner) if not name.startswith("_")]
+        seen += [name for name in names if isinstance(getattr(owner, name), Engine)]
+    assert seen == []
+    assert not hasattr(llm, "engine")
+
+
+def test_statistics_count_what_was_done_and_who_is_there(tiny: Tiny) -> None:
+    llm = tiny.llm(ngram=True, block_size=4)
+    llm.generate(PROMPTS[:1], GREEDY)
+    first = llm.statistics()
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    done = llm.statistics().since(first)
+    assert (done.steps, done.running, done.waiting) == (1, 1, 0)
+    assert (done.prefix_queries, done.prefix_hits, done.preemptions) == (7, 4, 0)
+    assert set(done.stage_seconds) == set(Stage)
+    assert all(seconds > 0 for seconds in done.stage_seconds.values())
+    stream.close()
+    assert llm.statistics().running == 0
+
+
+def test_statistics_may_be_asked_within_a_step_and_the_listener_be_taken_away(tiny: Tiny) -> None:
+    llm = tiny.llm()
+    seen: list[int] = []
+    llm.on_tree = lambda event: seen.append(llm.statistics().running)
+    llm.generate(PROMPTS[:2], GREEDY)
+    assert set(seen) <= {1, 2}
+    before, llm.on_tree = len(seen), None
+    llm.generate(PROMPTS[:1], GREEDY)
+    assert len(seen) == before
+    assert llm.on_tree is None
+
+
+# Its end.
+
+
+def test_closing_frees_cache_and_weights(pair: Path) -> None:
+    llm = LLM(pair / "target", drafts=[pair / "draft"], **ENGINE)
+    llm.generate([1, 2, 3], GREEDY)
+    stream = llm.stream([1, 2, 3], GREEDY)  # which somebody still holds
+    next(stream)
+    engine, models = engine_of(llm), llm.models
+    held = [weakref.ref(engine._target.cache.keys[0]), weakref.ref(models.target)]
+    held += [weakref.ref(model) for model in models.drafts.values()]
+    assert len(held) == 3
+    del engine, models
+    llm.close()
+    assert [reference() for reference in held] == [None] * 3
+    llm.close()
+    with pytest.raises(ClosedError):
+        next(stream)
+
+
+def test_a_closed_llm_says_so_whatever_is_asked(tiny: Tiny) -> None:
+    with tiny.llm() as llm:
+        assert len(llm.generate(PROMPTS, GREEDY)) == len(PROMPTS)
+        unread = llm.stream(PROMPTS[0], GREEDY)
+    calls: list[Callable[[], object]] = [
+        lambda: llm.generate("hello"),
+        lambda: llm.chat([{"role": "user", "content": "hello"}]),
+        lambda: llm.stream("hello"),
+        lambda: next(unread),
+        lambda: llm.variant(ngram=True),
+        lambda: llm.models,
+        lambda: llm.tokenizer,
+        lambda: llm.max_context,
+        lambda: llm.on_tree,
+        llm.statistics,
+        llm.check_integrity,
+    ]
+    for call in calls:
+        with pytest.raises(ClosedError, match="the LLM was closed; make a new one"):
+            call()
+    llm.close()
+
+
+def test_an_error_leaves_the_with_block_as_it_is(tiny: Tiny) -> None:
+    with pytest.raises(RequestError, match="prompt is empty"), tiny.llm() as llm:
+        llm.generate("")
+    with pytest.raises(ClosedError):
+        llm.generate("hello")
+
+
+# Variants.
+
+
+def test_a_variant_has_the_same_weights_and_a_cache_and_options_of_its_own(
+    tiny: Tiny, expected: list[list[int]]
+) -> None:
+    llm = tiny.llm(drafts=["similar"], max_context=80)
+    other = llm.variant(ngram=True, max_batch_size=2)
+    assert other.models.target is llm.models.target
+    assert other.models.drafts == llm.models.drafts
+    assert engine_of(other)._target.cache is not engine_of(llm)._target.cache
+    assert (other.config.speculation.ngram, other.config.scheduler.max_batch_size) == (True, 2)
+    assert (other.config.speculation.drafts, other.max_context) == (("similar",), 80)
+    assert not llm.config.speculation.ngram
+    llm.close()
+    assert tokens(other.generate(PROMPTS, SEEDED)) == expected
+
+
+def test_a_variant_may_have_fewer_drafts_by_the_names_they_have(tiny: Tiny) -> None:
+    llm = tiny.llm(drafts=["similar", "stranger"])
+    assert list(llm.variant(drafts=["stranger"]).models.drafts) == ["1-stranger"]
+    assert list(llm.variant(drafts=["stranger", "similar"]).models.drafts) == ["1-stranger", "0-similar"]
+    assert llm.variant(drafts=()).models.drafts == {}
+    output = llm.variant(drafts=["stranger"]).generate(PROMPTS[:1], GREEDY)[0]
+    assert list(output.figures.drafted) == ["1-stranger"]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16', and a variant shares weights that were loaded with"),
+        ({"quantization": "int8"}, "quantization is 'int8', and a variant shares weights that were loaded"),
+        ({"kernels": "native"}, "kernels is 'native', and"),
+        ({"threads": 1}, "threads is 1, and"),
+        ({"draft_vocabulary": 10}, "draft_vocabulary is 10, and"),
+        ({"drafts": ["stranger"]}, "drafts names 'stranger'; a variant can have what is loaded (similar)"),
+        ({"drafts": ["similar"] * 2}, "drafts names 'similar'; a variant can have what is loaded (similar)"),
+        ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1"),
+        ({"engine": 1}, "unknown option 'engine'"),
+    ],
+)
+def test_a_variant_that_needs_other_weights_is_refused(
+    tiny: Tiny, options: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tiny.llm(drafts=["similar"]).variant(**options)
+    assert str(caught.value).startswith(line)
+
+
+def test_a_variant_of_another_model_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match=r"model is 'other', and a variant shares weights"):
+        tiny.llm().variant(EngineConfig(model="other"))
+
+
+def test_options_of_drafts_do_not_matter_where_there_is_none(tiny: Tiny) -> None:
+    kept = DraftVocabulary.__new__(DraftVocabulary)
+    models = Models(tiny.target, tiny.tokenizer, {"draft": tiny.similar}, kept)
+    config = EngineConfig.from_options("tiny", {**ENGINE, "drafts": ["similar"], "draft_vocabulary": 9})
+    without = replace(config, speculation=NO_SPECULATION)
+    assert models_for(without, config, models) == Models(tiny.target, tiny.tokenizer, {})
+
+
+class Nothing:
+    """A speculator that never guesses."""
+
+    name = "nothing"
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def propose(self, entries: Any) -> list[TokenTree]:
+        self.asked += 1
+        return [single_node(entry.token_ids[entry.end - 1]) for entry in entries]
+
+    def observe(self, outcomes: Any) -> None:
+        pass
+
+
+def test_a_variant_has_the_speculators_it_is_given_and_none_of_anothers(tiny: Tiny) -> None:
+    one, other = Nothing(), Nothing()
+    config = EngineConfig.from_options("tiny", ENGINE)
+    llm = LLM.from_models(config, Models(tiny.target, tiny.tokenizer, {}), [one])
+    llm.variant(speculators=[other]).generate(PROMPTS[:1], GREEDY)
+    llm.variant().generate(PROMPTS[:1], GREEDY)
+    assert one.asked == 0 < other.asked
+
+
+def test_without_speculation_nobody_guesses_not_even_what_a_grammar_forces(tmp_path: Path) -> None:
+    forced = SamplingParams(temperature=0, max_tokens=20, regex="the same text always", prediction="the s")
+    with write_tiny(tmp_path, vocab_size=128, eos_token_id=5).llm(ngram=True) as llm:
+        plain = llm.variant(replace(llm.config, speculation=NO_SPECULATION))
+        texts = []
+        for each, guessed in ((llm, True), (llm.variant(ngram=False), True), (plain, False)):
+            output = each.generate("a", forced)[0]
+            assert (output.figures.drafted_tokens > 0) == guessed
+            texts.append(output.text)
+        assert texts == ["the same text always"] * 3
+
+
+def test_a_config_may_stand_for_the_model_and_options_change_it(pair: Path) -> None:
+    config = EngineConfig.from_options(str(pair / "target"), {**ENGINE, "max_context": 64, "ngram": True})
+    with LLM(config, max_batch_size=3) as llm:
+        assert llm.config == config.with_options({"max_batch_size": 3})
+        assert (llm.max_context, llm.config.scheduler.max_batch_size) == (64, 3)
+        assert llm.models.target.dtype == torch.float32
+    with pytest.raises(ConfigError, match="unknown option 'engram'; did you mean ngram"):
+        LLM(config, engram=True)
