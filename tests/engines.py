@@ -19,10 +19,10 @@ from specinfer.models.decoder import LanguageModel
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner, as_rows
-from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.coupled import coupled_choice
+from specinfer.verify.target_law import target_law
 
 from .tiny_models import write_similar_llama, write_tiny_llama
 

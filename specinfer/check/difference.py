@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from specinfer.check.target_alone import TargetAlone
 from specinfer.request import RequestOutput
-from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.noise import exponentials
+from specinfer.verify.target_law import target_law
 
 ULPS = 2  # of bfloat16, at the size of the logits: one for each of the two runs
 FLOAT32_TOLERANCE = 1e-3

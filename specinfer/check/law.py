@@ -34,8 +34,8 @@ from specinfer.check.verdict import Verdict
 from specinfer.llm import LLM
 from specinfer.progress import Progress
 from specinfer.request import SpeculationFigures
-from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
+from specinfer.verify.target_law import target_law
 
 THRESHOLD: Final = 1e-4
 BINS: Final = 10

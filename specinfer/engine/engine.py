@@ -26,7 +26,6 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Logprobs, Request, RequestOutput
 from specinfer.runtime.batch import StepRows, step_rows
 from specinfer.runtime.flight import Flight
-from specinfer.runtime.logprobs import raw_logprobs, report
 from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy import StepReport
@@ -34,6 +33,7 @@ from specinfer.speculate.speculator import Outcome
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.logprobs import raw_logprobs, report
 from specinfer.verify.pairs import Verifier
 
 _LOG = logging.getLogger(__name__)

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from specinfer.errors import DrawRuleError, IntegrityError, LogitsError, RequestError, UserError
 from specinfer.plan import PlanEntry
 from specinfer.runtime.flight import Flight
-from specinfer.runtime.logprobs import processed_logprobs, raw_logprobs
-from specinfer.runtime.sampling import point_mass, target_law
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.coupled import coupled_choice, verify_coupled
 from specinfer.verify.law import Law
+from specinfer.verify.logprobs import processed_logprobs, raw_logprobs
 from specinfer.verify.multistep import seeded_coin, verify_multistep
 from specinfer.verify.pairs import Verifier
+from specinfer.verify.target_law import point_mass, target_law
 
 
 class TargetLaws:

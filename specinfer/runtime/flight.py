@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.errors import LogitsError
-from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.scan import Scan
+from specinfer.verify.target_law import target_law
 
 
 class Flight:

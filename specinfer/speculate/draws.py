@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.errors import RequestError
-from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.tree import DrawRule, TreeBuilder
@@ -25,6 +24,7 @@ from specinfer.tree.distribution import Distribution
 from specinfer.verify.coupled import coupled_top_k
 from specinfer.verify.law import Law, inverse_cdf
 from specinfer.verify.scan import NUMPY, Scan
+from specinfer.verify.target_law import target_law
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from itertools import product
 
 import numpy as np
 
-from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree.token_tree import DrawRule, TreeBuilder, merge
 from specinfer.verify import verify_multistep
+from specinfer.verify.target_law import target_law
 
 
 class Branching:

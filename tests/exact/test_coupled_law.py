@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.draws import coupled_children
 from specinfer.tree.token_tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.verify import coupled_choice, noise, reference, verify_coupled
+from specinfer.verify.target_law import target_law
 
 from .enumeration import World
 

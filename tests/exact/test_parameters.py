@@ -22,13 +22,13 @@ from specinfer.errors import RequestError
 from specinfer.processors.bad_words import BadWords
 from specinfer.processors.penalties import Penalties
 from specinfer.processors.pipeline import Processors
-from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.draws import Site, draw_children
 from specinfer.tree import TreeBuilder, merge
 from specinfer.tree.prune import prune
 from specinfer.tree.token_tree import DrawRule
 from specinfer.verify.pairs import Verifier
+from specinfer.verify.target_law import target_law
 from tests import plans
 from tests.flights import flight_of
 

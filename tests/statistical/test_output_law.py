@@ -20,9 +20,9 @@ from scipy import stats
 
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner, as_rows
-from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree import DrawRule
+from specinfer.verify.target_law import target_law
 from tests.engines import Tiny, write_tiny
 from tests.kernels import kernels
 
@@ -116,9 +116,9 @@ def test_int4_drafts_leave_the_law_alone_whose_rows_depend_on_how_many_there_are
 
 def test_the_same_count_catches_a_biased_engine(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     # The classic mistake: the draft's top-k, verified as if it had been sampled.
-    from specinfer.runtime.sampling import target_law
     from specinfer.speculate import draft_model, draws
     from specinfer.verify.law import most_likely
+    from specinfer.verify.target_law import target_law
 
     def top_k_called_samples(logits: Any, sites: Any, speculator: str, *_: Any) -> None:
         for row, site in zip(logits, sites, strict=True):

@@ -10,11 +10,11 @@ import pytest
 from specinfer.check.promise import Effort, check_bookkeeping, check_promise, with_verifier
 from specinfer.config import SpeculationConfig
 from specinfer.engine import engine as engine_module
-from specinfer.runtime.sampling import target_law
 from specinfer.speculate import draft_model
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.law import most_likely
+from specinfer.verify.target_law import target_law
 from tests.engines import Tiny, engine_of, write_tiny
 from tests.flights import each_tree
 

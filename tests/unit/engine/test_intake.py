@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from specinfer.processors.grammar import GrammarCompiler
+from specinfer.speculate.budget import TreeBudget
 
 from specinfer import sampling_params, speculation_params, structured_output
 from specinfer.config import SpeculationConfig
@@ -25,10 +27,8 @@ from specinfer.engine.admission import Admission
 from specinfer.engine.intake import Intake
 from specinfer.errors import RequestError
 from specinfer.processors import bad_words
-from specinfer.processors.grammar import GrammarCompiler
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import budget
-from specinfer.speculate.budget import TreeBudget
 from specinfer.tokenizer import Tokenizer, chat_template, tokenizer
 from specinfer.verify.noise import completion_seed
 from tests.tiny_models import write_byte_tokenizer

@@ -9,12 +9,12 @@ import pytest
 from numpy.typing import NDArray
 
 from specinfer.kernels.sampling import NativeScan
-from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.draws import coupled_children
 from specinfer.verify import Law, coupled_choice
 from specinfer.verify.scan import MASS_ERROR, NUMPY
+from specinfer.verify.target_law import target_law
 from tests.kernels import kernels
 
 Row = NDArray[np.float32]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.draws import Site, coupled_children, draw_children, probabilities
@@ -13,6 +12,7 @@ from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.distribution import Distribution
 from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.law import most_likely
+from specinfer.verify.target_law import target_law
 
 LOGITS = np.log(np.array([[0.05, 0.4, 0.3, 0.2, 0.05]], dtype=np.float32))
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree.token_tree import TokenTree
 from specinfer.verify import Acceptance, Law, coupled_choice, coupled_top_k, noise, reference, verify_coupled
+from specinfer.verify.target_law import target_law
 
 
 def test_greedy_follows_the_target_down_the_second_branch():

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.request import Logprob, Logprobs
-from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
+from specinfer.verify.target_law import target_law
 
 
 def raw_logprobs(logits_V: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from specinfer.errors import IntegrityError
-from specinfer.runtime.sampling import target_law
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify import coupled_choice, most_likely
 from specinfer.verify.scan import MASS_ERROR, NumpyScan
+from specinfer.verify.target_law import target_law
 
 
 def oracle(logits, params):

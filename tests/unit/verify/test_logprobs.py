@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer import SamplingParams
-from specinfer.runtime.logprobs import processed_logprobs, raw_logprobs, report
+from specinfer.verify.logprobs import processed_logprobs, raw_logprobs, report
 from tests.exact.oracles import processed_law
 from tests.exact.slow_sampling import logprobs
 
