@@ -23,7 +23,7 @@ from specinfer import EngineConfig
 from specinfer.check.target_alone import TargetAlone
 from specinfer.engine.build import Models, load_models
 from specinfer.errors import DatasetError
-from specinfer.models.decoder import LanguageModel
+from specinfer.models.language_model import LanguageModel
 from specinfer.progress import ProgressBar
 from specinfer.report.dataset import Conversation, read_dataset
 from specinfer.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from specinfer.engine.build import Models
 from specinfer.engine.engine import Engine
 from specinfer.kernels.choice import TORCH, Kernels, guessing
 from specinfer.llm import LLM
-from specinfer.models.decoder import LanguageModel
+from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner, as_rows

@@ -33,7 +33,7 @@ from specinfer.kernels.machine import (
     usable_cores,
 )
 from specinfer.kernels.native import Refused, find_best
-from specinfer.models.decoder import LanguageModel
+from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import estimate_bytes
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, chain_rows

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.models.decoder import LanguageModel
+from specinfer.models.language_model import LanguageModel
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner, as_rows
 

@@ -19,7 +19,7 @@ from specinfer.errors import ConfigError
 from specinfer.hub import ModelFiles, resolve
 from specinfer.kernels.choice import Kernels, choose_kernels, guessing
 from specinfer.kernels.machine import thread_count
-from specinfer.models.decoder import LanguageModel
+from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import estimate_bytes, load_config, load_model
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime import memory

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specinfer.attention.backend import Heads, Rotation
 from specinfer.attention.native import NativeAttend, heads_args
-from specinfer.kernels.library import LayerArgs
+from specinfer.kernels.library import LayerArgs, StreamArgs, TapsArgs
 from specinfer.kernels.ops import NativeOps, Ops
 from specinfer.kernels.product import NativeProduct, Product, check_rows
 
@@ -55,19 +55,42 @@ class NativeLayers:
             return None
         return cls(layers, ops, gelu=gelu)
 
-    def __call__(self, x_TD: Tensor, turns: Rotation, local_turns: Rotation, attend: NativeAttend) -> Tensor:
-        """What is still to be added to x, [T, D]; sums x up to there, writes K and V of every row."""
+    def __call__(
+        self,
+        x_TD: Tensor,
+        y_TD: Tensor | None,
+        turns: Rotation,
+        local_turns: Rotation,
+        attend: NativeAttend,
+        layers: range,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """What these layers leave to be added to x, [T, D], and the inputs of those in `taps`, [T, N, D].
+
+        Where there is a y, it is what was left before; sums x up to there, and writes K and V of every row.
+        `taps` may be any of the layers, and the number behind the last of them for what that one puts out.
+        """
         code = check_rows(x_TD, self._size)
+        if y_TD is not None and (y_TD.shape != x_TD.shape or check_rows(y_TD, self._size) != code):
+            raise ValueError(f"y must be as x is, {list(x_TD.shape)}, got {list(y_TD.shape)} of {y_TD.dtype}")
+        if layers.step != 1 or not 0 <= layers.start < layers.stop <= len(self._args):
+            raise ValueError(f"layers {layers} of a model of {len(self._args)}")
         if len(attend.cache.key_addresses) != len(self._args):
             raise ValueError(
                 f"caches of {len(attend.cache.key_addresses)} layers for a model of {len(self._args)}"
             )
         attend.check(x_TD.dtype, len(x_TD), self._kept[0].heads, turns)
         attend.check(x_TD.dtype, len(x_TD), self._kept[0].heads, local_turns)
-        y_TD = torch.empty_like(x_TD)
+        left_TD = torch.empty_like(x_TD)
+        stream = StreamArgs(x_TD.data_ptr(), None if y_TD is None else y_TD.data_ptr(), left_TD.data_ptr())
+        tapped_TND = x_TD.new_empty(len(x_TD), len(taps), self._size) if taps else None
+        ids = (ctypes.c_int64 * len(taps))(*taps)
+        out = None if tapped_TND is None else tapped_TND.data_ptr()
+        tapping = TapsArgs(ctypes.addressof(ids), len(taps), out)
         self._library.layers(
             self._args,
-            len(self._args),
+            layers.start,
+            layers.stop,
             code,
             self._gelu,
             self._eps,
@@ -75,10 +98,10 @@ class NativeLayers:
             _addresses([turns.cos, turns.sin, local_turns.cos, local_turns.sin]),
             attend.cache.key_addresses,
             attend.cache.value_addresses,
-            x_TD.data_ptr(),
-            y_TD.data_ptr(),
+            ctypes.byref(stream),
+            ctypes.byref(tapping),
         )
-        return y_TD
+        return left_TD, tapped_TND
 
 
 def _layer_args(layer: LayerParts) -> LayerArgs:

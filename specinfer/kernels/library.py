@@ -82,6 +82,18 @@ class LayerArgs(ctypes.Structure):
     )
 
 
+class StreamArgs(ctypes.Structure):
+    """The residual stream, as cpu/layers.h has it."""
+
+    _fields_ = (("x", c_void_p), ("added", c_void_p), ("y", c_void_p))
+
+
+class TapsArgs(ctypes.Structure):
+    """The layers whose inputs are copied, as cpu/layers.h has them."""
+
+    _fields_ = (("layers", c_void_p), ("count", c_int64), ("out", c_void_p))
+
+
 class Library:
     """A loaded library; its functions are called with addresses of memory that is there and large enough."""
 
@@ -107,7 +119,7 @@ class Library:
             library.specinfer_multiply, None, POINTER(ProductArgs), flag, address, count, address
         )
         self.add_rms_norm = _function(
-            library.specinfer_add_rms_norm, None, flag, *[address] * 5, count, count, c_float
+            library.specinfer_add_rms_norm, None, flag, *[address] * 5, count, count, c_float, flag
         )
         self.gate = _function(library.specinfer_gate, None, flag, flag, address, address, count, count)
         self.embed = _function(
@@ -125,11 +137,14 @@ class Library:
             None,
             POINTER(LayerArgs),
             count,
+            count,
             flag,
             flag,
             c_float,
             paths,
-            *[address] * 5,
+            *[address] * 3,
+            POINTER(StreamArgs),
+            POINTER(TapsArgs),
         )
         self.most_likely = _function(library.specinfer_most_likely, c_int64, address, count, count, address)
         self.mass = _function(library.specinfer_mass, c_double, address, count, c_double, c_double)

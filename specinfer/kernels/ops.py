@@ -25,13 +25,14 @@ class Ops(Protocol):
         """The rows of the table at `token_ids_T`, times `scale`, [T, D]."""
         ...
 
-    def add_rms_norm(
+    def add_rms_norm(self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+        """x += y in place, where there is a y; then x / rms(x) * weight as a new tensor, [T, D]."""
+        ...
+
+    def rms_norm_of_sum(
         self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float, rows_R: Tensor | None = None
     ) -> Tensor:
-        """x += y in place, where there is a y; then x / rms(x) * weight as a new tensor, [T, D].
-
-        With `rows_R` of these rows alone, [R, D]; whether x then becomes the sum elsewhere is not said.
-        """
+        """The same of these rows (None: all), [R, D], where x stays as it is."""
         ...
 
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
@@ -53,16 +54,20 @@ class TorchOps:
         x_TD = F.embedding(token_ids_T, table_VD)
         return x_TD if scale == 1.0 else x_TD * scale
 
-    def add_rms_norm(
+    def add_rms_norm(self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+        """As Ops says."""
+        if y_TD is not None:
+            x_TD += y_TD
+        return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+
+    def rms_norm_of_sum(
         self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float, rows_R: Tensor | None = None
     ) -> Tensor:
         """As Ops says."""
         if rows_R is not None:
             x_TD = x_TD.index_select(0, rows_R)
             y_TD = None if y_TD is None else y_TD.index_select(0, rows_R)
-        if y_TD is not None:
-            x_TD += y_TD
-        return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+        return F.rms_norm(x_TD if y_TD is None else x_TD + y_TD, weight_D.shape, weight_D, eps)
 
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
         """As Ops says."""
@@ -111,10 +116,26 @@ class NativeOps:
         )
         return out_TD
 
-    def add_rms_norm(
+    def add_rms_norm(self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+        """As Ops says."""
+        return self._norm(x_TD, y_TD, weight_D, eps, None, in_place=True)
+
+    def rms_norm_of_sum(
         self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float, rows_R: Tensor | None = None
     ) -> Tensor:
-        """As Ops says."""
+        """As Ops says; chosen rows are int64."""
+        return self._norm(x_TD, y_TD, weight_D, eps, rows_R, in_place=False)
+
+    def _norm(
+        self,
+        x_TD: Tensor,
+        y_TD: Tensor | None,
+        weight_D: Tensor,
+        eps: float,
+        rows_R: Tensor | None,
+        *,
+        in_place: bool,
+    ) -> Tensor:
         size = x_TD.shape[-1]
         code = check_rows(x_TD, size)
         if weight_D.shape != (size,) or weight_D.dtype is not x_TD.dtype or not weight_D.is_contiguous():
@@ -139,6 +160,7 @@ class NativeOps:
             rows,
             size,
             eps,
+            in_place,
         )
         return out
 

@@ -283,7 +283,7 @@ def other_faults(library: Library) -> Iterator[str]:
 
         x, weight, out = random(rows, 2 * head), random(2 * head), random(rows, 2 * head)
         at = [array.ctypes.data for array in (x, weight, out)]
-        library.add_rms_norm(code, at[0], None, at[1], at[2], None, rows, 2 * head, 1e-5)
+        library.add_rms_norm(code, at[0], None, at[1], at[2], None, rows, 2 * head, 1e-5, 1)
         yield from check("a norm", out)
         library.gate(code, 0, at[0], at[2], rows, head)
         yield from check("a gate", out)

@@ -6,82 +6,18 @@ Shapes: T rows of a step, R rows that want logits, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from specinfer.attention.backend import Attend, Rotation
 from specinfer.attention.native import NativeAttend
-from specinfer.kernels.choice import Kernels
 from specinfer.kernels.layers import LayerParts, NativeLayers
 from specinfer.models.config import Activation, ModelConfig
+from specinfer.models.language_model import Residual, Taps, Weights, layers_to_run
 from specinfer.models.layers import Attention, GatedMLP, RMSNorm
 from specinfer.models.linear import Linear
 from specinfer.models.rope import rope_frequencies, rotation
-
-
-class LanguageModel(Protocol):
-    """Rows of tokens in, logits out; it knows neither requests nor caches."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """What the model is."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights, activations and logits."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        ...
-
-    @property
-    def kernels(self) -> Kernels:
-        """What computes between its products; whoever runs it brings attention from here."""
-        ...
-
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, logit_rows: Tensor | None = None
-    ) -> Tensor:
-        """The logits of `logit_rows` (None: of every row), [R, V]; `attend` writes K and V of every row.
-
-        `token_ids_T` and `positions_T` are int64 [T]; a position is where the token stands in its text.
-        """
-        ...
-
-
-class Weights(Protocol):
-    """Where a model under construction gets its tensors from, in its own dtype and on its own device."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of every tensor it gives."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """The device of every tensor it gives."""
-        ...
-
-    @property
-    def kernels(self) -> Kernels:
-        """What the model is to compute with between its products."""
-        ...
-
-    def tensor(self, *names: str) -> Tensor:
-        """The tensor of that name; several are stacked along the first dimension."""
-        ...
-
-    def linear(self, *names: str, bias: bool = False, kept: Tensor | None = None) -> Linear:
-        """The product with the matrix `name`.weight, and `name`.bias if asked; several are stacked.
-
-        `kept` is that matrix where the model holds it anyway, as it does tied embeddings.
-        """
-        ...
 
 
 class Decoder:
@@ -122,26 +58,45 @@ class Decoder:
             gelu = config.activation is Activation.GELU_TANH
             self._at_once = NativeLayers.of(parts, weights.kernels.ops, gelu=gelu)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, logit_rows: Tensor | None = None
-    ) -> Tensor:
-        """The logits of `logit_rows` (None: of every row), [R, V]; see LanguageModel."""
-        config = self.config
+    def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
+        """What the first layer is given; see LanguageModel. Positions are a matter of its attention."""
+        return Residual(self.kernels.ops.embed(token_ids_T, self._embedding_VD, self._embedding_scale))
+
+    def run_layers(
+        self,
+        residual: Residual,
+        positions_T: Tensor,
+        attend: Attend,
+        *,
+        layers: range | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Residual, Tensor | None]:
+        """What these layers make of `residual`, and their tapped inputs; see LanguageModel."""
+        chosen = layers_to_run(self.config.num_layers, layers, taps)
         turns = local_turns = rotation(positions_T, self._frequencies)
         if self._local_frequencies is not None:
             local_turns = rotation(positions_T, self._local_frequencies)
-        x_TD = self.kernels.ops.embed(token_ids_T, self._embedding_VD, self._embedding_scale)
-        y_TD: Tensor | None = None  # what the last block adds to x; the next norm does it
-        if self._at_once is not None and isinstance(attend, NativeAttend):
-            y_TD = self._at_once(x_TD, turns, local_turns, attend)
-        else:
-            for layer in self._layers:
-                y_TD = layer(x_TD, y_TD, local_turns if layer.local else turns, attend)
-        assert y_TD is not None, "a model has layers"
-        logits_RV = self._head(self._final_norm(x_TD, y_TD, logit_rows))
-        if config.logit_softcap is not None:
-            logits_RV = torch.tanh(logits_RV / config.logit_softcap) * config.logit_softcap
-        return logits_RV
+        if self._at_once is not None and isinstance(attend, NativeAttend) and len(chosen) > 0:
+            x_TD, y_TD = residual.x_TD, residual.y_TD
+            y_TD, tapped = self._at_once(x_TD, y_TD, turns, local_turns, attend, chosen, taps)
+            return Residual(x_TD, y_TD), tapped
+        seen = Taps(taps, residual.x_TD)
+        for i in chosen:
+            seen.see(i, residual)
+            layer = self._layers[i]
+            y_TD = layer(residual.x_TD, residual.y_TD, local_turns if layer.local else turns, attend)
+            residual = Residual(residual.x_TD, y_TD)
+        seen.see(chosen.stop, residual)
+        return residual, seen.tapped_TND
+
+    def final_norm(self, residual: Residual, rows: Tensor | None = None) -> Tensor:
+        """What the head reads of these rows (None: all), [R, D]; see LanguageModel."""
+        return self._final_norm.of_sum(residual.x_TD, residual.y_TD, rows)
+
+    def logits(self, h_RD: Tensor) -> Tensor:
+        """The logits of rows of `final_norm`, [R, V]; see LanguageModel."""
+        logits_RV, cap = self._head(h_RD), self.config.logit_softcap
+        return logits_RV if cap is None else torch.tanh(logits_RV / cap) * cap
 
 
 class _Layer:

@@ -20,16 +20,20 @@ from specinfer.models.linear import Linear
 class RMSNorm:
     """x / rms(x) * weight, with the residual sum in front of it."""
 
-    __slots__ = ("_add_rms_norm", "_eps", "weight_D")
+    __slots__ = ("_eps", "_ops", "weight_D")
 
     def __init__(self, weight_D: Tensor, eps: float, ops: Ops) -> None:
         self.weight_D = weight_D
         self._eps = eps
-        self._add_rms_norm = ops.add_rms_norm
+        self._ops = ops
 
-    def __call__(self, x_TD: Tensor, y_TD: Tensor | None = None, rows_R: Tensor | None = None) -> Tensor:
-        """x += y in place, where there is a y; returns x normalised, [T, D], or these rows of it, [R, D]."""
-        return self._add_rms_norm(x_TD, y_TD, self.weight_D, self._eps, rows_R)
+    def __call__(self, x_TD: Tensor, y_TD: Tensor | None = None) -> Tensor:
+        """x += y in place, where there is a y; returns x normalised, [T, D]."""
+        return self._ops.add_rms_norm(x_TD, y_TD, self.weight_D, self._eps)
+
+    def of_sum(self, x_TD: Tensor, y_TD: Tensor | None, rows_R: Tensor | None) -> Tensor:
+        """x + y normalised, where there is a y, of these rows (None: all), [R, D]; x stays as it is."""
+        return self._ops.rms_norm_of_sum(x_TD, y_TD, self.weight_D, self._eps, rows_R)
 
 
 class LayerNorm:

@@ -1,16 +1,18 @@
 """OPT: learned positions, LayerNorm, a plain MLP; the model family of the SpecInfer paper's speculators.
 
-Shapes: T rows of a step, R rows that want logits, D hidden size, E embedding size, V vocabulary.
+Shapes: T rows of a step, R of them that are chosen, D hidden size, E embedding size, V vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.attention.backend import Attend
 from specinfer.models.config import ModelConfig
-from specinfer.models.decoder import Weights
+from specinfer.models.language_model import Residual, Taps, Weights, layers_to_run
 from specinfer.models.layers import ACTIVATIONS, Attention, LayerNorm
 from specinfer.models.linear import Linear
 
@@ -43,23 +45,41 @@ class OPTDecoder:
             self._final_norm = _norm("model.decoder.final_layer_norm", config, weights)
         self._layers = [_Layer(i, config, weights) for i in range(config.num_layers)]
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, logit_rows: Tensor | None = None
-    ) -> Tensor:
-        """The logits of `logit_rows` (None: of every row), [R, V]; see LanguageModel."""
+    def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
+        """What the first layer is given: tokens and their positions; see LanguageModel."""
         x_TD = F.embedding(token_ids_T, self._embedding_VE)
         if self._project_in is not None:
             x_TD = self._project_in(x_TD)
-        x_TD = x_TD + F.embedding(positions_T + _POSITION_OFFSET, self._positions_PD)
-        for layer in self._layers:
-            x_TD = layer(x_TD, attend)
-        if logit_rows is not None:
-            x_TD = x_TD.index_select(0, logit_rows)
-        if self._final_norm is not None:
-            x_TD = self._final_norm(x_TD)
-        if self._project_out is not None:
-            x_TD = self._project_out(x_TD)
-        return self._head(x_TD)
+        return Residual(x_TD + F.embedding(positions_T + _POSITION_OFFSET, self._positions_PD))
+
+    def run_layers(
+        self,
+        residual: Residual,
+        positions_T: Tensor,
+        attend: Attend,
+        *,
+        layers: range | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Residual, Tensor | None]:
+        """What these layers make of `residual`, and their tapped inputs; see LanguageModel."""
+        chosen = layers_to_run(self.config.num_layers, layers, taps)
+        seen = Taps(taps, residual.x_TD)
+        for i in chosen:
+            seen.see(i, residual)
+            residual = Residual(self._layers[i](residual.summed(), attend))
+        seen.see(chosen.stop, residual)
+        return residual, seen.tapped_TND
+
+    def final_norm(self, residual: Residual, rows: Tensor | None = None) -> Tensor:
+        """What the head reads of these rows (None: all), [R, D]; see LanguageModel."""
+        x_TD = residual.summed()
+        if rows is not None:
+            x_TD = x_TD.index_select(0, rows)
+        return x_TD if self._final_norm is None else self._final_norm(x_TD)
+
+    def logits(self, h_RD: Tensor) -> Tensor:
+        """The logits of rows of `final_norm`, [R, V]; see LanguageModel."""
+        return self._head(h_RD if self._project_out is None else self._project_out(h_RD))
 
 
 class _Layer:

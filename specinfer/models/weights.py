@@ -24,8 +24,9 @@ from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.library import BLOCK
 from specinfer.kernels.quantized import Int4Weight, Int8Weight, int4_bytes, int8_bytes
 from specinfer.models.config import Family, ModelConfig
-from specinfer.models.decoder import Decoder, LanguageModel, decoder_shapes
+from specinfer.models.decoder import Decoder, decoder_shapes
 from specinfer.models.gguf import GGUFFile
+from specinfer.models.language_model import LanguageModel
 from specinfer.models.linear import Linear, make_linear
 from specinfer.models.opt import OPTDecoder, opt_shapes
 from specinfer.models.quantization import quantize_int4, quantize_int8

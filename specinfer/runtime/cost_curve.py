@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from specinfer.files import write_whole
 from specinfer.hub.resolution import cache_dir
 from specinfer.kernels.machine import allowed_cpus, cpu_name
-from specinfer.models.decoder import LanguageModel
+from specinfer.models.language_model import LanguageModel
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.models.decoder import LanguageModel
+from specinfer.models.language_model import LanguageModel, forward
 from specinfer.runtime.batch import Rows, build_batch, slots_of
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.kv_cache import KvCache
@@ -48,7 +48,7 @@ class ModelRunner:
         model = self.model
         batch = build_batch(rows, block_size=self.block_size, device=model.device)
         attend = self._attention.bind(batch.paths)
-        return model.forward(batch.token_ids_T, batch.positions_T, attend, batch.logit_rows)
+        return forward(model, batch.token_ids_T, batch.positions_T, attend, batch.logit_rows)
 
     def launch(self, rows: Sequence[Rows]) -> Flight:
         """Write K and V of `rows`; the flight is asked about those that want logits, in order."""

@@ -20,7 +20,8 @@ struct Library {
   void (*set_threads)(int32_t);
   void (*lay_out)(int32_t, const void*, int64_t, int64_t, void*);
   void (*multiply)(const Product*, int32_t, const void*, int64_t, void*);
-  void (*add_rms_norm)(int32_t, void*, const void*, const void*, void*, const int64_t*, int64_t, int64_t, float);
+  void (*add_rms_norm)(int32_t, void*, const void*, const void*, void*, const int64_t*, int64_t, int64_t, float,
+                       int32_t);
   void (*gate)(int32_t, int32_t, const void*, void*, int64_t, int64_t);
   void (*embed)(int32_t, const void*, const int64_t*, float, void*, int64_t, int64_t);
   void (*rope_and_store)(int32_t, const Heads*, const Paths*, const void*, const float*, const float*, void*, void*,

@@ -19,17 +19,18 @@ void prove_norms(const Library& library, Chance& chance) {
       constexpr int64_t rows = 9;
       const auto x = chance.normals<T>(rows * size, 2), y = chance.normals<T>(rows * size);
       const auto weight = chance.normals<T>(size);
-      const auto norm = [&](std::vector<T> given, const std::vector<int64_t>& chosen, std::vector<T>& sums) {
+      const auto norm = [&](std::vector<T> given, const std::vector<int64_t>& chosen, bool in_place,
+                            std::vector<T>& left) {
         std::vector<T> out(chosen.size() * size);
         library.add_rms_norm(kType<T>, given.data(), added ? y.data() : nullptr, weight.data(), out.data(),
-                             chosen.data(), chosen.size(), size, kEps);
-        sums = given;
+                             chosen.data(), chosen.size(), size, kEps, in_place ? 1 : 0);
+        left = given;
         return out;
       };
       std::vector<int64_t> all(rows);
       std::iota(all.begin(), all.end(), 0);
-      std::vector<T> sums, others;
-      const auto whole = norm(x, all, sums);
+      std::vector<T> sums, left;
+      const auto whole = norm(x, all, true, sums);
       std::vector<double> want;
       bool summed = true;
       for (int64_t r = 0; r < rows; ++r) {
@@ -42,8 +43,9 @@ void prove_norms(const Library& library, Chance& chance) {
         for (int64_t i = 0; i < size; ++i) {
           want.push_back(widen(sums[r * size + i]) / std::sqrt(squares / size + kEps) * widen(weight[i]));
         }
-        const auto alone = norm(x, {r}, others);
+        const auto alone = norm(x, {r}, false, left);
         check(same(alone.data(), whole.data() + r * size, size), name + "a row is not what it is among all");
+        check(same(left.data(), x.data(), rows * size), name + "what was to stay is written to");
       }
       check(summed, name + "sums differ");
       check(near(whole, want), name + "results are off");

@@ -7,9 +7,13 @@
 
 namespace specinfer {
 
-// x += y in place, where there is a y; out = x / rms(x) * weight, of the rows named in `chosen`, or of all.
+// out = (x + y) / rms(x + y) * weight, where there is a y, of the rows named in `chosen`, or of all. In place x
+// becomes the sum; then no row may be named twice.
 void add_rms_norm(Type type, void* x_TD, const void* y_TD, const void* weight_D, void* out_RD,
-                  const int64_t* chosen_R, int64_t rows, int64_t size, float eps);
+                  const int64_t* chosen_R, int64_t rows, int64_t size, float eps, bool in_place);
+
+// out = x + y, where there is a y; rows of out are `stride` elements apart.
+void copy_rows(Type type, const void* x_TD, const void* y_TD, void* out, int64_t stride, int64_t rows, int64_t size);
 
 // out = act(gate) * up; a row holds gate, then up.
 void gate(Type type, bool gelu, const void* gate_up_T2F, void* out_TF, int64_t rows, int64_t size);

@@ -4,12 +4,13 @@
 
 namespace specinfer {
 
-void run_layers(const Layer* layers, int64_t count, Type type, bool gelu, float eps, const Paths& paths,
-                const Turns turns[2], const void* const* keys, const void* const* values, void* x, void* y) {
+void run_layers(const Layer* layers, int64_t first, int64_t last, Type type, bool gelu, float eps, const Paths& paths,
+                const Turns turns[2], const void* const* keys, const void* const* values, const Stream& stream,
+                const Taps& taps) {
   const Scratch::Mark mark;
   const int64_t rows = paths.rows, size = layers[0].qkv.inner, element = type == Type::kBFloat16 ? 2 : 4;
   int64_t wide = 0, gated = 0, attended = 0;
-  for (int64_t i = 0; i < count; ++i) {
+  for (int64_t i = first; i < last; ++i) {
     wide = std::max({wide, layers[i].qkv.channels, layers[i].gate_up.channels});
     gated = std::max(gated, layers[i].down.inner);
     attended = std::max(attended, layers[i].o.inner);
@@ -22,23 +23,33 @@ void run_layers(const Layer* layers, int64_t count, Type type, bool gelu, float 
 
   const auto norm = [&](const void* added, const void* weight) {
     const Timed timed(Stage::kNorm);
-    add_rms_norm(type, x, added, weight, normed, nullptr, rows, size, eps);
+    add_rms_norm(type, stream.x, added, weight, normed, nullptr, rows, size, eps, true);
   };
   const auto norm_alone = [&](void* in_place, const void* weight) {
     const Timed timed(Stage::kNorm);
-    add_rms_norm(type, in_place, nullptr, weight, in_place, nullptr, rows, size, eps);
+    add_rms_norm(type, in_place, nullptr, weight, in_place, nullptr, rows, size, eps, true);
+  };
+  const auto tap = [&](int64_t layer, const void* added) {
+    const Timed timed(Stage::kNorm);
+    for (int64_t n = 0; n < taps.count; ++n) {
+      if (taps.layers[n] != layer) continue;
+      void* const to = static_cast<char*>(taps.out) + n * size * element;
+      copy_rows(type, stream.x, added, to, taps.count * size, rows, size);
+    }
   };
   const auto times = [&](const Product& by, const void* from, void* to) {
     const Timed timed(Stage::kProduct);
     multiply(by, {from, type, rows}, to);
   };
 
-  const void* added = nullptr;
-  for (int64_t i = 0; i < count; ++i) {
+  const void* added = stream.added;
+  void* const y = stream.y;
+  for (int64_t i = first; i < last; ++i) {
     const Layer& layer = layers[i];
     auto* const k = const_cast<void*>(keys[i]);
     auto* const v = const_cast<void*>(values[i]);
     norm(added, layer.before_attention);
+    tap(i, nullptr);  // the norm has added what was to be added
     times(layer.qkv, normed, product);
     {
       const Timed timed(Stage::kRope);
@@ -61,6 +72,7 @@ void run_layers(const Layer* layers, int64_t count, Type type, bool gelu, float 
     if (layer.after_mlp != nullptr) norm_alone(y, layer.after_mlp);
     added = y;
   }
+  tap(last, added);
 }
 
 }  // namespace specinfer

@@ -22,9 +22,24 @@ struct Turns {
   const float *cos, *sin;
 };
 
-// x [T, D] becomes what the last layer's MLP is to be added to, which is y [T, D]. turns: of the layers, and
-// of local ones; keys, values: caches [P, K, H] of each layer.
-void run_layers(const Layer* layers, int64_t count, Type type, bool gelu, float eps, const Paths& paths,
-                const Turns turns[2], const void* const* keys, const void* const* values, void* x, void* y);
+// The residual stream: x [T, D], to which `added` [T, D] is still to be added, where there is one. Layers leave what
+// the last MLP adds in y [T, D], which may be `added`.
+struct Stream {
+  void* x;
+  const void* added;
+  void* y;
+};
+
+// Copies of the inputs of some layers, where `last` stands for the output of the layer before it: [T, count, D].
+struct Taps {
+  const int64_t* layers;
+  int64_t count;
+  void* out;
+};
+
+// The layers first..last - 1. turns: of the layers, and of local ones; keys, values: caches [P, K, H] of each layer.
+void run_layers(const Layer* layers, int64_t first, int64_t last, Type type, bool gelu, float eps, const Paths& paths,
+                const Turns turns[2], const void* const* keys, const void* const* values, const Stream& stream,
+                const Taps& taps);
 
 }  // namespace specinfer

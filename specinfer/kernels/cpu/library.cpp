@@ -49,10 +49,10 @@ void specinfer_multiply(const Product* product, int32_t type, const void* x, int
 }
 
 void specinfer_add_rms_norm(int32_t type, void* x, const void* y, const void* weight, void* out,
-                            const int64_t* chosen, int64_t rows, int64_t size, float eps) {
+                            const int64_t* chosen, int64_t rows, int64_t size, float eps, int32_t in_place) {
   const Claim claim;
   const Timed timed(Stage::kNorm);
-  add_rms_norm(static_cast<Type>(type), x, y, weight, out, chosen, rows, size, eps);
+  add_rms_norm(static_cast<Type>(type), x, y, weight, out, chosen, rows, size, eps, in_place != 0);
 }
 
 void specinfer_gate(int32_t type, int32_t gelu, const void* gate_up, void* out, int64_t rows, int64_t size) {
@@ -82,11 +82,12 @@ void specinfer_tree_attention(int32_t type, const Heads* heads, const Paths* pat
   tree_attention(static_cast<Type>(type), *heads, *paths, q, k_cache, v_cache, out);
 }
 
-void specinfer_layers(const Layer* layers, int64_t count, int32_t type, int32_t gelu, float eps,
+void specinfer_layers(const Layer* layers, int64_t first, int64_t last, int32_t type, int32_t gelu, float eps,
                       const Paths* paths, const Turns* turns, const void* const* keys, const void* const* values,
-                      void* x, void* y) {
+                      const Stream* stream, const Taps* taps) {
   const Claim claim;
-  run_layers(layers, count, static_cast<Type>(type), gelu != 0, eps, *paths, turns, keys, values, x, y);
+  run_layers(layers, first, last, static_cast<Type>(type), gelu != 0, eps, *paths, turns, keys, values, *stream,
+             *taps);
 }
 
 int64_t specinfer_most_likely(const float* logits, int64_t size, int64_t n, int64_t* ids) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,13 @@ from specinfer.kernels.library import STAGES
 from specinfer.kernels.ops import TorchOps
 from specinfer.kernels.profile import profiled
 from specinfer.kernels.quantized import TorchProducts
-from specinfer.models.decoder import LanguageModel
+from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
-from tests.kernels import kernels
+from tests.kernels import NAMES, kernels
 from tests.parity.families import save_random
+from tests.passes import Passes
 
 FAMILIES = ["llama", "llama-biases", "qwen2-window", "qwen3", "gemma3"]  # every part a layer may have or lack
 FORMATS = [
@@ -86,6 +88,10 @@ def run(model: LanguageModel) -> list[Tensor]:
     return [*logits, *runner.cache.keys, *runner.cache.values]
 
 
+def same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
 @pytest.mark.parametrize(("quantization", "dtype"), FORMATS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_bits_are_those_of_op_by_op(
@@ -100,8 +106,66 @@ def test_the_bits_are_those_of_op_by_op(
     by_op = run(load(tmp_path, op_by_op(chosen), quantization, dtype))
     monkeypatch.setattr(NativeAttend, "__call__", None)
     at_once = run(load(tmp_path, chosen, quantization, dtype))
-    assert all(torch.equal(one, other) for one, other in zip(at_once, by_op, strict=True))
+    assert same(at_once, by_op)
     assert at_once[0].isfinite().all()
+
+
+def tapped(model: LanguageModel, cuts: Sequence[int] = ()) -> list[Tensor]:
+    """The taps of every layer and what the head reads, of a prompt in chunks and a tree, and the caches."""
+    passes, found = Passes(model), []
+    every = range(model.config.num_layers + 1)
+    for rows in (
+        [chain_rows(range(20, 25), 0, TREE.block_table, logits=True)],
+        [chain_rows(range(25, 32), 5, TREE.block_table, logits=True), chain_rows([4], 0, [3], logits=True)],
+        [chain_rows([9], 1, [3], logits=True), TREE],
+    ):
+        found += [part for part in passes.run(*rows, cuts=cuts, taps=every) if part is not None]
+    assert len(found) == 6
+    return [*found, *passes.cache.keys, *passes.cache.values]
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), FORMATS)
+@pytest.mark.parametrize("name", ["llama-biases", "gemma3"])
+def test_taps_and_pieces_have_the_bits_of_op_by_op_and_change_no_other(
+    name: str,
+    quantization: Quantization,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save_random(name, tmp_path, tied=True)
+    chosen = kernels("native")
+    model = load(tmp_path, op_by_op(chosen), quantization, dtype)
+    by_op, layers = tapped(model), model.config.num_layers
+    for cuts in ([1], [layers], range(layers)):
+        assert same(tapped(model, cuts), by_op), f"op by op, cut at {cuts}"
+    monkeypatch.setattr(NativeAttend, "__call__", None)
+    model = load(tmp_path, chosen, quantization, dtype)
+    for cuts in ([], [1], [layers], range(layers)):
+        assert same(tapped(model, cuts), by_op), f"at once, cut at {cuts}"
+    before = run(model)
+    monkeypatch.setattr(model, "run_layers", partial(model.run_layers, taps=[0, layers, 1, 1]))
+    assert same(run(model), before)
+
+
+@pytest.mark.parametrize("name", ["opt", "opt-350m"])
+def test_pieces_of_opt_have_the_bits_of_the_whole(name: str, tmp_path: Path) -> None:
+    save_random(name, tmp_path, tied=True)
+    for run_with in NAMES:
+        model = load(tmp_path, kernels(run_with), dtype=torch.float32)
+        for cuts in ([0], [1], [2], [3], [1, 2]):
+            assert same(tapped(model, cuts), tapped(model)), cuts
+
+
+def test_layers_and_taps_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    save_random("llama", tmp_path, tied=True)
+    model = load(tmp_path, kernels("native"))
+    passes, rows = Passes(model), chain_rows([1], 0, [0], logits=True)
+    for tap in (-1, 4):
+        with pytest.raises(ValueError, match=r"got taps \[-?\d\]; layers range\(0, 3\) have inputs 0 \.\. 3"):
+            passes.run(rows, taps=[0, tap])
+    with pytest.raises(ValueError, match=r"got layers range\(0, 4\); allowed: ranges within 0 \.\. 3"):
+        passes.run(rows, cuts=[4])
 
 
 @pytest.mark.parametrize(

@@ -92,14 +92,19 @@ def test_other_shapes_and_dtypes_are_refused(native: Ops, dtype: torch.dtype) ->
         native.silu_mul(x.double())
 
 
-def test_chosen_rows_are_normed_alone(native: Ops, dtype: torch.dtype) -> None:
+def test_chosen_rows_are_normed_alone_and_nothing_is_added_in_place(native: Ops, dtype: torch.dtype) -> None:
     x, y, weight = random(9, 40, dtype, 0), random(9, 40, dtype, 1), random(1, 40, dtype, 2)[0]
-    rows = torch.tensor([7, 2, 2])
-    whole = native.add_rms_norm(x.clone(), y, weight, 1e-5)
+    before = x.clone()
     for ops in (native, TWIN):
-        some = ops.add_rms_norm(x.clone(), y, weight, 1e-5, torch.tensor([7, 2]))
-        assert_near(some, whole[[7, 2]])
-    assert native.add_rms_norm(x.clone(), None, weight, 1e-5, rows[:0]).shape == (0, 40)
+        whole = ops.add_rms_norm(x.clone(), y, weight, 1e-5)
+        assert torch.equal(ops.rms_norm_of_sum(x, y, weight, 1e-5), whole)
+        for rows in ([7, 2], [2, 2, 8], []):
+            some = ops.rms_norm_of_sum(x, y, weight, 1e-5, torch.tensor(rows, dtype=torch.int64))
+            assert torch.equal(some, whole[rows])
+        assert torch.equal(
+            ops.rms_norm_of_sum(x, None, weight, 1e-5), ops.add_rms_norm(x, None, weight, 1e-5)
+        )
+        assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("scale", [1.0, 25.25])

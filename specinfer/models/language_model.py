@@ -1,0 +1,164 @@
+"""What a model is to those who run it, and to those who load it.
+
+Shapes: T rows of a step, R of them that are chosen, D hidden size, V vocabulary, N taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specinfer.attention.backend import Attend
+from specinfer.kernels.choice import Kernels
+from specinfer.models.config import ModelConfig
+from specinfer.models.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """The residual stream of some rows, x + y: what layers add to.
+
+    A sum is made by the norm that stands behind it, so the last block's output may still wait for that.
+    """
+
+    x_TD: Tensor
+    y_TD: Tensor | None = None  # what the next norm adds; None: nothing
+
+    def summed(self) -> Tensor:
+        """x + y as a layer finds it, [T, D]; not to be written to."""
+        return self.x_TD if self.y_TD is None else self.x_TD + self.y_TD
+
+
+class LanguageModel(Protocol):
+    """Rows of tokens in, logits out, in four steps; it knows neither requests nor caches."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """What the model is."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights, activations and logits."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        ...
+
+    @property
+    def kernels(self) -> Kernels:
+        """What computes between its products; whoever runs it brings attention from here."""
+        ...
+
+    def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
+        """What the first layer is given.
+
+        Both are int64 [T]; a position is where the token stands in its text.
+        """
+        ...
+
+    def run_layers(
+        self,
+        residual: Residual,
+        positions_T: Tensor,
+        attend: Attend,
+        *,
+        layers: range | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Residual, Tensor | None]:
+        """What these layers (None: all) make of `residual`, and the inputs of those in `taps`, [T, N, D].
+
+        Tap i is hidden_states[i] in transformers' counting, before layer i's first norm; behind the last of
+        these layers i is that layer's output. `residual` is used up: its tensors may be written to; `attend`
+        writes K and V of every row. Raises ValueError for layers the model lacks, or taps these layers do not
+        pass.
+        """
+        ...
+
+    def final_norm(self, residual: Residual, rows: Tensor | None = None) -> Tensor:
+        """What the head reads of these rows (int64; None: all), [R, D]; `residual` stays as it is."""
+        ...
+
+    def logits(self, h_RD: Tensor) -> Tensor:
+        """The logits of rows of `final_norm`, [R, V].
+
+        On a CPU a row's depend on that row alone, but for a draft's products, which may be loose.
+        """
+        ...
+
+
+class Weights(Protocol):
+    """Where a model under construction gets its tensors from, in its own dtype and on its own device."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of every tensor it gives."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """The device of every tensor it gives."""
+        ...
+
+    @property
+    def kernels(self) -> Kernels:
+        """What the model is to compute with between its products."""
+        ...
+
+    def tensor(self, *names: str) -> Tensor:
+        """The tensor of that name; several are stacked along the first dimension."""
+        ...
+
+    def linear(self, *names: str, bias: bool = False, kept: Tensor | None = None) -> Linear:
+        """The product with the matrix `name`.weight, and `name`.bias if asked; several are stacked.
+
+        `kept` is that matrix where the model holds it anyway, as it does tied embeddings.
+        """
+        ...
+
+
+def forward(
+    model: LanguageModel,
+    token_ids_T: Tensor,
+    positions_T: Tensor,
+    attend: Attend,
+    logit_rows: Tensor | None = None,
+) -> Tensor:
+    """The logits of `logit_rows` (None: of every row), [R, V], by all of a model."""
+    residual, _ = model.run_layers(model.embed(token_ids_T, positions_T), positions_T, attend)
+    return model.logits(model.final_norm(residual, logit_rows))
+
+
+class Taps:
+    """Copies of the residual stream on its way through layers, for models that go layer by layer."""
+
+    __slots__ = ("_ids", "tapped_TND")
+
+    def __init__(self, ids: Sequence[int], x_TD: Tensor) -> None:
+        self._ids = ids
+        self.tapped_TND = x_TD.new_empty(x_TD.shape[0], len(ids), x_TD.shape[1]) if ids else None
+
+    def see(self, layer: int, residual: Residual) -> None:
+        """Copy `residual`, the input of that layer, for the taps that want it."""
+        if self.tapped_TND is None:
+            return
+        for place, wanted in enumerate(self._ids):
+            if wanted == layer:
+                self.tapped_TND[:, place] = residual.summed()
+
+
+def layers_to_run(num_layers: int, layers: range | None, taps: Sequence[int]) -> range:
+    """`layers`, or all; raises ValueError for layers the model lacks, or taps they do not pass."""
+    chosen = range(num_layers) if layers is None else layers
+    if chosen.step != 1 or not 0 <= chosen.start <= chosen.stop <= num_layers:
+        raise ValueError(f"got layers {layers}; allowed: ranges within 0 .. {num_layers}, in steps of 1")
+    wrong = [tap for tap in taps if not chosen.start <= tap <= chosen.stop]
+    if wrong:
+        raise ValueError(f"got taps {wrong}; layers {chosen} have inputs {chosen.start} .. {chosen.stop}")
+    return chosen

@@ -1,0 +1,56 @@
+"""Passes of a model over a cache of its own, in whichever pieces a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from specinfer.models.language_model import LanguageModel
+from specinfer.runtime.batch import Rows, build_batch
+from specinfer.runtime.kv_cache import KvCache
+
+BLOCK = 4
+
+
+class Passes:
+    """A model and a cache of so many blocks of 4."""
+
+    def __init__(self, model: LanguageModel, num_blocks: int = 10) -> None:
+        config = model.config
+        self.model = model
+        self.cache = KvCache(
+            num_layers=config.num_layers,
+            num_slots=num_blocks * BLOCK,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
+
+    @torch.inference_mode()
+    def run(
+        self, *rows: Rows, cuts: Sequence[int] = (), taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the head reads of every row, and the taps; layers are run in pieces, cut before `cuts`."""
+        model = self.model
+        batch = build_batch(rows, block_size=BLOCK, device=model.device)
+        attend = self._attention.bind(batch.paths)
+        residual = model.embed(batch.token_ids_T, batch.positions_T)
+        if not cuts:
+            residual, tapped = model.run_layers(residual, batch.positions_T, attend, taps=taps)
+            return model.final_norm(residual), tapped
+        parts: list[Tensor] = []
+        ends = [0, *cuts, model.config.num_layers]
+        for piece, (first, last) in enumerate(pairwise(ends)):
+            behind = last + 1 if piece == len(cuts) else last  # of two pieces, the one it opens has a tap
+            here = [tap for tap in taps if first <= tap < behind]
+            residual, tapped = model.run_layers(
+                residual, batch.positions_T, attend, layers=range(first, last), taps=here
+            )
+            if tapped is not None:
+                parts.append(tapped)
+        return model.final_norm(residual), torch.cat(parts, dim=1) if parts else None

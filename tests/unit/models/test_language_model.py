@@ -1,0 +1,103 @@
+"""The last steps of a model: what the head reads of chosen rows, and logits in blocks of rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specinfer.config import Quantization
+from specinfer.models.language_model import LanguageModel, Residual, Taps, layers_to_run
+from specinfer.models.weights import load_model
+from tests.kernels import kernels
+from tests.parity.families import save_random
+
+FORMATS = [
+    ("none", torch.bfloat16),
+    ("int8", torch.bfloat16),
+    ("int4", torch.bfloat16),
+    ("int8", torch.float32),
+    ("int4", torch.float32),
+    ("none", torch.float32),
+]
+ROWS = 70  # more than any product takes at once
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def load(folder: Path, quantization: Quantization, dtype: torch.dtype) -> LanguageModel:
+    return load_model(
+        folder,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        kernels=kernels("native"),
+        quantization=quantization,
+        cache=folder / "quantized",
+    )
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), FORMATS, ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma3-softcap", "opt-350m"])
+def test_logits_of_blocks_of_rows_have_the_bits_of_all_at_once(
+    name: str, quantization: Quantization, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    save_random(name, tmp_path, tied=True)
+    model = load(tmp_path, quantization, dtype)
+    h_RD = random(ROWS, model.config.hidden_size, dtype=dtype, seed=1)
+    whole = model.logits(h_RD)
+    assert whole.shape == (ROWS, 96)
+    for block in (1, 2, 3, 7, 8, 9, 16, 17, 32, 33, 64, 69):
+        parts = torch.cat([model.logits(part) for part in h_RD.split(block)])
+        assert torch.equal(parts, whole), f"{block} rows at a time"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "opt", "opt-350m"])
+def test_the_norm_of_chosen_rows_is_theirs_among_all_and_may_be_asked_for_again(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    save_random(name, tmp_path, tied=True)
+    model = load(tmp_path, "none", dtype)
+    x_TD, y_TD = (random(9, model.config.hidden_size, dtype=dtype, seed=seed) for seed in (1, 2))
+    residual = Residual(x_TD.clone(), y_TD.clone())
+    whole = model.final_norm(residual)
+    for rows in ([], [3], [8, 0, 0, 5], list(range(9))):
+        assert torch.equal(model.final_norm(residual, torch.tensor(rows, dtype=torch.int64)), whole[rows])
+    assert torch.equal(model.final_norm(residual), whole)
+    assert torch.equal(residual.x_TD, x_TD)
+    assert torch.equal(residual.y_TD, y_TD)
+
+
+def test_taps_are_copies_in_the_order_they_were_asked_for() -> None:
+    x, y = torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0]])
+    taps = Taps([2, 0, 2], x)
+    taps.see(0, Residual(x))
+    x += 5
+    taps.see(1, Residual(x))
+    taps.see(2, Residual(x, y))
+    assert taps.tapped_TND is not None
+    assert taps.tapped_TND.tolist() == [[[16.0, 27.0], [1.0, 2.0], [16.0, 27.0]]]
+    assert Taps([], x).tapped_TND is None
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps", "message"),
+    [
+        (range(2, 5), [], r"got layers range\(2, 5\); allowed: ranges within 0 .. 4, in steps of 1"),
+        (range(3, 2), [], r"got layers range\(3, 2\)"),
+        (range(0, 4, 2), [], r"got layers range\(0, 4, 2\)"),
+        (range(1, 3), [1, 0, 4], r"got taps \[0, 4\]; layers range\(1, 3\) have inputs 1 .. 3"),
+        (None, [5], r"got taps \[5\]; layers range\(0, 4\) have inputs 0 .. 4"),
+    ],
+)
+def test_wrong_layers_and_taps_are_refused(layers: range | None, taps: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layers_to_run(4, layers, taps)
+
+
+def test_layers_default_to_all() -> None:
+    assert layers_to_run(4, None, [0, 4]) == range(4)
+    assert layers_to_run(4, range(4, 4), [4]) == range(4, 4)
