@@ -1,7 +1,8 @@
 """What attention is given, and what it owes.
 
-Shapes: T rows of the step (all requests' tokens and nodes, one after another), N query heads, K key-value
-heads, H head size, C = (N + 2 K) H, the width of the product that makes q, k and v, P cache slots.
+Shapes: T rows of the step (all requests' tokens and nodes, one after another), R requests, B blocks of their
+tables, N query heads, K key-value heads, H head size, C = (N + 2 K) H, the width of the product that makes q,
+k and v, P cache slots.
 
 Attention begins where that product ends: head norms and rotation, K and V into the cache, and the attended
 values. So whatever a backend fuses, a model calls it the same way.
@@ -20,20 +21,35 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Which cache slots every row attends to, in the order of its own text, itself last.
+    """The cache positions every row attends to, in the order of its own text, itself last; and their slots.
 
-    A row's path is the first `shared` slots of its request's list, then the tail's entries of that list:
+    Position p of a request lies in slot table[p // block_size] * block_size + p % block_size of a cache. Its
+    last positions are those of its rows, one after another: there their K and V go. A row's path is the first
+    `shared` positions of its request, then the tail's:
 
         a row of text      shared = its position + 1, no tail
         a node of a tree   shared = the root's position + 1, tail = its ancestors below the root and itself
     """
 
-    slots: NDArray[np.int32]  # of every request's positions, one request after another
-    requests: NDArray[np.int32]  # [requests, 4]: first row, rows, where its slots begin, how many they are
+    tables_B: NDArray[np.int32]  # the blocks of every request, one request after another
+    block_size: int
+    requests_R4: NDArray[np.int32]  # first row, the row behind its last, where its table begins, positions
     shared_T: NDArray[np.int32]
     tail_ends: NDArray[np.int32]  # [T + 1]; tails[tail_ends[t] : tail_ends[t + 1]] are row t's
-    tails: NDArray[np.int32]  # positions in the request's list, ascending
-    write_slots_T: NDArray[np.int32]  # where each row's K and V go
+    tails: NDArray[np.int32]  # positions of the row's request, ascending
+
+    def slots(self, request: int) -> NDArray[np.int32]:
+        """The slots of all positions of the request with that number, for twins and tests: a long array.
+
+        Raises ValueError where its table is too short.
+        """
+        _, _, begin, positions = self.requests_R4[request].tolist()
+        size, blocks = self.block_size, -(-positions // self.block_size)
+        table = self.tables_B[begin : begin + blocks]
+        if len(table) < blocks:
+            raise ValueError(f"a table of {len(table)} blocks of {size} for {positions} positions")
+        slots = table[:, None] * size + np.arange(size)
+        return slots.ravel()[:positions].astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)

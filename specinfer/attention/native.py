@@ -19,6 +19,13 @@ from specinfer.kernels.product import FLOATS, check_rows
 
 _MOST_ELEMENTS: Final = 512  # of a head
 _MOST_GROUP: Final = 96  # query heads that share a key-value head
+_FAULTS: Final = (  # as cpu/paths.cpp numbers them
+    "",
+    "a block that the cache does not have",
+    "requests whose rows do not follow one another to the last",
+    "a table that is too short for its request",
+    "a path that is not one of the request's positions",
+)
 
 
 def unsupported(head_dim: int, group: int, dtype: torch.dtype) -> str | None:
@@ -81,24 +88,30 @@ class NativeAttend:
     __slots__ = ("_kept", "cache", "paths")
 
     def __init__(self, cache: NativeCache, paths: Paths) -> None:
-        """Raises ValueError where a slot is none of the cache's."""
-        fields = (
-            paths.slots,
-            paths.requests,
-            paths.shared_T,
-            paths.tail_ends,
-            paths.tails,
-            paths.write_slots_T,
-        )
+        """Raises ValueError where paths lead out of the cache, or out of what they are made of."""
+        fields = paths.tables_B, paths.requests_R4, paths.shared_T, paths.tail_ends, paths.tails
         if any(field.dtype != np.int32 or not field.flags.c_contiguous for field in fields):
             raise ValueError("paths must be contiguous int32")
-        for slots in (paths.slots, paths.write_slots_T):
-            if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < cache.shape[0]:
-                raise ValueError(f"slots {slots.min()} .. {slots.max()} of a cache of {cache.shape[0]}")
         self.cache = cache
         self._kept = fields
-        rows = len(paths.write_slots_T)
-        self.paths = PathsArgs(*(field.ctypes.data for field in fields), len(paths.requests), rows)
+        self.paths = PathsArgs(
+            *(field.ctypes.data for field in fields),
+            *(field.size for field in fields),
+            paths.block_size,
+        )
+        fault = cache.library.fault_of_paths(ctypes.byref(self.paths), cache.shape[0])
+        if fault:
+            raise ValueError(f"{_FAULTS[fault]}: {self._told(paths)}")
+
+    def _told(self, paths: Paths) -> str:
+        """What there is, for a person."""
+        blocks = paths.tables_B
+        numbers = f"{blocks.min()} .. {blocks.max()}" if blocks.size else "none"
+        return (
+            f"{len(paths.shared_T)} rows, requests {paths.requests_R4.tolist()} (first row, end, table, "
+            f"positions), {blocks.size} blocks of {paths.block_size} numbered {numbers}, a cache of "
+            f"{self.cache.shape[0]} slots"
+        )
 
     def check(self, dtype: torch.dtype, rows: int, heads: Heads, rotation: Rotation | None) -> None:
         """Raise ValueError where rows, heads or turns are not those of the caches and paths."""

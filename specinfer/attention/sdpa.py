@@ -74,7 +74,11 @@ class _Bound:
         self._keys = keys
         self._values = values
         device = keys[0].device
-        self._write_slots = torch.from_numpy(paths.write_slots_T).to(device, torch.int64)
+        written = [
+            paths.slots(request)[first - end :]
+            for request, (first, end, _, _) in enumerate(paths.requests_R4.tolist())
+        ]
+        self._write_slots = torch.from_numpy(np.concatenate(written)).to(device, torch.int64)
         self._rows = [torch.from_numpy(s.rows).to(device) for s in segments]
         self._slots = [torch.from_numpy(_padded(s.slots_S)).to(device) for s in segments]
         self._masks: dict[int | None, list[Tensor]] = {}  # by window
@@ -138,11 +142,11 @@ def attended(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, mask_TS: Tensor, scale
 
 
 def _segments(paths: Paths, *, by_paths: bool) -> Iterator[_Segment]:
-    for first, count, begin, length in paths.requests.tolist():
-        slots = paths.slots[begin : begin + length]
-        rows = np.arange(first, first + count)
+    for request, (first, end, _, length) in enumerate(paths.requests_R4.tolist()):
+        slots = paths.slots(request)
+        rows = np.arange(first, end)
         sees = np.arange(length)[None, :] < paths.shared_T[rows, None]
-        ends = paths.tail_ends[first : first + count + 1]
+        ends = paths.tail_ends[first : end + 1]
         sees[np.repeat(rows - first, np.diff(ends)), paths.tails[ends[0] : ends[-1]]] = True
         if by_paths and ends[0] < ends[-1]:
             yield from _chains(_Segment(rows, slots, sees))

@@ -51,17 +51,20 @@ class HeadsArgs(ctypes.Structure):
 
 
 class PathsArgs(ctypes.Structure):
-    """The slots each row follows, as cpu/layer_ops.h has them."""
+    """The positions each row follows, and their slots, as cpu/paths.h has them; sizes in numbers."""
 
     _fields_ = (
-        ("slots", c_void_p),
+        ("tables", c_void_p),
         ("requests", c_void_p),
         ("shared", c_void_p),
         ("tail_ends", c_void_p),
         ("tails", c_void_p),
-        ("write_slots", c_void_p),
-        ("num_requests", c_int64),
+        ("num_blocks", c_int64),
+        ("requests_size", c_int64),
         ("rows", c_int64),
+        ("tail_ends_size", c_int64),
+        ("num_tails", c_int64),
+        ("block_size", c_int64),
     )
 
 
@@ -123,7 +126,8 @@ class Library:
         )
         self.gate = _function(library.specinfer_gate, None, flag, flag, address, address, count, count)
         self.embed = _function(
-            library.specinfer_embed, None, flag, address, address, c_float, address, count, count
+            *(library.specinfer_embed, c_int32, flag, address, count, address, c_float),
+            *(address, count, count),
         )
         heads, paths = POINTER(HeadsArgs), POINTER(PathsArgs)
         self.rope_and_store = _function(
@@ -132,6 +136,7 @@ class Library:
         self.tree_attention = _function(
             library.specinfer_tree_attention, None, flag, heads, paths, *[address] * 4
         )
+        self.fault_of_paths = _function(library.specinfer_fault_of_paths, c_int32, paths, count)
         self.layers = _function(
             library.specinfer_layers,
             None,

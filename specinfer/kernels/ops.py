@@ -102,18 +102,19 @@ class NativeOps:
         rows, size = len(token_ids_T), table_VD.shape[1]
         if token_ids_T.dtype is not torch.int64 or not token_ids_T.is_contiguous():
             raise TypeError(f"token ids must be contiguous int64, got {token_ids_T.dtype}")
-        if rows and not 0 <= int(token_ids_T.min()) <= int(token_ids_T.max()) < len(table_VD):
-            raise IndexError(f"token ids must be 0 .. {len(table_VD) - 1}")
         out_TD = table_VD.new_empty(rows, size)
-        self.library.embed(
+        there = self.library.embed(
             float_code(table_VD),
             table_VD.data_ptr(),
+            len(table_VD),
             token_ids_T.data_ptr(),
             scale,
             out_TD.data_ptr(),
             rows,
             size,
         )
+        if not there:
+            raise IndexError(f"token ids must be 0 .. {len(table_VD) - 1}")
         return out_TD
 
     def add_rms_norm(self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:

@@ -288,7 +288,7 @@ def other_faults(library: Library) -> Iterator[str]:
         library.gate(code, 0, at[0], at[2], rows, head)
         yield from check("a gate", out)
         ids = np.arange(rows, dtype=np.int64)
-        library.embed(code, at[0], ids.ctypes.data, 2.0, at[2], rows, 2 * head)
+        library.embed(code, at[0], rows, ids.ctypes.data, 2.0, at[2], rows, 2 * head)
         yield from check("an embedding", out)
         qkv, q, seen = (
             random(rows, (heads + 2 * kv_heads) * head),
@@ -301,15 +301,20 @@ def other_faults(library: Library) -> Iterator[str]:
         tables = [
             np.asarray(table, dtype=np.int32)
             for table in (
-                range(rows),
+                [1, 4, 0, 3, 2],
                 [[0, rows, 0, rows]],
                 [*range(1, rows - 1), rows - 2, rows - 2],
                 [*[0] * (rows - 1), 1, 2],
                 [rows - 2, rows - 1],
-                range(rows),
             )
         ]
-        paths = PathsArgs(*(table.ctypes.data for table in tables), 1, rows)
+        paths = PathsArgs(
+            *(table.ctypes.data for table in tables), *(table.size for table in tables), rows // 5
+        )
+        if library.fault_of_paths(ctypes.byref(paths), rows) or not library.fault_of_paths(
+            ctypes.byref(paths), rows - 1
+        ):
+            yield "paths that lead where they may, or where they may not, pass for the other"
         args = HeadsArgs(heads, kv_heads, head, 0.125, 1e-5, 0, None, None)
         both = ctypes.byref(args), ctypes.byref(paths)
         cache = k.ctypes.data, v.ctypes.data

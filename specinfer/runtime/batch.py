@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor
 from specinfer.attention.backend import Paths
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.tree import TokenTree
+
+_NO_TAILS = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Rows:
 
     token_ids: Sequence[int]  # [n]
     start: int
-    block_table: Sequence[int]
+    block_table: Sequence[int] | NDArray[np.int32]  # int32 arrays and buffers are taken as they lie
     logits_from: int  # rows from this one on yield logits; n for none
     parents: Sequence[int] | None = None
 
@@ -49,7 +52,9 @@ class ModelBatch:
     logit_rows: Tensor | None  # None: every row
 
 
-def chain_rows(token_ids: Sequence[int], start: int, block_table: Sequence[int], *, logits: bool) -> Rows:
+def chain_rows(
+    token_ids: Sequence[int], start: int, block_table: Sequence[int] | NDArray[np.int32], *, logits: bool
+) -> Rows:
     """The rows of plain text at positions start, start + 1, ...; logits of the last row only, or of none."""
     n = len(token_ids)
     return Rows(token_ids, start, block_table, n - 1 if logits else n)
@@ -110,22 +115,52 @@ def _unscored(entry: PlanEntry) -> int:
 
 
 def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) -> ModelBatch:
-    """The batch of `rows`, in order; paths stay in host memory, for the attention backend to place."""
-    token_ids = [token for part in rows for token in part.token_ids]
-    wanted: list[int] = []
-    first = 0
+    """The batch of `rows`, in order; paths stay in host memory, for the attention backend to place.
+
+    A step makes it while a model waits, in caches that the last pass has swept: so of few operations, on all
+    requests at once, and none on a text's whole length.
+    """
+    requests: list[tuple[int, int, int, int]] = []
+    wanted: list[range] = []
+    trees: list[tuple[Rows, int]] = []  # those that branch off, and where their rows end
+    first = table = 0
     for part in rows:
-        behind = first + len(part.token_ids)
-        wanted.extend(range(first + part.logits_from, behind))
-        first = behind
-    paths = _joined([_paths_of(part, block_size) for part in rows])
-    positions = paths.shared_T + np.diff(paths.tail_ends) - 1
-    every_row = len(wanted) == len(token_ids)
+        n = len(part.token_ids)
+        end = first + n
+        requests.append((first, end, table, part.start + n))
+        wanted.append(range(first + part.logits_from, end))
+        if part.parents is not None and len(part.parents) > 2:
+            trees.append((part, end))
+        table += len(part.block_table)
+        first = end
+    token_ids_T = np.fromiter(chain.from_iterable(part.token_ids for part in rows), np.int64, first)
+    shared_T = np.arange(1, first + 1, dtype=np.int32)
+    tail_ends = np.zeros(first + 1, dtype=np.int32)
+    if len(rows) == 1:
+        tables_B = np.asarray(rows[0].block_table, dtype=np.int32)
+        shared_T += rows[0].start
+    else:
+        tables_B = np.concatenate([np.asarray(part.block_table, dtype=np.int32) for part in rows])
+        before = [positions - end for _, end, _, positions in requests]
+        shared_T += np.repeat(np.array(before, dtype=np.int32), [len(part.token_ids) for part in rows])
+    positions_T = shared_T - np.int64(1)
+    tails: list[int] = []
+    for part, end in trees:
+        _branch_off(part, end, shared_T, positions_T, tail_ends, tails)
+    if tails:
+        np.cumsum(tail_ends, out=tail_ends)
     return ModelBatch(
-        token_ids_T=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        positions_T=torch.from_numpy(positions).to(device, torch.int64),
-        paths=paths,
-        logit_rows=None if every_row else torch.tensor(wanted, dtype=torch.int64, device=device),
+        token_ids_T=torch.from_numpy(token_ids_T).to(device),
+        positions_T=torch.from_numpy(positions_T).to(device),
+        paths=Paths(
+            tables_B,
+            block_size,
+            np.array(requests, dtype=np.int32),
+            shared_T,
+            tail_ends,
+            np.array(tails, dtype=np.int32) if tails else _NO_TAILS,
+        ),
+        logit_rows=_logit_rows(wanted, first, device),
     )
 
 
@@ -134,61 +169,46 @@ def slots_of(block_table: Sequence[int], positions: Sequence[int], block_size: i
     return [block_table[p // block_size] * block_size + p % block_size for p in positions]
 
 
-def _paths_of(rows: Rows, block_size: int) -> Paths:
-    """The paths of one request's rows."""
-    n = len(rows.token_ids)
-    length = rows.start + n
-    blocks = np.asarray(rows.block_table[: -(-length // block_size)])
-    slots = (blocks[:, None] * block_size + np.arange(block_size)).ravel()[:length].astype(np.int32)
-    shared = np.arange(rows.start + 1, length + 1, dtype=np.int32)
-    tail_lengths = np.zeros(n, dtype=np.int32)
-    tails = np.zeros(0, dtype=np.int32)
-    if rows.parents is not None:
-        nodes = min(n, len(rows.parents))
-        below_root = _below_root(rows.parents)[-nodes:]
-        depths = np.count_nonzero(below_root, axis=1).astype(np.int32)
-        # A node with no others before it than its ancestors stands where a token of text would.
-        branched = depths != np.arange(len(rows.parents) - nodes, len(rows.parents))
-        root = length - len(rows.parents)
-        shared[-nodes:][branched] = root + 1
-        tail_lengths[-nodes:][branched] = depths[branched]
-        tails = root + below_root[branched][below_root[branched] > 0]
-    return Paths(
-        slots=slots,
-        requests=np.array([[0, n, 0, length]], dtype=np.int32),
-        shared_T=shared,
-        tail_ends=_ends(tail_lengths),
-        tails=tails,
-        write_slots_T=slots[rows.start :],
-    )
+def _branch_off(
+    rows: Rows,
+    end: int,
+    shared_T: NDArray[np.int32],
+    positions_T: NDArray[np.int64],
+    tail_lengths: NDArray[np.int32],
+    tails: list[int],
+) -> None:
+    """Give the rows of a tree that are no text their paths: the arrays are written to, `tails` grows.
+
+    A node with no others before it than its ancestors stands where a token of text would, and is one.
+    `tail_lengths` has row t's at t + 1.
+    """
+    parents = rows.parents
+    assert parents is not None
+    branch = next((node for node, parent in enumerate(parents) if parent != node - 1), len(parents))
+    root = rows.start + len(rows.token_ids) - len(parents)
+    first = max(branch, len(parents) - len(rows.token_ids))  # of the nodes that are rows and no text
+    if first == len(parents):
+        return
+    below_root: list[list[int]] = []  # positions, of each node that is no text
+    for node in range(branch, len(parents)):
+        parent = parents[node]
+        above = below_root[parent - branch] if parent >= branch else range(root + 1, root + parent + 1)
+        below_root.append([*above, root + node])
+    own = below_root[first - branch :]
+    depths = [len(path) for path in own]
+    here = slice(end - len(own), end)
+    shared_T[here] = root + 1
+    positions_T[here] = depths
+    positions_T[here] += root
+    tail_lengths[end - len(own) + 1 : end + 1] = depths
+    tails.extend(chain.from_iterable(own))
 
 
-def _below_root(parents: Sequence[int]) -> NDArray[np.int32]:
-    """[nodes, levels]: each node's ancestors below the root and the node itself, behind zeros."""
-    up = np.asarray(parents, dtype=np.int32)
-    node = np.arange(len(parents), dtype=np.int32)
-    levels: list[NDArray[np.int32]] = []
-    while node.any():
-        levels.append(node)
-        node = np.where(node > 0, up[node], 0).astype(np.int32)
-    return np.stack(levels[::-1], axis=1) if levels else np.zeros((len(parents), 0), dtype=np.int32)
-
-
-def _joined(parts: Sequence[Paths]) -> Paths:
-    """The paths of several requests, one after another."""
-    if len(parts) == 1:
-        return parts[0]
-    requests = np.concatenate([part.requests for part in parts])
-    requests[1:, (0, 2)] = requests[:-1, (1, 3)].cumsum(axis=0)
-    return Paths(
-        slots=np.concatenate([part.slots for part in parts]),
-        requests=requests,
-        shared_T=np.concatenate([part.shared_T for part in parts]),
-        tail_ends=_ends(np.concatenate([np.diff(part.tail_ends) for part in parts])),
-        tails=np.concatenate([part.tails for part in parts]),
-        write_slots_T=np.concatenate([part.write_slots_T for part in parts]),
-    )
-
-
-def _ends(lengths: NDArray[np.int32]) -> NDArray[np.int32]:
-    return np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
+def _logit_rows(wanted: Sequence[range], rows: int, device: torch.device) -> Tensor | None:
+    """The rows of these ranges; None where they are all."""
+    if sum(map(len, wanted)) == rows:
+        return None
+    if len(wanted) == 1:
+        return torch.arange(wanted[0].start, wanted[0].stop, device=device)
+    ids = [np.arange(part.start, part.stop) for part in wanted]
+    return torch.from_numpy(np.concatenate(ids)).to(device, torch.int64)

@@ -10,30 +10,35 @@
 
 namespace proof {
 
-// The paths of some requests, as their rows name them.
+// The paths of some requests, as their rows name them, whose last positions are those of their rows.
 struct Requests {
-  std::vector<int32_t> slots, requests, shared, tail_ends{0}, tails, write_slots;
+  int32_t block_size = 1;
+  std::vector<int32_t> tables, shared, tail_ends{0}, tails;
+  std::vector<Request> requests;
 
-  void begin(std::vector<int32_t> list) {
-    requests.insert(requests.end(), {static_cast<int32_t>(shared.size()), 0, static_cast<int32_t>(slots.size()),
-                                     static_cast<int32_t>(list.size())});
-    slots.insert(slots.end(), list.begin(), list.end());
+  void begin(const std::vector<int32_t>& table, int64_t positions) {
+    const auto first = static_cast<int32_t>(shared.size());
+    requests.push_back({first, first, static_cast<int32_t>(tables.size()), static_cast<int32_t>(positions)});
+    tables.insert(tables.end(), table.begin(), table.end());
   }
 
   void row(int32_t together, const std::vector<int32_t>& tail = {}) {
     shared.push_back(together);
     tails.insert(tails.end(), tail.begin(), tail.end());
     tail_ends.push_back(static_cast<int32_t>(tails.size()));
-    write_slots.push_back(path(rows() - 1).back());
-    ++requests[requests.size() - 3];
+    ++requests.back().end;
   }
 
   int64_t rows() const { return static_cast<int64_t>(shared.size()); }
 
-  const int32_t* list(int64_t row) const {
+  const Request& of(int64_t row) const {
     size_t n = 0;
-    while (n + 4 < requests.size() && requests[n + 4] <= row) n += 4;
-    return slots.data() + requests[n + 2];
+    while (requests[n].end <= row) ++n;
+    return requests[n];
+  }
+
+  int32_t slot(const Request& request, int64_t position) const {
+    return tables[request.table + position / block_size] * block_size + static_cast<int32_t>(position % block_size);
   }
 
   std::vector<int32_t> tail(int64_t row) const {
@@ -42,33 +47,36 @@ struct Requests {
 
   // Slots.
   std::vector<int32_t> path(int64_t row) const {
-    std::vector<int32_t> path(list(row), list(row) + shared[row]);
-    for (const int32_t entry : tail(row)) path.push_back(list(row)[entry]);
+    std::vector<int32_t> path;
+    for (int32_t i = 0; i < shared[row]; ++i) path.push_back(slot(of(row), i));
+    for (const int32_t position : tail(row)) path.push_back(slot(of(row), position));
     return path;
   }
 
   Paths paths() const {
-    return {slots.data(), requests.data(), shared.data(), tail_ends.data(), tails.data(), write_slots.data(),
-            static_cast<int64_t>(requests.size()) / 4, rows()};
+    const auto size = [](const auto& some) { return static_cast<int64_t>(some.size()); };
+    return {tables.data(), requests.data(),     shared.data(), tail_ends.data(), tails.data(), size(tables),
+            4 * size(requests), rows(), size(tail_ends), size(tails), block_size};
   }
 };
 
-constexpr int64_t kSlots = 400;
+constexpr int64_t kSlots = 512;
 
 // A prompt's last rows, a tree of nine nodes behind 130 positions, one of three behind 61, and a row alone.
-inline Requests some_requests(Chance& chance) {
-  std::vector<int32_t> slots(kSlots);
-  std::iota(slots.begin(), slots.end(), 0);
-  for (int64_t i = kSlots; i > 1; --i) std::swap(slots[i - 1], slots[chance.integer(0, static_cast<int>(i))]);
-  const auto take = [&](int64_t n) {
-    const std::vector<int32_t> some(slots.end() - n, slots.end());
-    slots.resize(slots.size() - n);
-    return some;
-  };
+inline Requests some_requests(int32_t block_size, Chance& chance) {
+  std::vector<int32_t> blocks(kSlots / block_size);
+  std::iota(blocks.begin(), blocks.end(), 0);
+  for (size_t i = blocks.size(); i > 1; --i) std::swap(blocks[i - 1], blocks[chance.integer(0, static_cast<int>(i))]);
   Requests all;
-  all.begin(take(75));
+  all.block_size = block_size;
+  const auto begin = [&](int64_t positions) {
+    const int64_t n = (positions + block_size - 1) / block_size;
+    all.begin({blocks.end() - n, blocks.end()}, positions);
+    blocks.resize(blocks.size() - n);
+  };
+  begin(75);
   for (int i = 60; i <= 75; ++i) all.row(i);
-  all.begin(take(139));
+  begin(139);
   all.row(131);
   all.row(131, {131});
   all.row(131, {132});
@@ -78,21 +86,21 @@ inline Requests some_requests(Chance& chance) {
   all.row(131, {131, 133, 136});
   all.row(131, {131, 133, 136, 137});
   all.row(131, {131, 134, 138});
-  all.begin(take(64));
+  begin(64);
   all.row(62);
   all.row(62, {62});
   all.row(62, {63});
-  all.begin(take(70));
+  begin(70);
   all.row(70);
   return all;
 }
 
 template <typename T>
-void prove_attention(const Library& library, int64_t head, int64_t window, Chance& chance) {
+void prove_attention(const Library& library, int64_t head, int64_t window, int32_t block_size, Chance& chance) {
   constexpr int64_t kHeads = 6, kKvHeads = 2;
   const std::string name = std::string("attention of heads of ") + std::to_string(head) + " " + kName<T> +
-                           ", window " + std::to_string(window) + ": ";
-  const Requests all = some_requests(chance);
+                           ", window " + std::to_string(window) + ", blocks of " + std::to_string(block_size) + ": ";
+  const Requests all = some_requests(block_size, chance);
   const Heads heads{kHeads, kKvHeads, head, 1 / std::sqrt(static_cast<float>(head)), 1e-5f, window, nullptr, nullptr};
   const int64_t width = kHeads * head, stride = kKvHeads * head;
   const auto q = chance.normals<T>(all.rows() * width, 2);
@@ -100,6 +108,8 @@ void prove_attention(const Library& library, int64_t head, int64_t window, Chanc
   const auto attend = [&](const Requests& some, const T* queries) {
     std::vector<T> out(some.rows() * width);
     const Paths paths = some.paths();
+    check(library.fault_of_paths(&paths, kSlots) == 0, name + "paths are refused");
+    check(library.fault_of_paths(&paths, 0) != 0, name + "paths out of the cache are not refused");
     library.tree_attention(kType<T>, &heads, &paths, queries, k.data(), v.data(), out.data());
     return out;
   };
@@ -127,12 +137,15 @@ void prove_attention(const Library& library, int64_t head, int64_t window, Chanc
       }
       want.insert(want.end(), sums.begin(), sums.end());
     }
-    // Alone, as a node of a tree and as text.
+    // Alone, as a node of a tree, and as text in blocks of 1.
     Requests node, text;
-    const int32_t entries = all.tail(r).empty() ? all.shared[r] : all.tail(r).back() + 1;
-    node.begin({all.list(r), all.list(r) + entries});
+    node.block_size = block_size;
+    const Request& request = all.of(r);
+    const int32_t positions = all.tail(r).empty() ? all.shared[r] : all.tail(r).back() + 1;
+    const auto table = all.tables.begin() + request.table;
+    node.begin({table, table + (positions + block_size - 1) / block_size}, positions);
     node.row(all.shared[r], all.tail(r));
-    text.begin(path);
+    text.begin(path, path.size());
     text.row(static_cast<int32_t>(path.size()));
     for (const Requests& alone : {node, text}) {
       const auto row = attend(alone, q.data() + r * width);
@@ -147,7 +160,7 @@ template <typename T>
 void prove_rope(const Library& library, int64_t head, bool normed, Chance& chance) {
   constexpr int64_t kHeads = 4, kKvHeads = 2, width = kHeads + 2 * kKvHeads;
   const std::string name = std::string("rope of heads of ") + std::to_string(head) + " " + kName<T> + ": ";
-  const Requests all = some_requests(chance);
+  const Requests all = some_requests(normed ? 5 : 16, chance);
   const Paths paths = all.paths();
   const int64_t rows = all.rows(), half = head / 2;
   const auto qkv = chance.normals<T>(rows * width * head), weight = chance.normals<T>(head);
@@ -166,7 +179,7 @@ void prove_rope(const Library& library, int64_t head, bool normed, Chance& chanc
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t h = 0; h < width; ++h) {
       const T* const x = qkv.data() + (r * width + h) * head;
-      const int64_t slot = all.write_slots[r] * kKvHeads * head;
+      const int64_t slot = all.path(r).back() * kKvHeads * head;
       if (h >= kHeads + kKvHeads) {
         copied = copied && same(x, v.data() + slot + (h - kHeads - kKvHeads) * head, head);
         continue;

@@ -23,7 +23,8 @@ struct Library {
   void (*add_rms_norm)(int32_t, void*, const void*, const void*, void*, const int64_t*, int64_t, int64_t, float,
                        int32_t);
   void (*gate)(int32_t, int32_t, const void*, void*, int64_t, int64_t);
-  void (*embed)(int32_t, const void*, const int64_t*, float, void*, int64_t, int64_t);
+  int32_t (*embed)(int32_t, const void*, int64_t, const int64_t*, float, void*, int64_t, int64_t);
+  int32_t (*fault_of_paths)(const Paths*, int64_t);
   void (*rope_and_store)(int32_t, const Heads*, const Paths*, const void*, const float*, const float*, void*, void*,
                          void*);
   void (*tree_attention)(int32_t, const Heads*, const Paths*, const void*, const void*, const void*, void*);
@@ -51,6 +52,7 @@ struct Library {
     find(add_rms_norm, "specinfer_add_rms_norm");
     find(gate, "specinfer_gate");
     find(embed, "specinfer_embed");
+    find(fault_of_paths, "specinfer_fault_of_paths");
     find(rope_and_store, "specinfer_rope_and_store");
     find(tree_attention, "specinfer_tree_attention");
     find(most_likely, "specinfer_most_likely");

@@ -84,7 +84,10 @@ void prove_embeddings(const Library& library, Chance& chance) {
   const std::vector<int64_t> ids{3, 49, 0, 3};
   for (const float scale : {1.0f, 2.7f}) {
     std::vector<T> out(ids.size() * size);
-    library.embed(kType<T>, table.data(), ids.data(), scale, out.data(), ids.size(), size);
+    const auto embed = [&](const std::vector<int64_t>& some) {
+      return library.embed(kType<T>, table.data(), entries, some.data(), scale, out.data(), some.size(), size);
+    };
+    check(embed(ids) != 0 && embed({3, -1}) == 0 && embed({50}) == 0, "ids a table lacks are not refused");
     bool right = true;
     for (size_t i = 0; i < out.size(); ++i) {
       const T want = narrow<T>(widen(table[ids[i / size] * size + i % size]) * scale);

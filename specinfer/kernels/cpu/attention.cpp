@@ -1,11 +1,11 @@
-// Attention of rows that each follow a path of cache slots: text, then the row's ancestors, then itself.
+// Attention of rows that each follow a path of cache positions: text, then the row's ancestors, then itself.
 //
-//   slots     [S]           the cache slots of each request's positions, one request after another
-//   requests  [R, 4]        its first row, its rows, where its slots begin, how many they are
-//   shared    [T]           a row's path: the first `shared` of its request's slots,
+//   tables    [B]           the blocks of each request's positions, one request after another
+//   requests  [R]           its rows, where its table begins, how many positions it has
+//   shared    [T]           a row's path: the first `shared` of its request's positions,
 //   tails     ragged [T]    then these of them
 //
-// The keys of a path are read in blocks of 64 counted from its start. A score is one sum over the head, in
+// A position's slot is looked up as it is come to, a block of keys at a time. The keys of a path are read in blocks of 64 counted from its start. A score is one sum over the head, in
 // order; a block's weights are one sum over its keys, in order; blocks follow one another. So a row's result is
 // a function of its own path, whatever rows are computed with it, as long as all values are finite. What rows share is the work: blocks on which
 // their paths agree are laid out once and multiplied for all rows together. Behind them a tree's paths part,
@@ -44,13 +44,13 @@ struct Way {
     return tail(a) == 0 ? tail(b) == 0 : tail(b) > 0 && shared(a) == shared(b);
   }
 
-  // Where in its request's list a row finds the keys first..last of its path.
+  // The positions of a row's request that are the keys first..last of its path.
   void read(int64_t row, int64_t first, int64_t last, int32_t* to) const {
     const int32_t* const own = paths.tails + paths.tail_ends[row] - shared(row);
     for (int64_t i = first; i < last; ++i) *to++ = i < shared(row) ? static_cast<int32_t>(i) : own[i];
   }
 
-  // Behind the last list entry of these rows' paths, whose entries ascend.
+  // Behind the last position of these rows' paths, which ascend.
   int64_t end(int64_t first, int64_t last) const {
     int64_t end = 0;
     for (int64_t row = first; row < last; ++row) {
@@ -61,9 +61,9 @@ struct Way {
 };
 
 // What one thread does at a time: some rows of one request, for one key-value head. None of them has a tail, or
-// all have, behind as many shared slots.
+// all have, behind as many shared positions.
 struct Task {
-  int64_t first, last, list, kv_head;
+  int64_t first, last, table, kv_head;
   double work;
 
   // The block from which on paths differ, with tails.
@@ -145,13 +145,13 @@ class Worker {
         sums_(take<float>(kMostQueries * shape.padded)),
         scores_(take<float>(kMostQueries * kKeys)),
         parted_scores_(take<float>(kMostQueries * parted_stride_)),
+        parted_slots_(take<int32_t>(parted_stride_)),
         weights_(take<T>(kMostQueries * kKeys)) {}
 
   void run(const Task& task) {
     const Flushing flushing;
     start(task);
     const int64_t queries = (task.last - task.first) * shape_.group;
-    const int32_t* const list = way_.paths.slots + task.list;
     const T* const k = k_ + task.kv_head * shape_.head;
     const T* const v = v_ + task.kv_head * shape_.head;
     int64_t begin = std::numeric_limits<int64_t>::max(), end = 0;
@@ -161,12 +161,18 @@ class Worker {
     }
     const bool parts = way_.tail(task.first) > 0;
     const int64_t together = parts ? task.parting(way_) : end;
-    fetch(k, v, list + begin, std::min<int64_t>(kKeys, together - begin));
-    for (int64_t block = begin; block < together; block += kKeys) {
-      fetch(k, v, list + block + kKeys, std::min<int64_t>(kKeys, together - block - kKeys));
-      attend(task, queries, k, v, list + block, block, std::min<int64_t>(kKeys, together - block));
+    int32_t slots[2][kKeys];  // of the block at hand, and of the next
+    const auto look_up = [&](int64_t block, int32_t* to) {
+      const int64_t count = std::clamp<int64_t>(together - block, 0, kKeys);
+      way_.paths.slots(task.table, block, count, to);
+      fetch(k, v, to, count);
+    };
+    look_up(begin, slots[0]);
+    for (int64_t block = begin, at = 0; block < together; block += kKeys, at ^= 1) {
+      look_up(block + kKeys, slots[at ^ 1]);
+      attend(task, queries, k, v, slots[at], block, std::min<int64_t>(kKeys, together - block));
     }
-    if (parts) attend_apart(task, queries, k, v, list, together);
+    if (parts) attend_apart(task, queries, k, v, together);
     finish(task);
   }
 
@@ -223,13 +229,13 @@ class Worker {
   }
 
   // Each row sees the keys of its own path from `parting` on.
-  void attend_apart(const Task& task, int64_t queries, const T* k, const T* v, const int32_t* list,
-                    int64_t parting) {
+  void attend_apart(const Task& task, int64_t queries, const T* k, const T* v, int64_t parting) {
     const int64_t end = way_.end(task.first, task.last);
-    fetch(k, v, list + parting, end - parting);
+    way_.paths.slots(task.table, parting, end - parting, parted_slots_);
+    fetch(k, v, parted_slots_, end - parting);
     for (int64_t block = parting; block < end; block += kKeys) {
       const int64_t count = std::min<int64_t>(kKeys, end - block);
-      lay_out_keys(shape_, k, list + block, count, keys_);
+      lay_out_keys(shape_, k, parted_slots_ + block - parting, count, keys_);
       multiply_block<T, true>(queries, queries_, shape_.steps, keys_, kKeys, parted_scores_ + block - parting,
                               parted_stride_, shape_.words, round_up(count, kLanes));
     }
@@ -239,7 +245,7 @@ class Worker {
         int32_t entries[kKeys], slots[kKeys];
         const int64_t count = std::min<int64_t>(kKeys, length - block);
         way_.read(row, block, block + count, entries);
-        for (int64_t n = 0; n < count; ++n) slots[n] = list[entries[n]];
+        for (int64_t n = 0; n < count; ++n) slots[n] = parted_slots_[entries[n] - parting];
         for (int64_t i = first; i < first + shape_.group; ++i) {
           const float* const all = parted_scores_ + i * parted_stride_ - parting;
           float* const own = scores_ + i * kKeys;
@@ -330,6 +336,7 @@ class Worker {
   const int64_t window_, parted_stride_;
   uint32_t *const keys_, *const values_, *const queries_;
   float *const sums_, *const scores_, *const parted_scores_;
+  int32_t* const parted_slots_;
   T* const weights_;
   float highest_[kMostQueries], total_[kMostQueries];
 };
@@ -340,18 +347,17 @@ std::vector<Task> make_tasks(const Shape& shape, const Way& way, int64_t window)
   const int64_t fair = paths.rows * shape.kv_heads / Pool::get().threads();
   const int64_t most = std::clamp<int64_t>(fair, 1, std::max<int64_t>(1, kMostQueries / shape.group));
   std::vector<Task> tasks;
-  for (int64_t n = 0; n < paths.num_requests; ++n) {
-    const int32_t* const request = paths.requests + 4 * n;
-    const int64_t begin = request[0], end = begin + request[1], list = request[2];
-    for (int64_t first = begin; first < end;) {
+  for (int64_t n = 0; n < paths.num_requests(); ++n) {
+    const Request& request = paths.requests[n];
+    for (int64_t first = request.first; first < request.end;) {
       int64_t last = first;
       double keys = 0;
-      for (; last < end && last - first < most && way.alike(first, last); ++last) {
+      for (; last < request.end && last - first < most && way.alike(first, last); ++last) {
         const int64_t length = way.length(last);
         keys += static_cast<double>(window > 0 ? std::min(length, window) : length);
       }
       for (int64_t kv_head = 0; kv_head < shape.kv_heads; ++kv_head) {
-        tasks.push_back({first, last, list, kv_head, keys * shape.group * shape.head});
+        tasks.push_back({first, last, request.table, kv_head, keys * shape.group * shape.head});
       }
       first = last;
     }

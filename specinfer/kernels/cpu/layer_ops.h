@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "paths.h"
 #include "product.h"
 
 namespace specinfer {
@@ -18,9 +19,9 @@ void copy_rows(Type type, const void* x_TD, const void* y_TD, void* out, int64_t
 // out = act(gate) * up; a row holds gate, then up.
 void gate(Type type, bool gelu, const void* gate_up_T2F, void* out_TF, int64_t rows, int64_t size);
 
-// out = table rows of `ids`, times scale.
-void embed(Type type, const void* table_VD, const int64_t* ids_T, float scale, void* out_TD, int64_t rows,
-           int64_t size);
+// out = table rows of `ids`, times scale; false, and nothing done, where the table lacks one of them.
+bool embed(Type type, const void* table_VD, int64_t entries, const int64_t* ids_T, float scale, void* out_TD,
+           int64_t rows, int64_t size);
 
 // The heads of an attention block.
 struct Heads {
@@ -28,12 +29,6 @@ struct Heads {
   float scale, eps;
   int64_t window;  // a row sees the last so many positions of its path; 0: all
   const void *q_norm, *k_norm;  // [H], or null
-};
-
-// The slots each row follows, as attention/backend.py has them, and where its K and V go.
-struct Paths {
-  const int32_t *slots, *requests, *shared, *tail_ends, *tails, *write_slots;
-  int64_t num_requests, rows;
 };
 
 // Norms and turns query and key heads, writes K and V to the rows' slots, queries to q_TNH. cos, sin: float32

@@ -61,12 +61,14 @@ void specinfer_gate(int32_t type, int32_t gelu, const void* gate_up, void* out, 
   gate(static_cast<Type>(type), gelu != 0, gate_up, out, rows, size);
 }
 
-void specinfer_embed(int32_t type, const void* table, const int64_t* ids, float scale, void* out, int64_t rows,
-                     int64_t size) {
+int32_t specinfer_embed(int32_t type, const void* table, int64_t entries, const int64_t* ids, float scale, void* out,
+                        int64_t rows, int64_t size) {
   const Claim claim;
   const Timed timed(Stage::kEmbed);
-  embed(static_cast<Type>(type), table, ids, scale, out, rows, size);
+  return embed(static_cast<Type>(type), table, entries, ids, scale, out, rows, size) ? 1 : 0;
 }
+
+int32_t specinfer_fault_of_paths(const Paths* paths, int64_t num_slots) { return fault_of(*paths, num_slots); }
 
 void specinfer_rope_and_store(int32_t type, const Heads* heads, const Paths* paths, const void* qkv,
                               const float* cos, const float* sin, void* k_cache, void* v_cache, void* q) {

@@ -1,5 +1,6 @@
 // RMSNorm with the residual sum in front of it, one pass over the row; and rows of an embedding table.
 
+#include <algorithm>
 #include <cmath>
 
 #include "layer_ops.h"
@@ -64,7 +65,9 @@ void copy_rows(Type type, const void* x, const void* y, void* out, int64_t strid
   });
 }
 
-void embed(Type type, const void* table, const int64_t* ids, float scale, void* out, int64_t rows, int64_t n) {
+bool embed(Type type, const void* table, int64_t entries, const int64_t* ids, float scale, void* out, int64_t rows,
+           int64_t n) {
+  if (std::any_of(ids, ids + rows, [=](int64_t id) { return id < 0 || id >= entries; })) return false;
   by_type(type, [&](auto element) {
     using T = decltype(element);
     Pool::get().split(rows, kPieceElements / n + 1, [&](int64_t first, int64_t last) {
@@ -79,6 +82,7 @@ void embed(Type type, const void* table, const int64_t* ids, float scale, void* 
       }
     });
   });
+  return true;
 }
 
 }  // namespace specinfer

@@ -61,13 +61,14 @@ void rope_and_store(Type type, const Heads& heads, const Paths& paths, const voi
   by_type(type, [&](auto element) {
     using T = decltype(element);
     Pool::get().split(paths.rows, kPieceElements / (width * head) + 1, [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) {
+      for (int64_t r = begin, request = 0; r < end; ++r) {
+        while (paths.requests[request].end <= r) ++request;
         const T* x = static_cast<const T*>(qkv) + r * width * head;
         for (int64_t n = 0; n < heads.heads; ++n, x += head) {
           turn_head(x, static_cast<const T*>(heads.q_norm), turn, r, head,
                     static_cast<T*>(q) + (r * heads.heads + n) * head);
         }
-        const int64_t at = paths.write_slots[r] * heads.kv_heads * head;
+        const int64_t at = paths.own_slot(paths.requests[request], r) * heads.kv_heads * head;
         for (int64_t n = 0; n < heads.kv_heads; ++n, x += head) {
           turn_head(x, static_cast<const T*>(heads.k_norm), turn, r, head, static_cast<T*>(k_cache) + at + n * head);
         }

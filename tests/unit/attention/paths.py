@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +25,25 @@ def scattered(first: int, count: int) -> list[int]:
     return order[first : first + count]
 
 
-def paths_of(*rows: Rows) -> Paths:
-    return build_batch(rows, block_size=BLOCK, device=torch.device("cpu")).paths
+def paths_of(*rows: Rows, block: int = BLOCK) -> Paths:
+    return build_batch(rows, block_size=block, device=torch.device("cpu")).paths
+
+
+def written(paths: Paths) -> Tensor:
+    """The slot of every row's K and V."""
+    requests = enumerate(paths.requests_R4.tolist())
+    own = [paths.slots(request)[first - end :] for request, (first, end, _, _) in requests]
+    return torch.from_numpy(np.concatenate(own)).long()
+
+
+def with_blocks_of(block: int, paths: Paths) -> Paths:
+    """The same slots in smaller blocks, which must fit the old ones."""
+    assert paths.block_size % block == 0
+    parts = paths.block_size // block
+    tables = (paths.tables_B[:, None] * parts + np.arange(parts)).ravel().astype(np.int32)
+    requests = paths.requests_R4.copy()
+    requests[:, 2] *= parts
+    return replace(paths, tables_B=tables, block_size=block, requests_R4=requests)
 
 
 @dataclass
@@ -61,7 +79,7 @@ class Layer:
 
     def inputs(self, paths: Paths) -> tuple[Tensor, Rotation | None]:
         """What a row holds depends on its slot alone, so the same row can stand in several batches."""
-        slots = torch.from_numpy(paths.write_slots_T).long()
+        slots = written(paths)
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         qkv = random(BLOCKS * BLOCK, width, seed=4).to(self.dtype)[slots]
         angles = random(BLOCKS * BLOCK, self.head_dim // 2, seed=5)[slots]
@@ -83,14 +101,15 @@ class Layer:
         for t in range(len(qkv)):
             for i in range(n + kv):
                 heads[t, i] = self._turned(heads[t, i], t, i < n, rotation)
-        slots = torch.from_numpy(paths.write_slots_T).long()
+        slots = written(paths)
         k[slots], v[slots] = heads[:, n : n + kv], heads[:, n + kv :]
         out = torch.zeros(len(qkv), n, self.head_dim, dtype=torch.float64)
-        for first, count, begin, _ in paths.requests.tolist():
-            for t in range(first, first + count):
+        for request, (first, end, _, _) in enumerate(paths.requests_R4.tolist()):
+            slots = paths.slots(request)
+            for t in range(first, end):
                 tail = paths.tails[paths.tail_ends[t] : paths.tail_ends[t + 1]].tolist()
-                path = [begin + p for p in [*range(paths.shared_T[t]), *tail]][-(self.window or 10**9) :]
-                keys = torch.from_numpy(paths.slots[path]).long()
+                path = [*range(paths.shared_T[t]), *tail][-(self.window or 10**9) :]
+                keys = torch.from_numpy(slots[path]).long()
                 for i in range(n):
                     weights = (k[keys, i // (n // kv)] @ heads[t, i] * self.heads.scale).softmax(0)
                     out[t, i] = weights @ v[keys, i // (n // kv)]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
-from specinfer.attention.backend import AttentionBackend
+from specinfer.attention.backend import AttentionBackend, Paths
 from specinfer.attention.native import unsupported
+from specinfer.attention.sdpa import SdpaAttention
 from specinfer.runtime.batch import Rows
 from tests.kernels import NAMES, kernels
-from tests.unit.attention.paths import BLOCKS, Layer, paths_of, scattered
+from tests.unit.attention.paths import BLOCK, BLOCKS, Layer, paths_of, scattered
 
 #      0          with 70 tokens of text before it, 0 among the last of them or all of them at once
 #     / \
@@ -75,21 +77,96 @@ def test_what_is_no_number_stays_none(backend: AttentionBackend) -> None:
     paths = paths_of(Rows([1], 40, scattered(0, 4), 0))
     qkv, _ = layer.inputs(paths)
     k, v = layer.caches()
-    k[paths.slots[7], 1] = float("nan")
+    k[paths.slots(0)[7], 1] = float("nan")
     out = backend.over([k], [v]).bind(paths)(layer.heads, qkv, None).view(1, 4, 32)
     assert out[:, 2:].isnan().all(), "of the heads that read it"
     assert out[:, :2].isfinite().all()
 
 
-def test_a_slot_that_is_not_there_is_refused(backend: AttentionBackend) -> None:
+@pytest.mark.parametrize("block", [1, 3, 7, 16, 100, 1000])
+def test_blocks_of_any_size(backend: AttentionBackend, block: int) -> None:
+    layer = Layer(6, 2, 16)
+    blocks = torch.randperm(BLOCKS * BLOCK // block, generator=torch.Generator().manual_seed(block)).tolist()
+    tree = Rows([1] * 6, 70, blocks[: -(-76 // block)], 0, TREE)
+    rest = blocks[-(-76 // block) :]
+    parts = [tree, Rows([1] * 33, 167, rest, 0)] if len(rest) * block >= 200 else [tree]
+    paths = paths_of(*parts, block=block)
+    for got, want in zip(layer.run(backend, paths), layer.oracle(paths), strict=True):
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "table", [[BLOCKS], [0, -1], [0]], ids=["behind the cache", "before it", "too short"]
+)
+def test_a_slot_that_is_not_there_is_refused(backend: AttentionBackend, table: list[int]) -> None:
     layer = Layer(2, 1, 16)
-    paths = paths_of(Rows([1, 2], 0, [BLOCKS], 0))  # one block too far
+    paths = paths_of(Rows([1] * 2, BLOCK, [*table, BLOCKS] if table == [BLOCKS] else table, 0))
     k, v = layer.caches()
+    if table == [0, -1] and isinstance(backend, SdpaAttention):
+        pytest.skip("torch counts from the end")
     with pytest.raises(
         (RuntimeError, IndexError, ValueError),
-        match=r"slots .* 1025 of a cache of 1024|out of (range|bounds)",
+        match=r"a block that the cache does not have: .* numbered (64|-1) .*, a cache of 1024 slots"
+        r"|a table that is too short for its request: .*\[\[0, 2, 0, 18\]\]"
+        r"|a table of 1 blocks of 16 for 18 positions|out of (range|bounds)",
     ):
         backend.over([k], [v]).bind(paths)(layer.heads, torch.zeros(2, 64), None)
+
+
+GOOD: dict[str, object] = {
+    "tables_B": [2, 0, 1],
+    "requests_R4": [[0, 2, 0, 2], [2, 5, 1, 20]],
+    "shared_T": [1, 2, 18, 18, 18],
+    "tail_ends": [0, 0, 0, 0, 1, 3],
+    "tails": [18, 18, 19],
+}
+
+
+def test_paths_that_lead_nowhere_are_refused_before_they_are_followed() -> None:
+    k, v = torch.zeros(2, 48, 1, 16)
+    cache = kernels("native").attention.over([k], [v])
+
+    def bind(block_size: int = 16, **changed: object) -> None:
+        arrays = {name: np.array(value, dtype=np.int32) for name, value in {**GOOD, **changed}.items()}
+        cache.bind(Paths(block_size=block_size, **arrays))
+
+    bind()
+    for fault, changes in {
+        "a block that the cache does not have": [
+            {"tables_B": [2, 0, 3]},
+            {"tables_B": [-1, 0, 1]},
+            {"block_size": 0},
+            {"block_size": 17},
+        ],
+        "requests whose rows do not follow one another to the last": [
+            {"requests_R4": [[0, 2, 0, 2]]},
+            {"requests_R4": [[0, 2, 0, 2], [1, 5, 1, 20]]},
+            {"requests_R4": [[0, 2, 0, 2], [2, 6, 1, 20]]},
+            {"requests_R4": [[0, 2, 0, 2], [2, 5, 1, 2]]},
+            {"requests_R4": [[0, 0, 0, 2], [0, 5, 1, 20]]},
+        ],
+        "a table that is too short for its request": [
+            {"requests_R4": [[0, 2, 0, 17], [2, 5, 1, 20]]},
+            {"requests_R4": [[0, 2, 0, 2], [2, 5, 1, 33]]},
+            {"requests_R4": [[0, 2, 0, 2], [2, 5, 2, 20]]},
+            {"requests_R4": [[0, 2, -1, 2], [2, 5, 1, 20]]},
+        ],
+        "a path that is not one of the request's positions": [
+            {"shared_T": [1, 3, 18, 18, 18]},
+            {"shared_T": [0, 2, 18, 18, 18]},
+            {"shared_T": [1, 2, 18, 19, 18]},
+            {"tails": [18, 18, 20]},
+            {"tails": [18, 19, 19]},
+            {"tail_ends": [0, 0, 0, 0, 1, 4]},
+            {"tail_ends": [0, 0, 0, 2, 1, 3]},
+            {"tail_ends": [0, 0, 0, 0, 1]},
+            {"tail_ends": [-1, 0, 0, 0, 1, 3]},
+        ],
+    }.items():
+        for change in changes:
+            with pytest.raises(ValueError, match=f"^{fault}: 5 rows") as refused:
+                bind(**change)
+            assert "cache of 48 slots" in str(refused.value)
 
 
 @pytest.mark.parametrize(

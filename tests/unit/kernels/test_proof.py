@@ -52,6 +52,7 @@ void specinfer_want_huge_pages() {}
 void specinfer_add_rms_norm() {}
 void specinfer_gate() {}
 void specinfer_embed() {}
+int32_t specinfer_fault_of_paths() { return 0; }
 void specinfer_rope_and_store() {}
 void specinfer_tree_attention() {}
 void specinfer_layers() {}

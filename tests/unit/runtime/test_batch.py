@@ -15,12 +15,13 @@ def paths(batch: ModelBatch) -> list[list[int]]:
     """The slots every row attends to, in order."""
     p = batch.paths
     found = []
-    for first, count, begin, length in p.requests.tolist():
-        slots = p.slots[begin : begin + length].tolist()
-        for t in range(first, first + count):
+    for request, (first, end, _, _) in enumerate(p.requests_R4.tolist()):
+        slots = p.slots(request).tolist()
+        for t in range(first, end):
             tail = p.tails[p.tail_ends[t] : p.tail_ends[t + 1]].tolist()
             found.append([*slots[: p.shared_T[t]], *(slots[i] for i in tail)])
-    assert len(found) == len(p.shared_T) == len(p.write_slots_T) == len(p.tail_ends) - 1
+            assert found[-1][-1] == slots[t - end], "a row's own slot is that of one of the last positions"
+    assert len(found) == len(p.shared_T) == len(p.tail_ends) - 1
     return found
 
 
@@ -29,7 +30,8 @@ def test_a_chunk_of_a_prompt_sees_what_is_before_it() -> None:
     assert batch.token_ids_T.tolist() == [7, 8, 9]
     assert batch.positions_T.tolist() == [2, 3, 4]
     assert paths(batch) == [[20, 21, 22], [20, 21, 22, 23], [20, 21, 22, 23, 24]]
-    assert batch.paths.write_slots_T.tolist() == [22, 23, 24]
+    assert batch.paths.tables_B.tolist() == [5, 6]
+    assert batch.paths.requests_R4.tolist() == [[0, 3, 0, 5]]
     assert batch.logit_rows is not None
     assert batch.logit_rows.tolist() == [2]
 
@@ -39,7 +41,6 @@ def test_a_node_sees_the_text_its_ancestors_and_itself() -> None:
     batch = build(Rows([4, 5, 7, 6], 3, [0, 1], 0, [-1, 0, 0, 1]))
     assert batch.positions_T.tolist() == [3, 4, 4, 5]
     assert paths(batch) == [[0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 5], [0, 1, 2, 3, 4, 6]]
-    assert batch.paths.write_slots_T.tolist() == [3, 4, 5, 6]
     assert batch.paths.tails.tolist() == [5, 4, 6]  # node 1 stands where a token of text would
     assert batch.logit_rows is None
 
@@ -65,7 +66,6 @@ def test_the_frontier_of_a_half_grown_tree_sees_nodes_that_are_in_the_cache() ->
     batch = build(Rows([30, 40], 5, [0, 1], 0, [-1, 0, 0, 1, 2]))
     assert batch.positions_T.tolist() == [4, 4]
     assert paths(batch) == [[0, 1, 2, 3, 5], [0, 1, 2, 4, 6]]
-    assert batch.paths.write_slots_T.tolist() == [5, 6]
 
 
 def test_a_chunk_without_logits() -> None:
@@ -82,7 +82,8 @@ def test_requests_follow_one_another() -> None:
         Rows([5, 6, 7], 1, [7], 0, [-1, 0, 0]),
         chain_rows([3], 6, [4, 5], logits=True),
     )
-    assert batch.paths.requests.tolist() == [[0, 2, 0, 2], [2, 3, 2, 4], [5, 1, 6, 7]]
+    assert batch.paths.requests_R4.tolist() == [[0, 2, 0, 2], [2, 5, 1, 4], [5, 6, 2, 7]]
+    assert batch.paths.tables_B.tolist() == [0, 7, 4, 5]
     assert paths(batch) == [
         *([0], [0, 1]),
         *([28, 29], [28, 29, 30], [28, 29, 31]),
