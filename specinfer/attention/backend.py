@@ -29,14 +29,51 @@ class Paths:
 
         a row of text      shared = its position + 1, no tail
         a node of a tree   shared = the root's position + 1, tail = its ancestors below the root and itself
+
+    All of it lies in one array, which is told and moved at once; what stands in it are views.
     """
 
-    tables_B: NDArray[np.int32]  # the blocks of every request, one request after another
+    numbers: NDArray[np.int32]  # requests, shared, tail ends, tails, tables
+    num_requests: int
+    num_rows: int
+    num_tails: int
     block_size: int
-    requests_R4: NDArray[np.int32]  # first row, the row behind its last, where its table begins, positions
-    shared_T: NDArray[np.int32]
-    tail_ends: NDArray[np.int32]  # [T + 1]; tails[tail_ends[t] : tail_ends[t + 1]] are row t's
-    tails: NDArray[np.int32]  # positions of the row's request, ascending
+
+    @classmethod
+    def zeros(
+        cls, num_requests: int, num_rows: int, num_tails: int, num_blocks: int, block_size: int
+    ) -> Paths:
+        """Paths of such a size, to be filled in."""
+        size = 4 * num_requests + 2 * num_rows + 1 + num_tails + num_blocks
+        return cls(np.zeros(size, dtype=np.int32), num_requests, num_rows, num_tails, block_size)
+
+    @property
+    def requests_R4(self) -> NDArray[np.int32]:
+        """The first row, the row behind the last, where the table begins, positions."""
+        return self.numbers[: 4 * self.num_requests].reshape(-1, 4)
+
+    @property
+    def shared_T(self) -> NDArray[np.int32]:
+        """How many positions a row's path begins with."""
+        begin = 4 * self.num_requests
+        return self.numbers[begin : begin + self.num_rows]
+
+    @property
+    def tail_ends(self) -> NDArray[np.int32]:
+        """[T + 1]; tails[tail_ends[t] : tail_ends[t + 1]] are row t's."""
+        begin = 4 * self.num_requests + self.num_rows
+        return self.numbers[begin : begin + self.num_rows + 1]
+
+    @property
+    def tails(self) -> NDArray[np.int32]:
+        """Positions of the row's request, ascending."""
+        begin = 4 * self.num_requests + 2 * self.num_rows + 1
+        return self.numbers[begin : begin + self.num_tails]
+
+    @property
+    def tables_B(self) -> NDArray[np.int32]:
+        """The blocks of every request, one request after another."""
+        return self.numbers[4 * self.num_requests + 2 * self.num_rows + 1 + self.num_tails :]
 
     def slots(self, request: int) -> NDArray[np.int32]:
         """The slots of all positions of the request with that number, for twins and tests: a long array.

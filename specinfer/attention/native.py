@@ -85,19 +85,23 @@ class NativeCache:
 class NativeAttend:
     """NativeAttention's Attend; kernels/layers.py takes its addresses to the same code."""
 
-    __slots__ = ("_kept", "cache", "paths")
+    __slots__ = ("_numbers", "cache", "paths")
 
     def __init__(self, cache: NativeCache, paths: Paths) -> None:
         """Raises ValueError where paths lead out of the cache, or out of what they are made of."""
-        fields = paths.tables_B, paths.requests_R4, paths.shared_T, paths.tail_ends, paths.tails
-        if any(field.dtype != np.int32 or not field.flags.c_contiguous for field in fields):
-            raise ValueError("paths must be contiguous int32")
+        numbers, requests, rows = paths.numbers, paths.num_requests, paths.num_rows
+        blocks = numbers.size - 4 * requests - 2 * rows - 1 - paths.num_tails
+        if numbers.dtype != np.int32 or not numbers.flags.c_contiguous or blocks < 0:
+            raise ValueError("paths must be contiguous int32 numbers, as many as they say")
         self.cache = cache
-        self._kept = fields
+        self._numbers = numbers  # kept, as `paths` points to it
+        at = numbers.ctypes.data
+        shared = at + 16 * requests
+        ends = shared + 4 * rows
+        tails = ends + 4 * (rows + 1)
+        tables = tails + 4 * paths.num_tails
         self.paths = PathsArgs(
-            *(field.ctypes.data for field in fields),
-            *(field.size for field in fields),
-            paths.block_size,
+            *(tables, at, shared, ends, tails), *(blocks, requests, rows, paths.num_tails, paths.block_size)
         )
         fault = cache.library.fault_of_paths(ctypes.byref(self.paths), cache.shape[0])
         if fault:
@@ -108,7 +112,7 @@ class NativeAttend:
         blocks = paths.tables_B
         numbers = f"{blocks.min()} .. {blocks.max()}" if blocks.size else "none"
         return (
-            f"{len(paths.shared_T)} rows, requests {paths.requests_R4.tolist()} (first row, end, table, "
+            f"{paths.num_rows} rows, requests {paths.requests_R4.tolist()} (first row, end, table, "
             f"positions), {blocks.size} blocks of {paths.block_size} numbered {numbers}, a cache of "
             f"{self.cache.shape[0]} slots"
         )

@@ -51,7 +51,7 @@ class HeadsArgs(ctypes.Structure):
 
 
 class PathsArgs(ctypes.Structure):
-    """The positions each row follows, and their slots, as cpu/paths.h has them; sizes in numbers."""
+    """The positions each row follows, and their slots, as cpu/paths.h has them."""
 
     _fields_ = (
         ("tables", c_void_p),
@@ -60,9 +60,8 @@ class PathsArgs(ctypes.Structure):
         ("tail_ends", c_void_p),
         ("tails", c_void_p),
         ("num_blocks", c_int64),
-        ("requests_size", c_int64),
+        ("num_requests", c_int64),
         ("rows", c_int64),
-        ("tail_ends_size", c_int64),
         ("num_tails", c_int64),
         ("block_size", c_int64),
     )

@@ -308,9 +308,7 @@ def other_faults(library: Library) -> Iterator[str]:
                 [rows - 2, rows - 1],
             )
         ]
-        paths = PathsArgs(
-            *(table.ctypes.data for table in tables), *(table.size for table in tables), rows // 5
-        )
+        paths = PathsArgs(*(table.ctypes.data for table in tables), 5, 1, rows, 2, rows // 5)
         if library.fault_of_paths(ctypes.byref(paths), rows) or not library.fault_of_paths(
             ctypes.byref(paths), rows - 1
         ):

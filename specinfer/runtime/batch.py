@@ -120,46 +120,37 @@ def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) 
     A step makes it while a model waits, in caches that the last pass has swept: so of few operations, on all
     requests at once, and none on a text's whole length.
     """
+    counts = [len(part.token_ids) for part in rows]
+    branched = [_branched(part) for part in rows]
+    num_tails = sum(len(path) for nodes in branched for path in nodes)
+    num_blocks = sum(len(part.block_table) for part in rows)
+    paths = Paths.zeros(len(rows), sum(counts), num_tails, num_blocks, block_size)
     requests: list[tuple[int, int, int, int]] = []
     wanted: list[range] = []
-    trees: list[tuple[Rows, int]] = []  # those that branch off, and where their rows end
+    tables_B = paths.tables_B
     first = table = 0
-    for part in rows:
-        n = len(part.token_ids)
-        end = first + n
+    for part, n in zip(rows, counts, strict=True):
+        end, behind = first + n, table + len(part.block_table)
         requests.append((first, end, table, part.start + n))
         wanted.append(range(first + part.logits_from, end))
-        if part.parents is not None and len(part.parents) > 2:
-            trees.append((part, end))
-        table += len(part.block_table)
-        first = end
-    token_ids_T = np.fromiter(chain.from_iterable(part.token_ids for part in rows), np.int64, first)
-    shared_T = np.arange(1, first + 1, dtype=np.int32)
-    tail_ends = np.zeros(first + 1, dtype=np.int32)
+        tables_B[table:behind] = part.block_table
+        first, table = end, behind
+    paths.requests_R4[:] = requests
     if len(rows) == 1:
-        tables_B = np.asarray(rows[0].block_table, dtype=np.int32)
-        shared_T += rows[0].start
+        positions_T = np.arange(rows[0].start, rows[0].start + first)
     else:
-        tables_B = np.concatenate([np.asarray(part.block_table, dtype=np.int32) for part in rows])
-        before = [positions - end for _, end, _, positions in requests]
-        shared_T += np.repeat(np.array(before, dtype=np.int32), [len(part.token_ids) for part in rows])
-    positions_T = shared_T - np.int64(1)
-    tails: list[int] = []
-    for part, end in trees:
-        _branch_off(part, end, shared_T, positions_T, tail_ends, tails)
-    if tails:
-        np.cumsum(tail_ends, out=tail_ends)
+        positions_T = np.arange(first)
+        positions_T += np.repeat([positions - end for _, end, _, positions in requests], counts)
+    shared_T = paths.shared_T
+    shared_T[:] = positions_T
+    shared_T += 1
+    if num_tails > 0:
+        _write_tails(paths, branched, rows, positions_T)
+    tokens = chain.from_iterable(part.token_ids for part in rows)
     return ModelBatch(
-        token_ids_T=torch.from_numpy(token_ids_T).to(device),
-        positions_T=torch.from_numpy(positions_T).to(device),
-        paths=Paths(
-            tables_B,
-            block_size,
-            np.array(requests, dtype=np.int32),
-            shared_T,
-            tail_ends,
-            np.array(tails, dtype=np.int32) if tails else _NO_TAILS,
-        ),
+        token_ids_T=_placed(np.fromiter(tokens, np.int64, first), device),
+        positions_T=_placed(positions_T, device),
+        paths=paths,
         logit_rows=_logit_rows(wanted, first, device),
     )
 
@@ -169,39 +160,47 @@ def slots_of(block_table: Sequence[int], positions: Sequence[int], block_size: i
     return [block_table[p // block_size] * block_size + p % block_size for p in positions]
 
 
-def _branch_off(
-    rows: Rows,
-    end: int,
-    shared_T: NDArray[np.int32],
-    positions_T: NDArray[np.int64],
-    tail_lengths: NDArray[np.int32],
-    tails: list[int],
-) -> None:
-    """Give the rows of a tree that are no text their paths: the arrays are written to, `tails` grows.
+def _branched(rows: Rows) -> list[list[int]]:
+    """Of the rows that are no text, which are the last ones: the positions of their paths below the root.
 
     A node with no others before it than its ancestors stands where a token of text would, and is one.
-    `tail_lengths` has row t's at t + 1.
     """
     parents = rows.parents
-    assert parents is not None
+    if parents is None:
+        return []
     branch = next((node for node, parent in enumerate(parents) if parent != node - 1), len(parents))
     root = rows.start + len(rows.token_ids) - len(parents)
-    first = max(branch, len(parents) - len(rows.token_ids))  # of the nodes that are rows and no text
-    if first == len(parents):
-        return
-    below_root: list[list[int]] = []  # positions, of each node that is no text
+    below: list[list[int]] = []
     for node in range(branch, len(parents)):
         parent = parents[node]
-        above = below_root[parent - branch] if parent >= branch else range(root + 1, root + parent + 1)
-        below_root.append([*above, root + node])
-    own = below_root[first - branch :]
-    depths = [len(path) for path in own]
-    here = slice(end - len(own), end)
-    shared_T[here] = root + 1
-    positions_T[here] = depths
-    positions_T[here] += root
-    tail_lengths[end - len(own) + 1 : end + 1] = depths
-    tails.extend(chain.from_iterable(own))
+        above = below[parent - branch] if parent >= branch else range(root + 1, root + parent + 1)
+        below.append([*above, root + node])
+    return below[-len(rows.token_ids) :]  # nodes before the first row are in the cache
+
+
+def _write_tails(
+    paths: Paths,
+    branched: Sequence[Sequence[Sequence[int]]],
+    rows: Sequence[Rows],
+    positions_T: NDArray[np.int64],
+) -> None:
+    """Write the paths of each request's last rows that are no text, and where these stand in their texts."""
+    shared_T, tail_ends = paths.shared_T, paths.tail_ends
+    end = 0
+    for part, nodes in zip(rows, branched, strict=True):
+        end += len(part.token_ids)
+        if not nodes:
+            continue
+        assert part.parents is not None
+        root = part.start + len(part.token_ids) - len(part.parents)
+        depths = [len(path) for path in nodes]
+        begin = end - len(nodes)
+        shared_T[begin:end] = root + 1
+        positions_T[begin:end] = depths
+        positions_T[begin:end] += root
+        tail_ends[begin + 1 : end + 1] = depths
+    paths.tails[:] = [position for nodes in branched for path in nodes for position in path]
+    np.cumsum(tail_ends, out=tail_ends)
 
 
 def _logit_rows(wanted: Sequence[range], rows: int, device: torch.device) -> Tensor | None:
@@ -209,6 +208,11 @@ def _logit_rows(wanted: Sequence[range], rows: int, device: torch.device) -> Ten
     if sum(map(len, wanted)) == rows:
         return None
     if len(wanted) == 1:
-        return torch.arange(wanted[0].start, wanted[0].stop, device=device)
-    ids = [np.arange(part.start, part.stop) for part in wanted]
-    return torch.from_numpy(np.concatenate(ids)).to(device, torch.int64)
+        return _placed(np.arange(wanted[0].start, wanted[0].stop), device)
+    return _placed(np.concatenate([np.arange(part.start, part.stop) for part in wanted]), device)
+
+
+def _placed(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
+    """The same numbers on a device: on the CPU where they lie."""
+    tensor = torch.from_numpy(numbers)
+    return tensor if device.type == "cpu" else tensor.to(device)

@@ -55,8 +55,8 @@ struct Requests {
 
   Paths paths() const {
     const auto size = [](const auto& some) { return static_cast<int64_t>(some.size()); };
-    return {tables.data(), requests.data(),     shared.data(), tail_ends.data(), tails.data(), size(tables),
-            4 * size(requests), rows(), size(tail_ends), size(tails), block_size};
+    return {tables.data(), requests.data(), shared.data(), tail_ends.data(), tails.data(),
+            size(tables),  size(requests),  rows(),        size(tails),      block_size};
   }
 };
 

@@ -347,7 +347,7 @@ std::vector<Task> make_tasks(const Shape& shape, const Way& way, int64_t window)
   const int64_t fair = paths.rows * shape.kv_heads / Pool::get().threads();
   const int64_t most = std::clamp<int64_t>(fair, 1, std::max<int64_t>(1, kMostQueries / shape.group));
   std::vector<Task> tasks;
-  for (int64_t n = 0; n < paths.num_requests(); ++n) {
+  for (int64_t n = 0; n < paths.num_requests; ++n) {
     const Request& request = paths.requests[n];
     for (int64_t first = request.first; first < request.end;) {
       int64_t last = first;

@@ -25,14 +25,14 @@ int32_t fault_of(const Paths& paths, int64_t num_slots) {
   for (int64_t i = 0; i < paths.num_blocks; ++i) {
     if (paths.tables[i] < 0 || paths.tables[i] > last_block) return kBlock;
   }
-  if (paths.tail_ends_size != paths.rows + 1 || paths.tail_ends[0] != 0) return kPath;
+  if (paths.tail_ends[0] != 0) return kPath;
   int64_t row = 0;
-  for (int64_t n = 0; n < paths.num_requests(); ++n) {
+  for (int64_t n = 0; n < paths.num_requests; ++n) {
     const Request& request = paths.requests[n];
     if (request.first != row || request.end <= row || request.end > paths.rows) return kRows;
     if (request.end - request.first > request.positions) return kRows;
     const int64_t blocks = (request.positions + paths.block_size - 1) / paths.block_size;
-    const int64_t behind = n + 1 < paths.num_requests() ? paths.requests[n + 1].table : paths.num_blocks;
+    const int64_t behind = n + 1 < paths.num_requests ? paths.requests[n + 1].table : paths.num_blocks;
     if (request.table < 0 || request.table + blocks > std::min(behind, paths.num_blocks)) return kTable;
     for (; row < request.end; ++row) {
       if (!leads_inside(paths, request, row)) return kPath;

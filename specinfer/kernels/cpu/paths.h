@@ -17,9 +17,7 @@ struct Paths {
   const int32_t* tables;
   const Request* requests;
   const int32_t *shared, *tail_ends, *tails;
-  int64_t num_blocks, requests_size, rows, tail_ends_size, num_tails, block_size;
-
-  int64_t num_requests() const { return requests_size / 4; }
+  int64_t num_blocks, num_requests, rows, num_tails, block_size;
 
   // The slots of `count` positions from `first` on, a run for each block.
   void slots(int64_t table, int64_t first, int64_t count, int32_t* to) const {

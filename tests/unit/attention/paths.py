@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -40,10 +40,14 @@ def with_blocks_of(block: int, paths: Paths) -> Paths:
     """The same slots in smaller blocks, which must fit the old ones."""
     assert paths.block_size % block == 0
     parts = paths.block_size // block
-    tables = (paths.tables_B[:, None] * parts + np.arange(parts)).ravel().astype(np.int32)
-    requests = paths.requests_R4.copy()
-    requests[:, 2] *= parts
-    return replace(paths, tables_B=tables, block_size=block, requests_R4=requests)
+    smaller = Paths.zeros(
+        paths.num_requests, paths.num_rows, paths.num_tails, len(paths.tables_B) * parts, block
+    )
+    before = len(smaller.numbers) - len(smaller.tables_B)
+    smaller.numbers[:before] = paths.numbers[:before]
+    smaller.requests_R4[:, 2] *= parts
+    smaller.tables_B[:] = (paths.tables_B[:, None] * parts + np.arange(parts)).ravel()
+    return smaller
 
 
 @dataclass
