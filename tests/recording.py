@@ -50,7 +50,10 @@ PARAMETERS: Mapping[str, Options] = {
     "min_tokens stop": {"temperature": 0.9, "min_tokens": 6, "stop": (".", "2", "e")},
     "stop ids": {"temperature": 1, "stop_token_ids": (36, 45), "ignore_eos": True},
     "logprobs raw": {"temperature": 0.9, "logprobs": 3, "prompt_logprobs": 2},
-    "logprobs processed": {"temperature": 0.9, "top_k": 8, "logprobs": 2, "logprobs_mode": "processed"},
+    "logprobs processed": {
+        **{"temperature": 0.9, "top_k": 8, "presence_penalty": 0.6, "regex": "[0-9a-f ]{30,40}"},
+        **{"logprobs": 2, "logprobs_mode": "processed"},
+    },
     "n=3": {"temperature": 1, "n": 3},
     "prediction": {"temperature": 0, "prediction": "1234567 the same again 1234567"},
     "own speculation": {"temperature": 0.8, "speculation": {"max_nodes": 4}},

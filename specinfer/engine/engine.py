@@ -58,6 +58,18 @@ class _Launched:
     flight: Flight
 
 
+@dataclass(slots=True)
+class _Answer:
+    """What the target made of one request's tree."""
+
+    request: Request
+    tree: TokenTree
+    verdict: Acceptance | UserError
+    tokens: tuple[int, ...] = ()  # that it adds to the text, as far as ids tell
+    over: bool = False  # the text ends with the last of them
+    logprobs: Sequence[Logprobs] = ()  # of the tokens, where the request asks for them
+
+
 class Engine:
     """Serves requests step by step; `step` is the only method that computes.
 
@@ -177,75 +189,34 @@ class Engine:
 
     def _land(self, launched: _Launched) -> None:
         """Ask the pass, and make what it says text."""
-        entries, flight = launched.plan.tree_entries, launched.flight
-        laws = [
-            TargetLaws(entry, tree, flight, row)
-            for entry, tree, row in zip(entries, launched.trees, launched.rows.roots, strict=True)
-        ]
-        verdicts = verify_trees(laws, self._verifier, flight)
+        answers = self._ask(launched)
         self.clock.lap(Stage.VERIFY)
         now = time.perf_counter()
-        told = self._advance(launched.plan, laws, verdicts)
-        outcomes = self._report(launched, laws, verdicts, told, now)
+        self._advance(launched.plan, answers)
+        outcomes = self._report(launched, answers, now)
         self._launched.remove(launched)
         self._speculators.observe(StepReport(outcomes, self.clock.last))
         self.clock.lap(Stage.COMMIT)
 
-    def _advance(
-        self, plan: StepPlan, laws: Sequence[TargetLaws], verdicts: Sequence[Acceptance | UserError]
-    ) -> list[tuple[int, ...]]:
-        """What the next plan needs: ids, KV and processors. The tokens each tree gave its text."""
-        for entry in plan.entries:
-            self._requests[entry.request.request_id].sequence.computed = entry.end
-        told: list[tuple[int, ...]] = []
-        moves: list[Move] = []
-        for entry, of_tree, verdict in zip(plan.tree_entries, laws, verdicts, strict=True):
-            running = self._requests[entry.request.request_id]
-            if isinstance(verdict, UserError):
-                told.append(())
-                continue
-            tokens, over = running.transcript.until_end(of_tree.tree, verdict)
-            told.append(tokens)
-            if not over:
-                sequence = running.sequence
-                sequence.token_ids.extend(tokens)
-                sequence.computed += len(verdict.path)
-                moves.extend(_path_move(entry, verdict.path))
-                if sequence.processors is not None:
-                    sequence.processors.commit(tokens)
-        self._target.move(moves)
-        return told
-
-    def _report(
-        self,
-        launched: _Launched,
-        laws: Sequence[TargetLaws],
-        verdicts: Sequence[Acceptance | UserError],
-        told: Sequence[tuple[int, ...]],
-        now: float,
-    ) -> list[Outcome]:
-        """What is told outside: text, figures, log-probabilities, outputs; requests that end leave."""
-        for entry, scored in launched.rows.scored:
-            self._score_prompt(entry, launched.flight, scored)
-        outcomes: list[Outcome] = []
-        for of_tree, verdict, tokens in zip(laws, verdicts, told, strict=True):
-            request = of_tree.request
-            running = self._requests[request.request_id]
-            transcript = running.transcript
-            transcript.cached_tokens = running.sequence.cached_tokens
-            committed: tuple[int, ...] = ()
-            if isinstance(verdict, UserError):
-                transcript.fail(str(verdict), now)
-            else:
-                self._trace(request, of_tree.tree, verdict)
-                logprobs = self._logprobs(of_tree, verdict, tokens)
-                committed = transcript.commit(of_tree.tree, verdict, now, logprobs)
-            finished = transcript.finish_reason is not None
-            outcomes.append(Outcome(request.request_id, committed, finished))
-            self._outputs.append(transcript.output())
-            if finished:
-                self._leave(running)
-        return outcomes
+    def _ask(self, launched: _Launched) -> list[_Answer]:
+        """What the target says of each tree, and how likely it was, if somebody wants to know."""
+        flight = launched.flight
+        laws = [
+            TargetLaws(entry, tree, flight, row)
+            for entry, tree, row in zip(
+                launched.plan.tree_entries, launched.trees, launched.rows.roots, strict=True
+            )
+        ]
+        answers: list[_Answer] = []
+        for of_tree, verdict in zip(laws, verify_trees(laws, self._verifier, flight), strict=True):
+            answer = _Answer(of_tree.request, of_tree.tree, verdict)
+            answers.append(answer)
+            if isinstance(verdict, Acceptance):
+                transcript = self._requests[of_tree.request.request_id].transcript
+                answer.tokens, answer.over = transcript.until_end(of_tree.tree, verdict)
+                # Now: its processors still stand where the tree begins.
+                answer.logprobs = self._logprobs(of_tree, verdict, answer.tokens)
+        return answers
 
     def _logprobs(self, laws: TargetLaws, acceptance: Acceptance, tokens: Sequence[int]) -> list[Logprobs]:
         top = laws.request.params.logprobs
@@ -255,6 +226,44 @@ class Engine:
             report(laws.logprobs(node), token, top, self._tokenizer)
             for node, token in zip((0, *acceptance.path), tokens, strict=False)
         ]
+
+    def _advance(self, plan: StepPlan, answers: Sequence[_Answer]) -> None:
+        """What the next plan needs of a step: ids, KV and processors."""
+        for entry in plan.entries:
+            self._requests[entry.request.request_id].sequence.computed = entry.end
+        moves: list[Move] = []
+        for entry, answer in zip(plan.tree_entries, answers, strict=True):
+            if answer.over or not isinstance(answer.verdict, Acceptance):
+                continue
+            sequence = self._requests[entry.request.request_id].sequence
+            sequence.token_ids.extend(answer.tokens)
+            sequence.computed += len(answer.verdict.path)
+            moves.extend(_path_move(entry, answer.verdict.path))
+            if sequence.processors is not None:
+                sequence.processors.commit(answer.tokens)
+        self._target.move(moves)
+
+    def _report(self, launched: _Launched, answers: Sequence[_Answer], now: float) -> list[Outcome]:
+        """What is told outside of a step: text, figures, outputs; requests that end leave."""
+        for entry, scored in launched.rows.scored:
+            self._score_prompt(entry, launched.flight, scored)
+        outcomes: list[Outcome] = []
+        for answer in answers:
+            running = self._requests[answer.request.request_id]
+            transcript, verdict = running.transcript, answer.verdict
+            transcript.cached_tokens = running.sequence.cached_tokens
+            committed: tuple[int, ...] = ()
+            if isinstance(verdict, UserError):
+                transcript.fail(str(verdict), now)
+            else:
+                self._trace(answer.request, answer.tree, verdict)
+                committed = transcript.commit(answer.tree, verdict, now, answer.logprobs)
+            finished = transcript.finish_reason is not None
+            outcomes.append(Outcome(answer.request.request_id, committed, finished))
+            self._outputs.append(transcript.output())
+            if finished:
+                self._leave(running)
+        return outcomes
 
     def _score_prompt(self, entry: PlanEntry, flight: Flight, rows: range) -> None:
         """Report how likely the prompt's tokens behind `entry.start` were, one per row."""

@@ -250,7 +250,7 @@ def test_an_interrupt_in_any_step_leaves_an_llm_that_works(
     tiny: Tiny, expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = tiny.llm(drafts=["similar"], ngram=True)
-    for method in ("_forward", "_verify", "_commit"):
+    for method in ("_launch", "_ask", "_advance", "_report"):
         for calls in (1, 4):
             with monkeypatch.context() as patch:
                 left = iter([False] * (calls - 1) + [True])

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specinfer.processors.grammar import GrammarCompiler
 from specinfer.speculate.budget import TreeBudget
 
 from specinfer import sampling_params, speculation_params, structured_output
@@ -26,6 +25,7 @@ from specinfer.engine import admission, intake
 from specinfer.engine.admission import Admission
 from specinfer.engine.intake import Intake
 from specinfer.errors import RequestError
+from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.processors import bad_words
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import budget
