@@ -18,9 +18,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from specinfer.processors.grammar import Grammar, GrammarCompiler
 from study import REQUIRED, Study, parser, row, run
 
+from specinfer.grammar.grammar import Grammar, GrammarCompiler
 from specinfer.hub import resolve
 from specinfer.structured_output import OutputKind, StructuredOutput, structured_output
 from specinfer.tokenizer import Tokenizer

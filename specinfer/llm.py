@@ -164,7 +164,7 @@ class LLM:
     def on_tree(self) -> Callable[[TreeEvent], None] | None:
         """Called with every request's tree in every step, by the thread that runs the step.
 
-        May be set at any time. When it raises, the error is logged and it is not called again.
+        May be set at any time. What it raises goes to whoever ran the step, when the step is done.
         """
         return self._open.engine.on_tree
 

@@ -98,6 +98,7 @@ class Engine:
         self._launched: list[_Launched] = []  # whose answers are not in the texts yet
         self._failures = 0  # steps that raised, until some in a row have not
         self._good_steps = 0  # since then
+        self._listener_error: Exception | None = None  # of `on_tree`, in the step that runs
         self._suspects: deque[str] = deque()  # requests to be run alone, since steps with all of them failed
         self.clock = StageClock()
         self.on_tree: Callable[[TreeEvent], None] | None = None
@@ -149,8 +150,9 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs of the requests that got tokens, in plan order.
 
-        An interrupt comes out, and the requests go on from what they have said so far. Anything else that
-        raises is logged and tried again; what fails again and again ends the requests concerned.
+        An interrupt comes out, and the requests go on from what they have said so far. So does what `on_tree`
+        raises, when the step is done: its outputs come with the next one's. Anything else that raises is
+        logged and tried again; what fails again and again ends the requests concerned.
         """
         self.clock.start()
         plan: StepPlan | None = None
@@ -165,6 +167,9 @@ class Engine:
         except BaseException:
             self._recover()
             raise
+        heard, self._listener_error = self._listener_error, None
+        if heard is not None:
+            raise heard
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -281,9 +286,8 @@ class Engine:
             return
         try:
             self.on_tree(TreeEvent(self.clock.steps, request.request_id, tree, acceptance))
-        except Exception:
-            _LOG.exception("the trace of trees failed, and ends here; texts go on")
-            self.on_tree = None
+        except Exception as error:  # the listener's own, for whoever runs the step; texts do not wait for it
+            self._listener_error = self._listener_error or error
 
     def _leave(self, running: _Running) -> None:
         # In this order an interrupt between the two leaves nothing that `abort` does not mend.

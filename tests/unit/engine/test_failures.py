@@ -167,15 +167,18 @@ def test_a_speculator_that_raises_costs_no_text(tiny: Tiny, caplog: pytest.LogCa
     assert len(caplog.records) == 1
 
 
-def test_a_trace_that_fails_ends_and_texts_go_on(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_listener_raises_is_its_callers_and_no_text_is_lost(tiny: Tiny) -> None:
     llm = tiny.llm(["similar"])
-    seen: list[TreeEvent] = []
+    streams = [llm.stream(prompt, PARAMS) for prompt in PROMPTS]
+    for stream in streams:
+        next(stream)
 
     def trace(event: TreeEvent) -> Any:
-        seen.append(event)
         raise OSError("the disk is full")
 
     llm.on_tree = trace
-    assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected(tiny)
-    assert len(seen) == 1
-    assert "the trace of trees failed" in caplog.text
+    with pytest.raises(OSError, match="the disk is full"):
+        list(streams[0])
+    llm.on_tree = None
+    assert [[*stream][-1].token_ids for stream in streams[1:]] == expected(tiny)[1:]
+    llm.check_integrity()

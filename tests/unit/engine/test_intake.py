@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specinfer.speculate.budget import TreeBudget
 
 from specinfer import sampling_params, speculation_params, structured_output
 from specinfer.config import SpeculationConfig
@@ -28,7 +27,9 @@ from specinfer.errors import RequestError
 from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.processors import bad_words
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate import budget
+from specinfer.speculate import limits
+from specinfer.speculate.limits import SpeculationLimits
+from specinfer.speculate.table import AFTER_DRAFTS, BEFORE_DRAFTS, build_speculators
 from specinfer.tokenizer import Tokenizer, chat_template, tokenizer
 from specinfer.verify.noise import completion_seed
 from tests.tiny_models import write_byte_tokenizer
@@ -45,7 +46,9 @@ Ask = Callable[[Intake], object]
 
 def desk(tokenizer: Tokenizer, **options: Any) -> Intake:
     shape = {"vocab": VOCAB, "max_context": 64, "capacity": 64, **options}
-    return Intake(Admission(tokenizer, TreeBudget(SpeculationConfig(ngram=True), (), ()), **shape))
+    config = SpeculationConfig(ngram=True)
+    speculators = build_speculators([*BEFORE_DRAFTS, *AFTER_DRAFTS], config)
+    return Intake(Admission(tokenizer, SpeculationLimits(config, speculators), **shape))
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +275,7 @@ def test_the_parameters_are_those_there_are() -> None:
 
 def test_every_line_that_refuses_is_in_the_table(models: dict[str, Intake]) -> None:
     modules: list[ModuleType] = [
-        *(sampling_params, structured_output, speculation_params, budget, bad_words),
+        *(sampling_params, structured_output, speculation_params, limits, bad_words),
         *(admission, intake, chat_template, tokenizer),
     ]
     raised: set[tuple[str, int]] = set()

@@ -82,7 +82,7 @@ def test_ways_that_begin_alike_share_nodes() -> None:
 def test_a_request_without_a_prediction_gets_the_root_and_keeps_no_state() -> None:
     speculator = PredictionSpeculator()
     trees = speculator.propose(
-        [entry((), letters("abc")), entry(letters("abcd"), letters("abc"), request_id="2")]
+        plan(entry((), letters("abc")), entry(letters("abcd"), letters("abc"), request_id="2"))
     )
     assert [shape(tree)[0] for tree in trees] == ["c", "cd"]
     assert list(speculator._alignments) == ["2"]

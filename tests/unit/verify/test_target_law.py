@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from specinfer.errors import IntegrityError
+from specinfer.errors import LogitsError
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify import coupled_choice, most_likely
 from specinfer.verify.scan import MASS_ERROR, NumpyScan
@@ -92,13 +92,13 @@ def test_extreme_temperatures_stay_distributions(temperature):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_broken_row_is_an_integrity_error(bad):
+def test_a_broken_row_is_refused(bad):
     logits = np.zeros(50, dtype=np.float32)
     logits[31] = bad
     for params in (SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=3)):
-        with pytest.raises(IntegrityError, match="logit 31 of 50"):
+        with pytest.raises(LogitsError, match="logit 31 of 50"):
             target_law(logits, params)
-    with pytest.raises(IntegrityError, match="is -inf"):
+    with pytest.raises(LogitsError, match="is -inf"):
         target_law(np.full(4, -np.inf, dtype=np.float32), SamplingParams())
 
 
