@@ -154,8 +154,14 @@ class Library:
         self.mass = _function(library.specinfer_mass, c_double, address, count, c_double, c_double)
         self.racers = _function(
             *(library.specinfer_racers, c_int64, address, count, address, count),
-            *(c_double, c_double, c_uint64, address),
+            *(c_double, c_uint64, address),
         )
+        block = (flag, address, count, count, count)
+        self.likeliest = _function(
+            *(library.specinfer_likeliest, c_int32, *block, address, count, count, address),
+            *[address] * 4,
+        )
+        self.choices = _function(library.specinfer_choices, c_int64, *block, address, count, address, address)
         self.stream = _function(library.specinfer_stream, c_double, address, count)
         self.profile = _function(library.specinfer_profile, None, flag, address)
 

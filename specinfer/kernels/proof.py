@@ -331,8 +331,32 @@ def other_faults(library: Library) -> Iterator[str]:
         yield f"the mass of a row is not {mass:.6g}"
     racers = np.empty(1000, dtype=np.int64)
     top = int(best[0])
-    if library.racers(logits.ctypes.data, 1000, None, top, 1.0, 1.0, 7, racers.ctypes.data) < 1:
+    if library.racers(logits.ctypes.data, 1000, None, top, 1.0, 7, racers.ctypes.data) < 1:
         yield "nobody wins a race"
+    yield from _faults_of_scans(library, logits)
+
+
+def _faults_of_scans(library: Library, logits: Array) -> Iterator[str]:
+    """What is wrong with reads of many rows."""
+    size, rows = len(logits), np.array([1, 0], dtype=np.int64)
+    ordered = np.argsort(-logits, kind="stable")
+    # Greedy, and a race among the two likeliest; cpu/sampling.h has what an ask is made of.
+    asks = np.array([(0.0, 0, 1.0, 0.0, 3, 4), (1.0, 2, 1.0, 0.0, 3, 4)], dtype="f8, i8, f8, f8, u8, i8")
+    for name, code in TYPES.items():
+        block = np.stack([logits, logits])
+        if name == "bfloat16":
+            block = _bfloat16(block)
+            ordered = np.argsort(-_float32(block[0]), kind="stable")
+        told = code, block.ctypes.data, 2, size, size, rows.ctypes.data, 2
+        ids, values = np.empty((2, 3), dtype=np.int64), np.empty((2, 3), dtype=np.float32)
+        found, masses = np.empty(2, dtype=np.int64), np.ones(2)
+        out = (array.ctypes.data for array in (ids, values, found, masses))
+        if not library.likeliest(*told, 3, np.ones(2).ctypes.data, *out) or (ids != ordered[:3]).any():
+            yield f"the likeliest tokens of rows of {name} differ"
+        chosen = np.empty(2, dtype=np.int64)
+        undecided = library.choices(*told, asks.ctypes.data, chosen.ctypes.data)
+        if undecided != 0 or chosen[0] != ordered[0] or chosen[1] not in ordered[:2]:
+            yield f"the choices in rows of {name} differ"
 
 
 def main(path: str, level: str) -> int:

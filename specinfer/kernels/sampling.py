@@ -1,22 +1,68 @@
-"""The scans of a row of logits in native code; specinfer/kernels/cpu/sampling.cpp has them."""
+"""The scans of logits in native code; cpu/sampling.h says what they owe."""
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.errors import ensure
-from specinfer.kernels.library import Library
-from specinfer.verify.law import Law, inverse_temperature
+from specinfer.kernels.library import TYPES, Library
+from specinfer.verify.law import Law
+from specinfer.verify.logit_block import LogitBlock
+from specinfer.verify.row_scan import HOTTEST, NUMPY_ROW
+from specinfer.verify.scan import ASK, Likeliest, check_rows, choice
+
+_UNDECIDED: Final = -2  # as in cpu/sampling.h
 
 
 class NativeScan:
-    """A `verify.scan.Scan` that reads a row once."""
+    """A `verify.scan.Scan` that reads rows where they lie, many on all threads."""
 
     __slots__ = ("_library",)
 
     def __init__(self, library: Library) -> None:
         self._library = library
+
+    def likeliest(
+        self, logits: LogitBlock, rows: NDArray[np.int64], n: int, temperatures: NDArray[np.float64]
+    ) -> Likeliest:
+        """As Scan says."""
+        count = len(rows)
+        if n < 1:
+            raise ValueError(f"got n = {n}; allowed: n >= 1")
+        _check("temperatures", temperatures, np.dtype(np.float64), count)
+        # One array for all: an address costs more than a view.
+        ids_end = count * n
+        counts_end, masses_end = ids_end + count, ids_end + 2 * count
+        numbers = np.empty(masses_end + (ids_end + 1) // 2, dtype=np.int64)
+        at = numbers.ctypes.data
+        there = self._library.likeliest(
+            *_told(logits, rows),
+            *(n, temperatures.ctypes.data, at, at + 8 * masses_end, at + 8 * ids_end, at + 8 * counts_end),
+        )
+        if not there:
+            check_rows(logits, rows)
+        return Likeliest(
+            ids=numbers[:ids_end].reshape(count, n),
+            values=numbers[masses_end:].view(np.float32)[:ids_end].reshape(count, n),
+            found=numbers[ids_end:counts_end],
+            masses=numbers[counts_end:masses_end].view(np.float64),
+        )
+
+    def choices(
+        self, logits: LogitBlock, rows: NDArray[np.int64], asks: NDArray[np.void]
+    ) -> NDArray[np.int64]:
+        """As Scan says; where rounding may decide, `verify.scan.choice` says how."""
+        _check("asks", asks, ASK, len(rows))
+        ids = np.empty(len(rows), dtype=np.int64)
+        undecided = self._library.choices(*_told(logits, rows), asks.ctypes.data, ids.ctypes.data)
+        if undecided:
+            check_rows(logits, rows)
+            for place in np.flatnonzero(ids == _UNDECIDED).tolist():
+                ids[place] = choice(logits[int(rows[place])], asks[place], self)
+        return ids
 
     def most_likely(self, logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
         """The ids of the n >= 1 largest logits, largest first, ties lowest id first; never one of -inf."""
@@ -27,13 +73,15 @@ class NativeScan:
         return ids[:found]
 
     def mass(self, logits: NDArray[np.float32], highest: float, temperature: float) -> float:
-        """The sum of exp((logit - highest) / temperature), up to `verify.scan.MASS_ERROR` of it."""
+        """The sum of exp((logit - highest) / temperature), up to `verify.row_scan.MASS_ERROR` of it."""
         row = _row(logits)
-        mass: float = self._library.mass(row.ctypes.data, row.size, highest, inverse_temperature(temperature))
+        mass: float = self._library.mass(row.ctypes.data, row.size, highest, temperature)
         return mass
 
     def racers(self, law: Law, key: int) -> NDArray[np.int64]:
         """The entries of the support that rounding may let win, ascending: one, but for a tie."""
+        if law.temperature > HOTTEST:
+            return NUMPY_ROW.racers(law, key)
         row = _row(law.logits)
         ensure(0 <= law.top < row.size, "the likeliest token is in the support")
         ids = None if law.ids is None else np.ascontiguousarray(law.ids, dtype=np.int64)
@@ -45,11 +93,22 @@ class NativeScan:
             None if ids is None else ids.ctypes.data,
             law.top,
             law.temperature,
-            inverse_temperature(law.temperature),
             key,
             indices.ctypes.data,
         )
         return indices[:found].copy()
+
+
+def _told(logits: LogitBlock, rows: NDArray[np.int64]) -> tuple[int, int, int, int, int, int, int]:
+    """A block and some of its rows as the library is told of them."""
+    _check("rows", rows, np.dtype(np.int64), len(rows))
+    code = TYPES[logits.dtype]
+    return code, logits.address, len(logits), logits.vocab, logits.stride, rows.ctypes.data, len(rows)
+
+
+def _check(name: str, array: NDArray[np.generic], dtype: np.dtype[np.generic], count: int) -> None:
+    if array.dtype != dtype or array.shape != (count,) or not array.flags.c_contiguous:
+        raise TypeError(f"{name} must be contiguous {dtype} [{count}], got {array.dtype} {list(array.shape)}")
 
 
 def _row(logits: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -18,7 +18,7 @@ from specinfer.tree.token_tree import TokenTree
 from specinfer.verify import noise
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.law import Law
-from specinfer.verify.scan import NUMPY, Scan, race_scores
+from specinfer.verify.row_scan import NUMPY_ROW, RowScan, race_scores
 
 
 def verify_coupled(tree: TokenTree, choose: Callable[[int], int]) -> Acceptance:
@@ -42,7 +42,7 @@ def verify_coupled(tree: TokenTree, choose: Callable[[int], int]) -> Acceptance:
         node = child
 
 
-def coupled_choice(law: Law, seed: int, position: int, scan: Scan = NUMPY) -> int:
+def coupled_choice(law: Law, seed: int, position: int, scan: RowScan = NUMPY_ROW) -> int:
     """The token argmax(log p + noise) of `law` at the absolute `position` of the token being chosen.
 
     A point mass needs no noise, which makes greedy the same function.
@@ -56,7 +56,7 @@ def coupled_choice(law: Law, seed: int, position: int, scan: Scan = NUMPY) -> in
 
 
 def coupled_top_k(
-    law: Law, seed: int, position: int, k: int, *, pool: int = 64, scan: Scan = NUMPY
+    law: Law, seed: int, position: int, k: int, *, pool: int = 64, scan: RowScan = NUMPY_ROW
 ) -> NDArray[np.int64]:
     """The k tokens with the largest log q + noise, best first: what a speculator of law q should propose.
 

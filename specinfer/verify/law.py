@@ -62,11 +62,6 @@ class Law:
         return self.distribution().dense()
 
 
-def inverse_temperature(temperature: float) -> float:
-    """1 / temperature, kept above what float32 calls zero, so that -inf stays -inf when scaled by it."""
-    return max(1.0 / temperature, 1e-30)
-
-
 def most_likely(logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
     """The ids of the n largest logits, largest first, equal logits lowest id first; never one of -inf.
 

@@ -1,103 +1,133 @@
-"""What has to read a whole row of logits: the likeliest tokens, the mass of all, who can win the race.
+"""What is asked of many rows of logits at once: their likeliest tokens, and the target's own choices.
 
-Everything else about a law is arithmetic over a few ids. So these three are what native code is for
-(kernels/sampling.py), and they are stated so that any implementation leads to the same choices: the
-likeliest tokens are exact, the mass is known to lie within MASS_ERROR, and the racers hold the winner.
-What is left to decide is decided in float64, by one code for all.
+A pass yields a block of rows, and what a step wants of most of them is a few numbers. So they are read where
+they lie, all in one call: natively (kernels/sampling.py) on all threads, here row by row.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.verify import noise
-from specinfer.verify.law import Law, inverse_temperature, most_likely
+from specinfer.errors import IntegrityError
+from specinfer.sampling_params import SamplingParams
+from specinfer.verify.coupled import coupled_choice
+from specinfer.verify.logit_block import LogitBlock
+from specinfer.verify.row_scan import NumpyRowScan, RowScan
+from specinfer.verify.target_law import target_law
 
-# float32 arithmetic: 3 roundings of an exponent of at most 30 in size (smaller weights add up to less than
-# 1e-8 of the mass), and an exp that is off by 3e-7.
-MASS_ERROR: Final = 2.0**-17
-_EXACT: Final = 256  # up to this many ids, all of them run the race
-_FIRST_BLOCK: Final = 1024
-_BLOCK: Final = 32768  # ids screened at a time: temporaries stay in the L2 cache
-# The screen works in float32; it may keep ids that cannot win and must not drop one that can. Its errors
-# (rounded hash, temperature, exp) add up to less than 2**-15 of the bound for every token that can win.
-_SCREEN: Final = (1.0 + 2.0**-10) * 2.0**32
+# How a token is chosen: one of these a row. cpu/sampling.h has the same.
+ASK: Final = np.dtype(
+    [
+        ("temperature", np.float64),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("seed", np.uint64),
+        ("position", np.int64),  # absolute, of the token to choose
+    ]
+)
+NO_TOKEN: Final = -1
+_LARGEST: Final = 2**62  # of a top_k: it keeps every token
 
 
-class Scan(Protocol):
-    """Reads of whole rows of float32 logits, [vocab], which are never mutated."""
+class Likeliest(NamedTuple):
+    """The likeliest tokens of some rows."""
 
-    def most_likely(self, logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
-        """The ids of the n >= 1 largest logits, largest first, ties lowest id first; never one of -inf."""
+    ids: NDArray[np.int64]  # [R, n]: likeliest first, ties lowest id first; NO_TOKEN behind the last
+    values: NDArray[np.float32]  # [R, n]: their logits; -inf behind the last
+    found: NDArray[np.int64]  # [R]: how many there are
+    masses: NDArray[np.float64]  # [R]: as `RowScan.mass` beside the largest logit; NaN where none is found
+
+
+class Scan(RowScan, Protocol):
+    """Reads of logits, which are never mutated.
+
+    Rows are named by their numbers in the block, int64, in any order and more than once. A row whose largest
+    logit is not finite (NaN, +inf, or all -inf) has no tokens. Raises IndexError for a row the block lacks.
+    """
+
+    def likeliest(
+        self, logits: LogitBlock, rows: NDArray[np.int64], n: int, temperatures: NDArray[np.float64]
+    ) -> Likeliest:
+        """The n >= 1 likeliest tokens of each row, and its mass at the row's temperature, above zero."""
         ...
 
-    def mass(self, logits: NDArray[np.float32], highest: float, temperature: float) -> float:
-        """The sum of exp((logit - highest) / temperature), up to MASS_ERROR of it."""
-        ...
+    def choices(
+        self, logits: LogitBlock, rows: NDArray[np.int64], asks: NDArray[np.void]
+    ) -> NDArray[np.int64]:
+        """The target's own choice in each row, [R], as `choice` makes it; NO_TOKEN where there is none.
 
-    def racers(self, law: Law, key: int) -> NDArray[np.int64]:
-        """Some entries of the law's support, ascending, the winner of the race under `key` among them."""
-        ...
-
-
-class NumpyScan:
-    """The scans in NumPy, a few passes over the row each."""
-
-    def most_likely(self, logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
-        """As `verify.law.most_likely`."""
-        return most_likely(logits, n)
-
-    def mass(self, logits: NDArray[np.float32], highest: float, temperature: float) -> float:
-        """float32 exponentials, added up in float64."""
-        scaled = logits - np.float32(highest)
-        scaled *= np.float32(inverse_temperature(temperature))
-        return float(np.exp(scaled, out=scaled).sum(dtype=np.float64))
-
-    def racers(self, law: Law, key: int) -> NDArray[np.int64]:
-        """The winner alone, or all where they are few.
-
-        It takes logarithms only of ids that can still win: v <= E, so E / w < best implies v < w * best,
-        and the upper half of the hash alone settles that for nearly every id.
+        `asks` are of dtype ASK, [R].
         """
-        size = law.logits.shape[0]
-        if size <= _EXACT:
-            return np.arange(size)
-        # The likeliest token alone, then a small block, then large ones: each bounds what the next looks at.
-        winner = law.top
-        best = float(race_scores(law, np.array([winner]), key)[0])
-        hashes = noise.vocabulary_hashes(law.vocab) if law.ids is None else noise.id_hashes(law.ids)
-        start, stop = 0, min(_FIRST_BLOCK, size)
-        while start < size:
-            block = slice(start, stop)
-            highs = noise.high_halves(key, hashes[block])
-            indices = np.flatnonzero(highs.astype(np.float32) <= _screen(law, block, best)) + start
-            if indices.size:
-                scores = race_scores(law, indices, key)
-                fastest = int(scores.argmin())
-                if scores[fastest] < best:
-                    winner, best = int(indices[fastest]), float(scores[fastest])
-            start, stop = stop, min(stop + _BLOCK, size)
-        return np.array([winner])
+        ...
+
+
+class NumpyScan(NumpyRowScan):
+    """The scans in NumPy, row by row."""
+
+    __slots__ = ()
+
+    def likeliest(
+        self, logits: LogitBlock, rows: NDArray[np.int64], n: int, temperatures: NDArray[np.float64]
+    ) -> Likeliest:
+        """As Scan says."""
+        check_rows(logits, rows)
+        found = no_likeliest(len(rows), n)
+        for place, (row, temperature) in enumerate(zip(rows.tolist(), temperatures.tolist(), strict=True)):
+            logits_V = logits[row]
+            highest = float(logits_V.max())
+            if not np.isfinite(highest):
+                continue
+            ids = self.most_likely(logits_V, n)
+            count = found.found[place] = len(ids)
+            found.ids[place, :count] = ids
+            found.values[place, :count] = logits_V[ids]
+            found.masses[place] = self.mass(logits_V, highest, temperature)
+        return found
+
+    def choices(
+        self, logits: LogitBlock, rows: NDArray[np.int64], asks: NDArray[np.void]
+    ) -> NDArray[np.int64]:
+        """As Scan says."""
+        check_rows(logits, rows)
+        chosen = [choice(logits[row], one, self) for row, one in zip(rows.tolist(), asks, strict=True)]
+        return np.array(chosen, dtype=np.int64)
 
 
 NUMPY: Final = NumpyScan()
 
 
-def race_scores(law: Law, indices: NDArray[np.int64], key: int) -> NDArray[np.float64]:
-    """log(E / w) of these entries of the support: the lowest wins; w = 1 for the likeliest token."""
-    ids = indices if law.ids is None else law.ids[indices]
-    race = noise.exponentials_from(noise.high_halves(key, noise.id_hashes(ids)), key, ids)
-    return np.asarray(np.log(race) - law.log_weights(indices))
+def ask(params: SamplingParams, seed: int, position: int) -> tuple[float, int, float, float, int, int]:
+    """How these parameters choose the token at an absolute position: an entry of an ASK array."""
+    top_k = min(params.top_k, _LARGEST)
+    return params.temperature, top_k, params.top_p, params.min_p, seed, position
 
 
-def _screen(law: Law, block: slice, best: float) -> NDArray[np.float32]:
-    """The largest upper half with which each entry of the block can still beat the score `best`."""
-    weights: NDArray[np.float32] = law.logits[block] - law.logits[law.top]
-    weights *= np.float32(inverse_temperature(law.temperature))
-    np.exp(weights, out=weights)
-    weights *= np.float32(math.exp(best) * _SCREEN)
-    return weights
+def choice(logits_V: NDArray[np.float32], one: np.void, scan: RowScan) -> int:
+    """The target's own choice in one row, for one entry of an ASK array; NO_TOKEN where there is none."""
+    temperature, top_k, top_p, min_p, seed, position = one.item()
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    try:
+        law = target_law(logits_V, params, scan)
+    except IntegrityError:
+        return NO_TOKEN
+    return coupled_choice(law, seed, position, scan)
+
+
+def no_likeliest(rows: int, n: int) -> Likeliest:
+    """Nothing found in any row, yet."""
+    return Likeliest(
+        np.full((rows, n), NO_TOKEN, dtype=np.int64),
+        np.full((rows, n), -np.inf, dtype=np.float32),
+        np.zeros(rows, dtype=np.int64),
+        np.full(rows, np.nan),
+    )
+
+
+def check_rows(logits: LogitBlock, rows: NDArray[np.int64]) -> None:
+    """Raise IndexError where the block lacks a row."""
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(logits):
+        raise IndexError(f"got rows {rows.min()} .. {rows.max()} of a block of {len(logits)}")

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from specinfer.errors import LogitsError
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.law import Law
-from specinfer.verify.scan import MASS_ERROR, NUMPY, Scan
+from specinfer.verify.row_scan import MASS_ERROR, NUMPY_ROW, RowScan
 
 _LOWEST: Final = float(np.nextafter(-np.finfo(np.float32).max, np.float32(0)))
 _FIRST_POOL: Final = 64  # top_p looks at this many likely ids, then at eight times as many, ...
 
 
-def target_law(logits: NDArray[np.float32], params: SamplingParams, scan: Scan = NUMPY) -> Law:
+def target_law(logits: NDArray[np.float32], params: SamplingParams, scan: RowScan = NUMPY_ROW) -> Law:
     """The law of the next token under `params`, from one row of logits, [vocab].
 
     The law may refer to `logits`, which must not change while it is used. Raises LogitsError when a
@@ -69,7 +69,7 @@ def _top_p(
     ids: NDArray[np.int64] | None,
     highest: float,
     params: SamplingParams,
-    scan: Scan,
+    scan: RowScan,
 ) -> NDArray[np.int64]:
     if ids is not None:
         cumulated = np.cumsum(_weights(logits[ids], highest, params))
@@ -100,7 +100,7 @@ def _min_p(
     ids: NDArray[np.int64] | None,
     highest: float,
     params: SamplingParams,
-    scan: Scan,
+    scan: RowScan,
 ) -> NDArray[np.int64]:
     if ids is None:
         lowest = highest + params.temperature * math.log(params.min_p)

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "layer_ops.h"
+#include "sampling.h"
 
 namespace proof {
 
@@ -30,7 +31,10 @@ struct Library {
   void (*tree_attention)(int32_t, const Heads*, const Paths*, const void*, const void*, const void*, void*);
   int64_t (*most_likely)(const float*, int64_t, int64_t, int64_t*);
   double (*mass)(const float*, int64_t, double, double);
-  int64_t (*racers)(const float*, int64_t, const int64_t*, int64_t, double, double, uint64_t, int64_t*);
+  int64_t (*racers)(const float*, int64_t, const int64_t*, int64_t, double, uint64_t, int64_t*);
+  int32_t (*likeliest)(int32_t, const void*, int64_t, int64_t, int64_t, const int64_t*, int64_t, int64_t, const double*,
+                       int64_t*, float*, int64_t*, double*);
+  int64_t (*choices)(int32_t, const void*, int64_t, int64_t, int64_t, const int64_t*, int64_t, const Ask*, int64_t*);
 
   explicit Library(const char* path) {
     void* const library = dlopen(path, RTLD_NOW);
@@ -58,6 +62,8 @@ struct Library {
     find(most_likely, "specinfer_most_likely");
     find(mass, "specinfer_mass");
     find(racers, "specinfer_racers");
+    find(likeliest, "specinfer_likeliest");
+    find(choices, "specinfer_choices");
   }
 };
 

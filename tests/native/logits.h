@@ -10,14 +10,22 @@
 
 namespace proof {
 
+inline uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+  return x ^ (x >> 31);
+}
+
+// race_key(seed, position) of verify/noise.py.
+inline uint64_t race_key(uint64_t seed, uint64_t position) {
+  uint64_t key = 0;
+  for (const uint64_t word : {uint64_t{0}, seed, position}) key = mix((key ^ word) + 0x9E3779B97F4A7C15ull);
+  return key;
+}
+
 // ln(E) of verify/noise.py.
 inline double log_exponential(uint64_t key, uint32_t id) {
   constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;
-  const auto mix = [](uint64_t x) {
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
-    return x ^ (x >> 31);
-  };
   uint32_t h = id;
   h = (h ^ (h >> 16)) * 0x7FEB352Du;
   h = (h ^ (h >> 15)) * 0x846CA68Bu;
@@ -43,7 +51,7 @@ inline void prove_reads(const Library& library, Chance& chance) {
   double total = 0;
   const float highest = logits[order[0]];
   for (const float x : logits) total += std::exp((x - highest) / temperature);
-  check(std::fabs(library.mass(logits.data(), size, highest, 1 / temperature) / total - 1) < 1e-5, "the mass is off");
+  check(std::fabs(library.mass(logits.data(), size, highest, temperature) / total - 1) < 1e-5, "the mass is off");
   for (uint64_t trial = 0; trial < 200; ++trial) {
     const uint64_t key = (trial + 1) * 0xD1342543DE82EF95ull;
     int64_t winner = 0;
@@ -56,8 +64,85 @@ inline void prove_reads(const Library& library, Chance& chance) {
       }
     }
     const int64_t count =
-        library.racers(logits.data(), size, nullptr, order[0], temperature, 1 / temperature, key, found.data());
+        library.racers(logits.data(), size, nullptr, order[0], temperature, key, found.data());
     check(count == 1 && found[0] == winner, "race " + std::to_string(trial) + " has another winner");
+  }
+}
+
+// The winner of the race among the ids that the filters leave, in plain loops.
+inline int64_t chosen(const std::vector<float>& logits, const std::vector<int64_t>& order, const Ask& ask) {
+  const auto size = static_cast<int64_t>(logits.size());
+  if (ask.temperature == 0) return order[0];
+  const auto weight = [&](int64_t id) { return std::exp((logits[id] - logits[order[0]]) / ask.temperature); };
+  int64_t kept = ask.top_k > 0 && ask.top_k < size ? ask.top_k : size;
+  if (ask.top_p < 1) {
+    double total = 0, sum = 0;
+    for (int64_t i = 0; i < kept; ++i) total += weight(order[i]);
+    int64_t n = 0;
+    while (sum < ask.top_p * total) sum += weight(order[n++]);
+    kept = n;
+  }
+  while (weight(order[kept - 1]) < ask.min_p) --kept;
+  const uint64_t key = race_key(ask.seed, ask.position);
+  int64_t winner = -1;
+  double best = INFINITY;
+  for (int64_t i = 0; i < kept; ++i) {
+    const double score =
+        log_exponential(key, static_cast<uint32_t>(order[i])) - (logits[order[i]] - logits[order[0]]) / ask.temperature;
+    if (score < best) {
+      best = score;
+      winner = order[i];
+    }
+  }
+  return winner;
+}
+
+template <typename T>
+void prove_rows_of_logits(const Library& library, Chance& chance) {
+  constexpr int64_t count = 3, size = 1003, stride = 1010, n = 5;
+  const auto block = chance.normals<T>(count * stride, 3);
+  const std::vector<int64_t> rows{2, 0, 2, 1};
+  const std::vector<double> temperatures{0.7, 1, 2, 0.1};
+  std::vector<std::vector<float>> logits(count);
+  std::vector<std::vector<int64_t>> orders(count, std::vector<int64_t>(size));
+  for (int64_t r = 0; r < count; ++r) {
+    for (int64_t i = 0; i < size; ++i) logits[r].push_back(widen(block[r * stride + i]));
+    std::iota(orders[r].begin(), orders[r].end(), 0);
+    std::stable_sort(orders[r].begin(), orders[r].end(),
+                     [&](int64_t a, int64_t b) { return logits[r][a] > logits[r][b]; });
+  }
+  std::vector<int64_t> ids(rows.size() * n), found(rows.size());
+  std::vector<float> values(ids.size());
+  std::vector<double> masses(rows.size());
+  library.likeliest(kType<T>, block.data(), count, size, stride, rows.data(), rows.size(), n, temperatures.data(),
+                    ids.data(), values.data(), found.data(), masses.data());
+  const std::string name = std::string(" of rows of ") + kName<T>;
+  for (size_t at = 0; at < rows.size(); ++at) {
+    const auto& row = logits[rows[at]];
+    const auto& order = orders[rows[at]];
+    double total = 0;
+    for (const float x : row) total += std::exp((x - row[order[0]]) / temperatures[at]);
+    check(found[at] == n && same(&ids[at * n], order.data(), n) && values[at * n] == row[order[0]] &&
+              values[at * n + n - 1] == row[order[n - 1]],
+          "the most likely tokens" + name + " differ");
+    check(std::fabs(masses[at] / total - 1) < 1e-5, "the mass" + name + " is off");
+  }
+  const Ask kinds[] = {{0, 0, 1, 0}, {0.8, 0, 1, 0}, {1, 40, 1, 0}, {1, 0, 0.9, 0}, {1, 0, 1, 0.02}, {1.5, 300, 0.8, 0.01}};
+  for (const Ask& kind : kinds) {
+    std::vector<Ask> asks(rows.size(), kind);
+    for (uint64_t trial = 0; trial < 50; ++trial) {
+      for (size_t at = 0; at < rows.size(); ++at) {
+        asks[at].seed = trial * 0xD1342543DE82EF95ull;
+        asks[at].position = static_cast<int64_t>(at + trial);
+      }
+      const int64_t undecided = library.choices(kType<T>, block.data(), count, size, stride, rows.data(), rows.size(),
+                                                asks.data(), ids.data());
+      check(undecided < static_cast<int64_t>(rows.size()), "choices" + name + " are left to others");
+      for (size_t at = 0; at < rows.size(); ++at) {
+        check(ids[at] == kUndecided || ids[at] == chosen(logits[rows[at]], orders[rows[at]], asks[at]),
+              "a choice" + name + " differs");
+      }
+    }
   }
 }
 

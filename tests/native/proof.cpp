@@ -22,6 +22,7 @@ void prove_rows(const Library& library, Chance& chance) {
   prove_norms<T>(library, chance);
   prove_gates<T>(library, chance);
   prove_embeddings<T>(library, chance);
+  prove_rows_of_logits<T>(library, chance);
   for (const int64_t head : {40, 64}) {
     prove_attention<T>(library, head, 0, head == 40 ? 1 : 16, chance);
     prove_attention<T>(library, head, 50, head == 40 ? 7 : 100, chance);

@@ -96,13 +96,28 @@ int64_t specinfer_most_likely(const float* logits, int64_t size, int64_t n, int6
   return most_likely(logits, size, n, ids);
 }
 
-double specinfer_mass(const float* logits, int64_t size, double highest, double inverse_temperature) {
-  return mass(logits, size, highest, inverse_temperature);
+double specinfer_mass(const float* logits, int64_t size, double highest, double temperature) {
+  return mass(logits, size, highest, temperature);
 }
 
 int64_t specinfer_racers(const float* logits, int64_t size, const int64_t* ids, int64_t top, double temperature,
-                         double inverse_temperature, uint64_t key, int64_t* indices) {
-  return racers(logits, size, ids, top, temperature, inverse_temperature, key, indices);
+                         uint64_t key, int64_t* indices) {
+  return racers(logits, size, ids, top, temperature, key, indices);
+}
+
+int32_t specinfer_likeliest(int32_t type, const void* logits, int64_t block_rows, int64_t size, int64_t stride,
+                            const int64_t* rows, int64_t count, int64_t n, const double* temperatures, int64_t* ids,
+                            float* values, int64_t* found, double* masses) {
+  const Claim claim;
+  const LogitBlock block{logits, block_rows, size, stride, static_cast<Type>(type)};
+  return likeliest(block, {rows, count}, n, temperatures, ids, values, found, masses) ? 1 : 0;
+}
+
+int64_t specinfer_choices(int32_t type, const void* logits, int64_t block_rows, int64_t size, int64_t stride,
+                          const int64_t* rows, int64_t count, const Ask* asks, int64_t* ids) {
+  const Claim claim;
+  const LogitBlock block{logits, block_rows, size, stride, static_cast<Type>(type)};
+  return choices(block, {rows, count}, asks, ids);
 }
 
 // Bytes per second at which `bytes` of memory are read once by all threads.

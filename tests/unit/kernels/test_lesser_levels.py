@@ -13,7 +13,8 @@ from specinfer.kernels.levels import VARIABLE, levels_here
 
 ROOT = Path(__file__).parents[3]
 TESTS = [
-    *(f"tests/unit/kernels/test_{name}.py" for name in ("floats", "quantized", "ops", "layers", "sampling")),
+    *(f"tests/unit/kernels/test_{name}.py" for name in ("floats", "quantized", "ops", "layers")),
+    *(f"tests/unit/kernels/test_{name}.py" for name in ("sampling", "scans")),
     "tests/unit/attention",
     "tests/unit/runtime/test_row_independence.py",
 ]

@@ -59,6 +59,8 @@ void specinfer_layers() {}
 void specinfer_most_likely() {}
 void specinfer_mass() {}
 void specinfer_racers() {}
+void specinfer_likeliest() {}
+void specinfer_choices() {}
 void specinfer_stream() {}
 void specinfer_profile() {}
 }

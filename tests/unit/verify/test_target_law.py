@@ -8,7 +8,7 @@ import pytest
 from specinfer.errors import LogitsError
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify import coupled_choice, most_likely
-from specinfer.verify.scan import MASS_ERROR, NumpyScan
+from specinfer.verify.row_scan import MASS_ERROR, NumpyRowScan
 from specinfer.verify.target_law import target_law
 
 
@@ -117,7 +117,7 @@ def test_most_likely_is_a_full_stable_sort(size):
             assert most_likely(logits, n).tolist() == order[:n].tolist()
 
 
-class Skewed(NumpyScan):
+class Skewed(NumpyRowScan):
     """Scans whose mass is as wrong as it may be."""
 
     def __init__(self, error):

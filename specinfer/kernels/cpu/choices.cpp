@@ -1,0 +1,154 @@
+// The target's own choice in many rows at once.
+//
+// verify/target_law.py and verify/coupled.py say what a row's choice is. Here it is made where it is certain that they
+// make the same one, and left undecided elsewhere, which is rare:
+//
+//   top_k       a matter of comparing floats: exact
+//   weights     exp of the same float64 number: two machines' exp differ by some 1e-16 of it
+//   sums        of at most 2^18 weights, in the same order or another: they differ by less than 1e-10
+//   min_p       is certain where no weight lies within kFar of it
+//   top_p       wants a part of the mass, which in float32 is known within MASS_ERROR = 2^-17, as it is by the twin. A
+//               cut that is the same at both ends of two such errors is the true one; the twin's is, too, as it looks
+//               at both ends of its error, or sums in float64. Where ends differ, the mass is summed in float64 here,
+//               and the cut is certain where no sum of weights lies within kFar of what is wanted.
+//   the race    is certain where one racer is left (kTie)
+
+#include "logit_row.h"
+#include "sampling.h"
+
+namespace specinfer {
+namespace {
+
+constexpr double kGreedyBelow = 1e-5;     // as in sampling_params.py
+constexpr double kFar = 1e-9;             // of a number: what rounding does not bridge
+constexpr double kFarFromMass = 0x1p-16;  // twice MASS_ERROR
+constexpr double kSmallest = 1e-290;      // of a min_p: weights below it have few digits
+constexpr int64_t kMostSummed = 1 << 18;  // weights
+constexpr int64_t kFirstPool = 64;        // likely ids that are looked at first, then eight times as many, ...
+
+int64_t winner(const std::vector<Racer>& racers, const int64_t* ids) {
+  if (racers.size() != 1) return kUndecided;
+  return ids == nullptr ? racers[0].index : ids[racers[0].index];
+}
+
+// What the likeliest ids of a row are cut down to.
+template <typename T>
+class Filters {
+ public:
+  Filters(const T* row, int64_t size, const Ask& ask) : row_(row), size_(size), ask_(ask) {}
+
+  int64_t choose() {
+    const bool few = 0 < ask_.top_k && ask_.top_k < size_;
+    for (int64_t pool = few ? ask_.top_k : std::min(kFirstPool, size_);; pool = std::min(8 * pool, size_)) {
+      bool numbers = true;
+      best_ = likeliest_of(row_, size_, pool, &numbers);
+      if (!numbers || best_.empty() || best_[0].value == kInfinity) return kNone;
+      if (ask_.temperature > kHottest) return kUndecided;
+      const bool all = few || pool == size_ || static_cast<int64_t>(best_.size()) < pool;
+      if (static_cast<int64_t>(best_.size()) > kMostSummed) return kUndecided;
+      weigh();
+      const int64_t kept = cut(few, all);
+      if (kept == kMore && !all) continue;
+      return kept > 0 ? among(kept) : kUndecided;
+    }
+  }
+
+ private:
+  static constexpr int64_t kUnsure = -1, kMore = -2;
+
+  double weight(float logit) const {
+    return std::exp((static_cast<double>(logit) - static_cast<double>(best_[0].value)) / ask_.temperature);
+  }
+
+  void weigh() {
+    weights_.resize(best_.size());
+    sums_.resize(best_.size());
+    double sum = 0.0;
+    for (size_t i = 0; i < best_.size(); ++i) sums_[i] = sum += weights_[i] = weight(best_[i].value);
+  }
+
+  // How many stay; kUnsure, or kMore where that hangs on ids that were not looked at.
+  int64_t cut(bool few, bool all) {
+    auto kept = static_cast<int64_t>(best_.size());
+    if (ask_.top_p < 1) {
+      kept = few ? prefix(ask_.top_p * sums_.back(), kFar) : prefix(ask_.top_p * rough_mass(), kFarFromMass);
+      if (!few && (kept == kUnsure || (kept == kMore && all))) kept = prefix(ask_.top_p * exact_mass(), kFar);
+      if (kept < 0) return kept;
+    }
+    return ask_.min_p > 0 ? likely(kept, all || ask_.top_p < 1) : kept;
+  }
+
+  // The shortest prefix whose sum reaches `wanted`, whatever that is up to `far` of it.
+  int64_t prefix(double wanted, double far) const {
+    const auto reached = [&](double sum) { return std::lower_bound(sums_.begin(), sums_.end(), sum) - sums_.begin(); };
+    const int64_t least = reached(wanted * (1 - far)), most = reached(wanted * (1 + far));
+    if (most == static_cast<int64_t>(sums_.size())) return kMore;
+    return least == most ? least + 1 : kUnsure;
+  }
+
+  // Those of the first `kept` that are at least min_p as likely as the likeliest; `all`: nobody else may be.
+  int64_t likely(int64_t kept, bool all) const {
+    if (ask_.min_p < kSmallest) return kUnsure;
+    for (int64_t i = 0; i < kept; ++i) {
+      if (best_[i].value == best_[0].value) continue;  // their weights are 1 to the last bit
+      if (weights_[i] < ask_.min_p * (1 - kFar)) return i;
+      if (weights_[i] <= ask_.min_p * (1 + kFar)) return kUnsure;
+    }
+    return all ? kept : kMore;
+  }
+
+  double rough_mass() {
+    if (rough_mass_ < 0) rough_mass_ = mass_of(row_, size_, best_[0].value, ask_.temperature);
+    return rough_mass_;
+  }
+
+  double exact_mass() {
+    if (exact_mass_ < 0) {
+      exact_mass_ = 0;
+      for (int64_t i = 0; i < size_; ++i) exact_mass_ += weight(value_of(row_[i]));
+    }
+    return exact_mass_;
+  }
+
+  int64_t among(int64_t kept) const {
+    if (kept == 1) return best_[0].id;
+    std::vector<float> logits(kept);
+    std::vector<int64_t> ids(kept);
+    for (int64_t i = 0; i < kept; ++i) {
+      logits[i] = best_[i].value;
+      ids[i] = best_[i].id;
+    }
+    const auto noise = Noise::at(ask_.seed, ask_.position);
+    return winner(race(logits.data(), kept, ids.data(), 0, ask_.temperature, noise), ids.data());
+  }
+
+  const T* const row_;
+  const int64_t size_;
+  const Ask& ask_;
+  std::vector<Candidate> best_;         // likeliest first
+  std::vector<double> weights_, sums_;  // of the best; what they sum up to
+  double rough_mass_ = -1, exact_mass_ = -1;
+};
+
+template <typename T>
+int64_t choose(const T* row, int64_t size, const Ask& ask) {
+  const bool greedy = ask.temperature < kGreedyBelow;
+  const bool filtered = (0 < ask.top_k && ask.top_k < size) || ask.top_p < 1 || ask.min_p > 0;
+  if (!greedy && filtered) return Filters<T>(row, size, ask).choose();
+  const Candidate top = highest(row, size);
+  if (greedy || top.id < 0) return top.id;
+  if (ask.temperature > kHottest) return kUndecided;
+  const auto noise = Noise::at(ask.seed, ask.position);
+  return winner(race(row, size, nullptr, top.id, ask.temperature, noise), nullptr);
+}
+
+}  // namespace
+
+int64_t choices(const LogitBlock& block, const ChosenRows& rows, const Ask* asks, int64_t* ids) {
+  const bool there = for_rows(block, rows, [&](const auto* row, int64_t n) {
+    ids[n] = choose(row, block.size, asks[n]);
+  });
+  return there ? std::count(ids, ids + rows.count, kUndecided) : -1;
+}
+
+}  // namespace specinfer

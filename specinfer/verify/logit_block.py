@@ -1,0 +1,61 @@
+"""Rows of logits in host memory, as a model left them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+LogitType = Literal["float32", "bfloat16"]
+_TYPES: Final[dict[np.dtype[np.generic], LogitType]] = {
+    np.dtype(np.float32): "float32",
+    np.dtype(np.uint16): "bfloat16",
+}
+
+
+class LogitBlock(Sequence[NDArray[np.float32]]):
+    """Logits, [R, V], of float32 or bfloat16; a row is made float32 when somebody looks at it.
+
+    A walk down a tree looks at few rows, and one of a large vocabulary is half a megabyte; scans of many rows
+    (verify/scan.py) read them where they lie.
+    """
+
+    __slots__ = ("address", "dtype", "rows_RV", "stride", "vocab")
+
+    def __init__(self, rows_RV: NDArray[np.float32] | NDArray[np.uint16]) -> None:
+        """Keep `rows_RV`: float32, or uint16, the bits of bfloat16, which NumPy has not.
+
+        Raises TypeError for another dtype or shape, and for rows whose elements do not lie side by side.
+        """
+        kind, size = _TYPES.get(rows_RV.dtype), rows_RV.itemsize
+        if kind is None or rows_RV.ndim != 2 or (rows_RV.shape[1] > 1 and rows_RV.strides[1] != size):
+            raise TypeError(
+                "logits must be [R, V] of float32, or of uint16 as bits of bfloat16, each row in one piece; "
+                f"got {rows_RV.dtype} {list(rows_RV.shape)}, {rows_RV.strides} bytes apart"
+            )
+        self.rows_RV = rows_RV
+        self.dtype: LogitType = kind
+        self.vocab: int = rows_RV.shape[1]
+        self.address: int = rows_RV.ctypes.data
+        self.stride = rows_RV.strides[0] // size  # elements from a row to the next
+
+    def __len__(self) -> int:
+        return len(self.rows_RV)
+
+    @overload
+    def __getitem__(self, index: int) -> NDArray[np.float32]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> LogitBlock: ...
+
+    def __getitem__(self, index: int | slice) -> NDArray[np.float32] | LogitBlock:
+        if isinstance(index, slice):
+            return LogitBlock(self.rows_RV[index])
+        if self.dtype == "float32":
+            row: NDArray[np.float32] = self.rows_RV[index]
+            return row
+        # The upper half of a float32.
+        bits: NDArray[np.uint32] = np.left_shift(self.rows_RV[index], 16, dtype=np.uint32)
+        return bits.view(np.float32)

@@ -1,0 +1,43 @@
+"""Rows of logits of every shape there is, and how tokens are chosen in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specinfer.sampling_params import SamplingParams
+
+Row = NDArray[np.float32]
+
+SHAPES: dict[str, Callable[[np.random.Generator, int], NDArray[np.float64]]] = {
+    "flat": lambda rng, vocab: np.zeros(vocab),
+    "wide": lambda rng, vocab: rng.normal(size=vocab),
+    "peaked": lambda rng, vocab: rng.normal(size=vocab) * 8,
+    "one far ahead": lambda rng, vocab: rng.normal(size=vocab) + 60 * (np.arange(vocab) == vocab // 2),
+    "tied": lambda rng, vocab: rng.integers(-3, 3, vocab) / 4,
+    "ascending": lambda rng, vocab: np.arange(vocab) / vocab * 9,
+    "half banned": lambda rng, vocab: np.where(rng.random(vocab) < 0.5, -np.inf, rng.normal(size=vocab)),
+    "nearly all banned": lambda rng, vocab: np.where(
+        np.arange(vocab) % 97 > 0, -np.inf, np.arange(vocab) % 5
+    ),
+    "far below zero": lambda rng, vocab: rng.normal(size=vocab) * 3 - 1e4,
+    "like a model's": lambda rng, vocab: np.round(rng.gumbel(size=vocab) * 2.5 * 8) / 8,  # bf16 has ties
+}
+SIZES = [1, 2, 15, 16, 17, 257, 1025, 40_003]
+PARAMS = {
+    "plain": SamplingParams(temperature=0.8),
+    "cold": SamplingParams(temperature=0.02),
+    "hot": SamplingParams(temperature=1e20),
+    "top_k": SamplingParams(temperature=0.9, top_k=40),
+    "top_p": SamplingParams(temperature=0.8, top_p=0.95),
+    "narrow top_p": SamplingParams(temperature=1.5, top_p=0.3),
+    "min_p": SamplingParams(temperature=1.2, min_p=0.05),
+    "all": SamplingParams(temperature=0.7, top_k=300, top_p=0.9, min_p=0.01),
+}
+
+
+def rows(vocab: int) -> dict[str, Row]:
+    rng = np.random.default_rng([vocab, 8])
+    return {name: shape(rng, vocab).astype(np.float32) for name, shape in SHAPES.items()}

@@ -1,0 +1,318 @@
+"""Native reads of many rows: the twins' likeliest tokens, and the very choices the law's own code makes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from specinfer.errors import IntegrityError
+from specinfer.kernels import sampling
+from specinfer.kernels.sampling import NativeScan
+from specinfer.sampling_params import SamplingParams
+from specinfer.verify.coupled import coupled_choice
+from specinfer.verify.logit_block import LogitBlock
+from specinfer.verify.row_scan import MASS_ERROR, NUMPY_ROW
+from specinfer.verify.scan import ASK, NO_TOKEN, NUMPY, ask
+from specinfer.verify.target_law import target_law
+from tests.kernels import kernels
+from tests.unit.kernels.logit_rows import PARAMS, SIZES, Row, rows
+
+ALL_PARAMS = {
+    **PARAMS,
+    "greedy": SamplingParams(temperature=0),
+    "nearly greedy": SamplingParams(temperature=9.9e-6, top_p=0.5),
+    "coldest": SamplingParams(temperature=1e-5),
+    "hottest": SamplingParams(temperature=1e300, top_p=0.9),
+    "one": SamplingParams(top_k=1),
+    "many": SamplingParams(temperature=1.3, top_k=10**30),
+    "hot top_p": SamplingParams(temperature=30.0, top_p=0.9),
+    "nearly all": SamplingParams(temperature=1.0, top_p=1 - 1e-12),
+    "nearly none": SamplingParams(temperature=1.0, top_p=1e-320),
+    "tiny min_p": SamplingParams(temperature=0.1, min_p=5e-324),
+    "whole min_p": SamplingParams(temperature=2.0, min_p=1.0),
+    "hot min_p": SamplingParams(temperature=8.0, min_p=0.3),
+    "two": SamplingParams(temperature=1.0, top_p=0.8, min_p=0.1),
+    "top_k and min_p": SamplingParams(temperature=1.0, top_k=64, min_p=0.2),
+}
+
+
+@pytest.fixture(scope="module")
+def native() -> NativeScan:
+    scan = kernels("native").scan
+    assert isinstance(scan, NativeScan)
+    return scan
+
+
+def bits(row: Row) -> NDArray[np.uint16]:
+    """float32 as the bits of bfloat16, cut off."""
+    return (row.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def blocks(lines: Sequence[Row]) -> dict[str, LogitBlock]:
+    """The same rows in both dtypes, the second with gaps between them."""
+    vocab = len(lines[0])
+    wide = np.zeros((len(lines), vocab + 5), dtype=np.uint16)
+    wide[:, :vocab] = [bits(line) for line in lines]
+    return {"float32": LogitBlock(np.stack(lines)), "bfloat16": LogitBlock(wide[:, :vocab])}
+
+
+def asked(params: Sequence[SamplingParams], seeds: Sequence[int], position: int = 12) -> NDArray[Any]:
+    return np.array(
+        [ask(p, s, position + i) for i, (p, s) in enumerate(zip(params, seeds, strict=True))], ASK
+    )
+
+
+def oracle(row: Row, params: SamplingParams, seed: int, position: int) -> int:
+    try:
+        return coupled_choice(target_law(row, params, NUMPY_ROW), seed, position, NUMPY_ROW)
+    except IntegrityError:
+        return NO_TOKEN
+
+
+def check(
+    native: NativeScan, block: LogitBlock, params: Sequence[SamplingParams], seeds: Sequence[int]
+) -> NDArray[np.int64]:
+    """Ask for row i % rows with every param; the answers."""
+    order = np.arange(len(params), dtype=np.int64)[::-1].copy() % len(block)
+    asks = asked(params, seeds)
+    got = native.choices(block, order, asks)
+    want = [
+        oracle(block[row], p, s, 12 + i)
+        for i, (row, p, s) in enumerate(zip(order, params, seeds, strict=True))
+    ]
+    assert got.tolist() == want, [
+        (block.dtype, row, p) for row, p, g, w in zip(order, params, got, want, strict=True) if g != w
+    ]
+    return got
+
+
+# ---- choices ----
+
+
+@pytest.mark.parametrize("params", ALL_PARAMS.values(), ids=ALL_PARAMS)
+@pytest.mark.parametrize("vocab", SIZES)
+def test_choices_are_those_of_the_law(native: NativeScan, vocab: int, params: SamplingParams) -> None:
+    for block in blocks(list(rows(vocab).values())).values():
+        turns = 1 if vocab > 5000 else 6
+        seeds = [0, 2**63 - 1, *range(7, 7 + turns * len(block) - 2)]
+        check(native, block, [params] * len(seeds), seeds)
+
+
+def test_choices_in_a_large_vocabulary(native: NativeScan) -> None:
+    rng = np.random.default_rng(1)
+    lines = [
+        (rng.gumbel(size=151_936) * 2.5).astype(np.float32),
+        np.round(rng.normal(size=151_936) * 4).astype(np.float32) / 8,
+    ]
+    params = [ALL_PARAMS[name] for name in ("plain", "top_p", "hot top_p", "min_p", "all", "greedy")] * 2
+    for block in blocks(lines).values():
+        check(native, block, [p for p in params for _ in lines], range(24))
+
+
+@settings(max_examples=150)
+@given(
+    row=st.lists(
+        st.one_of(
+            st.sampled_from([0.0, -0.0, 1.0, 1.0000001, -1.0, -math.inf, -3e38, 3e38, 1e-45, -1e-40, 17.5]),
+            st.floats(-30, 30, width=32),
+        ),
+        min_size=1,
+        max_size=90,
+    ),
+    temperature=st.one_of(st.sampled_from([0.0, 1e-5, 1.0, 1e20, 1e40]), st.floats(1e-3, 20)),
+    top_k=st.integers(0, 95),
+    top_p=st.one_of(st.just(1.0), st.floats(1e-6, 1)),
+    min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_choices_of_any_row(
+    row: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
+    native = kernels("native").scan
+    assert isinstance(native, NativeScan)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    with np.errstate(over="ignore"):  # the twin's, of differences that float32 does not have
+        for block in blocks([np.array(row, dtype=np.float32)]).values():
+            check(native, block, [params] * 2, [seed, 1])
+
+
+def test_choices_between_logits_that_are_too_far_apart_for_float32(native: NativeScan) -> None:
+    row = np.array([3e38, -3e38, 1e38, -np.inf], dtype=np.float32)
+    for params in (SamplingParams(temperature=1e40), SamplingParams(temperature=1e40, min_p=0.5)):
+        got = check(native, blocks([row])["float32"], [params] * 60, range(60))
+        assert set(got.tolist()) == {0, 1, 2}
+
+
+def near(x: float) -> list[float]:
+    """Numbers at, beside and near x."""
+    beside = [x, math.nextafter(x, 0), math.nextafter(x, 2)]
+    return [*beside, *(x * (1 + far * sign) for far in (1e-14, 1e-10, 2e-9, 1e-6, 1e-4) for sign in (1, -1))]
+
+
+@pytest.mark.parametrize("top_k", [0, 40])
+def test_choices_where_top_p_or_min_p_hang_on_a_rounding(native: NativeScan, top_k: int) -> None:
+    """Cuts that stand right at a sum or a weight: whoever rounds otherwise keeps another set of tokens."""
+    rng = np.random.default_rng(2)
+    for line in (
+        np.zeros(300),  # sums are whole numbers
+        np.repeat([3.0, 2.0, 1.0, -1.0], 75),
+        np.log(2.0) * -np.arange(300),
+        rng.normal(size=300) * 2,
+        np.append(0.0, -497 - np.arange(299) / 40),  # weights of few digits
+    ):
+        row = line.astype(np.float32)
+        temperature = 0.7
+        weights = np.exp((np.sort(row)[::-1].astype(np.float64) - float(row.max())) / temperature)
+        total = weights[: top_k or None].sum()
+        cuts = [0, 1, 2, 5, 17, 38]
+        params = [
+            SamplingParams(temperature=temperature, top_k=top_k, top_p=min(p, 1.0))
+            for cut in cuts
+            for p in near(float(weights[: cut + 1].sum() / total))
+        ]
+        params += [
+            SamplingParams(temperature=temperature, top_k=top_k, min_p=min(p, 1.0))
+            for cut in cuts
+            for p in near(float(weights[cut]))
+        ]
+        for block in blocks([row]).values():
+            # Few ids are kept apart by one choice: so several.
+            for first in (0, 1000, 2000):
+                check(native, block, params, range(first, first + len(params)))
+
+
+def test_a_filter_that_hangs_on_a_rounding_keeps_the_ids_of_the_law(native: NativeScan) -> None:
+    """All noise there is: the choices of many seeds are the ids that are kept, no more and no fewer."""
+    row = np.repeat(np.float32([2.0, 1.0, 0.0]), 2)
+    weights = np.exp([0.0, 0.0, -1.0, -1.0, -2.0, -2.0])
+    for kept in range(1, 6):
+        for top_p in near(float(weights[:kept].sum() / weights.sum())):
+            params = SamplingParams(top_p=top_p)
+            law = target_law(row, params)
+            asks = asked([params] * 300, range(300))
+            got = native.choices(LogitBlock(row[None]), np.zeros(300, dtype=np.int64), asks)
+            assert law.ids is not None
+            assert set(got.tolist()) == set(law.ids.tolist())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[np.nan], [1.0, np.nan], [np.nan, 5.0], [np.inf, 0.0], [-np.inf], [-np.inf, -np.inf], [np.inf, np.nan]],
+    ids=str,
+)
+@pytest.mark.parametrize("vocab", [2, 15, 16, 70, 1000])
+def test_a_row_without_a_finite_largest_logit_has_no_token_and_costs_no_other(
+    native: NativeScan, values: list[float], vocab: int
+) -> None:
+    wrong = np.full(vocab, -np.inf if values[0] == -np.inf else 0.5, dtype=np.float32)
+    good = rows(vocab)["wide"]
+    for at in {0, (vocab - len(values)) // 2, vocab - len(values)}:
+        line = wrong.copy()
+        line[at : at + len(values)] = values
+        for block in blocks([good, line, good]).values():
+            for scan in (native, NUMPY):
+                numbers = np.array([0, 1, 2, 1], dtype=np.int64)
+                for params in ALL_PARAMS.values():
+                    got = scan.choices(block, numbers, asked([params] * 4, range(4)))
+                    assert (got == NO_TOKEN).tolist() == [False, True, False, True], params
+                found = scan.likeliest(block, numbers, 2, np.ones(4))
+                assert found.found.tolist() == [2, 0, 2, 0]
+                assert found.ids[[1, 3]].tolist() == [[NO_TOKEN] * 2] * 2
+                assert (found.values[[1, 3]] == -np.inf).all()
+                assert np.isnan(found.masses).tolist() == [False, True, False, True]
+
+
+def test_the_law_is_asked_only_where_rounding_may_decide(
+    native: NativeScan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for: list[int] = []
+    decide = sampling.choice
+
+    def counted(*args: Any) -> int:
+        asked_for.append(1)
+        return decide(*args)
+
+    monkeypatch.setattr(sampling, "choice", counted)
+    block = LogitBlock(np.stack([rows(40_003)["like a model's"]] * 2))
+    many = np.zeros(60, dtype=np.int64)
+    for name in ("plain", "top_k", "top_p", "min_p", "all", "greedy", "hot top_p"):
+        native.choices(block, many, asked([ALL_PARAMS[name]] * 60, range(60)))
+        assert not asked_for, name
+    halves = LogitBlock(np.zeros((1, 2), dtype=np.float32))
+    native.choices(halves, many[:3], asked([SamplingParams(top_p=0.5)] * 3, range(3)))
+    assert len(asked_for) == 3, "half of two equal ones is a matter of rounding"
+
+
+def test_with_any_number_of_threads(native: NativeScan) -> None:
+    library = kernels("native").library
+    assert library is not None
+    lines = list(rows(40_003).values())
+    numbers = np.arange(60, dtype=np.int64) % len(lines)
+    asks = asked([list(ALL_PARAMS.values())[i % len(ALL_PARAMS)] for i in range(60)], range(60))
+    before = library.threads()
+    try:
+        answers = []
+        for threads in (1, 2, 8):
+            library.set_threads(threads)
+            found = native.likeliest(LogitBlock(np.stack(lines)), numbers, 9, np.full(60, 0.8))
+            chosen = native.choices(LogitBlock(np.stack(lines)), numbers, asks)
+            answers.append([part.tolist() for part in (chosen, *found)])
+    finally:
+        library.set_threads(before)
+    assert answers[0] == answers[1] == answers[2]
+
+
+# ---- the likeliest ----
+
+
+@pytest.mark.parametrize("vocab", SIZES)
+def test_the_likeliest_are_the_most_likely_of_each_row(native: NativeScan, vocab: int) -> None:
+    for block in blocks(list(rows(vocab).values())).values():
+        numbers = np.array([*range(len(block)), 0, 2], dtype=np.int64)[::-1].copy()
+        temperatures = np.linspace(0.02, 5.0, len(numbers))
+        for n in (1, 3, 64, 700, vocab + 5):
+            got = native.likeliest(block, numbers, n, temperatures)
+            want = NUMPY.likeliest(block, numbers, n, temperatures)
+            assert got.ids.tolist() == want.ids.tolist()
+            assert got.values.tolist() == want.values.tolist()
+            assert got.found.tolist() == want.found.tolist()
+            np.testing.assert_allclose(got.masses, want.masses, rtol=2 * MASS_ERROR)
+
+
+# ---- what is refused ----
+
+
+def test_rows_that_are_not_there_are_refused(native: NativeScan) -> None:
+    block = LogitBlock(np.zeros((3, 20), dtype=np.float32))
+    for scan in (native, NUMPY):
+        for wrong in ([0, 3], [-1, 2]):
+            numbers = np.array(wrong, dtype=np.int64)
+            with pytest.raises(IndexError, match=r"got rows -?\d .. \d of a block of 3"):
+                scan.choices(block, numbers, asked([SamplingParams()] * 2, range(2)))
+            with pytest.raises(IndexError, match=r"got rows -?\d .. \d of a block of 3"):
+                scan.likeliest(block, numbers, 1, np.ones(2))
+        none = np.zeros(0, dtype=np.int64)
+        assert scan.choices(block, none, np.zeros(0, dtype=ASK)).shape == (0,)
+        assert scan.likeliest(block, none, 4, np.zeros(0)).ids.shape == (0, 4)
+
+
+def test_arrays_of_another_kind_are_refused(native: NativeScan) -> None:
+    block, numbers = LogitBlock(np.zeros((3, 20), dtype=np.float32)), np.arange(2, dtype=np.int64)
+    asks = asked([SamplingParams()] * 2, range(2))
+    with pytest.raises(TypeError, match=r"rows must be contiguous int64 \[2\], got int32 \[2\]"):
+        native.choices(block, numbers.astype(np.int32), asks)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"asks must be contiguous .* \[2\], got .* \[1\]"):
+        native.choices(block, numbers, asks[:1])
+    with pytest.raises(TypeError, match="asks must be"):
+        native.choices(block, numbers, np.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"temperatures must be contiguous float64 \[2\], got float32"):
+        native.likeliest(block, numbers, 1, np.ones(2, dtype=np.float32))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got n = 0; allowed: n >= 1"):
+        native.likeliest(block, numbers, 0, np.ones(2))

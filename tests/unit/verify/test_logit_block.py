@@ -1,0 +1,47 @@
+"""Blocks of logits: rows as float32, whatever they are kept in, and where they lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from specinfer.verify.logit_block import LogitBlock
+
+VALUES = np.array(
+    [[1.5, -2.0, 0.0], [-np.inf, 3.25, 4.0], [0.5, 1.0, 2.0]], dtype=np.float32
+)  # bfloat16 has them
+
+
+def bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_rows_are_float32_and_parts_share_their_memory(kind: str) -> None:
+    block = LogitBlock(VALUES if kind == "float32" else bfloat16(VALUES))
+    assert (block.dtype, block.vocab, block.stride, len(block)) == (kind, 3, 3, 3)
+    assert [row.tolist() for row in block] == VALUES.tolist()
+    assert all(row.dtype == np.float32 for row in block)
+    part = block[1:]
+    assert [row.tolist() for row in part] == VALUES[1:].tolist()
+    assert part.address == block.address + 3 * block.rows_RV.itemsize
+    assert len(block[3:]) == 0
+    with pytest.raises(IndexError):
+        block[3]
+
+
+def test_rows_may_lie_apart() -> None:
+    wide = np.zeros((4, 10), dtype=np.float32)
+    wide[::2, :3] = VALUES[:2]
+    block = LogitBlock(wide[::2, :3])
+    assert (block.stride, block.vocab, len(block)) == (20, 3, 2)
+    assert [row.tolist() for row in block] == VALUES[:2].tolist()
+
+
+@pytest.mark.parametrize(
+    "wrong", [VALUES[0], VALUES.astype(np.float64), VALUES[:, ::2], VALUES.T, VALUES[None]], ids=str
+)
+def test_other_arrays_are_refused(wrong: NDArray[np.float32]) -> None:
+    with pytest.raises(TypeError, match=r"logits must be \[R, V\] of float32, or of uint16 .*; got float"):
+        LogitBlock(wrong)
