@@ -5,7 +5,7 @@
 //
 //   top_k       a matter of comparing floats: exact
 //   weights     exp of the same float64 number: two machines' exp differ by some 1e-16 of it
-//   sums        of at most 2^18 weights, in the same order or another: they differ by less than 1e-10
+//   sums        of at most 2^20 weights, in the same order or another: they differ by less than 3e-10
 //   min_p       is certain where no weight lies within kFar of it
 //   top_p       wants a part of the mass, which in float32 is known within MASS_ERROR = 2^-17, as it is by the twin. A
 //               cut that is the same at both ends of two such errors is the true one; the twin's is, too, as it looks
@@ -23,7 +23,7 @@ constexpr double kGreedyBelow = 1e-5;     // as in sampling_params.py
 constexpr double kFar = 1e-9;             // of a number: what rounding does not bridge
 constexpr double kFarFromMass = 0x1p-16;  // twice MASS_ERROR
 constexpr double kSmallest = 1e-290;      // of a min_p: weights below it have few digits
-constexpr int64_t kMostSummed = 1 << 18;  // weights
+constexpr int64_t kMostSummed = 1 << 20;  // weights
 constexpr int64_t kFirstPool = 64;        // likely ids that are looked at first, then eight times as many, ...
 
 int64_t winner(const std::vector<Racer>& racers, const int64_t* ids) {
@@ -43,9 +43,8 @@ class Filters {
       bool numbers = true;
       best_ = likeliest_of(row_, size_, pool, &numbers);
       if (!numbers || best_.empty() || best_[0].value == kInfinity) return kNone;
-      if (ask_.temperature > kHottest) return kUndecided;
+      if (ask_.temperature > kHottest || size_ > kMostSummed) return kUndecided;
       const bool all = few || pool == size_ || static_cast<int64_t>(best_.size()) < pool;
-      if (static_cast<int64_t>(best_.size()) > kMostSummed) return kUndecided;
       weigh();
       const int64_t kept = cut(few, all);
       if (kept == kMore && !all) continue;
