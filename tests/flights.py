@@ -7,20 +7,26 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from specinfer.engine.target_laws import TargetLaws
 from specinfer.runtime.flight import Flight
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.pairs import Verifier
-from specinfer.verify.scan import NUMPY
+from specinfer.verify.scan import NUMPY, Scan
 
 Mutant = Callable[[TokenTree, TargetLaws, Verifier], Acceptance]
 
 
 def flight_of(logits_RV: NDArray[np.float32]) -> Flight:
     """What a pass with these logits would answer."""
-    return Flight(torch.from_numpy(logits_RV), NUMPY)
+    return flight_over(torch.from_numpy(logits_RV), NUMPY)
+
+
+def flight_over(logits_RV: Tensor, scan: Scan) -> Flight:
+    """A flight whose output layer has made these logits already."""
+    return Flight(logits_RV, lambda rows: rows, logits_RV.shape[1], scan)
 
 
 def each_tree(mutant: Mutant) -> Callable[[Sequence[TargetLaws], Verifier, Flight], list[Acceptance]]:

@@ -8,11 +8,24 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from specinfer.attention.backend import Attend
 from specinfer.models.language_model import LanguageModel
 from specinfer.runtime.batch import Rows, build_batch
 from specinfer.runtime.kv_cache import KvCache
 
 BLOCK = 4
+
+
+def forward(
+    model: LanguageModel,
+    token_ids_T: Tensor,
+    positions_T: Tensor,
+    attend: Attend,
+    logit_rows: Tensor | None = None,
+) -> Tensor:
+    """The logits of `logit_rows` (None: of every row), [R, V], by all of a model."""
+    residual, _ = model.run_layers(model.embed(token_ids_T, positions_T), positions_T, attend)
+    return model.logits(model.final_norm(residual, logit_rows))
 
 
 class Passes:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from specinfer.engine.admission import Admission, Admitted
@@ -187,7 +188,8 @@ class Engine:
         trees = self._speculators.propose(plan)
         self.clock.lap(Stage.PROPOSE)
         rows = step_rows(plan, trees)
-        launched = _Launched(plan, trees, rows, self._target.launch(rows.rows))
+        flight = self._target.launch(rows.rows, likelihoods=partial(rows.likelihoods, trees))
+        launched = _Launched(plan, trees, rows, flight)
         self._launched.append(launched)
         self.clock.lap(Stage.FORWARD)
         return launched

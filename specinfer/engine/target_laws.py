@@ -22,6 +22,7 @@ from specinfer.verify.law import Law
 from specinfer.verify.logprobs import processed_logprobs, raw_logprobs
 from specinfer.verify.multistep import seeded_coin, verify_multistep
 from specinfer.verify.pairs import Verifier
+from specinfer.verify.scan import ask
 from specinfer.verify.target_law import point_mass, target_law
 
 
@@ -160,9 +161,10 @@ def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int]]:
         nodes = [walks[i].node for i in asking]
         tokens = flight.choices(
             [one.row(node) for one, node in zip(laws, nodes, strict=True)],
-            [one.request.params for one in laws],
-            [one.request.seed for one in laws],
-            [one.position(node) for one, node in zip(laws, nodes, strict=True)],
+            [
+                ask(one.request.params, one.request.seed, one.position(node))
+                for one, node in zip(laws, nodes, strict=True)
+            ],
         )
         found.extend(zip(asking, tokens, strict=True))
     return found

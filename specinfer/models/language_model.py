@@ -123,18 +123,6 @@ class Weights(Protocol):
         ...
 
 
-def forward(
-    model: LanguageModel,
-    token_ids_T: Tensor,
-    positions_T: Tensor,
-    attend: Attend,
-    logit_rows: Tensor | None = None,
-) -> Tensor:
-    """The logits of `logit_rows` (None: of every row), [R, V], by all of a model."""
-    residual, _ = model.run_layers(model.embed(token_ids_T, positions_T), positions_T, attend)
-    return model.logits(model.final_norm(residual, logit_rows))
-
-
 class Taps:
     """Copies of the residual stream on its way through layers, for models that go layer by layer."""
 

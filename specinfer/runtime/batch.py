@@ -68,6 +68,23 @@ class StepRows:
     roots: list[int]  # of each tree the place of its root's logits; its other nodes follow
     scored: list[tuple[PlanEntry, range]]  # prompts that want log-probabilities, with the places of theirs
 
+    def likelihoods(self, trees: Sequence[TokenTree]) -> list[float]:
+        """How likely the logits of each row that wants them are asked for.
+
+        Those of a text are; those of a tree's node as likely as its speculators think that it becomes text.
+        """
+        found: list[float] = []
+        for tree, root in zip(trees, self.roots, strict=True):
+            found.extend([1.0] * (root - len(found)))
+            found.extend(tree.likelihoods())
+        found.extend([1.0] * (self.wanted - len(found)))
+        return found
+
+    @property
+    def wanted(self) -> int:
+        """The rows that want logits."""
+        return sum(len(part.token_ids) - part.logits_from for part in self.rows)
+
 
 def step_rows(plan: StepPlan, trees: Sequence[TokenTree]) -> StepRows:
     """Every entry's uncached text, and behind it the other nodes of its tree; logits from the root on."""

@@ -1,96 +1,173 @@
 """A pass of a model in flight: it is asked for answers, and keeps its logits to itself.
 
-What most callers want of a row is one token, the model's own choice there. A row of logits is half a megabyte
-at a large vocabulary; so it is looked at where it lies, and comes out only for those who work on all of it.
+What most callers want of a row is one token, the model's own choice there. A row of logits is a third of a
+megabyte at a large vocabulary, and of a tree's rows a walk asks few. So the output layer makes rows in
+blocks, the likeliest nodes first and the others when somebody asks, and few blocks are held at a time:
+
+    rows of the pass     0  1  2  3  4  5  6  7  8  9     what the output layer reads is kept of all
+    likeliest first      0  5  1  6  2 | 7  3  8  4  9
+                         with the pass | when somebody asks for one of them
+
+A row's logits do not depend on the block it is in (models/language_model.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, overload
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.errors import LogitsError
-from specinfer.sampling_params import SamplingParams
-from specinfer.verify.coupled import coupled_choice
-from specinfer.verify.scan import Scan
-from specinfer.verify.target_law import target_law
+from specinfer.verify.logit_block import LogitBlock
+from specinfer.verify.scan import ASK, Ask, Likeliest, Scan, no_likeliest
+
+MOST_BYTES: Final = 32 << 20  # of logits that a flight holds; more only where a single row is larger
+BLOCK_ROWS: Final = 64  # made together where not all are asked for: weights are read once for these
+
+
+# Asked of a block: which rows of the question these are, the block, and where they are in it.
+_Question = Callable[[NDArray[np.int64], LogitBlock, NDArray[np.int64]], None]
 
 
 class Flight:
     """The rows of one pass that want logits; each is known by its place among them."""
 
-    __slots__ = ("_logits", "scan", "vocab")
+    __slots__ = ("_blocks", "_head", "_hidden_RD", "_most_rows", "_order", "_taps", "scan", "vocab")
 
-    def __init__(self, logits_RV: Tensor, scan: Scan) -> None:
-        self.vocab = int(logits_RV.shape[1])
-        self.scan = scan  # for those who work on a row
-        self._logits = LogitRows(logits_RV)
+    def __init__(
+        self,
+        hidden_RD: Tensor,
+        head: Callable[[Tensor], Tensor],
+        vocab: int,
+        scan: Scan,
+        *,
+        likelihoods: Callable[[], Sequence[float]] | None = None,
+        taps: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        """Make the first block of logits.
+
+        Args:
+            hidden_RD: what `head` reads of each row; its dtype is that of logits.
+            head: the output layer, [R, D] -> [R, V]; a row's logits depend on that row alone.
+            vocab: V, or more where the output layer is pruned.
+            scan: reads logits.
+            likelihoods: says how likely each row is asked for, [R]; None: all will be.
+            taps: what layers were given, [T, D]; see `hidden`.
+        """
+        self.scan = scan
+        self.vocab = vocab
+        self._hidden_RD = hidden_RD
+        self._head = head
+        self._taps = taps or {}
+        count = len(hidden_RD)
+        self._most_rows = max(1, MOST_BYTES // (vocab * hidden_RD.element_size()))
+        self._order: NDArray[np.int64] | None = None  # likeliest first; None: all rows alike
+        if likelihoods is not None and count > BLOCK_ROWS:
+            self._order = np.argsort(-np.array(likelihoods()), kind="stable")
+        self._blocks: deque[_Block] = deque()  # oldest first
+        if count:
+            self._make(np.zeros(0, dtype=np.int64))
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of logits that are held now."""
+        return sum(block.logits.rows_RV.nbytes for block in self._blocks)
 
     def row(self, row: int) -> NDArray[np.float32]:
         """One row of logits, [vocab]; not to be written to."""
-        return self._logits[row]
+        found: list[NDArray[np.float32]] = []
+        self._ask(np.array([row]), lambda _, block, there: found.append(block[int(there[0])]))
+        return found[0]
 
-    def rows(self, first: int, behind: int) -> Sequence[NDArray[np.float32]]:
-        """The rows from `first` on, before `behind`."""
-        return self._logits[first:behind]
+    def choices(self, rows: Sequence[int], asks: Sequence[Ask]) -> list[int]:
+        """The model's own choice at each row, as `verify.scan.choice` makes it.
 
-    def choices(
-        self,
-        rows: Sequence[int],
-        params: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        positions: Sequence[int],
-    ) -> list[int]:
-        """The model's own choice at each row; -1 where its largest logit is not finite.
-
-        A choice is `coupled_choice` of the law that the row's parameters make of it, at the absolute position
-        of the token that is chosen.
+        `verify.scan.NO_TOKEN` where the largest logit is not finite.
         """
-        return [self._choice(*asked) for asked in zip(rows, params, seeds, positions, strict=True)]
+        asked, chosen = np.array(asks, dtype=ASK), np.empty(len(rows), dtype=np.int64)
 
-    def _choice(self, row: int, params: SamplingParams, seed: int, position: int) -> int:
-        try:
-            law = target_law(self._logits[row], params, self.scan)
-        except LogitsError:
-            return -1
-        return coupled_choice(law, seed, position, self.scan)
+        def choose(places: NDArray[np.int64], block: LogitBlock, there: NDArray[np.int64]) -> None:
+            chosen[places] = self.scan.choices(block, there, asked[places])
+
+        self._ask(np.array(rows, dtype=np.int64), choose)
+        return chosen.tolist()
+
+    def likeliest(self, rows: Sequence[int], n: int, temperatures: Sequence[float]) -> Likeliest:
+        """The n >= 1 likeliest tokens at each row, and its mass at a temperature; see `verify.scan.Scan`."""
+        asked, found = np.array(temperatures, dtype=np.float64), no_likeliest(len(rows), n)
+
+        def look(places: NDArray[np.int64], block: LogitBlock, there: NDArray[np.int64]) -> None:
+            part = self.scan.likeliest(block, there, n, asked[places])
+            found.ids[places], found.values[places] = part.ids, part.values
+            found.found[places], found.masses[places] = part.found, part.masses
+
+        self._ask(np.array(rows, dtype=np.int64), look)
+        return found
+
+    def hidden(self, layer: int) -> Tensor:
+        """What that layer was given, [T, D], of all rows of the pass; raises KeyError where it has no tap."""
+        return self._taps[layer]
+
+    def _ask(self, rows: NDArray[np.int64], question: _Question) -> None:
+        """Ask every block that holds some of these rows; blocks are made on the way, and older ones dropped.
+
+        Raises IndexError for a row the pass has not.
+        """
+        count = len(self._hidden_RD)
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < count:
+            raise IndexError(f"got rows {rows.min()} .. {rows.max()} of a pass with logits of {count}")
+        left = np.arange(len(rows))
+        for block in self._blocks:
+            left = block.ask(rows, left, question)
+        while len(left):
+            self._make(np.unique(rows[left]))
+            left = self._blocks[-1].ask(rows, left, question)
+
+    @torch.inference_mode()
+    def _make(self, wanted: NDArray[np.int64]) -> None:
+        """Make a block of `wanted` rows, none of them held, as many as fit, filled up with the likeliest."""
+        count, order = len(self._hidden_RD), self._order
+        size = min(self._most_rows, count if order is None else max(BLOCK_ROWS, len(wanted)))
+        if size >= count:
+            block = _Block(_in_host_memory(self._head(self._hidden_RD)), np.arange(count))
+        else:
+            held = [block.rows for block in self._blocks]
+            candidates = np.arange(count) if order is None else order
+            others = candidates[~np.isin(candidates, np.concatenate([wanted, *held]))]
+            rows = np.sort(np.concatenate([wanted, others])[:size])
+            while self._blocks and sum(map(len, held)) + size > self._most_rows:
+                self._blocks.popleft()
+                held.pop(0)
+            chosen = torch.from_numpy(rows).to(self._hidden_RD.device)
+            block = _Block(_in_host_memory(self._head(self._hidden_RD.index_select(0, chosen))), rows)
+        self._blocks.append(block)
 
 
-class LogitRows(Sequence[NDArray[np.float32]]):
-    """The logits of a pass, [R, vocab]: a row is made float32 in host memory when somebody looks at it.
+class _Block:
+    """Logits of some rows of a pass."""
 
-    A walk down a tree looks at few of them, and a row of a large vocabulary is half a megabyte.
-    """
+    __slots__ = ("logits", "rows")
 
-    __slots__ = ("_rows_RV",)
+    def __init__(self, logits: LogitBlock, rows: NDArray[np.int64]) -> None:
+        self.logits = logits
+        self.rows = rows  # of the pass, ascending
 
-    def __init__(self, logits_RV: Tensor) -> None:
-        logits_RV = logits_RV.cpu()  # from a GPU all at once: a transfer waits for the pass
-        is_bfloat16 = logits_RV.dtype is torch.bfloat16  # NumPy has none: its bits, then
-        self._rows_RV: NDArray[Any] = (logits_RV.view(torch.uint16) if is_bfloat16 else logits_RV).numpy()
+    def ask(self, rows: NDArray[np.int64], left: NDArray[np.int64], question: _Question) -> NDArray[np.int64]:
+        """Ask about those of rows[left] that are here; the part of `left` that is not."""
+        wanted = rows[left]
+        places = np.searchsorted(self.rows, wanted).clip(max=len(self.rows) - 1)
+        here: NDArray[np.bool_] = self.rows[places] == wanted
+        if here.any():
+            question(left[here], self.logits, places[here])
+        elsewhere: NDArray[np.int64] = left[~here]
+        return elsewhere
 
-    def __len__(self) -> int:
-        return len(self._rows_RV)
 
-    @overload
-    def __getitem__(self, index: int) -> NDArray[np.float32]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> LogitRows: ...
-
-    def __getitem__(self, index: int | slice) -> NDArray[np.float32] | LogitRows:
-        chosen = self._rows_RV[index]
-        if isinstance(index, slice):
-            part = object.__new__(LogitRows)
-            part._rows_RV = chosen
-            return part
-        if chosen.dtype == np.uint16:  # the upper half of a float32
-            bits: NDArray[np.uint32] = np.left_shift(chosen, 16, dtype=np.uint32)
-            return bits.view(np.float32)
-        row: NDArray[np.float32] = chosen.astype(np.float32, copy=False)
-        return row
+def _in_host_memory(logits_RV: Tensor) -> LogitBlock:
+    logits_RV = logits_RV.cpu()
+    is_bfloat16 = logits_RV.dtype is torch.bfloat16  # NumPy has none: its bits, then
+    return LogitBlock((logits_RV.view(torch.uint16) if is_bfloat16 else logits_RV).numpy())

@@ -1,8 +1,8 @@
-"""One model with its KV cache: rows in, logits out."""
+"""One model with its KV cache: rows in, a flight out, which is asked for answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.models.language_model import LanguageModel, forward
+from specinfer.models.language_model import LanguageModel
 from specinfer.runtime.batch import Rows, build_batch, slots_of
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.kv_cache import KvCache
@@ -43,16 +43,42 @@ class ModelRunner:
         self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
 
     @torch.inference_mode()
+    def launch(
+        self,
+        rows: Sequence[Rows],
+        *,
+        likelihoods: Callable[[], Sequence[float]] | None = None,
+        taps: Sequence[int] = (),
+    ) -> Flight:
+        """Write K and V of `rows`; the flight is asked about those that want logits, in order.
+
+        `likelihoods` says of each of these how likely it is asked for (None: all will be), and `taps` names
+        the layers whose inputs the flight keeps (`LanguageModel.run_layers`).
+        """
+        model = self.model
+        hidden_RD, tapped_TND = self._run(rows, taps)
+        return Flight(
+            hidden_RD,
+            model.logits,
+            model.config.vocab_size,
+            model.kernels.scan,
+            likelihoods=likelihoods,
+            taps={} if tapped_TND is None else dict(zip(taps, tapped_TND.unbind(1), strict=True)),
+        )
+
+    @torch.inference_mode()
     def forward(self, rows: Sequence[Rows]) -> Tensor:
-        """Write K and V of `rows` and return the logits of the rows that want them, [R, vocab]."""
+        """Write K and V of `rows` and return all logits of those that want them, [R, vocab]."""
+        return self.model.logits(self._run(rows)[0])
+
+    def _run(self, rows: Sequence[Rows], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """What the output layer reads of the rows that want logits, [R, D], and the taps, [T, N, D]."""
         model = self.model
         batch = build_batch(rows, block_size=self.block_size, device=model.device)
         attend = self._attention.bind(batch.paths)
-        return forward(model, batch.token_ids_T, batch.positions_T, attend, batch.logit_rows)
-
-    def launch(self, rows: Sequence[Rows]) -> Flight:
-        """Write K and V of `rows`; the flight is asked about those that want logits, in order."""
-        return Flight(self.forward(rows), self.model.kernels.scan)
+        residual = model.embed(batch.token_ids_T, batch.positions_T)
+        residual, tapped_TND = model.run_layers(residual, batch.positions_T, attend, taps=taps)
+        return model.final_norm(residual, batch.logit_rows), tapped_TND
 
     @torch.inference_mode()
     def move(self, moves: Sequence[Move]) -> None:

@@ -92,7 +92,6 @@ class DraftModel:
         self._rule = rule
         self._max_rows = max_rows  # of the text that is read in one step
         self._vocabulary = vocabulary  # of the model's logits; None: all ids
-        self._scan = runner.model.kernels.scan
         self._block_size = runner.block_size
         self._max_context = runner.model.config.max_context
         self._memory: dict[str, _Memory] = {}
@@ -127,8 +126,7 @@ class DraftModel:
                 drawing.append(i)
                 sites.extend(self._sites(growth))
         if rows:
-            logits = self._runner.launch(rows).rows(0, len(sites))
-            draw_children(logits, sites, self.name, self._vocabulary, self._scan)
+            draw_children(self._runner.launch(rows), sites, self.name, self._vocabulary)
         for i in drawing:
             self._growths[i].descend()
         return [i for i in drawing if self._growths[i].wants_more]

@@ -10,20 +10,22 @@ Greedy requests always get the k most likely tokens: that is what all four becom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.errors import RequestError
+from specinfer.errors import LogitsError, RequestError
+from specinfer.runtime.flight import Flight
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.distribution import Distribution
-from specinfer.verify.coupled import coupled_top_k
+from specinfer.verify.coupled import POOL, coupled_top_k, fastest
 from specinfer.verify.law import Law, inverse_cdf
-from specinfer.verify.scan import NUMPY, Scan
+from specinfer.verify.row_scan import NUMPY_ROW, RowScan
 from specinfer.verify.target_law import target_law
 
 
@@ -41,43 +43,108 @@ class Site:
     rule: DrawRule
     processed: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None  # of logits
 
+    @property
+    def draws_by(self) -> DrawRule:
+        """The rule by which it is drawn here: for greedy requests all are one."""
+        return DrawRule.POINT_MASS if self.params.greedy else self.rule
+
+    @property
+    def temperature(self) -> float:
+        """At which the draft says how likely a token is."""
+        return 1.0 if self.draws_by is DrawRule.POINT_MASS else self.params.temperature
+
+    @property
+    def candidates(self) -> int:
+        """How many of the likeliest tokens are all there is to know; 0 where a whole row is."""
+        params, rule = self.params, self.draws_by
+        if self.processed is not None:
+            return 0
+        if rule is DrawRule.POINT_MASS:
+            return max(self.width, 2)  # two for the evidence
+        filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        return max(self.width, POOL) if rule is DrawRule.COUPLED and not filtered else 0
+
 
 def draw_children(
-    logits_FV: Sequence[NDArray[np.float32]],
-    sites: Sequence[Site],
-    speculator: str,
-    vocabulary: DraftVocabulary | None = None,
-    scan: Scan = NUMPY,
+    flight: Flight, sites: Sequence[Site], speculator: str, vocabulary: DraftVocabulary | None = None
 ) -> None:
-    """Add the children of every site to its tree; row f of `logits_FV` belongs to sites[f].
+    """Add the children of every site to its tree; row f of `flight` belongs to sites[f].
 
-    The logits are those of `vocabulary` where there is one. A site whose parameters leave no token gets no
-    children.
+    The logits are those of `vocabulary` where there is one. A site whose parameters leave no token, or whose
+    logits are no numbers, gets no children. A draw's evidence is how likely the two likeliest tokens are.
     """
-    for row, site in zip(logits_FV, sites, strict=True):
-        kept = vocabulary
-        if site.processed is not None:
-            try:
-                row = site.processed(row if kept is None else kept.widened(row))
-            except RequestError:  # a grammar too complex to follow: the target will say so
-                continue
-            if row.max() == -np.inf:
-                continue
-            kept = None
-        if site.params.greedy or site.rule is DrawRule.POINT_MASS:
-            tokens = most_likely_ids(row, site.width, kept, scan)
-            confidences = probabilities(row, tokens, 1.0, kept, scan)
-            _add(site, tokens, confidences, DrawRule.POINT_MASS, speculator)
-        elif site.rule is DrawRule.COUPLED:
-            tokens = coupled_children(row, site.params, site.seed, site.position, site.width, kept, scan)
-            confidences = probabilities(row, tokens, site.params.temperature, kept, scan)
-            _add(site, tokens, confidences, site.rule, speculator)
+    rows = [row for row, site in enumerate(sites) if site.candidates]
+    likeliest = iter(_likeliest(flight, rows, sites) if rows else ())  # one question for a level
+    for row, site in enumerate(sites):
+        if site.candidates:
+            _from_likeliest(site, *next(likeliest), speculator, vocabulary)
         else:
-            _sample(site, _law(row, site.params, kept, scan).distribution(), site.rule, speculator)
+            # A grammar may be too complex to follow, and then the target will say so.
+            with suppress(RequestError, LogitsError):
+                _from_row(site, flight.row(row), speculator, vocabulary, flight.scan)
+
+
+def _likeliest(
+    flight: Flight, rows: Sequence[int], sites: Sequence[Site]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32], float]]:
+    """Of each of these rows the likeliest tokens, their logits, and the mass of all."""
+    most = max(sites[row].candidates for row in rows)
+    found = flight.likeliest(rows, most, [sites[row].temperature for row in rows])
+    for ids, values, count, mass in zip(
+        found.ids, found.values, found.found.tolist(), found.masses.tolist(), strict=True
+    ):
+        yield ids[:count], values[:count], mass
+
+
+def _from_likeliest(
+    site: Site,
+    ids: NDArray[np.int64],
+    values: NDArray[np.float32],
+    mass: float,
+    speculator: str,
+    vocabulary: DraftVocabulary | None,
+) -> None:
+    """Draw from the likeliest tokens alone, most likely first: their logits, and the mass of all."""
+    if not len(ids):  # no numbers
+        return
+    tokens = ids if vocabulary is None else vocabulary.ids[ids]
+    weights = np.exp((values.astype(np.float64) - float(values[0])) / site.temperature)
+    if site.draws_by is DrawRule.COUPLED:
+        law = Law(values, tokens, 0, site.temperature, int(tokens.max()) + 1)
+        drawn = fastest(law, np.arange(len(ids)), site.seed, site.position, site.width)
+    else:
+        drawn = np.arange(min(site.width, len(ids)))
+    _add(site, tokens[drawn], weights[drawn] / mass, weights[:2] / mass, speculator)
+
+
+def _from_row(
+    site: Site,
+    row: NDArray[np.float32],
+    speculator: str,
+    vocabulary: DraftVocabulary | None,
+    scan: RowScan,
+) -> None:
+    """Draw from a whole row of logits. Raises RequestError and LogitsError."""
+    if site.processed is not None:
+        row = site.processed(row if vocabulary is None else vocabulary.widened(row))
+        if row.max() == -np.inf:
+            return
+        vocabulary = None
+    rule = site.draws_by
+    if rule is DrawRule.POINT_MASS:
+        tokens = most_likely_ids(row, site.width, vocabulary, scan)
+    elif rule is DrawRule.COUPLED:
+        tokens = coupled_children(row, site.params, site.seed, site.position, site.width, vocabulary, scan)
+    else:
+        _sample(site, _law(row, site.params, vocabulary, scan).distribution(), rule, speculator)
+        return
+    best = most_likely_ids(row, 2, vocabulary, scan)
+    known = probabilities(row, np.concatenate([tokens, best]), site.temperature, vocabulary, scan)
+    _add(site, tokens, known[: len(tokens)], known[len(tokens) :], speculator)
 
 
 def most_likely_ids(
-    logits: NDArray[np.float32], k: int, vocabulary: DraftVocabulary | None = None, scan: Scan = NUMPY
+    logits: NDArray[np.float32], k: int, vocabulary: DraftVocabulary | None = None, scan: RowScan = NUMPY_ROW
 ) -> NDArray[np.int64]:
     """The k most likely tokens, most likely first."""
     entries = scan.most_likely(logits, k)
@@ -91,7 +158,7 @@ def coupled_children(
     position: int,
     k: int,
     vocabulary: DraftVocabulary | None = None,
-    scan: Scan = NUMPY,
+    scan: RowScan = NUMPY_ROW,
 ) -> NDArray[np.int64]:
     """The k tokens a coupled speculator should propose after one row of its logits, best first.
 
@@ -107,7 +174,7 @@ def coupled_children(
 
 
 def _law(
-    logits: NDArray[np.float32], params: SamplingParams, vocabulary: DraftVocabulary | None, scan: Scan
+    logits: NDArray[np.float32], params: SamplingParams, vocabulary: DraftVocabulary | None, scan: RowScan
 ) -> Law:
     law = target_law(logits, params, scan)
     return law if vocabulary is None else law.renamed(vocabulary.ids, vocabulary.size)
@@ -118,7 +185,7 @@ def probabilities(
     tokens: NDArray[np.int64],
     temperature: float,
     vocabulary: DraftVocabulary | None = None,
-    scan: Scan = NUMPY,
+    scan: RowScan = NUMPY_ROW,
 ) -> NDArray[np.float64]:
     """How likely each token is at a temperature, before top-k, top-p and min-p: what a draft believes."""
     entries = tokens if vocabulary is None else np.searchsorted(vocabulary.ids, tokens)
@@ -131,22 +198,24 @@ def _add(
     site: Site,
     tokens: NDArray[np.int64],
     confidences: NDArray[np.float64],
-    rule: DrawRule,
+    best: NDArray[np.float64],
     speculator: str,
 ) -> None:
+    rule, evidence = site.draws_by, tuple(best.tolist())
     for token, confidence in zip(tokens.tolist(), confidences.tolist(), strict=True):
-        site.builder.add(site.node, token, speculator, rule, confidence=confidence)
+        site.builder.add(site.node, token, speculator, rule, confidence=confidence, evidence=evidence)
 
 
 def _sample(site: Site, law: Distribution, rule: DrawRule, speculator: str) -> None:
     left = law.probabilities
+    evidence = tuple(np.sort(left)[:-3:-1].tolist())
     for turn in range(site.width):
         # Whether there is another draw may depend on the draws before it, never on its own value.
         if site.builder.full or not left.any():
             return
         place = inverse_cdf(left, site.uniforms())
         confidence = float(law.probabilities[place])
-        site.builder.add(site.node, law.id_at(place), speculator, rule, law, confidence)
+        site.builder.add(site.node, law.id_at(place), speculator, rule, law, confidence, evidence)
         if rule is DrawRule.WITHOUT_REPLACEMENT:
             left = left.copy() if turn == 0 else left
             left[place] = 0.0

@@ -37,10 +37,11 @@ class Draw:
     rule: DrawRule
     law: Distribution | NDArray[np.float64] | None = None  # q, an array being [vocab]; only of sampled rules
     confidence: float = 0.5  # the speculator's own idea of how likely the token is; no verifier reads it
+    evidence: tuple[float, ...] = ()  # what else it saw, for a policy to learn from; its module says what
 
     def moved(self, parent: int, node: int) -> Draw:
         """The same draw where its nodes have other numbers."""
-        return Draw(parent, node, self.speculator, self.rule, self.law, self.confidence)
+        return Draw(parent, node, self.speculator, self.rule, self.law, self.confidence, self.evidence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,18 @@ class TokenTree:
         """The token ids along `path_to(node)`."""
         return tuple(self.token_ids[n] for n in self.path_to(node))
 
+    def likelihoods(self) -> list[float]:
+        """How likely its speculators think each node to become text, [num_nodes]; the root's is 1.
+
+        The confidences along its path multiplied; of several draws of a node the surest.
+        """
+        own = [1.0, *[0.0] * (self.num_nodes - 1)]
+        for draw in self.draws:
+            own[draw.node] = max(own[draw.node], draw.confidence)
+        for node in range(1, self.num_nodes):
+            own[node] *= own[self.parents[node]]
+        return own
+
     def check_integrity(self) -> None:
         """Raise IntegrityError when the tree breaks one of the invariants its docstring names."""
         ensure(len(self.token_ids) == len(self.parents) >= 1, "a tree has a root and one parent per node")
@@ -128,6 +141,7 @@ class TreeBuilder:
         rule: DrawRule = DrawRule.POINT_MASS,
         law: Distribution | NDArray[np.float64] | None = None,
         confidence: float = 0.5,
+        evidence: tuple[float, ...] = (),
     ) -> int | None:
         """Record a draw of `token` below `parent`; the node that holds it, or None when the tree is full.
 
@@ -138,7 +152,7 @@ class TreeBuilder:
             ensure(rule in (DrawRule.POINT_MASS, DrawRule.COUPLED), "a sampled draw may not be dropped")
             return None
         node = self.node_for(parent, token)
-        self.draws.append(Draw(parent, node, speculator, rule, law, confidence))
+        self.draws.append(Draw(parent, node, speculator, rule, law, confidence, evidence))
         return node
 
     def node_for(self, parent: int, token: int) -> int:

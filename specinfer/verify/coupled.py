@@ -10,6 +10,7 @@ argmin(E / p), and P(token i wins) = p_i.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from specinfer.verify import noise
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.law import Law
 from specinfer.verify.row_scan import NUMPY_ROW, RowScan, race_scores
+
+POOL: Final = 64  # of a speculator's likeliest tokens run in its race
 
 
 def verify_coupled(tree: TokenTree, choose: Callable[[int], int]) -> Acceptance:
@@ -56,14 +59,18 @@ def coupled_choice(law: Law, seed: int, position: int, scan: RowScan = NUMPY_ROW
 
 
 def coupled_top_k(
-    law: Law, seed: int, position: int, k: int, *, pool: int = 64, scan: RowScan = NUMPY_ROW
+    law: Law, seed: int, position: int, k: int, *, pool: int = POOL, scan: RowScan = NUMPY_ROW
 ) -> NDArray[np.int64]:
     """The k tokens with the largest log q + noise, best first: what a speculator of law q should propose.
 
     For the speculator it is sampling k tokens without replacement. Only the `pool` most likely tokens
     run (any proposal is lossless). Fewer than k ids come back when the law supports fewer.
     """
-    indices = scan.most_likely(law.logits, max(pool, k))
-    scores = race_scores(law, indices, noise.race_key(seed, position))
-    fastest = indices[np.argsort(scores, kind="stable")[:k]]
-    return fastest if law.ids is None else law.ids[fastest]
+    first = fastest(law, scan.most_likely(law.logits, max(pool, k)), seed, position, k)
+    return first if law.ids is None else law.ids[first]
+
+
+def fastest(law: Law, entries: NDArray[np.int64], seed: int, position: int, k: int) -> NDArray[np.int64]:
+    """The k of these entries of the support that have the largest log q + noise, best first."""
+    scores = race_scores(law, entries, noise.race_key(seed, position))
+    return entries[np.argsort(scores, kind="stable")[:k]]

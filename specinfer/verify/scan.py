@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.errors import IntegrityError
+from specinfer.errors import LogitsError
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.logit_block import LogitBlock
@@ -29,6 +29,7 @@ ASK: Final = np.dtype(
         ("position", np.int64),  # absolute, of the token to choose
     ]
 )
+Ask = tuple[float, int, float, float, int, int]  # an entry of an array of ASK
 NO_TOKEN: Final = -1
 _LARGEST: Final = 2**62  # of a top_k: it keeps every token
 
@@ -100,8 +101,8 @@ class NumpyScan(NumpyRowScan):
 NUMPY: Final = NumpyScan()
 
 
-def ask(params: SamplingParams, seed: int, position: int) -> tuple[float, int, float, float, int, int]:
-    """How these parameters choose the token at an absolute position: an entry of an ASK array."""
+def ask(params: SamplingParams, seed: int, position: int) -> Ask:
+    """How these parameters choose the token at an absolute position."""
     top_k = min(params.top_k, _LARGEST)
     return params.temperature, top_k, params.top_p, params.min_p, seed, position
 
@@ -112,7 +113,7 @@ def choice(logits_V: NDArray[np.float32], one: np.void, scan: RowScan) -> int:
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     try:
         law = target_law(logits_V, params, scan)
-    except IntegrityError:
+    except LogitsError:
         return NO_TOKEN
     return coupled_choice(law, seed, position, scan)
 

@@ -331,7 +331,7 @@ def coupled_text(case, seed, world, length):
                     for node, path in zip(frontier, paths, strict=True)
                 ]
                 rows = [world.logits(name, output + path) for path in paths]
-                draw_children(np.stack(rows) if rows else np.zeros((0, VOCAB)), sites, name)
+                draw_children(flight_of(np.array(rows, dtype=np.float32).reshape(-1, VOCAB)), sites, name)
                 frontier = list(range(first, len(builder.parents)))
             trees.append(possible(builder.build(), processors))
         tokens = verified(case, output, processors, merge(trees), world, Verifier.COUPLED, seed)

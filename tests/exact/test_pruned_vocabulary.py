@@ -11,6 +11,7 @@ from specinfer.speculate import draws
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.draws import Site, draw_children
 from specinfer.tree.token_tree import DrawRule, TreeBuilder
+from tests.flights import flight_of
 
 from .enumeration import Supports, distance, own_law, text_law
 from .oracles import processed_law
@@ -43,8 +44,8 @@ class PrunedDraft:
                 Site(builder, node, width, world.params, 0, len(text) + depth, lambda: 0.0, self.rule)
                 for node in frontier
             ]
-            kept = [row[self.vocabulary.ids] for row in rows]
-            draw_children(kept, sites, self.name, self.vocabulary)
+            kept = np.array([row[self.vocabulary.ids] for row in rows], dtype=np.float32)
+            draw_children(flight_of(kept.reshape(len(sites), -1)), sites, self.name, self.vocabulary)
             frontier = list(range(first, len(builder.parents)))
         return builder.build()
 

@@ -120,10 +120,10 @@ def test_the_same_count_catches_a_biased_engine(tiny: Tiny, monkeypatch: pytest.
     from specinfer.verify.law import most_likely
     from specinfer.verify.target_law import target_law
 
-    def top_k_called_samples(logits: Any, sites: Any, speculator: str, *_: Any) -> None:
-        for row, site in zip(logits, sites, strict=True):
-            law = target_law(row, site.params).dense()
-            for token in most_likely(row, site.width).tolist():
+    def top_k_called_samples(flight: Any, sites: Any, speculator: str, *_: Any) -> None:
+        for row, site in enumerate(sites):
+            law = target_law(flight.row(row), site.params).dense()
+            for token in most_likely(flight.row(row), site.width).tolist():
                 site.builder.add(site.node, token, speculator, DrawRule.IID, law)
 
     monkeypatch.setattr(draft_model, "draw_children", top_k_called_samples)

@@ -76,13 +76,13 @@ def test_a_draw_called_what_it_is_not_fails_where_laws_are_counted(
     # The classic mistake: the draft's most likely tokens, verified as if they had been sampled.
     honest = draft_model.draw_children
 
-    def most_likely_called_samples(logits: Any, sites: Any, speculator: str, *more: Any) -> None:
+    def most_likely_called_samples(flight: Any, sites: Any, speculator: str, *more: Any) -> None:
         if any(site.rule is not DrawRule.WITHOUT_REPLACEMENT for site in sites):
-            honest(logits, sites, speculator, *more)
+            honest(flight, sites, speculator, *more)
             return
-        for row, site in zip(logits, sites, strict=True):
-            law = target_law(row, site.params).dense()
-            for token in most_likely(row, site.width).tolist():
+        for row, site in enumerate(sites):
+            law = target_law(flight.row(row), site.params).dense()
+            for token in most_likely(flight.row(row), site.width).tolist():
                 if law[token] > 0:
                     site.builder.add(site.node, token, speculator, site.rule, law)
 

@@ -17,6 +17,7 @@ from specinfer.runtime.batch import Rows
 from specinfer.runtime.flight import Flight
 from specinfer.speculators import Outcome, TokenTree
 from tests.engines import Tiny, engine_of, write_tiny
+from tests.flights import flight_over
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4], [50, 51, 52, 53], [7, 7, 7]]
 SICK = PROMPTS[2]
@@ -39,7 +40,7 @@ def spoil(llm: LLM, monkeypatch: pytest.MonkeyPatch, spoilt: Spoiler) -> None:
     """Let the target's passes come back as `spoilt` makes them."""
     target = engine_of(llm)._target
     launch = target.launch
-    monkeypatch.setattr(target, "launch", lambda rows: spoilt(rows, launch(rows)))
+    monkeypatch.setattr(target, "launch", lambda rows, **options: spoilt(rows, launch(rows, **options)))
 
 
 def is_sick(part: Rows) -> bool:
@@ -88,7 +89,7 @@ def test_logits_that_are_no_numbers_end_their_own_request(
         wanted = [is_sick(part) for part in rows for _ in part.token_ids[part.logits_from :]]
         logits = torch.stack([torch.from_numpy(flight.row(i).copy()) for i in range(len(wanted))])
         logits[torch.tensor(wanted), 5] = value
-        return Flight(logits, flight.scan)
+        return flight_over(logits, flight.scan)
 
     spoil(llm, monkeypatch, spoilt)
     outputs = llm.generate(PROMPTS, params)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from specinfer.errors import IntegrityError
+from specinfer.errors import LogitsError
 from specinfer.kernels import sampling
 from specinfer.kernels.sampling import NativeScan
 from specinfer.sampling_params import SamplingParams
@@ -72,7 +72,7 @@ def asked(params: Sequence[SamplingParams], seeds: Sequence[int], position: int 
 def oracle(row: Row, params: SamplingParams, seed: int, position: int) -> int:
     try:
         return coupled_choice(target_law(row, params, NUMPY_ROW), seed, position, NUMPY_ROW)
-    except IntegrityError:
+    except LogitsError:
         return NO_TOKEN
 
 

@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from specinfer.errors import ModelFileError, ModelNotFoundError
 from specinfer.kernels.choice import TORCH
 from specinfer.kernels.quantized import NativeProducts
-from specinfer.models.language_model import forward
 from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.weights import estimate_bytes, load_config, load_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from tests.kernels import kernels
+from tests.passes import forward
 from tests.shown import Shown
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from specinfer.runtime.batch import ModelBatch, Rows, build_batch, chain_rows, slots_of
+from specinfer.runtime.batch import ModelBatch, Rows, build_batch, chain_rows, slots_of, step_rows
+from specinfer.sampling_params import SamplingParams
+from specinfer.tree import TreeBuilder
+from specinfer.tree.token_tree import single_node
+from tests.plans import entry, plan
 
 
 def build(*rows: Rows) -> ModelBatch:
@@ -92,3 +96,14 @@ def test_requests_follow_one_another() -> None:
     assert batch.positions_T.tolist() == [0, 1, 1, 2, 2, 6]
     assert batch.logit_rows is not None
     assert batch.logit_rows.tolist() == [2, 3, 4, 5]
+
+
+def test_a_step_knows_whose_logits_are_likely_asked_for() -> None:
+    builder = TreeBuilder(root=3)
+    builder.add(0, 5, "draft", confidence=0.25)
+    scored = entry([1, 2, 3], rows=3, params=SamplingParams(prompt_logprobs=0))
+    prompt = entry([1, 2, 3, 4], rows=2, max_nodes=0, request_id="read")
+    trees = [builder.build(), single_node(3)]
+    step = step_rows(plan(entry([1, 2, 3]), prompt, scored), trees)
+    assert step.wanted == 5
+    assert step.likelihoods(trees) == [1.0, 0.25, 1.0, 1.0, 1.0]

@@ -66,16 +66,16 @@ class Paced:
         return self.now
 
     def over(self, inner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
-        forward = inner.forward
+        launch = inner.launch
 
         def paced(rows: Sequence[Rows]) -> object:
             (part,) = rows
             assert part.logits_from == 0, "a step wants the logits of every node"
             self.passes.append(len(part.token_ids))
             self.now += self._seconds(len(part.token_ids))
-            return forward(rows)
+            return launch(rows)
 
-        monkeypatch.setattr(inner, "forward", paced)
+        monkeypatch.setattr(inner, "launch", paced)
         return inner
 
 

@@ -98,3 +98,18 @@ def test_a_node_is_the_same_in_a_tree_and_in_a_chain(folder: Path, name: str, dt
 def test_what_makes_rows_independent_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa, "PAD", 1)
     assert differing_lengths(runner_of(folder, "torch", torch.float32))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_flight_says_what_a_pass_does_and_keeps_what_layers_were_given(folder: Path, name: str) -> None:
+    runner = runner_of(folder, name, torch.float32)
+    text = [(7 * i) % 64 for i in range(100)]
+    rows = [chain_rows(text, 0, [1], logits=True), Rows(text, 0, [2], logits_from=5)]
+    want = runner.forward(rows)
+    flight = runner.launch(rows, likelihoods=lambda: [i / 96 for i in range(96)], taps=(1, 0))
+    assert [flight.row(i).tolist() for i in range(96)] == want.tolist()
+    for layer in (0, 1):
+        both = flight.hidden(layer)
+        assert both.shape == (200, 384)
+        assert torch.equal(both[:100], both[100:])
+    assert not torch.equal(flight.hidden(0), flight.hidden(1))

@@ -18,6 +18,7 @@ from specinfer.speculate.draws import Site, draw_children
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.distribution import Distribution
+from tests.flights import flight_of
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 
 VOCAB = 96
@@ -109,7 +110,7 @@ def test_a_pruned_row_draws_what_a_row_without_the_other_tokens_draws(
         site = Site(
             builder, 0, 4, params, seed, 3, uniforms.random, rule, add_one_hundredth if processed else None
         )
-        draw_children([row], [site], "draft", pruned)
+        draw_children(flight_of(row[None]), [site], "draft", pruned)
         return builder.build()
 
     for seed in range(20):

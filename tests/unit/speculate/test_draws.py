@@ -13,6 +13,7 @@ from specinfer.tree.distribution import Distribution
 from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.law import most_likely
 from specinfer.verify.target_law import target_law
+from tests.flights import flight_of
 
 LOGITS = np.log(np.array([[0.05, 0.4, 0.3, 0.2, 0.05]], dtype=np.float32))
 
@@ -25,7 +26,7 @@ def draw(
     source = iter(uniforms or [])
     params = SamplingParams(temperature=temperature)
     site = Site(builder, 0, width, params, seed, 17, lambda: next(source), rule)
-    draw_children(LOGITS, [site], "draft")
+    draw_children(flight_of(LOGITS), [site], "draft")
     return builder
 
 

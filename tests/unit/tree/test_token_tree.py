@@ -189,3 +189,21 @@ def test_merging_keeps_how_sure_everybody_was() -> None:
         builder.add(0, 5, name, confidence=confidence)
         trees.append(builder.build())
     assert [(d.node, d.confidence) for d in merge(trees).draws] == [(1, 0.2), (1, 0.7)]
+
+
+def test_a_node_is_as_likely_as_its_path() -> None:
+    builder = TreeBuilder(root=4)
+    first = builder.add(0, 5, "a", confidence=0.2)
+    assert first is not None
+    builder.add(0, 5, "b", confidence=0.5)  # the surest is believed
+    builder.add(first, 6, "a", confidence=0.5)
+    builder.add(0, 7, "a", confidence=0.25)
+    assert builder.build().likelihoods() == [1.0, 0.5, 0.25, 0.25]
+    assert single_node(4).likelihoods() == [1.0]
+
+
+def test_what_a_speculator_saw_stays_with_its_draw() -> None:
+    builder = TreeBuilder(root=4)
+    builder.add(0, 5, "a", evidence=(3.0, 0.5))
+    merged = merge([grown(4, [[9, 5]], "b"), builder.build()])
+    assert [(d.node, d.evidence) for d in merged.draws] == [(1, ()), (2, ()), (3, (3.0, 0.5))]

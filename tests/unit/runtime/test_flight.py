@@ -1,0 +1,156 @@
+"""A pass gives answers; its logits are made in blocks, of which few are held."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer.runtime import flight as flight_module
+from specinfer.runtime.flight import Flight
+from specinfer.sampling_params import SamplingParams
+from specinfer.verify.scan import NO_TOKEN, NUMPY, ask, choice
+
+VOCAB = 300
+ASKS = [
+    ask(SamplingParams(temperature=0), 1, 5),
+    ask(SamplingParams(temperature=0.8), 2, 9),
+    ask(SamplingParams(temperature=1.2, top_p=0.9, top_k=40), 3, 9),
+]
+
+
+class Head:
+    """An output layer that notes how many rows it is given, time after time."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.weight_DV = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(1), dtype=dtype)
+        self.passes: list[int] = []
+
+    def __call__(self, hidden_RD: Tensor) -> Tensor:
+        self.passes.append(len(hidden_RD))
+        return self.rows(hidden_RD)
+
+    def rows(self, hidden_RD: Tensor) -> Tensor:
+        # A row at a time: so its bits do not depend on the block.
+        rows = [hidden_RD[i : i + 1] @ self.weight_DV for i in range(len(hidden_RD))]
+        return torch.cat(rows) if rows else hidden_RD.new_zeros(0, VOCAB)
+
+
+def hidden(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_that_of_the_whole(dtype: torch.dtype) -> None:
+    head, hidden_RD = Head(dtype), hidden(5, dtype)
+    flight = Flight(hidden_RD, head, VOCAB, NUMPY)
+    want = head.rows(hidden_RD).float().tolist()
+    assert [flight.row(i).tolist() for i in range(5)] == want
+    assert flight.row(3).dtype == np.float32
+    for wrong in (5, -1):
+        with pytest.raises(IndexError, match=f"got rows {wrong} .. {wrong} of a pass with logits of 5"):
+            flight.row(wrong)
+    assert head.passes == [5]
+
+
+def test_a_pass_that_wants_no_logits_makes_none() -> None:
+    head = Head()
+    flight = Flight(hidden(0), head, VOCAB, NUMPY)
+    assert (head.passes, flight.held_bytes, flight.vocab) == ([], 0, VOCAB)
+    assert flight.choices([], []) == []
+    with pytest.raises(IndexError):
+        flight.row(0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "likelihoods", "passes"),
+    [
+        (64, lambda: pytest.fail("asked without need"), [64]),
+        (200, None, [200]),  # all will be asked for
+        (200, lambda: [1.0] * 200, [64]),
+    ],
+)
+def test_what_is_made_with_the_pass(
+    rows: int, likelihoods: Callable[[], list[float]] | None, passes: list[int]
+) -> None:
+    head = Head()
+    Flight(hidden(rows), head, VOCAB, NUMPY, likelihoods=likelihoods)
+    assert head.passes == passes
+
+
+def test_the_likeliest_rows_come_first_and_the_others_when_asked_for() -> None:
+    head, hidden_RD = Head(), hidden(200)
+    likely = [float(i % 2) for i in range(200)]  # 100 of them
+    flight = Flight(hidden_RD, head, VOCAB, NUMPY, likelihoods=lambda: likely)
+    want = head.rows(hidden_RD).numpy()
+    for row in range(1, 128, 2):
+        assert flight.row(row).tolist() == want[row].tolist()
+    assert head.passes == [64]
+    assert flight.row(0).tolist() == want[0].tolist()  # and with it the next 63: 129, 131, ..., 0's likes
+    assert flight.row(199).tolist() == want[199].tolist()
+    assert head.passes == [64, 64]
+
+
+def test_answers_are_those_of_the_rows_wherever_they_are() -> None:
+    head, hidden_RD = Head(), hidden(150)
+    want = head.rows(hidden_RD).numpy()
+    rng = np.random.default_rng(0)
+    flight = Flight(hidden_RD, head, VOCAB, NUMPY, likelihoods=lambda: rng.random(150).tolist())
+    for size in (1, 7, 150, 300):
+        rows = rng.integers(0, 150, size).tolist()  # some of them twice
+        asks = [ASKS[i % len(ASKS)] for i in range(size)]
+        as_array = np.array(asks, dtype=flight_module.ASK)
+        assert flight.choices(rows, asks) == [
+            choice(want[r], a, NUMPY) for r, a in zip(rows, as_array, strict=True)
+        ]
+        found = flight.likeliest(rows, 3, [0.5 + r % 3 for r in rows])
+        assert found.ids.tolist() == [NUMPY.most_likely(want[r], 3).tolist() for r in rows]
+        assert found.values.tolist() == [
+            want[r][ids].tolist() for r, ids in zip(rows, found.ids, strict=True)
+        ]
+        masses = [NUMPY.mass(want[r], float(want[r].max()), 0.5 + r % 3) for r in rows]
+        assert found.masses.tolist() == masses
+        assert found.found.tolist() == [3] * size
+
+
+def test_rows_without_numbers_have_no_choice() -> None:
+    rows = torch.tensor([[0.0, float("nan")], [1.0, 2.0], [-torch.inf, -torch.inf]])
+    flight = Flight(rows, lambda h: h, 2, NUMPY)
+    assert flight.choices([0, 1, 2], ASKS[:1] * 3) == [NO_TOKEN, 1, NO_TOKEN]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_thousand_nodes_of_a_large_vocabulary_take_32_mebibytes(dtype: torch.dtype) -> None:
+    vocab = 151_936
+    hidden_RD = torch.zeros(1024, 1, dtype=dtype)
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []  # bytes, whenever a block is made
+    flights: list[Flight] = []
+
+    def head(rows: Tensor) -> Tensor:
+        logits = torch.zeros(len(rows), vocab, dtype=dtype)
+        made.append(weakref.ref(logits))
+        held = flights[0].held_bytes if flights else 0
+        referred = sum(tensor.nbytes for ref in made if (tensor := ref()) is not None)
+        alive.append(max(held + logits.nbytes, referred))  # a view of bfloat16's bits refers to no tensor
+        return logits
+
+    flight = Flight(hidden_RD, head, vocab, NUMPY, likelihoods=lambda: [1.0] * 1024)
+    flights.append(flight)
+    assert len(made) == 1
+    for first in range(0, 1024, 128):  # a walk that asks for everything
+        flight.row(first)
+        flight.choices(list(range(first, first + 128)), ASKS[:1] * 128)
+    assert len(made) >= 1024 * vocab * dtype.itemsize / flight_module.MOST_BYTES
+    assert max(alive) <= flight_module.MOST_BYTES == 32 * 2**20
+
+
+def test_a_layer_without_a_tap_has_no_hidden_states() -> None:
+    flight = Flight(hidden(2), Head(), VOCAB, NUMPY, taps={3: torch.ones(4, 8)})
+    assert flight.hidden(3).shape == (4, 8)
+    with pytest.raises(KeyError):
+        flight.hidden(2)
