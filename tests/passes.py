@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.backend import Attend
-from specinfer.models.language_model import LanguageModel
+from specinfer.models.language_model import LanguageModel, PassContext
 from specinfer.runtime.batch import Rows, build_batch
 from specinfer.runtime.kv_cache import KvCache
 
@@ -24,7 +24,8 @@ def forward(
     logit_rows: Tensor | None = None,
 ) -> Tensor:
     """The logits of `logit_rows` (None: of every row), [R, V], by all of a model."""
-    residual, _ = model.run_layers(model.embed(token_ids_T, positions_T), positions_T, attend)
+    context = PassContext(positions_T, attend)
+    residual, _ = model.run_layers(model.embed(token_ids_T, positions_T), context)
     return model.logits(model.final_norm(residual, logit_rows))
 
 
@@ -32,16 +33,8 @@ class Passes:
     """A model and a cache of so many blocks of 4."""
 
     def __init__(self, model: LanguageModel, num_blocks: int = 10) -> None:
-        config = model.config
         self.model = model
-        self.cache = KvCache(
-            num_layers=config.num_layers,
-            num_slots=num_blocks * BLOCK,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        self.cache = KvCache.of(model.config, num_blocks * BLOCK, model.dtype, model.device)
         self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
 
     @torch.inference_mode()
@@ -54,16 +47,15 @@ class Passes:
         attend = self._attention.bind(batch.paths)
         residual = model.embed(batch.token_ids_T, batch.positions_T)
         if not cuts:
-            residual, tapped = model.run_layers(residual, batch.positions_T, attend, taps=taps)
+            residual, tapped = model.run_layers(residual, PassContext(batch.positions_T, attend, taps))
             return model.final_norm(residual), tapped
         parts: list[Tensor] = []
         ends = [0, *cuts, model.config.num_layers]
         for piece, (first, last) in enumerate(pairwise(ends)):
             behind = last + 1 if piece == len(cuts) else last  # of two pieces, the one it opens has a tap
             here = [tap for tap in taps if first <= tap < behind]
-            residual, tapped = model.run_layers(
-                residual, batch.positions_T, attend, layers=range(first, last), taps=here
-            )
+            context = PassContext(batch.positions_T, attend, here)
+            residual, tapped = model.run_layers(residual, context, range(first, last))
             if tapped is not None:
                 parts.append(tapped)
         return model.final_norm(residual), torch.cat(parts, dim=1) if parts else None

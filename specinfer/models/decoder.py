@@ -14,8 +14,8 @@ from specinfer.attention.backend import Attend, Rotation
 from specinfer.attention.native import NativeAttend
 from specinfer.kernels.layers import LayerParts, NativeLayers
 from specinfer.models.config import Activation, ModelConfig
-from specinfer.models.language_model import Residual, Taps, Weights, layers_to_run
-from specinfer.models.layers import Attention, GatedMLP, RMSNorm
+from specinfer.models.language_model import PassContext, Residual, Taps, Weights, layers_to_run
+from specinfer.models.layers import Attention, GatedMLP, RMSNorm, output_layer
 from specinfer.models.linear import Linear
 from specinfer.models.rope import rope_frequencies, rotation
 
@@ -31,13 +31,7 @@ class Decoder:
         self.kernels = weights.kernels
         # The largest matrices come first: copies of them as they are read are gone before the layers come.
         self._embedding_VD = weights.tensor("model.embed_tokens.weight")
-        # A copy of tied embeddings, laid out as products read them, costs V * D * 2 bytes, and pays: a
-        # product with the plain matrix takes nearly twice as long.
-        self._head = (
-            weights.linear("model.embed_tokens", kept=self._embedding_VD)
-            if config.tie_embeddings
-            else weights.linear("lm_head")
-        )
+        self._head = output_layer(config, weights, "model.embed_tokens", self._embedding_VD)
         # transformers rounds Gemma's scale to the model's dtype; so it was trained, so we do.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         self._final_norm = RMSNorm(
@@ -63,28 +57,23 @@ class Decoder:
         return Residual(self.kernels.ops.embed(token_ids_T, self._embedding_VD, self._embedding_scale))
 
     def run_layers(
-        self,
-        residual: Residual,
-        positions_T: Tensor,
-        attend: Attend,
-        *,
-        layers: range | None = None,
-        taps: Sequence[int] = (),
+        self, residual: Residual, context: PassContext, layers: range | None = None
     ) -> tuple[Residual, Tensor | None]:
         """What these layers make of `residual`, and their tapped inputs; see LanguageModel."""
+        attend, taps = context.attend, context.taps
         chosen = layers_to_run(self.config.num_layers, layers, taps)
-        turns = local_turns = rotation(positions_T, self._frequencies)
+        rope = local_rope = rotation(context.positions_T, self._frequencies)
         if self._local_frequencies is not None:
-            local_turns = rotation(positions_T, self._local_frequencies)
+            local_rope = rotation(context.positions_T, self._local_frequencies)
         if self._at_once is not None and isinstance(attend, NativeAttend) and len(chosen) > 0:
             x_TD, y_TD = residual.x_TD, residual.y_TD
-            y_TD, tapped = self._at_once(x_TD, y_TD, turns, local_turns, attend, chosen, taps)
+            y_TD, tapped = self._at_once(x_TD, y_TD, rope, local_rope, attend, chosen, taps)
             return Residual(x_TD, y_TD), tapped
         seen = Taps(taps, residual.x_TD)
         for i in chosen:
             seen.see(i, residual)
             layer = self._layers[i]
-            y_TD = layer(residual.x_TD, residual.y_TD, local_turns if layer.local else turns, attend)
+            y_TD = layer(residual.x_TD, residual.y_TD, local_rope if layer.local else rope, attend)
             residual = Residual(residual.x_TD, y_TD)
         seen.see(chosen.stop, residual)
         return residual, seen.tapped_TND

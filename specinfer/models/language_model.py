@@ -33,13 +33,17 @@ class Residual:
         return self.x_TD if self.y_TD is None else self.x_TD + self.y_TD
 
 
-class LanguageModel(Protocol):
-    """Rows of tokens in, logits out, in four steps; it knows neither requests nor caches."""
+@dataclass(frozen=True, slots=True)
+class PassContext:
+    """What a pass brings along to all layers, besides what they compute on."""
 
-    @property
-    def config(self) -> ModelConfig:
-        """What the model is."""
-        ...
+    positions_T: Tensor  # int64: where each row's token stands in its text
+    attend: Attend  # writes K and V of every row
+    taps: Sequence[int] = ()  # layers whose inputs somebody wants
+
+
+class Placed(Protocol):
+    """What models and their weights have in common: a dtype, a device, and kernels for both."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,7 +57,16 @@ class LanguageModel(Protocol):
 
     @property
     def kernels(self) -> Kernels:
-        """What computes between its products; whoever runs it brings attention from here."""
+        """What computes between the products; whoever runs a model brings attention from here."""
+        ...
+
+
+class LanguageModel(Placed, Protocol):
+    """Rows of tokens in, logits out, in four steps; it knows neither requests nor caches."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """What the model is."""
         ...
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
@@ -64,20 +77,13 @@ class LanguageModel(Protocol):
         ...
 
     def run_layers(
-        self,
-        residual: Residual,
-        positions_T: Tensor,
-        attend: Attend,
-        *,
-        layers: range | None = None,
-        taps: Sequence[int] = (),
+        self, residual: Residual, context: PassContext, layers: range | None = None
     ) -> tuple[Residual, Tensor | None]:
-        """What these layers (None: all) make of `residual`, and the inputs of those in `taps`, [T, N, D].
+        """What these layers (None: all) make of `residual`, and the inputs of those with a tap, [T, N, D].
 
         Tap i is hidden_states[i] in transformers' counting, before layer i's first norm; behind the last of
-        these layers i is that layer's output. `residual` is used up: its tensors may be written to; `attend`
-        writes K and V of every row. Raises ValueError for layers the model lacks, or taps these layers do not
-        pass.
+        these layers i is that layer's output. `residual` is used up: its tensors may be written to. Raises
+        ValueError for layers the model lacks, or taps these layers do not pass.
         """
         ...
 
@@ -93,23 +99,8 @@ class LanguageModel(Protocol):
         ...
 
 
-class Weights(Protocol):
+class Weights(Placed, Protocol):
     """Where a model under construction gets its tensors from, in its own dtype and on its own device."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of every tensor it gives."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """The device of every tensor it gives."""
-        ...
-
-    @property
-    def kernels(self) -> Kernels:
-        """What the model is to compute with between its products."""
-        ...
 
     def tensor(self, *names: str) -> Tensor:
         """The tensor of that name; several are stacked along the first dimension."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from specinfer.attention.backend import Attend, Heads, Rotation
 from specinfer.kernels.ops import Ops
 from specinfer.models.config import Activation, ModelConfig
+from specinfer.models.language_model import Weights
 from specinfer.models.linear import Linear
 
 
@@ -117,3 +118,12 @@ class Attention:
     def __call__(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         """[T, D] -> [T, D]; `attend` writes this layer's K and V."""
         return self.o(attend(self.heads, self.qkv(x_TD), rotation))
+
+
+def output_layer(config: ModelConfig, weights: Weights, embeddings: str, table_VD: Tensor) -> Linear:
+    """The product that makes logits, of a matrix of its own or of the embeddings, which are `table_VD`.
+
+    A copy of tied embeddings, laid out as products read them, costs V * D * 2 bytes, and pays: a product with
+    the plain matrix takes nearly twice as long.
+    """
+    return weights.linear(embeddings, kept=table_VD) if config.tie_embeddings else weights.linear("lm_head")

@@ -5,15 +5,13 @@ Shapes: T rows of a step, R of them that are chosen, D hidden size, E embedding 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.attention.backend import Attend
 from specinfer.models.config import ModelConfig
-from specinfer.models.language_model import Residual, Taps, Weights, layers_to_run
-from specinfer.models.layers import ACTIVATIONS, Attention, LayerNorm
+from specinfer.models.language_model import PassContext, Residual, Taps, Weights, layers_to_run
+from specinfer.models.layers import ACTIVATIONS, Attention, LayerNorm, output_layer
 from specinfer.models.linear import Linear
 
 # OPT's position table starts two rows in: fairseq kept those for padding.
@@ -29,11 +27,7 @@ class OPTDecoder:
         self.device = weights.device
         self.kernels = weights.kernels
         self._embedding_VE = weights.tensor("model.decoder.embed_tokens.weight")
-        self._head = (
-            weights.linear("model.decoder.embed_tokens", kept=self._embedding_VE)
-            if config.tie_embeddings
-            else weights.linear("lm_head")
-        )
+        self._head = output_layer(config, weights, "model.decoder.embed_tokens", self._embedding_VE)
         self._positions_PD = weights.tensor("model.decoder.embed_positions.weight")
         self._project_in: Linear | None = None
         self._project_out: Linear | None = None
@@ -53,20 +47,14 @@ class OPTDecoder:
         return Residual(x_TD + F.embedding(positions_T + _POSITION_OFFSET, self._positions_PD))
 
     def run_layers(
-        self,
-        residual: Residual,
-        positions_T: Tensor,
-        attend: Attend,
-        *,
-        layers: range | None = None,
-        taps: Sequence[int] = (),
+        self, residual: Residual, context: PassContext, layers: range | None = None
     ) -> tuple[Residual, Tensor | None]:
         """What these layers make of `residual`, and their tapped inputs; see LanguageModel."""
-        chosen = layers_to_run(self.config.num_layers, layers, taps)
-        seen = Taps(taps, residual.x_TD)
+        chosen = layers_to_run(self.config.num_layers, layers, context.taps)
+        seen = Taps(context.taps, residual.x_TD)
         for i in chosen:
             seen.see(i, residual)
-            residual = Residual(self._layers[i](residual.summed(), attend))
+            residual = Residual(self._layers[i](residual.summed(), context.attend))
         seen.see(chosen.stop, residual)
         return residual, seen.tapped_TND
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ensure
+from specinfer.models.config import ModelConfig
 
 
 class KvCache:
@@ -32,6 +33,18 @@ class KvCache:
         self._kv_2LPKH = _zeros(shape, dtype, device)
         self.keys: tuple[Tensor, ...] = tuple(self._kv_2LPKH[0])  # per layer [num_slots, K, H]
         self.values: tuple[Tensor, ...] = tuple(self._kv_2LPKH[1])
+
+    @classmethod
+    def of(cls, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> KvCache:
+        """The cache that such a model needs."""
+        return cls(
+            num_layers=config.num_layers,
+            num_slots=num_slots,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            device=device,
+        )
 
     @staticmethod
     def bytes_per_slot(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

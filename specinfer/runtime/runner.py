@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.models.language_model import LanguageModel
+from specinfer.models.language_model import LanguageModel, PassContext
 from specinfer.runtime.batch import Rows, build_batch, slots_of
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.kv_cache import KvCache
@@ -29,17 +29,9 @@ class ModelRunner:
     """Runs forward passes of one model over the slots of its own KV cache."""
 
     def __init__(self, model: LanguageModel, *, num_blocks: int, block_size: int) -> None:
-        config = model.config
         self.model = model
         self.block_size = block_size
-        self.cache = KvCache(
-            num_layers=config.num_layers,
-            num_slots=num_blocks * block_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        self.cache = KvCache.of(model.config, num_blocks * block_size, model.dtype, model.device)
         self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
 
     @torch.inference_mode()
@@ -77,7 +69,8 @@ class ModelRunner:
         batch = build_batch(rows, block_size=self.block_size, device=model.device)
         attend = self._attention.bind(batch.paths)
         residual = model.embed(batch.token_ids_T, batch.positions_T)
-        residual, tapped_TND = model.run_layers(residual, batch.positions_T, attend, taps=taps)
+        context = PassContext(batch.positions_T, attend, taps)
+        residual, tapped_TND = model.run_layers(residual, context)
         return model.final_norm(residual, batch.logit_rows), tapped_TND
 
     @torch.inference_mode()

@@ -13,7 +13,7 @@ A logit of -inf is a banned token (min_tokens, masks): probability zero.
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,10 +46,11 @@ def target_law(logits: NDArray[np.float32], params: SamplingParams, scan: RowSca
     ids: NDArray[np.int64] | None = None
     if 0 < params.top_k < vocab:
         ids = scan.most_likely(logits, params.top_k)
+    row = _Row(logits, highest, params.temperature, scan)
     if params.top_p < 1:
-        ids = _top_p(logits, ids, highest, params, scan)
+        ids = _top_p(row, ids, params.top_p)
     if params.min_p > 0:
-        ids = _min_p(logits, ids, highest, params, scan)
+        ids = _min_p(row, ids, params.min_p)
     if ids is None:
         return Law(logits, None, top, params.temperature, vocab)
     return _supported(logits, ids, params.temperature)
@@ -64,28 +65,36 @@ def _supported(logits: NDArray[np.float32], ids: NDArray[np.int64], temperature:
     return Law(logits[ids], ids, 0, temperature, logits.shape[0])
 
 
-def _top_p(
-    logits: NDArray[np.float32],
-    ids: NDArray[np.int64] | None,
-    highest: float,
-    params: SamplingParams,
-    scan: RowScan,
-) -> NDArray[np.int64]:
+class _Row(NamedTuple):
+    """What the filters look at."""
+
+    logits: NDArray[np.float32]
+    highest: float
+    temperature: float
+    scan: RowScan
+
+    def weights(self, ids: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+        """Probabilities of these tokens (None: all), up to a factor; the largest is 1."""
+        logits = self.logits if ids is None else self.logits[ids]
+        return np.asarray(np.exp((logits.astype(np.float64) - self.highest) / self.temperature))
+
+
+def _top_p(row: _Row, ids: NDArray[np.int64] | None, top_p: float) -> NDArray[np.int64]:
     if ids is not None:
-        cumulated = np.cumsum(_weights(logits[ids], highest, params))
-        return ids[: _prefix(cumulated, params.top_p * cumulated[-1])]
+        cumulated = np.cumsum(row.weights(ids))
+        return ids[: _prefix(cumulated, top_p * cumulated[-1])]
     # The mass is known up to an error, so a cut is only known when it is the same at both ends of it.
-    wanted = params.top_p * scan.mass(logits, highest, params.temperature)
+    wanted = top_p * row.scan.mass(row.logits, row.highest, row.temperature)
     error = MASS_ERROR
     pool = _FIRST_POOL
     while True:
-        ids = scan.most_likely(logits, pool)
-        cumulated = np.cumsum(_weights(logits[ids], highest, params))
-        if cumulated[-1] >= wanted * (1 + error) or pool >= logits.shape[0]:
+        ids = row.scan.most_likely(row.logits, pool)
+        cumulated = np.cumsum(row.weights(ids))
+        if cumulated[-1] >= wanted * (1 + error) or pool >= row.logits.shape[0]:
             kept = _prefix(cumulated, wanted * (1 - error))
             if kept == _prefix(cumulated, wanted * (1 + error)):
                 return ids[:kept]
-            wanted, error = params.top_p * float(_weights(logits, highest, params).sum()), 0.0
+            wanted, error = top_p * float(row.weights().sum()), 0.0
         else:
             pool *= 8
 
@@ -95,21 +104,10 @@ def _prefix(cumulated: NDArray[np.float64], wanted: float) -> int:
     return int(np.searchsorted(cumulated, wanted, side="left")) + 1
 
 
-def _min_p(
-    logits: NDArray[np.float32],
-    ids: NDArray[np.int64] | None,
-    highest: float,
-    params: SamplingParams,
-    scan: RowScan,
-) -> NDArray[np.int64]:
+def _min_p(row: _Row, ids: NDArray[np.int64] | None, min_p: float) -> NDArray[np.int64]:
     if ids is None:
-        lowest = highest + params.temperature * math.log(params.min_p)
+        lowest = row.highest + row.temperature * math.log(min_p)
         # One float32 step lower, so that the float64 comparison below decides about every id near it.
         bound = np.nextafter(np.float32(max(lowest, _LOWEST)), np.float32(-np.inf))
-        ids = scan.most_likely(logits, int(np.count_nonzero(logits >= bound)))
-    return ids[_weights(logits[ids], highest, params) >= params.min_p]
-
-
-def _weights(logits: NDArray[np.float32], highest: float, params: SamplingParams) -> NDArray[np.float64]:
-    """Probabilities up to a factor, the largest being 1."""
-    return np.asarray(np.exp((logits.astype(np.float64) - highest) / params.temperature))
+        ids = row.scan.most_likely(row.logits, int(np.count_nonzero(row.logits >= bound)))
+    return ids[row.weights(ids) >= min_p]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from specinfer.kernels.library import STAGES
 from specinfer.kernels.ops import TorchOps
 from specinfer.kernels.profile import profiled
 from specinfer.kernels.quantized import TorchProducts
-from specinfer.models.language_model import LanguageModel
+from specinfer.models.language_model import LanguageModel, PassContext, Residual
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
@@ -144,7 +143,12 @@ def test_taps_and_pieces_have_the_bits_of_op_by_op_and_change_no_other(
     for cuts in ([], [1], [layers], range(layers)):
         assert same(tapped(model, cuts), by_op), f"at once, cut at {cuts}"
     before = run(model)
-    monkeypatch.setattr(model, "run_layers", partial(model.run_layers, taps=[0, layers, 1, 1]))
+    run_layers = model.run_layers
+
+    def with_taps(residual: Residual, context: PassContext) -> tuple[Residual, torch.Tensor | None]:
+        return run_layers(residual, replace(context, taps=[0, layers, 1, 1]))
+
+    monkeypatch.setattr(model, "run_layers", with_taps)
     assert same(run(model), before)
 
 
