@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ class Interrupted(NoProgress):
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, but for compiled kernels."""
     own = tmp_path / "cache"
     own.mkdir(mode=0o700)
@@ -43,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     kernels.mkdir(parents=True, exist_ok=True)
     (own / "kernels").symlink_to(kernels)
     monkeypatch.setenv("SPECINFER_CACHE", str(own))
-    yield own
+    return own
 
 
 def test_an_interrupted_start_leaves_nothing_half_done(tmp_path: Path, cache: Path) -> None:
