@@ -118,7 +118,7 @@ class NativeAttend:
         )
 
     def check(self, dtype: torch.dtype, rows: int, heads: Heads, rotation: Rotation | None) -> None:
-        """Raise ValueError where rows, heads or turns are not those of the caches and paths."""
+        """Raise ValueError where rows, heads or rope are not those of the caches and paths."""
         (_, kv_heads, head), cached = self.cache.shape, self.cache.dtype
         if (kv_heads, head, cached, rows) != (heads.num_kv_heads, heads.head_dim, dtype, self.paths.rows):
             raise ValueError(
@@ -133,9 +133,9 @@ class NativeAttend:
                 raise ValueError(
                     f"a head norm's weight must be [{head}] of {dtype}, got {list(weight.shape)}"
                 )
-        for turn in () if rotation is None else (rotation.cos, rotation.sin):
-            if turn.dtype is not torch.float32 or turn.shape != (rows, head // 2) or not turn.is_contiguous():
-                raise ValueError(f"cos and sin must be float32 [{rows}, {head // 2}], got {list(turn.shape)}")
+        for part in () if rotation is None else (rotation.cos, rotation.sin):
+            if part.dtype is not torch.float32 or part.shape != (rows, head // 2) or not part.is_contiguous():
+                raise ValueError(f"cos and sin must be float32 [{rows}, {head // 2}], got {list(part.shape)}")
 
     def __call__(self, heads: Heads, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
         """The attended values, [T, N H]; writes K and V of every row to the layer's cache."""
@@ -143,12 +143,12 @@ class NativeAttend:
         code, rows = check_rows(qkv_TC, width), len(qkv_TC)
         self.check(qkv_TC.dtype, rows, heads, rotation)
         args, paths = ctypes.byref(heads_args(heads)), ctypes.byref(self.paths)
-        turns = (None, None) if rotation is None else (rotation.cos.data_ptr(), rotation.sin.data_ptr())
+        rope = (None, None) if rotation is None else (rotation.cos.data_ptr(), rotation.sin.data_ptr())
         library = self.cache.library
         cache = self.cache.key_addresses[heads.layer], self.cache.value_addresses[heads.layer]
         q_TC = qkv_TC.new_empty(rows, heads.num_heads * heads.head_dim)
         out_TC = torch.empty_like(q_TC)
-        library.rope_and_store(code, args, paths, qkv_TC.data_ptr(), *turns, *cache, q_TC.data_ptr())
+        library.rope_and_store(code, args, paths, qkv_TC.data_ptr(), *rope, *cache, q_TC.data_ptr())
         library.tree_attention(code, args, paths, q_TC.data_ptr(), *cache, out_TC.data_ptr())
         return out_TC
 

@@ -88,9 +88,9 @@ class _Bound:
         qkv = qkv_TC.view(rows, n + 2 * k, -1)
         q_TNH, k_TKH, v_TKH = qkv[:, :n], qkv[:, n : n + k], qkv[:, n + k :]
         keys, values = self._keys[heads.layer], self._values[heads.layer]
-        keys[self._write_slots] = turned(k_TKH, heads.k_norm_H, heads.norm_eps, rotation)
+        keys[self._write_slots] = rotated(k_TKH, heads.k_norm_H, heads.norm_eps, rotation)
         values[self._write_slots] = v_TKH
-        q_TNH = turned(q_TNH, heads.q_norm_H, heads.norm_eps, rotation)
+        q_TNH = rotated(q_TNH, heads.q_norm_H, heads.norm_eps, rotation)
         out_TNH = torch.empty_like(q_TNH)
         masks = self._masks_for(heads.window, qkv_TC.dtype)
         for where, slots, mask in zip(self._rows, self._slots, masks, strict=True):
@@ -105,7 +105,7 @@ class _Bound:
         return self._masks[window]
 
 
-def turned(x_TNH: Tensor, norm_H: Tensor | None, eps: float, rotation: Rotation | None) -> Tensor:
+def rotated(x_TNH: Tensor, norm_H: Tensor | None, eps: float, rotation: Rotation | None) -> Tensor:
     """x / rms(x) * norm where there is a norm, then rotated where there is a rotation.
 
     The pair (a, b) at distance H / 2 becomes (a cos - b sin, b cos + a sin). All in float32, rounded once.

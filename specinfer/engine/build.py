@@ -136,7 +136,7 @@ def build_engine(
         model = runner.model
         rows = min(limits.max_step_tokens, blocks * config.cache.block_size, model.config.max_context)
         kept = f"{quantization}, {logits} logits"
-        return cost_curve(runner, max_rows=rows, kept=kept, progress=progress)
+        return cost_curve(runner, max_rows=rows, variant=kept, progress=progress)
 
     target = runner(models.target)
     drafting = {name: runner(model) for name, model in models.drafts.items()}

@@ -30,7 +30,7 @@ class LayerParts:
     after_mlp_D: Tensor | None
     heads: Heads
     products: tuple[Product, Product, Product, Product]  # qkv, o, gate and up, down
-    local: bool  # turned by the second of two rotations
+    local: bool  # uses the sliding-window layers' RoPE
 
 
 class NativeLayers:
@@ -59,8 +59,8 @@ class NativeLayers:
         self,
         x_TD: Tensor,
         y_TD: Tensor | None,
-        turns: Rotation,
-        local_turns: Rotation,
+        rope: Rotation,
+        local_rope: Rotation,
         attend: NativeAttend,
         layers: range,
         taps: Sequence[int] = (),
@@ -79,8 +79,8 @@ class NativeLayers:
             raise ValueError(
                 f"caches of {len(attend.cache.key_addresses)} layers for a model of {len(self._args)}"
             )
-        attend.check(x_TD.dtype, len(x_TD), self._kept[0].heads, turns)
-        attend.check(x_TD.dtype, len(x_TD), self._kept[0].heads, local_turns)
+        attend.check(x_TD.dtype, len(x_TD), self._kept[0].heads, rope)
+        attend.check(x_TD.dtype, len(x_TD), self._kept[0].heads, local_rope)
         left_TD = torch.empty_like(x_TD)
         stream = StreamArgs(x_TD.data_ptr(), None if y_TD is None else y_TD.data_ptr(), left_TD.data_ptr())
         tapped_TND = x_TD.new_empty(len(x_TD), len(taps), self._size) if taps else None
@@ -95,7 +95,7 @@ class NativeLayers:
             self._gelu,
             self._eps,
             ctypes.byref(attend.paths),
-            _addresses([turns.cos, turns.sin, local_turns.cos, local_turns.sin]),
+            _addresses([rope.cos, rope.sin, local_rope.cos, local_rope.sin]),
             attend.cache.key_addresses,
             attend.cache.value_addresses,
             ctypes.byref(stream),

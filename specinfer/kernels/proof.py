@@ -248,9 +248,9 @@ def _int8_rows(x: Array) -> tuple[Array, Array]:
         pairs = groups.reshape(*groups.shape[:2], 16 // width, 2, width)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         groups = np.stack((first + second, first - second), axis=3).reshape(*groups.shape[:2], 32)
-    turned = groups.reshape(len(x), -1)
-    most = np.abs(turned).max(axis=1, keepdims=True)
-    return np.rint(turned * _inverse(most))[:, : x.shape[1]], most / np.float32(127)
+    rotated = groups.reshape(len(x), -1)
+    most = np.abs(rotated).max(axis=1, keepdims=True)
+    return np.rint(rotated * _inverse(most))[:, : x.shape[1]], most / np.float32(127)
 
 
 def _inverse(most: Array) -> Array:

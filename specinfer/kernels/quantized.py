@@ -1,11 +1,11 @@
 """Products: what the numbers of quantized weights mean, and the PyTorch twins of cpu/.
 
-Activations are quantized as they come, to int8, but for int4 weights on a matrix unit (below). A few of a
+Activations are quantized to int8 on the fly, but for int4 weights on a matrix unit (below). A few of a
 transformer's activations are a hundred times larger than the others, and one scale for a row would leave
 those others two or three bits. So a row is cut into groups of 32. An int4 weight has a scale per group
 anyway, and there the activations have one, too. An int8 weight has one per output channel, so that its
-product is a plain one of integers; there each group is turned by a Hadamard matrix H, of ones and minus ones,
-which shares a large value out among all 32. The weights are turned the other way beforehand:
+product is a plain one of integers; there each group is rotated by a Hadamard matrix H, of ones and minus ones,
+which shares a large value out among all 32. The weights are rotated the other way beforehand:
 x W^T = (x H) (W H / 32)^T.
 
 Products of integers are summed exactly, and a fixed sequence of float operations follows. So the native
@@ -26,7 +26,7 @@ from torch import Tensor
 from specinfer.kernels.library import BLOCK, Library
 from specinfer.kernels.product import NativeProduct, Product, in_huge_pages
 
-GROUP: Final = 32  # inner elements that are turned together, or share a scale; inner sizes are padded to it
+GROUP: Final = 32  # inner elements that are rotated together, or share a scale; inner sizes are padded to it
 LEVELS: Final = 16  # of an int4 weight
 _ROWS: Final = 16  # of a float product
 _EXACT: Final = 1024  # products of two int8 whose sum float32 holds exactly
@@ -34,7 +34,7 @@ _SMALLEST: Final = 1e-30  # below it a scale's inverse would be infinite
 
 
 class Int8Weight(NamedTuple):
-    """A matrix turned by H / 32, as scales * values."""
+    """A matrix rotated by H / 32, as scales * values."""
 
     values: Tensor  # int8 [channels, padded inner], -127 .. 127
     scales: Tensor  # float32 [channels]
@@ -183,10 +183,10 @@ def rotate(groups: Tensor) -> Tensor:
 
 
 def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, inner] turned by H, as int8 values [rows, padded inner] and float32 scales [rows, 1]."""
-    turned = rotate(grouped(x)).flatten(1)
-    most = turned.abs().amax(1, keepdim=True)
-    return (turned * _inverse(most)).round().to(torch.int8), most / 127.0
+    """x [rows, inner] rotated by H, as int8 values [rows, padded inner] and float32 scales [rows, 1]."""
+    rotated = rotate(grouped(x)).flatten(1)
+    most = rotated.abs().amax(1, keepdim=True)
+    return (rotated * _inverse(most)).round().to(torch.int8), most / 127.0
 
 
 def int8_outputs(

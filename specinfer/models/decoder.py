@@ -91,8 +91,8 @@ class Decoder:
 class _Layer:
     """One layer: x += attention(norm(x)), then x += mlp(norm(x)); Gemma 3 also norms what is added.
 
-    A sum is made by the norm behind it, so a layer is given what is still to be added to x, and returns what
-    its MLP leaves to add.
+    Each norm fuses the residual add before it: a layer is given the last block's output, not yet added to x,
+    and returns its MLP's.
     """
 
     __slots__ = (
@@ -138,8 +138,8 @@ class _Layer:
             weights.kernels.ops,
         )
 
-    def __call__(self, x_TD: Tensor, y_TD: Tensor | None, turns: Rotation, attend: Attend) -> Tensor:
-        y_TD = self._attention(self._before_attention(x_TD, y_TD), turns, attend)
+    def __call__(self, x_TD: Tensor, y_TD: Tensor | None, rope: Rotation, attend: Attend) -> Tensor:
+        y_TD = self._attention(self._before_attention(x_TD, y_TD), rope, attend)
         if self._after_attention is not None:
             y_TD = self._after_attention(y_TD)
         y_TD = self._mlp(self._before_mlp(x_TD, y_TD))

@@ -20,13 +20,13 @@ from specinfer.models.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """The residual stream of some rows, x + y: what layers add to.
+    """The residual stream of some rows, x + y.
 
-    A sum is made by the norm that stands behind it, so the last block's output may still wait for that.
+    Each norm fuses the residual add before it, so y, the last block's output, is not yet added.
     """
 
     x_TD: Tensor
-    y_TD: Tensor | None = None  # what the next norm adds; None: nothing
+    y_TD: Tensor | None = None  # the next RMSNorm adds it; None: nothing
 
     def summed(self) -> Tensor:
         """x + y as a layer finds it, [T, D]; not to be written to."""

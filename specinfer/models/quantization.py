@@ -36,10 +36,10 @@ def quantize_int8(parts: Iterable[Tensor]) -> Int8Weight:
     values: list[Tensor] = []
     scales: list[Tensor] = []
     for part in parts:
-        turned = rotate(grouped(part)).flatten(1) / GROUP
-        most = turned.abs().amax(1)
+        rotated = rotate(grouped(part)).flatten(1) / GROUP
+        most = rotated.abs().amax(1)
         scale = (most / 127.0).clamp_(min=_LEAST_SCALE)
-        values.append((turned / scale[:, None]).round_().to(torch.int8))
+        values.append((rotated / scale[:, None]).round_().to(torch.int8))
         scales.append(scale)
     return Int8Weight(torch.cat(values), torch.cat(scales))
 

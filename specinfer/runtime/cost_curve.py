@@ -79,18 +79,18 @@ def cost_curve(
     runner: ModelRunner,
     *,
     max_rows: int,
-    kept: str,
+    variant: str,
     folder: Path | None = None,
     progress: Progress | None = None,
 ) -> CostCurve:
     """The curve of this model on this machine, measured now or before.
 
     Curves are kept in `folder`, by default in the user's cache. `max_rows` is the most rows a pass will have
-    and the cache has room for, `kept` says how weights are kept and how many logits there are. Writes into
+    and the cache has room for, `variant` is part of the key: quantization and head size. Writes into
     the cache's first slots, which nobody may use yet. A folder that cannot be written costs the next start
     its time, no more.
     """
-    key = _key(runner.model, max_rows, kept)
+    key = _key(runner.model, max_rows, variant)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = (folder or cache_dir() / "curves") / f"{digest}.json"
     curve = _read(file, key)
@@ -146,13 +146,13 @@ def _pass_seconds(runner: ModelRunner, rows: int, clock: Callable[[], float]) ->
     return clock() - began
 
 
-def _key(model: LanguageModel, max_rows: int, kept: str) -> dict[str, str]:
+def _key(model: LanguageModel, max_rows: int, variant: str) -> dict[str, str]:
     """Everything a pass's time depends on. The values of the weights are not among it."""
     kernels = model.kernels
     return {
         "model": hashlib.sha256(repr(model.config).encode()).hexdigest(),
         "dtype": str(model.dtype),
-        "kept": kept,
+        "variant": variant,
         "kernels": ", ".join(type(part).__name__ for part in (kernels.ops, kernels.attention)),
         "loose": str(kernels.products.loose),
         "level": "" if kernels.library is None else kernels.library.level.name,

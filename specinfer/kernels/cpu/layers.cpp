@@ -5,7 +5,7 @@
 namespace specinfer {
 
 void run_layers(const Layer* layers, int64_t first, int64_t last, Type type, bool gelu, float eps, const Paths& paths,
-                const Turns turns[2], const void* const* keys, const void* const* values, const Stream& stream,
+                const Rope rope[2], const void* const* keys, const void* const* values, const Stream& stream,
                 const Taps& taps) {
   const Scratch::Mark mark;
   const int64_t rows = paths.rows, size = layers[0].qkv.inner, element = type == Type::kBFloat16 ? 2 : 4;
@@ -53,8 +53,8 @@ void run_layers(const Layer* layers, int64_t first, int64_t last, Type type, boo
     times(layer.qkv, normed, product);
     {
       const Timed timed(Stage::kRope);
-      const Turns& turn = turns[layer.local != 0 ? 1 : 0];
-      rope_and_store(type, layer.heads, paths, product, turn.cos, turn.sin, k, v, queries);
+      const Rope& own = rope[layer.local != 0 ? 1 : 0];
+      rope_and_store(type, layer.heads, paths, product, own.cos, own.sin, k, v, queries);
     }
     {
       const Timed timed(Stage::kAttention);

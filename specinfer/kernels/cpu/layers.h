@@ -15,10 +15,10 @@ struct Layer {
   const void *before_attention, *before_mlp, *after_attention, *after_mlp;
   Heads heads;
   Product qkv, o, gate_up, down;
-  int32_t local;  // turned by the second rotation
+  int32_t local;  // uses the second RoPE, that of sliding-window layers
 };
 
-struct Turns {
+struct Rope {
   const float *cos, *sin;
 };
 
@@ -37,9 +37,10 @@ struct Taps {
   void* out;
 };
 
-// The layers first..last - 1. turns: of the layers, and of local ones; keys, values: caches [P, K, H] of each layer.
+// The layers first..last - 1. rope: of global layers, then of sliding-window ones; keys, values: caches [P, K, H]
+// of each layer.
 void run_layers(const Layer* layers, int64_t first, int64_t last, Type type, bool gelu, float eps, const Paths& paths,
-                const Turns turns[2], const void* const* keys, const void* const* values, const Stream& stream,
+                const Rope rope[2], const void* const* keys, const void* const* values, const Stream& stream,
                 const Taps& taps);
 
 }  // namespace specinfer

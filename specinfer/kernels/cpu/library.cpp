@@ -85,10 +85,10 @@ void specinfer_tree_attention(int32_t type, const Heads* heads, const Paths* pat
 }
 
 void specinfer_layers(const Layer* layers, int64_t first, int64_t last, int32_t type, int32_t gelu, float eps,
-                      const Paths* paths, const Turns* turns, const void* const* keys, const void* const* values,
+                      const Paths* paths, const Rope* rope, const void* const* keys, const void* const* values,
                       const Stream* stream, const Taps* taps) {
   const Claim claim;
-  run_layers(layers, first, last, static_cast<Type>(type), gelu != 0, eps, *paths, turns, keys, values, *stream,
+  run_layers(layers, first, last, static_cast<Type>(type), gelu != 0, eps, *paths, rope, keys, values, *stream,
              *taps);
 }
 

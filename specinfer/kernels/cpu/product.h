@@ -55,7 +55,7 @@ void multiply(const Product& product, const Rows& rows, void* out);
 // ---- for those that implement it ----
 
 constexpr int64_t kBlock = 16;              // output channels side by side
-constexpr int64_t kGroup = 32;              // inner elements that are turned together, or share a scale
+constexpr int64_t kGroup = 32;              // inner elements that are rotated together, or share a scale
 constexpr int64_t kGroupBytes = kBlock * kGroup / 2;  // of int4 levels
 constexpr int64_t kPieceBytes = 1 << 16;    // of weights: worth being shared out
 

@@ -77,23 +77,23 @@ inline Ints store_group(GroupOf32 x, float inverse, int8_t* values) {
   return low + high;
 }
 
-// One scale for the row, and -128 times the sum of its values, which makes up for the weights' offset. `turned`
+// One scale for the row, and -128 times the sum of its values, which makes up for the weights' offset. `rotated`
 // has room for a row.
 template <typename T, typename Place>
-void quantize_int8(const T* x, int64_t n, int64_t groups, int64_t row, const Place& place, float* turned,
+void quantize_int8(const T* x, int64_t n, int64_t groups, int64_t row, const Place& place, float* rotated,
                    float* scales, int32_t* offsets) {
   const auto to = place(row);
   Ints bits = 0;
   for (int64_t g = 0; g < groups; ++g) {
     const GroupOf32 group = rotate(load_group(x + g * kGroup, n - g * kGroup));
     bits = larger(larger(bits, group.low), group.high);
-    store(turned + g * kGroup, group.low);
-    store(turned + g * kGroup + kLanes, group.high);
+    store(rotated + g * kGroup, group.low);
+    store(rotated + g * kGroup + kLanes, group.high);
   }
   const float most = largest(bits), inverse = inverse_of(most);
   Ints total = 0;
   for (int64_t g = 0; g < groups; ++g) {
-    total = total + store_group(load_group(turned + g * kGroup, kGroup), inverse, to.values(g));
+    total = total + store_group(load_group(rotated + g * kGroup, kGroup), inverse, to.values(g));
   }
   scales[row] = most / 127.0f;
   offsets[row] = -128 * sum(total);
@@ -121,11 +121,11 @@ void quantize(const Product& product, const Rows& rows, int64_t groups, const Pl
               int32_t* sums) {
   const auto all = [&](const auto* x) {
     Pool::get().split(rows.count, kPieceBytes / (groups * kGroup) + 1, [&](int64_t first, int64_t last) {
-      const std::unique_ptr<float[]> turned(kind == Kind::kInt8 ? new float[groups * kGroup] : nullptr);
+      const std::unique_ptr<float[]> rotated(kind == Kind::kInt8 ? new float[groups * kGroup] : nullptr);
       for (int64_t r = first; r < last; ++r) {
         const auto* const from = x + r * product.inner;
         if constexpr (kind == Kind::kInt8) {
-          quantize_int8(from, product.inner, groups, r, place, turned.get(), scales, sums);
+          quantize_int8(from, product.inner, groups, r, place, rotated.get(), scales, sums);
         } else {
           quantize_int4(from, product.inner, groups, r, place, scales, sums);
         }

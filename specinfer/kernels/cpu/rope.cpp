@@ -18,7 +18,7 @@ struct Turn {
   float eps;
 };
 
-// to = rotate(from / rms(from) * weight); the pair (i, i + H / 2) is a point that is turned.
+// to = rotate(from / rms(from) * weight); the pair (i, i + H / 2) is a point that is rotated.
 template <typename T>
 void turn_head(const T* from, const T* weight, const Turn& turn, int64_t row, int64_t head, T* to) {
   if (weight == nullptr && turn.cos == nullptr) {

@@ -104,7 +104,7 @@ class Layer:
         heads = qkv.double().view(len(qkv), n + 2 * kv, self.head_dim).clone()
         for t in range(len(qkv)):
             for i in range(n + kv):
-                heads[t, i] = self._turned(heads[t, i], t, i < n, rotation)
+                heads[t, i] = self._rotated(heads[t, i], t, i < n, rotation)
         slots = written(paths)
         k[slots], v[slots] = heads[:, n : n + kv], heads[:, n + kv :]
         out = torch.zeros(len(qkv), n, self.head_dim, dtype=torch.float64)
@@ -119,7 +119,7 @@ class Layer:
                     out[t, i] = weights @ v[keys, i // (n // kv)]
         return out, k, v
 
-    def _turned(self, x: Tensor, row: int, query: bool, rotation: Rotation | None) -> Tensor:
+    def _rotated(self, x: Tensor, row: int, query: bool, rotation: Rotation | None) -> Tensor:
         norm = self.heads.q_norm_H if query else self.heads.k_norm_H
         if norm is not None:
             x = x / (x.square().mean() + 1e-5).sqrt() * norm.double()

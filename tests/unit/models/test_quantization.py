@@ -27,9 +27,9 @@ def int4_values(weight: Int4Weight) -> Tensor:
 def test_int8_is_within_half_a_step_of_the_turned_weights() -> None:
     w = random(20, 100) * torch.logspace(-4, 4, 20)[:, None]
     values, scales = quantize_int8([w])
-    turned = rotate(torch.nn.functional.pad(w, (0, 28)).view(20, 4, GROUP)).flatten(1) / GROUP
+    rotated = rotate(torch.nn.functional.pad(w, (0, 28)).view(20, 4, GROUP)).flatten(1) / GROUP
     assert values.abs().amax(1).tolist() == [127] * 20
-    error = (values * scales[:, None] - turned).abs().amax(1)
+    error = (values * scales[:, None] - rotated).abs().amax(1)
     assert (error <= 0.501 * scales).all()
 
 

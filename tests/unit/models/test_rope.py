@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from specinfer.attention.sdpa import turned
+from specinfer.attention.sdpa import rotated
 from specinfer.models.config import Llama3Scaling, Rope
 from specinfer.models.rope import rope_frequencies, rotation
 
@@ -36,11 +36,11 @@ def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():
 
 
 def test_a_head_is_rotated_by_complex_multiplication():
-    """(a, b) at distance H/2 is the number a + bi, turned by position * frequency."""
+    """(a, b) at distance H/2 is the number a + bi, rotated by position * frequency."""
     frequencies = rope_frequencies(Rope(100.0), 8)
     positions = torch.tensor([0, 3, 250])
     x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))
     want = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(1j * positions[:, None, None] * frequencies)
-    got = turned(x, None, 0.0, rotation(positions, frequencies))
+    got = rotated(x, None, 0.0, rotation(positions, frequencies))
     torch.testing.assert_close(got, torch.cat((want.real, want.imag), -1), atol=1e-4, rtol=0)
     torch.testing.assert_close(got[0], x[0])

@@ -150,11 +150,11 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_curve_is_measured_once_for_a_model_and_a_way_to_run_it(
     tiny: Tiny, slow: list[int], tmp_path: Path
 ) -> None:
-    first = cost_curve(runner(tiny), max_rows=512, kept="bfloat16", folder=tmp_path)
-    assert cost_curve(runner(tiny), max_rows=512, kept="bfloat16", folder=tmp_path) == first
+    first = cost_curve(runner(tiny), max_rows=512, variant="bfloat16", folder=tmp_path)
+    assert cost_curve(runner(tiny), max_rows=512, variant="bfloat16", folder=tmp_path) == first
     assert len(slow) == 1
-    assert cost_curve(runner(tiny), max_rows=512, kept="int8", folder=tmp_path) != first
-    assert cost_curve(runner(tiny), max_rows=64, kept="bfloat16", folder=tmp_path) != first
+    assert cost_curve(runner(tiny), max_rows=512, variant="int8", folder=tmp_path) != first
+    assert cost_curve(runner(tiny), max_rows=64, variant="bfloat16", folder=tmp_path) != first
     assert slow == [512, 512, 64]
     assert len(list(tmp_path.iterdir())) == 3, "nothing but whole curves is left behind"
 
@@ -170,7 +170,7 @@ def test_other_kernels_have_another_curve(tiny: Tiny, slow: list[int], tmp_path:
     ):
         model = copy(tiny.target)
         model.kernels = kernels
-        cost_curve(ModelRunner(model, num_blocks=16, block_size=16), max_rows=64, kept="", folder=tmp_path)
+        cost_curve(ModelRunner(model, num_blocks=16, block_size=16), max_rows=64, variant="", folder=tmp_path)
     assert len(slow) == 4
 
 
@@ -186,12 +186,12 @@ class AnotherOps(TorchOps):
 def test_a_damaged_or_foreign_file_is_measured_anew(
     tiny: Tiny, slow: list[int], tmp_path: Path, damage: Callable[[str], str]
 ) -> None:
-    first = cost_curve(runner(tiny), max_rows=512, kept="", folder=tmp_path)
+    first = cost_curve(runner(tiny), max_rows=512, variant="", folder=tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_text(damage(file.read_text()))
-    second = cost_curve(runner(tiny), max_rows=512, kept="", folder=tmp_path)
+    second = cost_curve(runner(tiny), max_rows=512, variant="", folder=tmp_path)
     assert (len(slow), second != first) == (2, True)
-    assert cost_curve(runner(tiny), max_rows=512, kept="", folder=tmp_path) == second
+    assert cost_curve(runner(tiny), max_rows=512, variant="", folder=tmp_path) == second
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_file(
@@ -199,7 +199,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_file(
 ) -> None:
     taken = tmp_path / "taken"
     taken.write_text("a file, no folder")
-    assert cost_curve(runner(tiny), max_rows=512, kept="", folder=taken).rows == (1, 16)
+    assert cost_curve(runner(tiny), max_rows=512, variant="", folder=taken).rows == (1, 16)
 
 
 def test_what_is_measured_in_a_blink_is_not_kept(
@@ -207,6 +207,6 @@ def test_what_is_measured_in_a_blink_is_not_kept(
 ) -> None:
     # A blink is an hour here, as on a busy machine even a tiny model may take longer than a real one.
     monkeypatch.setattr("specinfer.runtime.cost_curve._WORTH_KEEPING", 3600.0)
-    curve = cost_curve(runner(tiny), max_rows=8, kept="", folder=tmp_path)
+    curve = cost_curve(runner(tiny), max_rows=8, variant="", folder=tmp_path)
     assert (np.diff(curve.seconds(range(1, 9))) >= 0).all()
     assert not list(tmp_path.iterdir())
