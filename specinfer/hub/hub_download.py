@@ -37,16 +37,23 @@ def offline() -> bool:
 
 
 def fetch_file(repository: str, revision: str | None, file: str, progress: Progress) -> Path:
-    """One file of a repository, from the cache or the hub."""
-    from huggingface_hub import try_to_load_from_cache
+    """One file of a repository, from the cache or the hub.
 
+    Without a network a copy in the cache is used.
+    """
     if offline():
-        cached = try_to_load_from_cache(repository, file, revision=revision)
-        if isinstance(cached, str):
-            return Path(cached)
-        raise _not_cached(f"{file} of {repository}")
-    with _hub_errors(repository, revision):
-        files = _list_files(repository, revision)
+        cached = _cached_file(repository, revision, file)
+        if cached is None:
+            raise _not_cached(f"{file} of {repository}")
+        return cached
+    try:
+        with _hub_errors(repository, revision):
+            files = _list_files(repository, revision)
+    except SourceUnavailableError:
+        cached = _cached_file(repository, revision, file)
+        if cached is None:
+            raise
+        return cached
     if file not in files:
         ggufs = [name for name in files if name.endswith(".gguf")]
         raise ModelNotFoundError(
@@ -128,13 +135,9 @@ def _list_files(repository: str, revision: str | None) -> dict[str, int]:
 def _fetch(
     repository: str, revision: str | None, files: dict[str, int], progress: Progress
 ) -> dict[str, Path]:
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import constants
 
-    missing = sum(
-        size
-        for name, size in files.items()
-        if not isinstance(try_to_load_from_cache(repository, name, revision=revision), str)
-    )
+    missing = sum(size for name, size in files.items() if _cached_file(repository, revision, name) is None)
     require_space(Path(constants.HF_HUB_CACHE), missing, repository)
     progress.start(missing, f"downloading {repository}")
     try:
@@ -178,14 +181,19 @@ def _bar_class(progress: Progress) -> type[tqdm]:
     return Bar
 
 
-def _cached_folder(repository: str, revision: str | None) -> Path | None:
+def _cached_file(repository: str, revision: str | None, file: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(repository, "config.json", revision=revision)
-    if not isinstance(config, str):
+    path = try_to_load_from_cache(repository, file, revision=revision)
+    return Path(path) if isinstance(path, str) else None
+
+
+def _cached_folder(repository: str, revision: str | None) -> Path | None:
+    config = _cached_file(repository, revision, "config.json")
+    if config is None:
         return None
-    check_folder(Path(config).parent)
-    return Path(config).parent
+    check_folder(config.parent)
+    return config.parent
 
 
 @contextmanager

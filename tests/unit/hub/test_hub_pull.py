@@ -211,6 +211,16 @@ def test_without_a_network_the_cached_copy_is_used(hub, monkeypatch):
         resolve("org/other")
 
 
+def test_without_a_network_a_cached_file_is_used(hub, tmp_path):
+    data = write_gguf(tmp_path / "m.gguf").read_bytes()
+    hub.repositories["org/ggufs"] = {"a.Q4_0.gguf": data, "b.Q8_0.gguf": data}
+    cached = resolve("org/ggufs:a.Q4_0.gguf")
+    hub.close()
+    assert resolve("org/ggufs:a.Q4_0.gguf") == cached
+    with pytest.raises(DownloadError, match=r"cannot be reached for org/ggufs"):
+        resolve("org/ggufs:b.Q8_0.gguf")
+
+
 def test_offline_uses_the_cache_and_asks_nobody(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(DownloadError, match="HF_HUB_OFFLINE is set"):
