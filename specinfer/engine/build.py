@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,7 @@ from specinfer.hub import ModelFiles, resolve
 from specinfer.kernels.choice import Kernels, choose_kernels, guessing
 from specinfer.kernels.machine import thread_count
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.weights import estimate_bytes, load_config, load_model
+from specinfer.models.weights import OpenModel, estimate_bytes, load_model, open_model
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime import memory
 from specinfer.runtime.cost_curve import CostCurve, cost_curve
@@ -35,6 +35,7 @@ from specinfer.speculate.policy import FixedPolicy, SpeculationPolicy
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.speculate.table import AFTER_DRAFTS, BEFORE_DRAFTS, build_speculators
 from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer.vocabulary import Vocabulary
 from specinfer.verify.pairs import Verifier
 
 _LOG = logging.getLogger(__name__)
@@ -48,6 +49,14 @@ class Models:
     tokenizer: Tokenizer
     drafts: dict[str, LanguageModel]
     draft_vocabulary: DraftVocabulary | None = None  # None: every token
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A model that was found and opened, once, whatever is asked of it afterwards."""
+
+    files: ModelFiles
+    model: OpenModel
 
 
 def load_models(config: EngineConfig, progress: Progress | None = None) -> Models:
@@ -64,37 +73,34 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     kernels, lacking = choose_kernels(config.kernels, device, show)
     dtype = pick_dtype(config.dtype, device, kernels)
     use_threads(config.threads, kernels)
-    target = resolve(config.model, progress=show)
-    drafts = {
-        name: resolve(model, progress=show) for name, model in _draft_names(config.speculation.drafts).items()
-    }
-    tokenizer = Tokenizer.load(target)
-    for files in drafts.values():
-        _check_vocabulary(target, tokenizer, files)
-    kept = draft_vocabulary(
-        config.speculation.draft_vocabulary, tokenizer, load_config(target.path).vocab_size
-    )
+    found = _find((config.model, *config.speculation.drafts), show)
+    target = found[config.model]
+    drafts = {name: found[model] for name, model in _draft_names(config.speculation.drafts).items()}
+    _check_vocabularies(target, drafts.values())
+    tokenizer = Tokenizer.load(target.files)
+    kept = draft_vocabulary(config.speculation.draft_vocabulary, tokenizer, target.model.config.vocab_size)
     logit_ids = None if kept is None else kept.ids.tolist()
     of_target, of_drafts = config.quantization, config.speculation.draft_quantization
     if lacking is not None:
         _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
     elif kernels.library is None and {of_target, of_drafts} != {"none"}:
         _LOG.warning("quantized products run in PyTorch, without native kernels, and slowly")
-    sizes = {target.name: estimate_bytes(target.path, dtype, kernels, of_target)}
+    sizes = {target.files.name: estimate_bytes(target.model, dtype, kernels, of_target)}
     sizes |= {
-        f"{name} {f.name}": estimate_bytes(f.path, dtype, kernels, of_drafts) for name, f in drafts.items()
+        f"{name} {f.files.name}": estimate_bytes(f.model, dtype, kernels, of_drafts)
+        for name, f in drafts.items()
     }
     memory.check_weights_fit(sizes, device)
 
-    def fitting(files: ModelFiles) -> Kernels:
-        return _with_attention(kernels, files, dtype, must=config.kernels == "native")
+    def fitting(found: _Found) -> Kernels:
+        return _with_attention(kernels, found, dtype, must=config.kernels == "native")
 
     models = Models(
         target=_load(target, dtype, device, show, fitting(target), of_target),
         tokenizer=tokenizer,
         drafts={
-            name: _load(files, dtype, device, show, guessing(fitting(files)), of_drafts, logit_ids)
-            for name, files in drafts.items()
+            name: _load(draft, dtype, device, show, guessing(fitting(draft)), of_drafts, logit_ids)
+            for name, draft in drafts.items()
         },
         draft_vocabulary=kept,
     )
@@ -252,15 +258,15 @@ def _check_drafts(speculation: SpeculationConfig) -> None:
             )
 
 
-def _with_attention(kernels: Kernels, files: ModelFiles, dtype: torch.dtype, *, must: bool) -> Kernels:
+def _with_attention(kernels: Kernels, found: _Found, dtype: torch.dtype, *, must: bool) -> Kernels:
     """`kernels`, with PyTorch's attention where the native one cannot serve a model's heads."""
-    heads = load_config(files.path)
+    name, heads = found.files.name, found.model.config
     reason = unsupported(heads.head_dim, heads.num_heads // heads.num_kv_heads, dtype)
     if reason is None or not isinstance(kernels.attention, NativeAttention):
         return kernels
     if must:
-        raise ConfigError(f"kernels is 'native', whose attention cannot run {files.name}: {reason}; use auto")
-    _LOG.warning("native attention is not used for %s, PyTorch runs instead: %s", files.name, reason)
+        raise ConfigError(f"kernels is 'native', whose attention cannot run {name}: {reason}; use auto")
+    _LOG.warning("native attention is not used for %s, PyTorch runs instead: %s", name, reason)
     return replace(kernels, attention=SdpaAttention())
 
 
@@ -271,18 +277,27 @@ def _draft_names(drafts: tuple[str, ...]) -> dict[str, str]:
     return {f"draft{i}": model for i, model in enumerate(drafts, start=1)}
 
 
-def _check_vocabulary(target: ModelFiles, tokenizer: Tokenizer, draft: ModelFiles) -> None:
-    theirs = Tokenizer.load(draft)
-    sizes = load_config(target.path).vocab_size, load_config(draft.path).vocab_size
-    if theirs.fingerprint() != tokenizer.fingerprint() or sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"draft {draft.name} has another vocabulary ({theirs.vocab_size} tokens, logits of {sizes[1]}) "
-            f"than the target {target.name} ({tokenizer.vocab_size}, {sizes[0]}); use one of its family"
-        )
+def _find(names: Iterable[str], progress: Progress) -> dict[str, _Found]:
+    """Every named model by its name: found, and opened once however often it is named."""
+    found = {name: resolve(name, progress=progress) for name in dict.fromkeys(names)}
+    return {name: _Found(files, open_model(files)) for name, files in found.items()}
+
+
+def _check_vocabularies(target: _Found, drafts: Iterable[_Found]) -> None:
+    """Raise ConfigError unless an id stands for the same token in every model."""
+    for draft in drafts:
+        ours, theirs = Vocabulary(target.files), Vocabulary(draft.files)
+        sizes = target.model.config.vocab_size, draft.model.config.vocab_size
+        if sizes[0] != sizes[1] or not ours.same_ids(theirs):
+            raise ConfigError(
+                f"draft {draft.files.name} has another vocabulary "
+                f"({theirs.size} tokens, logits of {sizes[1]}) than the target {target.files.name} "
+                f"({ours.size}, {sizes[0]}); use one of its family"
+            )
 
 
 def _load(
-    files: ModelFiles,
+    found: _Found,
     dtype: torch.dtype,
     device: torch.device,
     show: Progress,
@@ -291,11 +306,11 @@ def _load(
     logit_ids: Sequence[int] | None = None,
 ) -> LanguageModel:
     return load_model(
-        files.path,
+        found.model,
         dtype=dtype,
         device=device,
         progress=show,
-        name=files.name,
+        name=found.files.name,
         logit_ids=logit_ids,
         kernels=kernels,
         quantization=quantization,

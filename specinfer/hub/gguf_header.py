@@ -1,16 +1,19 @@
 """The head of a GGUF file: its metadata and the table of its tensors, without the tensor data.
 
 Written for speed on big vocabularies (a quarter of a million strings in a fraction of a second), which
-is why it does not go through the `gguf` package's reader. Format: the GGUF specification, versions 2, 3.
+is why it does not go through the `gguf` package's reader. Lists of strings are most of a header, and who
+asks for the model's shape needs none of them: they are decoded when they are first read. Format: the GGUF
+specification, versions 2, 3.
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from specinfer.errors import ModelFileError
 from specinfer.progress import format_bytes
@@ -20,6 +23,47 @@ VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _LENGTH = struct.Struct("<Q")
+
+
+class Strings(Sequence[str]):
+    """A list of strings as it lies in a file: decoded when it is first read, compared to its like without."""
+
+    __slots__ = ("_count", "_decoded", "_raw")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, raw: bytes, count: int) -> None:
+        """`raw` holds `count` strings, each behind its length, and nothing else."""
+        self._raw = raw
+        self._count = count
+        self._decoded: list[str] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self._all()[index]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Strings) and self._raw == other._raw:
+            return True
+        return isinstance(other, (Strings, list)) and self._all() == list(other)
+
+    def _all(self) -> list[str]:
+        if self._decoded is None:
+            raw, end, decoded = self._raw, 0, []
+            for _ in range(self._count):
+                start = end + 8
+                end = start + _LENGTH.unpack_from(raw, end)[0]
+                decoded.append(raw[start:end].decode("utf-8", "replace"))
+            self._decoded = decoded
+        return self._decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +82,15 @@ class GgufHeader:
 
     path: Path
     version: int
-    metadata: dict[str, Any]  # numbers, booleans, strings and lists of them
+    metadata: dict[str, Any]  # numbers, booleans, strings, lists of numbers and booleans, Strings
     tensors: tuple[TensorInfo, ...]
     data_offset: int  # bytes from the start of the file to the tensor data
 
 
-def read_header(path: Path, *, vocabulary: bool = True) -> GgufHeader:
+def read_header(path: Path) -> GgufHeader:
     """Read the head of a GGUF file; the tensor data is not touched.
 
-    Without `vocabulary` its metadata lacks lists of strings, whose reading takes most of the time. Raises
-    ModelFileError when the file is not GGUF, of another version, or ends too early.
+    Raises ModelFileError when the file is not GGUF, of another version, or ends too early.
     """
     try:
         size = path.stat().st_size
@@ -57,7 +100,7 @@ def read_header(path: Path, *, vocabulary: bool = True) -> GgufHeader:
             if size < 24:
                 raise ModelFileError(_cut_short(path, size))
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
-                return _parse(path, buffer, vocabulary=vocabulary)
+                return _parse(path, buffer)
     except OSError as error:
         raise ModelFileError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -90,7 +133,7 @@ def _cut_short(path: Path, size: int) -> str:
     return f"{path} is cut short or damaged: its {format_bytes(size)} end inside the header; fetch it again"
 
 
-def _parse(path: Path, buffer: mmap.mmap, *, vocabulary: bool) -> GgufHeader:
+def _parse(path: Path, buffer: mmap.mmap) -> GgufHeader:
     cursor = _Cursor(buffer, 4)
     try:
         version = cursor.scalar("I")
@@ -103,9 +146,7 @@ def _parse(path: Path, buffer: mmap.mmap, *, vocabulary: bool) -> GgufHeader:
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = cursor.string()
-            value = cursor.value(cursor.scalar("I"), string_lists=vocabulary)
-            if value is not None:
-                metadata[key] = value
+            metadata[key] = cursor.value(cursor.scalar("I"))
         tensors = tuple(cursor.tensor() for _ in range(num_tensors))
     except (struct.error, IndexError) as error:
         raise ModelFileError(_cut_short(path, len(buffer))) from error
@@ -137,35 +178,24 @@ class _Cursor:
     def string(self) -> str:
         return self.strings(1)[0]
 
-    def strings(self, count: int) -> list[str]:
-        buffer, position, size = self.buffer, self.position, self.size
-        out = []
-        for _ in range(count):
-            start = position + 8
-            position = start + _LENGTH.unpack_from(buffer, position)[0]
-            if position > size:
-                raise IndexError("past the end")
-            out.append(buffer[start:position].decode("utf-8", "replace"))
-        self.position = position
-        return out
-
-    def skip_strings(self, count: int) -> None:
+    def strings(self, count: int) -> Strings:
         buffer, position, size = self.buffer, self.position, self.size
         for _ in range(count):
             position += 8 + _LENGTH.unpack_from(buffer, position)[0]
             if position > size:
                 raise IndexError("past the end")
+        raw = buffer[self.position : position]
         self.position = position
+        return Strings(raw, count)
 
-    def value(self, kind: int, *, string_lists: bool) -> Any:
-        """The value at this place; None for a list of strings that is not wanted."""
+    def value(self, kind: int) -> Any:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
             return self.scalar(self._code(kind))
         element, count = self.scalar("I"), self.scalar("Q")
         if element == _STRING:
-            return self.strings(count) if string_lists else self.skip_strings(count)
+            return self.strings(count)
         return list(self.scalars(self._code(element), count))
 
     def tensor(self) -> TensorInfo:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from specinfer.errors import DownloadError, ModelError, ModelNotFoundError
 from specinfer.hub.catalogue import CatalogueEntry, HubSource, SourceUnavailableError
-from specinfer.hub.model_files import check_folder
+from specinfer.hub.model_files import weight_files
 from specinfer.hub.verified_file import disk_errors, install_file, require_space
 from specinfer.progress import Progress
 
@@ -192,7 +192,7 @@ def _cached_folder(repository: str, revision: str | None) -> Path | None:
     config = _cached_file(repository, revision, "config.json")
     if config is None:
         return None
-    check_folder(config.parent)
+    weight_files(config.parent)  # all are there, or it says what is not
     return config.parent
 
 

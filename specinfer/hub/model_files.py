@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from specinfer.errors import ModelFileError
-from specinfer.hub.gguf_header import check_complete, read_header
+from specinfer.hub.gguf_header import GgufHeader, check_complete, read_header
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on disk: a folder with config.json and safetensors, or one GGUF file."""
+    """A model on disk: a folder with config.json and safetensors, or one GGUF file, whose head is read."""
 
     name: str  # as the user gave it
     path: Path
-    kind: Literal["folder", "gguf"]
+    weights: tuple[Path, ...]  # the files that hold its tensors
+    header: GgufHeader | None = field(default=None, compare=False, repr=False)  # of a GGUF file
 
 
 def local_model(name: str, path: Path) -> ModelFiles:
@@ -26,8 +28,7 @@ def local_model(name: str, path: Path) -> ModelFiles:
     Raises ModelFileError when the folder lacks a file, or the file is not a whole GGUF.
     """
     if path.is_dir():
-        check_folder(path)
-        return ModelFiles(name, path, "folder")
+        return ModelFiles(name, path, weight_files(path))
     if path.stat().st_size == 0:
         raise ModelFileError(f"{path} is empty; fetch it again")
     with path.open("rb") as file:
@@ -35,12 +36,16 @@ def local_model(name: str, path: Path) -> ModelFiles:
     if start != b"GGUF":
         hint = " (give the folder it lies in)" if path.suffix in (".safetensors", ".json") else ""
         raise ModelFileError(f"{path} is not a GGUF file; allowed: a .gguf file, or a model's folder{hint}")
-    check_complete(read_header(path, vocabulary=False))
-    return ModelFiles(name, path, "gguf")
+    header = read_header(path)
+    check_complete(header)
+    return ModelFiles(name, path, (path,), header)
 
 
-def check_folder(folder: Path) -> None:
-    """Raise ModelFileError unless the folder holds config.json and every safetensors file it needs."""
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a model's folder: those its index names, or else the single one.
+
+    Raises ModelFileError where config.json or one of these files is not there.
+    """
     if not (folder / "config.json").is_file():
         ggufs = sorted(file.name for file in folder.glob("*.gguf"))
         if ggufs:
@@ -51,19 +56,39 @@ def check_folder(folder: Path) -> None:
         raise ModelFileError(
             f"{folder} is not a model: it has no config.json; give a model's folder or a .gguf file"
         )
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelFileError(f"{index} is damaged ({error}); fetch the model again") from error
-        missing = [shard for shard in shards if not (folder / shard).is_file()]
-        if missing:
-            raise ModelFileError(
-                f"{folder} lacks {len(missing)} of {len(shards)} weight files ({missing[0]}, ...); "
-                "fetch the model again"
-            )
-    elif next(folder.glob("*.safetensors"), None) is None:
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.is_file():
+        if single.is_file():
+            return (single,)
+        raise ModelFileError(f"{folder} has neither {single.name} nor {index.name}; {_instead(folder)}")
+    names = _indexed(index)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
         raise ModelFileError(
-            f"{folder} has no *.safetensors; weights are read from safetensors or GGUF: convert the model"
+            f"{folder} lacks {len(missing)} of {len(names)} weight files ({missing[0]}, ...); "
+            "fetch the model again"
         )
+    return tuple(folder / name for name in names)
+
+
+def _instead(folder: Path) -> str:
+    """What to do about a folder whose weights have other names, or are not there."""
+    named = {suffix: sorted(file.name for file in folder.glob(f"*{suffix}")) for suffix in _WEIGHT_SUFFIXES}
+    if named[".safetensors"]:
+        return f"if {named['.safetensors'][0]} is the whole model, call it model.safetensors"
+    others = [name for names in named.values() for name in names]
+    return f"convert {', '.join(others[:8])} to safetensors" if others else "fetch the model again"
+
+
+def _indexed(index: Path) -> list[str]:
+    """The names of the files that an index names, each once."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFileError(
+            f"{index} is damaged ({type(error).__name__}: {error}); fetch the model again"
+        ) from error
+    if not names:
+        raise ModelFileError(f"{index} names no file; fetch the model again")
+    return names

@@ -53,7 +53,7 @@ def resolve(name: str, *, progress: Progress | None = None) -> ModelFiles:
     if name and path.exists():
         return local_model(name, path)
     if name in CATALOGUE:
-        return ModelFiles(name, pull(CATALOGUE[name], cache_dir(), show), "gguf")
+        return local_model(name, pull(CATALOGUE[name], cache_dir(), show))
     if _looks_like_a_path(name):
         raise ModelNotFoundError(f"there is no file or folder {name}; give an existing one, or {_allowed()}")
     hub_name = parse_hub_name(name)

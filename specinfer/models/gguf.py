@@ -17,7 +17,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
-from specinfer.hub.gguf_header import GgufHeader, read_header
+from specinfer.hub.gguf_header import GgufHeader
 from specinfer.models.config import Family, ModelConfig
 
 _PLAIN = {
@@ -26,6 +26,7 @@ _PLAIN = {
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
 _QUANTIZED_NAMES = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS"
+_KINDS = {kind.value: kind for kind in GGMLQuantizationType}
 _QUANTIZED = frozenset(GGMLQuantizationType[name] for name in _QUANTIZED_NAMES.split())
 
 
@@ -45,10 +46,9 @@ class GGUFFile:
     Raises ModelFileError where the file is truncated or damaged, ModelError where it needs the unsupported.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        header = read_header(path, vocabulary=False)
-        self._tensors = _read_table(path, header)
+    def __init__(self, header: GgufHeader) -> None:
+        self.path = header.path
+        self._tensors = _read_table(header)
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self.config = ModelConfig.from_gguf(header.metadata, shapes, self._rope_divisors())
         # Converters of the llama architecture interleave the two halves of each q and k head.
@@ -98,8 +98,9 @@ class GGUFFile:
         return tuple(self._read(tensor, 0, tensor.shape[0]).to(torch.float32).tolist())
 
 
-def _read_table(path: Path, header: GgufHeader) -> dict[str, _Placed]:
+def _read_table(header: GgufHeader) -> dict[str, _Placed]:
     """The tensors by name; every one is known to lie inside the file, or ModelFileError."""
+    path = header.path
     parts = header.metadata.get("split.count", 0)
     if isinstance(parts, int) and parts > 1:
         raise ModelFileError(f"{path} is one of {parts} parts; merge them first (llama-gguf-split --merge)")
@@ -117,8 +118,7 @@ def _read_table(path: Path, header: GgufHeader) -> dict[str, _Placed]:
 
 
 def _kind(path: Path, name: str, number: int) -> GGMLQuantizationType:
-    known = {kind.value: kind for kind in GGMLQuantizationType}
-    kind = known.get(number)
+    kind = _KINDS.get(number)
     if kind is None or (kind not in _PLAIN and kind not in _QUANTIZED):
         raise ModelFileError(
             f"{path}: tensor {name!r} is of type {kind.name if kind else number}; supported: F32 F16 BF16 "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,14 +48,15 @@ class SafetensorsFolder:
     the unsupported.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, weights: Sequence[Path]) -> None:
+        """`weights` are the folder's safetensors files."""
         self.path = path
         generation = path / "generation_config.json"
         self.config = ModelConfig.from_hf(
             _read_json(path / "config.json"), _read_json(generation) if generation.exists() else None
         )
         entries: dict[str, _Entry] = {}
-        for file in _files(path):
+        for file in weights:
             for name, entry in _read_entries(file).items():
                 if name in entries:
                     raise ModelFileError(
@@ -89,36 +90,11 @@ class SafetensorsFolder:
 def _read_json(path: Path) -> Mapping[str, object]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelFileError(
-            f"{path} does not exist; a model folder holds config.json and safetensors files"
-        ) from error
     except ValueError as error:
         raise ModelFileError(f"{path} is not valid JSON ({error}); get it again") from error
     if not isinstance(value, dict):
         raise ModelFileError(f"{path} holds {type(value).__name__}, not a JSON object; get it again")
     return value
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        single = folder / "model.safetensors"
-        if single.exists():
-            return [single]
-        others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
-        raise ModelFileError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json"
-            + (f" (only {', '.join(others)}: convert them to safetensors)" if others else "; get it again")
-        )
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelFileError(f"{index} has no weight_map; get it again")
-    names = sorted({str(name) for name in weight_map.values()})
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ModelFileError(f"{folder} lacks {', '.join(missing)}, which {index.name} names; get them")
-    return [folder / name for name in names]
 
 
 def _read_entries(path: Path) -> dict[str, _Entry]:

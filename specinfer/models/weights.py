@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specinfer.config import Quantization
 from specinfer.errors import ModelFileError, ModelNotFoundError
+from specinfer.hub.model_files import ModelFiles, local_model
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.library import BLOCK
 from specinfer.kernels.quantized import Int4Weight, Int8Weight, int4_bytes, int8_bytes
@@ -47,7 +48,7 @@ _SERIAL = 1 << 14
 _LOG = logging.getLogger(__name__)
 
 
-class ModelFile(Protocol):
+class OpenModel(Protocol):
     """An open model file or folder, with its tensors under the decoder's names."""
 
     path: Path
@@ -63,8 +64,24 @@ class ModelFile(Protocol):
         ...
 
 
+def open_model(files: ModelFiles | Path) -> OpenModel:
+    """A model whose config is read and whose tensors are what the config promises; reads no weights.
+
+    Raises ModelNotFoundError if there is nothing at a path, ModelFileError if a file is damaged, incomplete
+    or of another shape than its config says, ModelError if the model is not supported.
+    """
+    if isinstance(files, Path):
+        if not files.exists():
+            raise ModelNotFoundError(f"{files} does not exist; give a model folder or a .gguf file")
+        files = local_model(str(files), files)
+    header = files.header
+    opened: OpenModel = SafetensorsFolder(files.path, files.weights) if header is None else GGUFFile(header)
+    _check(opened)
+    return opened
+
+
 def load_model(
-    path: Path,
+    model: OpenModel | Path,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -75,56 +92,55 @@ def load_model(
     quantization: Quantization = "none",
     cache: Path | None = None,
 ) -> LanguageModel:
-    """The model in a folder (config.json and safetensors) or a .gguf file, in `dtype` on `device`.
+    """A model, or that in a folder (config.json and safetensors) or a .gguf file, in `dtype` on `device`.
 
     With `logit_ids` its logits are those of these token ids alone, in their order. With `quantization`
     matrices are int8 or int4 (the output layer int8), kept in the folder `cache`, by default of the user's,
     and read from there the next time; activations stay in `dtype`.
-    `progress` sees the bytes of weights arrive, under `name`, by default that of the path. Raises
-    ModelNotFoundError if there is nothing at `path`, ModelFileError if a file is damaged, incomplete or of
-    another shape than its config says (before any weight is read), ModelError if the model is not supported.
+    `progress` sees the bytes of weights arrive, under `name`, by default that of the path. Raises as
+    `open_model`, before any weight is read.
     """
-    file, show = _open(path), progress or NoProgress()
+    file, show = open_model(model) if isinstance(model, Path) else model, progress or NoProgress()
 
-    def model(quantized: _Quantized | None) -> LanguageModel:
+    def load(quantized: _Quantized | None) -> LanguageModel:
         weights = _FileWeights(file, dtype, device, show, logit_ids, kernels, quantized)
         elements = sum(math.prod(shape) for shape in _shapes(file.config).values())
-        show.start(elements * dtype.itemsize, f"loading {name or path.name}")
+        show.start(elements * dtype.itemsize, f"loading {name or file.path.name}")
         try:
             return (OPTDecoder if file.config.family is Family.OPT else Decoder)(file.config, weights)
         finally:
             show.finish()
 
     if quantization == "none":
-        return model(None)
-    kept, made_from = cache_path(path, quantization, cache), identity(path, quantization)
+        return load(None)
+    kept, made_from = cache_path(file.path, quantization, cache), identity(file.path, quantization)
     try:
         if (matrices := KeptMatrices.open(kept, made_from)) is not None:
-            return model(_Quantized(quantization, matrices))
+            return load(_Quantized(quantization, matrices))
     except DamagedCacheError as error:
         _LOG.warning("a kept quantized model is damaged and made anew: %s", error)
     with NewMatrices(kept, made_from) as new:
-        loaded = model(_Quantized(quantization, new))
+        loaded = load(_Quantized(quantization, new))
         new.finish()
     return loaded
 
 
 def load_config(path: Path) -> ModelConfig:
-    """The config of a model folder or .gguf file; raises as `load_model`, and reads no weights."""
-    return _open(path).config
+    """The config of a model folder or .gguf file; raises as `open_model`."""
+    return open_model(path).config
 
 
 def estimate_bytes(
-    path: Path,
+    model: OpenModel | Path,
     dtype: torch.dtype,
     kernels: Kernels = TORCH,
     quantization: Quantization = "none",
 ) -> int:
     """The bytes a model's weights will take in `dtype`, without loading them.
 
-    Counts the second copy of tied embeddings that native or quantized products read. Raises as `load_model`.
+    Counts the second copy of tied embeddings that native or quantized products read. Raises as `open_model`.
     """
-    config = _open(path).config
+    config = (open_model(model) if isinstance(model, Path) else model).config
     output_layer = (config.vocab_size, config.embedding_size)
     if quantization == "none":
         elements = sum(math.prod(shape) for shape in _shapes(config).values())
@@ -146,19 +162,7 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return opt_shapes(config) if config.family is Family.OPT else decoder_shapes(config)
 
 
-def _open(path: Path) -> ModelFile:
-    file: ModelFile
-    if path.is_dir():
-        file = SafetensorsFolder(path)
-    elif path.is_file():
-        file = GGUFFile(path)
-    else:
-        raise ModelNotFoundError(f"{path} does not exist; give a model folder or a .gguf file")
-    _check(file)
-    return file
-
-
-def _check(file: ModelFile) -> None:
+def _check(file: OpenModel) -> None:
     """The file holds what its config promises, in that shape, and nothing else; or ModelFileError."""
     wanted, found = _shapes(file.config), file.shapes
     missing = [name for name in wanted if name not in found]
@@ -208,7 +212,7 @@ class _FileWeights:
 
     def __init__(
         self,
-        file: ModelFile,
+        file: OpenModel,
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress,

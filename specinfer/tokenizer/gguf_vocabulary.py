@@ -19,6 +19,7 @@ from specinfer.errors import ModelFileError
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.tokenizer.library_errors import LibraryErrors
 from specinfer.tokenizer.token_bytes import SPACE_SYMBOL
+from specinfer.tokenizer.vocabulary import first_ids
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 
@@ -105,7 +106,7 @@ def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
     """
     metadata = _Metadata(header)
     kind = metadata.required("model")
-    tokens: list[str] = metadata.required("tokens")
+    tokens = list(metadata.required("tokens"))
     types: list[int] = metadata.get("token_type", [NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise ModelFileError(
@@ -176,10 +177,10 @@ def _byte_level(
         )
     rules = PRE_TOKENIZERS[name]
     merges = [tuple(merge.split(" ")) for merge in metadata.required("merges")]
-    if any(len(merge) != 2 for merge in merges):
+    if not {2}.issuperset(map(len, merges)):
         raise ModelFileError(f"{metadata.header.path}: a merge is not a pair of tokens; damaged file")
     backend = _backend(
-        metadata, {"vocab": _ids(tokens), "merges": merges, "ignore_merges": rules.ignore_merges}
+        metadata, {"vocab": first_ids(tokens), "merges": merges, "ignore_merges": rules.ignore_merges}
     )
     if rules.nfc:
         backend.normalizer = normalizers.NFC()
@@ -207,7 +208,7 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
             for token, kind in zip(tokens, types, strict=True)
         ]
     unknown = metadata.token_id("unknown_token_id", tokens)
-    ids = _ids(tokens)
+    ids = first_ids(tokens)
     backend = _backend(
         metadata,
         {
@@ -234,11 +235,6 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
 def _backend(metadata: _Metadata, bpe: dict[str, Any]) -> tokenizers.Tokenizer:
     with LibraryErrors(metadata.header.path):
         return tokenizers.Tokenizer(models.BPE(**bpe))
-
-
-def _ids(tokens: list[str]) -> dict[str, int]:
-    # Of two tokens with the same string (padding, in some files) the first is the one that is meant.
-    return {token: i for i, token in reversed(list(enumerate(tokens)))}
 
 
 def _merges_by_score(

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from specinfer.errors import ModelFileError, RequestError
-from specinfer.hub.gguf_header import read_header
+from specinfer.hub.gguf_header import GgufHeader, read_header
 from specinfer.hub.model_files import ModelFiles
 from specinfer.tokenizer.chat_template import ChatTemplate
-from specinfer.tokenizer.library_errors import LibraryErrors
-from specinfer.tokenizer.token_bytes import SPACE_SYMBOL, TokenBytes
+from specinfer.tokenizer.token_bytes import TokenBytes
+from specinfer.tokenizer.vocabulary import read_backend, tokenizer_file
 
-_PADDING_TOKEN = re.compile(r"\[PAD(\d+)\]")  # how GGUF converters name the rows beyond the vocabulary
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -53,7 +49,10 @@ class Tokenizer:
         Raises ModelFileError when there is none, or it is of a kind that cannot be read.
         """
         path = files.path if isinstance(files, ModelFiles) else Path(files)
-        return cls._from_folder(path) if path.is_dir() else cls._from_gguf(path)
+        if path.is_dir():
+            return cls._from_folder(path)
+        header = files.header if isinstance(files, ModelFiles) else None
+        return cls._from_gguf(header or read_header(path))
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """The token ids of a text, with the model's begin-of-text token where it wants one.
@@ -114,30 +113,11 @@ class Tokenizer:
         """Whether the token is one that `decode` leaves out."""
         return token_id in self.token_bytes.special_ids
 
-    def fingerprint(self) -> str:
-        """A hash of what every id stands for; equal for models whose ids can be exchanged.
-
-        Padding rows do not count, so the same vocabulary from a folder and from a GGUF file agrees.
-        """
-        return self._fingerprint
-
-    @cached_property
-    def _fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for token_id in range(self.vocab_size):
-            token = self._backend.id_to_token(token_id)
-            if token is None:
-                continue
-            padding = _PADDING_TOKEN.fullmatch(token)
-            if padding is None or int(padding[1]) != token_id:
-                digest.update(f"{token_id} {token.replace(SPACE_SYMBOL, ' ')}\0".encode())
-        return digest.hexdigest()
-
     @classmethod
-    def _from_gguf(cls, path: Path) -> Tokenizer:
+    def _from_gguf(cls, header: GgufHeader) -> Tokenizer:
         from specinfer.tokenizer.gguf_vocabulary import read_vocabulary
 
-        vocabulary = read_vocabulary(read_header(path))
+        vocabulary = read_vocabulary(header)
         return cls(
             vocabulary.backend,
             eos_token_ids=vocabulary.eos_token_ids,
@@ -148,16 +128,7 @@ class Tokenizer:
 
     @classmethod
     def _from_folder(cls, folder: Path) -> Tokenizer:
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            if (folder / "tokenizer.model").is_file():
-                raise ModelFileError(
-                    f"{folder} has only a SentencePiece tokenizer.model; make a tokenizer.json with "
-                    "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-                )
-            raise ModelFileError(f"{folder} has no tokenizer.json; copy the one of the model there")
-        with LibraryErrors(file):
-            backend = tokenizers.Tokenizer.from_file(str(file))
+        backend = read_backend(tokenizer_file(folder))
         config = _read_json(folder / "tokenizer_config.json")
         special_map = _read_json(folder / "special_tokens_map.json")
         special_tokens = {}

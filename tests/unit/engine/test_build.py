@@ -13,11 +13,14 @@ from specinfer.attention.sdpa import SdpaAttention
 from specinfer.config import EngineConfig
 from specinfer.engine.build import Models, build_engine, load_models
 from specinfer.errors import ConfigError
+from specinfer.hub import gguf_header
 from specinfer.runtime import memory
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.runner import ModelRunner
+from specinfer.tokenizer import gguf_vocabulary
 from tests.engines import ENGINE
 from tests.kernels import kernels
+from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import write_pair, write_tiny_llama
 
 
@@ -101,6 +104,48 @@ def test_a_model_that_drafts_for_itself_needs_its_memory_twice(
     load_models(config(folder / "target", drafts=(target,) * 2))
     assert [len(sizes) for sizes in checked] == [2, 3]
     assert len({size for sizes in checked for size in sizes.values()}) == 1
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The files whose heads were parsed, and those whose tokenizers were built."""
+    done: dict[str, list[str]] = {"parsed": [], "built": []}
+    parse, build = gguf_header._parse, gguf_vocabulary.read_vocabulary
+
+    def parsing(path: Path, *rest: Any) -> gguf_header.GgufHeader:
+        done["parsed"].append(path.name)
+        return parse(path, *rest)
+
+    def building(header: gguf_header.GgufHeader) -> gguf_vocabulary.GgufVocabulary:
+        done["built"].append(header.path.name)
+        return build(header)
+
+    monkeypatch.setattr(gguf_header, "_parse", parsing)
+    monkeypatch.setattr(gguf_vocabulary, "read_vocabulary", building)
+    return done
+
+
+def test_a_gguf_file_is_parsed_once_and_a_draft_gets_no_tokenizer(
+    tmp_path: Path, counted: dict[str, list[str]]
+) -> None:
+    target, first, second = (
+        write_tiny_gguf(tmp_path / f"{name}.gguf", seed=seed)
+        for seed, name in enumerate(("target", "first", "second"))
+    )
+    models = load_models(config(target, drafts=(str(first), str(second), str(first))))
+    assert sorted(counted["parsed"]) == ["first.gguf", "second.gguf", "target.gguf"]
+    assert counted["built"] == ["target.gguf"]
+    assert list(models.drafts) == ["draft1", "draft2", "draft3"]
+
+
+def test_a_draft_of_another_vocabulary_is_refused_before_any_tokenizer_is_built(
+    tmp_path: Path, counted: dict[str, list[str]]
+) -> None:
+    target = write_tiny_gguf(tmp_path / "target.gguf")
+    other = write_tiny_gguf(tmp_path / "other.gguf", last_token="<end>")
+    with pytest.raises(ConfigError, match=r"other\.gguf has another vocabulary \(97 tokens, logits of 97\)"):
+        load_models(config(target, drafts=(str(other),)))
+    assert counted["built"] == []
 
 
 def curves_asked_for(

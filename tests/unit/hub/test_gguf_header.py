@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from specinfer.errors import ModelFileError
-from specinfer.hub.gguf_header import check_complete, read_header
+from specinfer.hub.gguf_header import Strings, check_complete, read_header
 
 
 def write_gguf(path):
@@ -37,12 +37,23 @@ def test_metadata_and_tensor_table_are_read(tmp_path):
     check_complete(header)
 
 
-def test_without_its_vocabulary_all_else_is_the_same(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf")
-    whole, rest = read_header(path), read_header(path, vocabulary=False)
-    assert "tokenizer.ggml.tokens" not in rest.metadata
-    assert rest.metadata == {k: v for k, v in whole.metadata.items() if k != "tokenizer.ggml.tokens"}
-    assert (rest.tensors, rest.data_offset) == (whole.tensors, whole.data_offset)
+def strings(*encoded):
+    return Strings(b"".join(len(each).to_bytes(8, "little") + each for each in encoded), len(encoded))
+
+
+def test_strings_are_decoded_when_they_are_read_and_compared_without(monkeypatch):
+    decoded = []
+    read = Strings._all
+    monkeypatch.setattr(Strings, "_all", lambda self: decoded.append(self) or read(self))
+    one, same, other = strings(b"a", b"\xc3\xa9"), strings(b"a", b"\xc3\xa9"), strings(b"a\xc3", b"\xa9")
+    assert one == same
+    assert len(one) == 2
+    assert decoded == []
+    assert one != other
+    assert (list(one), one[1], one[:1]) == (["a", "\u00e9"], "\u00e9", ["a"])
+    assert one == ["a", "\u00e9"]
+    assert one != ["a"]
+    assert strings(b"\xff") == strings(b"\xfe"), "bytes that are no text read alike"
 
 
 def test_a_file_without_its_last_byte_is_refused(tmp_path):
@@ -55,8 +66,7 @@ def test_a_file_without_its_last_byte_is_refused(tmp_path):
         check_complete(read_header(path))
 
 
-@pytest.mark.parametrize("vocabulary", [True, False])
-def test_a_header_cut_anywhere_is_refused_in_one_line(tmp_path, vocabulary):
+def test_a_header_cut_anywhere_is_refused_in_one_line(tmp_path):
     whole = write_gguf(tmp_path / "m.gguf")
     header_bytes = whole.read_bytes()[: read_header(whole).data_offset]
     cut = tmp_path / "cut.gguf"
@@ -64,7 +74,7 @@ def test_a_header_cut_anywhere_is_refused_in_one_line(tmp_path, vocabulary):
     for length in range(4, len(table_end) - 8):
         cut.write_bytes(header_bytes[:length])
         with pytest.raises(ModelFileError, match="cut short") as caught:
-            read_header(cut, vocabulary=vocabulary)
+            read_header(cut)
         assert "\n" not in str(caught.value)
 
 

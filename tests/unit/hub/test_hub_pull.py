@@ -130,7 +130,7 @@ def hub(tmp_path, monkeypatch):
 def test_a_repository_becomes_a_folder_with_what_a_model_needs(hub):
     progress = Recorder()
     files = resolve("org/model", progress=progress)
-    assert (files.name, files.kind) == ("org/model", "folder")
+    assert (files.name, [file.name for file in files.weights]) == ("org/model", ["model.safetensors"])
     assert sorted(p.name for p in files.path.iterdir()) == [
         "config.json",
         "model.safetensors",
@@ -177,7 +177,7 @@ def test_one_gguf_file_of_a_repository(hub, tmp_path):
     data = write_gguf(tmp_path / "m.gguf").read_bytes()
     hub.repositories["org/ggufs"] = {"a.Q4_0.gguf": data, "b.Q8_0.gguf": b"GGUF"}
     files = resolve("org/ggufs:a.Q4_0.gguf")
-    assert files.kind == "gguf"
+    assert files.header is not None
     assert files.path.read_bytes() == data
     assert hub.served == ["a.Q4_0.gguf"]
     with pytest.raises(ModelError, match=r"choose one: org/ggufs:a\.Q4_0\.gguf, org/ggufs:b\.Q8_0\.gguf"):

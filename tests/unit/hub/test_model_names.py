@@ -21,12 +21,15 @@ def make_folder(path, *, shards=()):
 def test_a_folder_with_config_and_safetensors_is_a_model(tmp_path):
     folder = make_folder(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(b"x")
-    assert resolve(str(folder)) == ModelFiles(str(folder), folder, "folder")
+    assert resolve(str(folder)) == ModelFiles(str(folder), folder, (folder / "model.safetensors",))
 
 
 def test_a_gguf_file_is_a_model(tmp_path):
     file = write_gguf(tmp_path / "m.gguf")
-    assert resolve(str(file)) == ModelFiles(str(file), file, "gguf")
+    found = resolve(str(file))
+    assert found == ModelFiles(str(file), file, (file,))
+    assert found.header is not None
+    assert found.header.tensors
 
 
 def test_what_a_folder_lacks_is_named(tmp_path):
@@ -36,8 +39,15 @@ def test_what_a_folder_lacks_is_named(tmp_path):
     (tmp_path / "empty" / "a.gguf").touch()
     with pytest.raises(ModelFileError, match=r"empty/a\.gguf"):
         resolve(str(tmp_path / "empty"))
-    with pytest.raises(ModelFileError, match=r"no \*\.safetensors"):
-        resolve(str(make_folder(tmp_path / "weightless")))
+    weightless = make_folder(tmp_path / "weightless")
+    for name, message in (
+        ("config.json", r"neither model\.safetensors nor model\.safetensors\.index\.json; fetch the model"),
+        ("pytorch_model.bin", r"convert pytorch_model\.bin to safetensors"),
+        ("other.safetensors", r"if other\.safetensors is the whole model, call it model\.safetensors"),
+    ):
+        (weightless / name).touch()
+        with pytest.raises(ModelFileError, match=message):
+            resolve(str(weightless))
     sharded = make_folder(tmp_path / "sharded", shards=["1.safetensors", "2.safetensors"])
     (sharded / "1.safetensors").touch()
     with pytest.raises(ModelFileError, match=r"lacks 1 of 2 weight files \(2\.safetensors"):

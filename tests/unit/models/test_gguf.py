@@ -10,6 +10,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 
 from specinfer.errors import ModelError, ModelFileError
+from specinfer.hub.gguf_header import read_header
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.weights import estimate_bytes, load_model
 
@@ -74,7 +75,7 @@ def write(path, kind=Kind.F32, *, arch="llama", leave_out=(), **extra):
 @pytest.mark.parametrize("kind", [Kind[name] for name in ALL_KINDS], ids=ALL_KINDS)
 def test_every_kind_is_read_as_gguf_dequantizes_it(kind, tmp_path):
     written = write(tmp_path / "m.gguf", kind)
-    file = GGUFFile(tmp_path / "m.gguf")
+    file = GGUFFile(read_header(tmp_path / "m.gguf"))
     want = torch.from_numpy(gguf.quants.dequantize(written["blk.0.ffn_down.weight"], kind))
     name = "model.layers.0.mlp.down_proj.weight"
     assert want.isfinite().all()
@@ -85,7 +86,7 @@ def test_every_kind_is_read_as_gguf_dequantizes_it(kind, tmp_path):
 
 def test_interleaved_heads_are_put_in_order_in_any_range_of_rows(tmp_path):
     written = write(tmp_path / "m.gguf", Kind.Q8_0)
-    file = GGUFFile(tmp_path / "m.gguf")
+    file = GGUFFile(read_header(tmp_path / "m.gguf"))
     raw = gguf.quants.dequantize(written["blk.0.attn_k.weight"], Kind.Q8_0)
     name = "model.layers.0.self_attn.k_proj.weight"
     whole = file.read_rows(name, 0, HIDDEN // 2).numpy()
@@ -98,7 +99,9 @@ def test_interleaved_heads_are_put_in_order_in_any_range_of_rows(tmp_path):
 
 def test_other_architectures_keep_their_rows(tmp_path):
     written = write(tmp_path / "m.gguf", Kind.Q8_0, arch="qwen2")
-    rows = GGUFFile(tmp_path / "m.gguf").read_rows("model.layers.0.self_attn.q_proj.weight", 0, 9)
+    rows = GGUFFile(read_header(tmp_path / "m.gguf")).read_rows(
+        "model.layers.0.self_attn.q_proj.weight", 0, 9
+    )
     raw = gguf.quants.dequantize(written["blk.0.attn_q.weight"], Kind.Q8_0)
     assert np.array_equal(rows.numpy(), raw[:9])
 

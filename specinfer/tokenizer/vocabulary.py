@@ -1,0 +1,105 @@
+"""Vocabulary: the token behind every id, enough to know whether the ids of two models can be exchanged.
+
+A draft needs nothing else of its tokenizer, and what encodes takes a second to build. Two models of one
+family mostly hold the same bytes here, and then not even the tokens are looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+
+from specinfer.errors import ModelFileError
+from specinfer.hub.gguf_header import GgufHeader
+from specinfer.hub.model_files import ModelFiles
+from specinfer.tokenizer.library_errors import LibraryErrors
+from specinfer.tokenizer.token_bytes import SPACE_SYMBOL
+
+_PADDING_TOKEN = re.compile(r"\[PAD(\d+)\]")  # how GGUF converters name the rows beyond the vocabulary
+
+
+class Vocabulary:
+    """What the ids of a model on disk stand for.
+
+    Raises ModelFileError where the model has no tokenizer, or one that cannot be read.
+    """
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._source: Sequence[str] | Path  # a GGUF file's tokens, or a tokenizer.json
+        header = files.header
+        self._source = tokenizer_file(files.path) if header is None else gguf_tokens(header)
+
+    @property
+    def size(self) -> int:
+        """How many ids stand for a token, padding included."""
+        return len(self._tokens)
+
+    def same_ids(self, other: Vocabulary) -> bool:
+        """Whether every id stands for the same token in both.
+
+        Padding does not count, so the same vocabulary from a folder and from a GGUF file agrees.
+        """
+        one, two = self._source, other._source
+        if isinstance(one, Path) and isinstance(two, Path):
+            alike = one.read_bytes() == two.read_bytes()
+        else:
+            alike = one == two
+        return alike or self._meanings == other._meanings
+
+    @cached_property
+    def _tokens(self) -> dict[int, str]:
+        if not isinstance(self._source, Path):
+            return {i: token for token, i in first_ids(self._source).items()}
+        backend = read_backend(self._source)
+        ids = backend.get_vocab(with_added_tokens=True).values()
+        return {i: token for i in ids if (token := backend.id_to_token(i)) is not None}
+
+    @cached_property
+    def _meanings(self) -> dict[int, str]:
+        return {
+            i: token.replace(SPACE_SYMBOL, " ") for i, token in self._tokens.items() if not _pads(i, token)
+        }
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """The tokenizer.json of a model's folder; raises ModelFileError where there is none."""
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        return file
+    if (folder / "tokenizer.model").is_file():
+        raise ModelFileError(
+            f"{folder} has only a SentencePiece tokenizer.model; make a tokenizer.json with "
+            "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
+    raise ModelFileError(f"{folder} has no tokenizer.json; copy the one of the model there")
+
+
+def read_backend(file: Path) -> tokenizers.Tokenizer:
+    """The library's tokenizer of a tokenizer.json; raises ModelFileError where it is damaged."""
+    with LibraryErrors(file):
+        return tokenizers.Tokenizer.from_file(str(file))
+
+
+def gguf_tokens(header: GgufHeader) -> Sequence[str]:
+    """The tokens of a GGUF file by id; raises ModelFileError where it has none."""
+    tokens: Sequence[str] | None = header.metadata.get("tokenizer.ggml.tokens")
+    if tokens is None:
+        raise ModelFileError(
+            f"{header.path} has no tokenizer.ggml.tokens; it holds no complete tokenizer: "
+            "use a GGUF file made with its vocabulary"
+        )
+    return tokens
+
+
+def first_ids(tokens: Sequence[str]) -> dict[str, int]:
+    """Token -> id: of two tokens with the same string (padding, in some files) the first is meant."""
+    return {token: i for i, token in reversed(list(enumerate(tokens)))}
+
+
+def _pads(token_id: int, token: str) -> bool:
+    padding = _PADDING_TOKEN.fullmatch(token)
+    return padding is not None and int(padding[1]) == token_id

@@ -1,0 +1,88 @@
+"""Whether the ids of two models can be exchanged, whatever they are kept in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specinfer.errors import ModelFileError
+from specinfer.hub import ModelFiles
+from specinfer.hub.gguf_header import GgufHeader
+from specinfer.tokenizer import vocabulary
+from specinfer.tokenizer.vocabulary import Vocabulary
+
+from .made_up import byte_level_header, header, write_folder
+from .test_gguf_vocabulary import load
+
+
+def of_header(made_up: GgufHeader) -> Vocabulary:
+    return Vocabulary(ModelFiles("m", made_up.path, (), made_up))
+
+
+def of_folder(folder: Path) -> Vocabulary:
+    return Vocabulary(ModelFiles("m", folder, ()))
+
+
+TOKENS = byte_level_header().metadata["tokenizer.ggml.tokens"]
+PAD = len(TOKENS) - 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "same"),
+    [
+        (TOKENS, True),
+        (TOKENS[:PAD], True),  # without its padding
+        ([*TOKENS[:PAD], f"[PAD{PAD + 1}]"], False),  # a token that only looks like padding
+        ([TOKENS[1], TOKENS[0], *TOKENS[2:]], False),
+        ([*TOKENS, "more"], False),
+        (TOKENS[: PAD - 1], False),
+        ([*TOKENS, TOKENS[5]], True),  # the second of two equal tokens means nothing
+        ([token.replace("<tool>", "\u2581<tool>") for token in TOKENS], False),
+    ],
+)
+def test_what_counts_is_the_token_behind_every_id(tokens: list[str], same: bool) -> None:
+    one, other = of_header(byte_level_header()), of_header(byte_level_header(tokens=tokens))
+    assert one.same_ids(other) is same
+    assert other.same_ids(one) is same
+
+
+def test_a_space_may_be_spelled_either_way() -> None:
+    one, other = (of_header(header(tokens=["a", spelled])) for spelled in (" b", "\u2581b"))
+    assert one.same_ids(other)
+
+
+def test_a_folder_and_a_gguf_file_of_the_same_vocabulary_agree(tmp_path: Path) -> None:
+    made_up = byte_level_header(words=["hello"])
+    backend = load(made_up)._backend
+    folder = of_folder(write_folder(tmp_path, backend=backend))
+    assert folder.size == of_header(made_up).size == backend.get_vocab_size(with_added_tokens=True)
+    assert folder.same_ids(of_header(made_up))
+    assert of_header(made_up).same_ids(folder)
+    assert not folder.same_ids(of_header(byte_level_header(words=["hallo"])))
+
+
+def test_equal_files_are_known_without_building_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name for name in ("one", "two", "other")]
+    for folder in folders:
+        folder.mkdir()
+        write_folder(folder)
+    text = (folders[2] / "tokenizer.json").read_text()
+    (folders[2] / "tokenizer.json").write_text(text.replace('"</s>"', '"<e>"'))
+    built: list[Path] = []
+    read = vocabulary.read_backend
+    monkeypatch.setattr(vocabulary, "read_backend", lambda file: built.append(file) or read(file))
+    one, two, other = map(of_folder, folders)
+    assert one.same_ids(two)
+    assert built == []
+    assert not one.same_ids(other)
+    assert built == [folder / "tokenizer.json" for folder in (folders[0], folders[2])]
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"no tokenizer\.ggml\.tokens; .* made with its vocabulary"):
+        of_header(header())
+    with pytest.raises(ModelFileError, match=r"no tokenizer\.json; copy the one of the model there"):
+        of_folder(tmp_path)
