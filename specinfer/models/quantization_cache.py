@@ -1,6 +1,7 @@
-"""Quantized matrices on disk, so that a model is quantized once.
+"""Quantized matrices on disk, so that a model is quantized once; its embeddings beside them.
 
-One safetensors file per model and quantization. It is written while the model is quantized, matrix by matrix
+One safetensors file per model, quantization and dtype of the embeddings. (To dequantize and cast those of a
+large vocabulary would take half of every start.) It is written while the model is quantized, matrix by matrix
 behind room for its header, and gets its name when whole. What it was made from stands in the header, and a
 checksum of every tensor: a file of another model, version or length is not opened, and a damaged tensor is
 found when it is read. Either way the file is made anew. Not being able to write one costs the next start
@@ -21,7 +22,7 @@ from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Protocol, Self, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,14 +30,27 @@ from torch import Tensor
 from specinfer.hub.resolution import cache_dir
 from specinfer.kernels.quantized import Int4Weight, Int8Weight
 
-_VERSION: Final = 1  # of what the numbers mean and how they lie; a file of another is made anew
+_VERSION: Final = 2  # of what the numbers mean and how they lie; a file of another is made anew
 _DAY: Final = 86400.0  # seconds
 _HEADER: Final = 1 << 20  # bytes before the first tensor; 80 layers need a tenth of that
-_DTYPES: Final = {"U8": torch.uint8, "I8": torch.int8, "F16": torch.float16, "F32": torch.float32}
+_DTYPES: Final = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
 _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 _LOG = logging.getLogger(__name__)
 
-Weight = TypeVar("Weight", Int8Weight, Int4Weight)
+
+class FloatTable(NamedTuple):
+    """A matrix whose rows are looked up, in the dtype of the activations."""
+
+    rows: Tensor
+
+
+Weight = TypeVar("Weight", Int8Weight, Int4Weight, FloatTable)
 
 
 class DamagedCacheError(Exception):
@@ -51,19 +65,21 @@ class QuantizedMatrices(Protocol):
         ...
 
 
-def cache_path(model: Path, quantization: str, folder: Path | None = None) -> Path:
+def cache_path(model: Path, quantization: str, dtype: torch.dtype, folder: Path | None = None) -> Path:
     """Where a model's quantized matrices are kept: in `folder`, by default of the user's cache."""
     place = hashlib.sha256(str(model.resolve()).encode()).hexdigest()[:12]
-    return (folder or cache_dir() / "quantized") / f"{model.stem}-{quantization}-{place}.safetensors"
+    name = f"{model.stem}-{quantization}-{_NAMES[dtype].lower()}-{place}.safetensors"
+    return (folder or cache_dir() / "quantized") / name
 
 
-def identity(model: Path, quantization: str) -> dict[str, str]:
+def identity(model: Path, quantization: str, dtype: torch.dtype) -> dict[str, str]:
     """What a cache file was made from: names, sizes and times of the model's files, and how."""
     files = [model / "config.json", *sorted(model.glob("*.safetensors"))] if model.is_dir() else [model]
     states = [(file.name, (state := file.stat()).st_size, state.st_mtime_ns) for file in files]
     return {
         "made_by": f"specinfer quantization {_VERSION}",
         "quantization": quantization,
+        "dtype": _NAMES[dtype],
         "model": json.dumps([str(model.resolve()), *states]),
     }
 

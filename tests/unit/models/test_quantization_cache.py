@@ -17,6 +17,7 @@ from specinfer.kernels.quantized import Int4Weight, Int8Weight
 from specinfer.models.quantization import quantize_int4, quantize_int8
 from specinfer.models.quantization_cache import (
     DamagedCacheError,
+    FloatTable,
     KeptMatrices,
     NewMatrices,
     cache_path,
@@ -36,6 +37,10 @@ def make_int4() -> Int4Weight:
     return quantize_int4([torch.randn(20, 40, generator=torch.Generator().manual_seed(1))])
 
 
+def make_table() -> FloatTable:
+    return FloatTable(torch.randn(5, 7, generator=torch.Generator().manual_seed(2)).bfloat16())
+
+
 def never() -> Any:
     raise AssertionError("a kept matrix is not made again")
 
@@ -43,6 +48,7 @@ def never() -> Any:
 def write(path: Path) -> Path:
     with NewMatrices(path, MADE_FROM) as new:
         new.get("a", Int8Weight, make_int8)
+        new.get("c", FloatTable, make_table)
         new.get("b", Int4Weight, make_int4)
         new.finish()
     return path
@@ -58,7 +64,8 @@ def test_what_was_written_is_read(file: Path) -> None:
     assert kept is not None
     for got, want in (
         (kept.get("a", Int8Weight, never), make_int8()),
-        (kept.get("b", Int4Weight, make_int4), make_int4()),
+        (kept.get("b", Int4Weight, never), make_int4()),
+        (kept.get("c", FloatTable, never), make_table()),
     ):
         assert type(got) is type(want)
         assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(got, want, strict=True))
@@ -67,7 +74,7 @@ def test_what_was_written_is_read(file: Path) -> None:
 def test_it_is_a_safetensors_file_and_alone_in_its_folder(file: Path) -> None:
     assert list(file.parent.iterdir()) == [file]
     with safe_open(file, framework="pt") as opened:
-        assert set(opened.keys()) == {"a.values", "a.scales", "b.levels", "b.scales", "b.zeros"}
+        assert set(opened.keys()) == {"a.values", "a.scales", "b.levels", "b.scales", "b.zeros", "c.rows"}
         assert torch.equal(opened.get_tensor("b.levels"), make_int4().levels)
         assert opened.metadata()["made_by"] == "a test"
 
@@ -131,14 +138,21 @@ def test_damage_is_found_when_it_is_read(file: Path, damage: tuple[str, Callable
 
 def test_a_file_of_another_model_is_not_opened(tmp_path: Path) -> None:
     models = [write_tiny_llama(tmp_path / name) for name in ("one", "two")]
-    one, two = (identity(model, "int8") for model in models)
+    one, two = (identity(model, "int8", torch.float32) for model in models)
     assert one != two
-    assert one != identity(models[0], "int4")
-    assert cache_path(models[0], "int8", tmp_path) != cache_path(models[1], "int8", tmp_path)
+    assert one != identity(models[0], "int4", torch.float32)
+    assert one != identity(models[0], "int8", torch.bfloat16)
+    places = [
+        cache_path(model, quantization, dtype, tmp_path)
+        for model in models
+        for quantization in ("int8", "int4")
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert len(set(places)) == 8
     weights = models[0] / "model.safetensors"
     state = weights.stat()
     os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
-    assert identity(models[0], "int8") != one
+    assert identity(models[0], "int8", torch.float32) != one
 
 
 def test_without_finish_nothing_is_left(tmp_path: Path) -> None:
