@@ -6,9 +6,11 @@ SpecInferError
 |   |-- RequestError              a prompt or a sampling parameter
 |   |-- ModelError                a model name, folder or file
 |   |   |-- ModelNotFoundError    nothing of that name
+|   |   |-- GatedModelError       a hub model whose terms are not accepted
 |   |   |-- ModelFileError        a file that is damaged, truncated or of the wrong kind
 |   |   `-- ChecksumError         a file that is not the one the catalogue names
 |   |-- DownloadError             the network or the disk failed while pulling
+|   |   `-- SourceUnavailableError    one of the places a model may come from
 |   |-- DatasetError              a prompt file
 |   |-- DrawRuleError             a draw rule its verifier cannot treat losslessly
 |   |-- KernelBuildError          native kernels were asked for and could not be compiled
@@ -70,6 +72,10 @@ class ModelNotFoundError(ModelError):
     """No model of that name is known, on disk or on the hub."""
 
 
+class GatedModelError(ModelError):
+    """A hub model has terms that the user has not accepted yet."""
+
+
 class ModelFileError(ModelError):
     """A model file is missing, truncated, or not of the expected kind."""
 
@@ -80,6 +86,10 @@ class ChecksumError(ModelError):
 
 class DownloadError(UserError):
     """A download failed: the source cannot be reached, or the disk is full."""
+
+
+class SourceUnavailableError(DownloadError):
+    """A source cannot be reached, or lacks the file; the next one may do."""
 
 
 class DatasetError(UserError):

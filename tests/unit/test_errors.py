@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +43,17 @@ def test_what_a_user_can_mend_is_a_value_error(name: str) -> None:
 
 def test_a_bug_of_ours_is_no_user_error() -> None:
     assert not issubclass(errors.IntegrityError, errors.UserError)
+
+
+def test_every_exception_of_ours_that_leaves_a_call_is_drawn() -> None:
+    """An exception of another module is caught where it is raised, and is no SpecInferError."""
+    package = Path(errors.__file__).parent
+    strays = [
+        f"{path.relative_to(package)}: {node.name}"
+        for path in sorted(package.rglob("*.py"))
+        if path != Path(errors.__file__)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+        and {ast.unparse(base).split(".")[-1] for base in node.bases} & set(CLASSES)
+    ]
+    assert strays == []
