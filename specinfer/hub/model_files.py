@@ -85,10 +85,15 @@ def _indexed(index: Path) -> list[str]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
+        outside = [name for name in names if Path(name).name != name or name in ("", "..")]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(
             f"{index} is damaged ({type(error).__name__}: {error}); fetch the model again"
         ) from error
+    if outside:
+        raise ModelFileError(
+            f"{index} names {outside[0]!r}; allowed: files of its own folder. Get the model elsewhere"
+        )
     if not names:
         raise ModelFileError(f"{index} names no file; fetch the model again")
     return names

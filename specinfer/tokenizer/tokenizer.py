@@ -136,15 +136,14 @@ class Tokenizer:
             text = _token_text(config.get(name)) or _token_text(special_map.get(name))
             if text is not None:
                 special_tokens[name] = text
-        eos_ids = _eos_ids(_read_json(folder / "generation_config.json"))
-        eos_ids |= _eos_ids(_read_json(folder / "config.json"))
+        eos_ids = _eos_ids(folder / "generation_config.json") | _eos_ids(folder / "config.json")
         eos_id = backend.token_to_id(special_tokens.get("eos_token", ""))
         return cls(
             backend,
             eos_token_ids=eos_ids if eos_id is None else eos_ids | {eos_id},
             bos_token_id=backend.token_to_id(special_tokens.get("bos_token", "")),
             special_tokens=special_tokens,
-            chat_template=_folder_template(folder, config),
+            chat_template=_folder_template(folder),
         )
 
 
@@ -169,17 +168,41 @@ def _token_text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _eos_ids(config: dict[str, Any]) -> set[int]:
+def _eos_ids(file: Path) -> set[int]:
     """eos_token_id of a config: absent, one id or several; in a nested text_config for multimodal models."""
-    value = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
-    return set(value) if isinstance(value, list) else set() if value is None else {value}
+    config = _read_json(file)
+    nested = config.get("text_config") or {}
+    if not isinstance(nested, dict):
+        raise _odd(file, "text_config", nested, "a JSON object")
+    value = config.get("eos_token_id", nested.get("eos_token_id"))
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(token_id) is not int for token_id in ids):
+        raise _odd(file, "eos_token_id", value, "a token id, or a list of them")
+    return set(ids)
 
 
-def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
+def _folder_template(folder: Path) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
-    if isinstance(template, list):  # several named templates
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template if isinstance(template, str) else None
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelFileError(f"{file} is not UTF-8 text ({error}); fetch the model again") from error
+    for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
+        match template := _read_json(file).get("chat_template"):
+            case None:
+                continue
+            case str():
+                return template
+            case [*named] if all(_is_named_template(entry) for entry in named):
+                return {entry["name"]: entry["template"] for entry in named}.get("default")
+        raise _odd(file, "chat_template", template, "a text, or a list of texts with names")
+    return None
+
+
+def _is_named_template(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("name", "template"))
+
+
+def _odd(file: Path, key: str, value: object, allowed: str) -> ModelFileError:
+    return ModelFileError(f"{file}: {key} is {repr(value)[:80]}; allowed: {allowed}. Fetch the model again")

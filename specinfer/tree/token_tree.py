@@ -14,7 +14,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.errors import ensure
+from specinfer.errors import IntegrityError, ensure
 from specinfer.tree.distribution import Distribution
 
 
@@ -192,12 +192,12 @@ class TreeBuilder:
 def merge(trees: Sequence[TokenTree]) -> TokenTree:
     """The tree that holds exactly the sequences of all `trees` (SpecInfer, definition 3.2), with all draws.
 
-    The draws keep the order of `trees`, then their order within each. Raises ValueError when the
+    The draws keep the order of `trees`, then their order within each. Raises IntegrityError when the
     trees do not share one root token.
     """
     roots = {tree.token_ids[0] for tree in trees}
     if len(roots) != 1:
-        raise ValueError(f"trees to merge must share one root token, got {sorted(roots)}")
+        raise IntegrityError(f"trees to merge must share one root token, got {sorted(roots)}")
     if len(trees) == 1:
         return trees[0]
     builder = TreeBuilder(root=trees[0].token_ids[0])

@@ -55,6 +55,34 @@ def test_what_a_folder_lacks_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        (
+            {"w": "../stranger.safetensors"},
+            r"names '\.\./stranger\.safetensors'; allowed: files of its own folder",
+        ),
+        ({"w": "/etc/passwd"}, r"names '/etc/passwd'; allowed"),
+        ({"w": ".."}, r"names '\.\.'; allowed"),
+        ({"w": "sub/part.safetensors"}, r"names 'sub/part\.safetensors'; allowed"),
+        ({"w": ""}, r"names ''; allowed"),
+        ({"w": 3}, r"is damaged"),
+        ({"w": ["a.safetensors"]}, r"is damaged"),
+        ({}, r"names no file"),
+        (["a.safetensors"], r"is damaged"),
+        (None, r"is damaged"),
+    ],
+)
+def test_an_index_names_files_of_its_own_folder(tmp_path, weight_map, message):
+    folder = make_folder(tmp_path / "m")
+    for there in (tmp_path / "stranger.safetensors", folder / "sub" / "part.safetensors"):
+        there.parent.mkdir(exist_ok=True)
+        there.touch()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelFileError, match=rf"model\.safetensors\.index\.json {message}"):
+        resolve(str(folder))
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [(b"", "is empty"), (b"GG", "not a GGUF"), (b"\x80\2}q", "not a GGUF"), (b"GGUF\3\0\0\0", "cut short")],
 )

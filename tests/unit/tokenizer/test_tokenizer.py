@@ -1,3 +1,5 @@
+import json
+import re
 import subprocess
 import sys
 
@@ -102,6 +104,40 @@ def test_folders_that_cannot_be_read_say_what_to_do(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelFileError, match=r"config\.json is not valid JSON"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", {"eos_token_id": "</s>"}, r"eos_token_id is '</s>'; allowed: a token id, or a list"),
+        ("config.json", {"eos_token_id": {"a": 1}}, r"eos_token_id is \{'a': 1\}"),
+        ("config.json", {"eos_token_id": [2, [3]]}, r"eos_token_id is \[2, \[3\]\]"),
+        ("config.json", {"eos_token_id": True}, r"eos_token_id is True"),
+        ("config.json", {"text_config": [7]}, r"text_config is \[7\]; allowed: a JSON object"),
+        ("generation_config.json", {"eos_token_id": ["2"]}, r"eos_token_id is \['2'\]"),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}, r"chat_template is \[\{'name'"),
+        ("tokenizer_config.json", {"chat_template": [{"template": "T"}]}, r"chat_template is \[\{'template'"),
+        (
+            "tokenizer_config.json",
+            {"chat_template": ["T"]},
+            r"chat_template is \['T'\]; allowed: a text, or a list",
+        ),
+        ("tokenizer_config.json", {"chat_template": 3}, r"chat_template is 3"),
+        ("chat_template.json", {"chat_template": {"default": "T"}}, r"chat_template is \{'default': 'T'\}"),
+    ],
+)
+def test_odd_values_are_named_with_their_file(tmp_path, file, content, message):
+    folder = write_folder(tmp_path)
+    (folder / file).write_text(json.dumps(content))
+    with pytest.raises(ModelFileError, match=rf"{re.escape(file)}: {message}"):
+        Tokenizer.load(folder)
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path):
+    folder = write_folder(tmp_path)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelFileError, match=r"chat_template\.jinja is not UTF-8 text"):
+        Tokenizer.load(folder)
 
 
 def test_a_decoder_that_is_not_understood_is_refused(tmp_path):

@@ -154,7 +154,7 @@ def test_merging_keeps_the_law_of_each_draw() -> None:
 
 
 def test_trees_with_different_roots_do_not_merge() -> None:
-    with pytest.raises(ValueError, match=r"^trees to merge must share one root token, got \[1, 2\]$"):
+    with pytest.raises(IntegrityError, match=r"^trees to merge must share one root token, got \[1, 2\]$"):
         merge([single_node(1), single_node(2)])
 
 
