@@ -2,6 +2,6 @@
 
 from specinfer.hub.catalogue import CATALOGUE, CatalogueEntry
 from specinfer.hub.model_files import ModelFiles
-from specinfer.hub.resolution import cache_dir, resolve
+from specinfer.hub.resolution import resolve
 
-__all__ = ["CATALOGUE", "CatalogueEntry", "ModelFiles", "cache_dir", "resolve"]
+__all__ = ["CATALOGUE", "CatalogueEntry", "ModelFiles", "resolve"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from specinfer.errors import ModelFileError
 from specinfer.hub.gguf_header import GgufHeader, check_complete, read_header
@@ -71,6 +72,19 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in names)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model; raises ModelFileError where it holds none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path} is not valid JSON ({error}); fetch the model again") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(
+            f"{path} holds a {type(value).__name__}, expected an object; fetch the model again"
+        )
+    return value
+
+
 def _instead(folder: Path) -> str:
     """What to do about a folder whose weights have other names, or are not there."""
     named = {suffix: sorted(file.name for file in folder.glob(f"*{suffix}")) for suffix in _WEIGHT_SUFFIXES}
@@ -83,10 +97,10 @@ def _instead(folder: Path) -> str:
 def _indexed(index: Path) -> list[str]:
     """The names of the files that an index names, each once."""
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         names = sorted(set(weight_map.values()))
         outside = [name for name in names if Path(name).name != name or name in ("", "..")]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(
             f"{index} is damaged ({type(error).__name__}: {error}); fetch the model again"
         ) from error

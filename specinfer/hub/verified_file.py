@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from specinfer.errors import ChecksumError, DownloadError
+from specinfer.files import NewFile
 from specinfer.hub.catalogue import CatalogueEntry
 from specinfer.progress import Progress, format_bytes
 
@@ -19,31 +20,25 @@ BLOCK = 1 << 22  # bytes read at once
 
 
 def install_stream(source: IO[bytes], entry: CatalogueEntry, target: Path, progress: Progress) -> None:
-    """Write `source` to `target` through target.partial, hashing on the way.
+    """Write `source` to `target`, hashing on the way.
 
-    No more is written than the entry's size, however much would come. Raises ChecksumError (the partial file
-    is removed) or DownloadError on a full disk (likewise).
+    No more is written than the entry's size, however much would come. Raises ChecksumError or, on a full
+    disk, DownloadError; nothing is left then.
     """
-    partial = target.with_name(target.name + ".partial")
     digest, left = hashlib.sha256(), entry.size
-    try:
-        with disk_errors(target.parent), partial.open("wb") as out:
-            while block := source.read(min(BLOCK, left + 1)):
-                left -= len(block)
-                if left < 0:
-                    raise ChecksumError(
-                        f"{entry.file} is longer than the {entry.size} bytes the catalogue names; "
-                        "nothing was kept: pull again, or report it if it stays so"
-                    )
-                out.write(block)
-                digest.update(block)
-                progress.advance(len(block))
-            out.flush()
-            os.fsync(out.fileno())
+    with disk_errors(target.parent), NewFile(target) as new:
+        while block := source.read(min(BLOCK, left + 1)):
+            left -= len(block)
+            if left < 0:
+                raise ChecksumError(
+                    f"{entry.file} is longer than the {entry.size} bytes the catalogue names; "
+                    "nothing was kept: pull again, or report it if it stays so"
+                )
+            new.write(block)
+            digest.update(block)
+            progress.advance(len(block))
         _check(digest.hexdigest(), entry)
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+        new.keep(through_power_cuts=True)
 
 
 def install_file(source: Path, entry: CatalogueEntry, target: Path) -> None:

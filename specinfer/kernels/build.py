@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from specinfer.errors import KernelBuildError
+from specinfer.files import locked
 from specinfer.kernels.levels import Level
 from specinfer.kernels.private_folder import fault, kernels_folder, make_private
 from specinfer.progress import NoProgress, Progress
@@ -66,8 +67,6 @@ def build_library(
     One that another user may have written is built anew. `extra` flags come last. Raises as above, and
     where others can write to `cache`.
     """
-    from filelock import FileLock  # setup.py compiles where nothing is installed
-
     compiler = find_compiler()
     flags = (*level.flags, *extra)
     folder = _private(cache)
@@ -75,7 +74,7 @@ def build_library(
     if _is_ours(library):
         return library
     try:
-        with FileLock(folder / "build.lock"):  # of several processes one builds, the others wait for it
+        with locked(folder / "build.lock"):  # of several processes one builds, the others wait for it
             if not _is_ours(library):
                 compile_library(compiler, flags, library, progress)
     except OSError as error:

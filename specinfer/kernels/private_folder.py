@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from specinfer.errors import KernelBuildError
-from specinfer.hub.resolution import cache_dir
+from specinfer.files import cache_dir
 
 _LOG: Final = logging.getLogger(__name__)
 _HAS_MODES: Final = os.name == "posix"  # owners and modes of files; elsewhere nothing is known of either

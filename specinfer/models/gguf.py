@@ -17,6 +17,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
+from specinfer.files import read_exactly
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.models.config import Family, ModelConfig
 
@@ -75,16 +76,8 @@ class GGUFFile:
         return ordered[start - first : stop - first]
 
     def _read(self, tensor: _Placed, start: int, stop: int) -> Tensor:
-        wanted = (stop - start) * tensor.row_bytes
-        data = np.empty(wanted, dtype=np.uint8)
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(tensor.offset + start * tensor.row_bytes)
-            got = 0
-            while got < wanted:
-                count = file.readinto(data[got:].data)
-                if not count:
-                    raise ModelFileError(f"{self.path} got shorter while it was read; get it again")
-                got += count
+        data = np.empty((stop - start) * tensor.row_bytes, dtype=np.uint8)
+        read_exactly(self.path, tensor.offset + start * tensor.row_bytes, data.data)
         shape = (stop - start, *tensor.shape[1:])
         dtype = _PLAIN.get(tensor.kind)
         if dtype is not None:

@@ -15,11 +15,8 @@ import json
 import logging
 import math
 import os
-import tempfile
-import time
 import zlib
 from collections.abc import Callable, Mapping
-from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
@@ -27,11 +24,10 @@ from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from specinfer.hub.resolution import cache_dir
+from specinfer.files import NewFile, cache_dir, read_exactly
 from specinfer.kernels.quantized import Int4Weight, Int8Weight
 
 _VERSION: Final = 2  # of what the numbers mean and how they lie; a file of another is made anew
-_DAY: Final = 86400.0  # seconds
 _HEADER: Final = 1 << 20  # bytes before the first tensor; 80 layers need a tenth of that
 _DTYPES: Final = {
     "U8": torch.uint8,
@@ -122,9 +118,7 @@ class KeptMatrices:
             if end - begin != math.prod(shape) * dtype.itemsize:
                 raise ValueError("its length is not that of its shape")
             tensor = torch.empty(shape, dtype=dtype)
-            with self._path.open("rb", buffering=0) as file:
-                file.seek(8 + _HEADER + begin)
-                _read_into(file, _bytes(tensor))
+            read_exactly(self._path, 8 + _HEADER + begin, _bytes(tensor))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedCacheError(f"{self._path}: {name} cannot be read ({error})") from error
         if _checksum(name, tensor) != self._checksums.get(name):
@@ -144,17 +138,12 @@ class NewMatrices:
         self._entries: dict[str, Any] = {}
         self._checksums: dict[str, int] = {}
         self._end = 0
-        self._file: FileIO | None = None
+        self._file: NewFile | None = None
 
     def __enter__(self) -> Self:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._remove_remains()
-            number, name = tempfile.mkstemp(
-                dir=self._path.parent, prefix=f"{self._path.stem}.", suffix=".partial"
-            )
-            self._partial = Path(name)
-            self._file = os.fdopen(number, "wb", buffering=0)
+            self._file = NewFile(self._path)
             self._file.seek(8 + _HEADER)
         except OSError as error:
             self._give_up(error)
@@ -164,8 +153,7 @@ class NewMatrices:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
-            self._file.close()
-            self._partial.unlink(missing_ok=True)
+            self._file.__exit__(kind, error, trace)
             self._file = None
 
     def get(self, name: str, kind: type[Weight], make: Callable[[], Weight]) -> Weight:
@@ -186,17 +174,9 @@ class NewMatrices:
                 raise OSError(f"its header would take {len(header)} bytes of {_HEADER}")
             self._file.seek(0)
             self._file.write(_HEADER.to_bytes(8, "little") + header)
-            self._file.close()
-            self._partial.replace(self._path)
-            self._file = None
+            self._file.keep()
         except OSError as error:
             self._give_up(error)
-
-    def _remove_remains(self) -> None:
-        """Delete what a killed process left unfinished; nobody writes at a file for a day."""
-        for file in self._path.parent.glob(f"{self._path.stem}.*.partial"):
-            if time.time() - file.stat().st_mtime > _DAY:
-                file.unlink(missing_ok=True)
 
     def _write(self, name: str, tensor: Tensor) -> None:
         if self._file is None:
@@ -210,8 +190,7 @@ class NewMatrices:
         }
         self._end += len(data)
         try:
-            while data:
-                data = data[self._file.write(data) :]
+            self._file.write(data)
         except OSError as error:
             self._give_up(error)
 
@@ -229,11 +208,3 @@ def _checksum(name: str, tensor: Tensor) -> int:
     """Of what a tensor is called, of what kind it is, and of its bytes."""
     kind = f"{name} {_NAMES[tensor.dtype]} {list(tensor.shape)}"
     return zlib.crc32(_bytes(tensor), zlib.crc32(kind.encode()))
-
-
-def _read_into(file: FileIO, data: memoryview) -> None:
-    while data:
-        count = file.readinto(data)
-        if not count:
-            raise ValueError("the file ends before it")
-        data = data[count:]

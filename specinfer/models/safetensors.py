@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
+from specinfer.files import read_exactly
+from specinfer.hub.model_files import read_json
 from specinfer.models.config import Family, ModelConfig
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -53,7 +55,7 @@ class SafetensorsFolder:
         self.path = path
         generation = path / "generation_config.json"
         self.config = ModelConfig.from_hf(
-            _read_json(path / "config.json"), _read_json(generation) if generation.exists() else None
+            read_json(path / "config.json"), read_json(generation) if generation.is_file() else None
         )
         entries: dict[str, _Entry] = {}
         for file in weights:
@@ -74,27 +76,9 @@ class SafetensorsFolder:
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop of a tensor, on the CPU, in the file's dtype."""
         entry = self._entries[name]
-        wanted = (stop - start) * entry.row_bytes
-        data = np.empty(wanted, dtype=np.uint8)
-        with entry.path.open("rb", buffering=0) as file:
-            file.seek(entry.offset + start * entry.row_bytes)
-            got = 0
-            while got < wanted:
-                count = file.readinto(data[got:].data)
-                if not count:
-                    raise ModelFileError(f"{entry.path} got shorter while it was read; get it again")
-                got += count
+        data = np.empty((stop - start) * entry.row_bytes, dtype=np.uint8)
+        read_exactly(entry.path, entry.offset + start * entry.row_bytes, data.data)
         return torch.from_numpy(data).view(entry.dtype).view(stop - start, *entry.shape[1:])
-
-
-def _read_json(path: Path) -> Mapping[str, object]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelFileError(f"{path} is not valid JSON ({error}); get it again") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path} holds {type(value).__name__}, not a JSON object; get it again")
-    return value
 
 
 def _read_entries(path: Path) -> dict[str, _Entry]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specinfer.errors import ConfigError
+from specinfer.files import NewFile
 
 
 def check_writable(path: Path) -> None:
@@ -25,18 +25,8 @@ def check_writable(path: Path) -> None:
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
     """Write `result` to `path`, whole or not at all; raises ConfigError when the disk refuses."""
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.absolute().parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            partial = Path(file.name)
-            try:
-                json.dump(result, file, indent=1)
-                file.write("\n")
-                file.flush()
-                partial.chmod(0o644)
-                os.replace(partial, path)
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                raise
+        with NewFile(path, 0o644) as new:
+            new.write((json.dumps(result, indent=1) + "\n").encode())
+            new.keep()
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specinfer.files import write_whole
-from specinfer.hub.resolution import cache_dir
+from specinfer.files import cache_dir, write_whole
 from specinfer.kernels.machine import allowed_cpus, cpu_name
 from specinfer.models.language_model import LanguageModel
 from specinfer.progress import NoProgress, Progress

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import tokenizers
 
 from specinfer.errors import ModelFileError, RequestError
 from specinfer.hub.gguf_header import GgufHeader, read_header
-from specinfer.hub.model_files import ModelFiles
+from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.tokenizer.chat_template import ChatTemplate
 from specinfer.tokenizer.token_bytes import TokenBytes
 from specinfer.tokenizer.vocabulary import read_backend, tokenizer_file
@@ -148,17 +147,8 @@ class Tokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelFileError(f"{path} is not valid JSON ({error}); fetch the model again") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(
-            f"{path} holds a {type(value).__name__}, expected an object; fetch the model again"
-        )
-    return value
+    """A file's object, empty where there is no file."""
+    return read_json(path) if path.is_file() else {}
 
 
 def _token_text(value: object) -> str | None:

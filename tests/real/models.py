@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.hub import CATALOGUE, cache_dir
+from specinfer.files import cache_dir
+from specinfer.hub import CATALOGUE
 
 
 def model_path(file: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from specinfer.config import EngineConfig
 from specinfer.engine.build import load_models
 from specinfer.errors import ConfigError
-from specinfer.hub.resolution import cache_dir
+from specinfer.files import cache_dir
 from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams
 from tests.engines import ENGINE

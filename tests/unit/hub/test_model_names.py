@@ -3,7 +3,7 @@ import json
 import pytest
 
 from specinfer.errors import ModelFileError, ModelNotFoundError
-from specinfer.hub import CATALOGUE, ModelFiles, cache_dir, resolve
+from specinfer.hub import CATALOGUE, ModelFiles, resolve
 from specinfer.hub.resolution import HubName, parse_hub_name
 
 from .test_gguf_header import write_gguf
@@ -126,17 +126,6 @@ def test_hub_names_have_a_repository_a_revision_and_a_file():
     assert parse_hub_name("org/name@v1:f.gguf") == HubName("org/name", "v1", "f.gguf")
     for other in ("name", "org/name:f.bin", "/name", "a/b/c", "org/", "org/name@"):
         assert parse_hub_name(other) is None
-
-
-def test_the_cache_lies_where_the_environment_says(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("SPECINFER_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_dir() == tmp_path / ".cache" / "specinfer"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_dir() == tmp_path / "xdg" / "specinfer"
-    monkeypatch.setenv("SPECINFER_CACHE", "~/own")
-    assert cache_dir() == tmp_path / "own"
 
 
 def test_the_default_model_is_named_by_one_checksum_and_fixed_sources():

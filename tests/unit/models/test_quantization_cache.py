@@ -169,7 +169,7 @@ def test_a_file_takes_the_place_of_an_older_one(file: Path) -> None:
 
 def test_what_a_killed_process_left_is_removed_after_a_day(file: Path) -> None:
     old, fresh, other = (
-        file.with_name(name) for name in (f"{file.stem}.a.partial", f"{file.stem}.b.partial", "x.c.partial")
+        file.with_name(name) for name in (f"{file.name}.a.partial", f"{file.name}.b.partial", "x.c.partial")
     )
     for left in (old, fresh, other):
         left.write_bytes(b"half a model")
@@ -199,9 +199,7 @@ def test_a_full_disk_costs_the_cache_only(
         def close(self) -> None:
             os.close(self._number)
 
-    monkeypatch.setattr(
-        "specinfer.models.quantization_cache.os.fdopen", lambda number, mode, buffering: Full(number)
-    )
+    monkeypatch.setattr("specinfer.files.os.fdopen", lambda number, mode, buffering: Full(number))
     with NewMatrices(tmp_path / "kept.safetensors", MADE_FROM) as new:
         assert torch.equal(new.get("a", Int8Weight, make_int8).values, make_int8().values)
         new.get("b", Int4Weight, make_int4)
