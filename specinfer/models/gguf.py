@@ -20,6 +20,7 @@ from specinfer.errors import ModelFileError
 from specinfer.files import read_exactly
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.models.config import Family, ModelConfig
+from specinfer.models.gguf_config import config_from_gguf
 
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
@@ -51,7 +52,7 @@ class GGUFFile:
         self.path = header.path
         self._tensors = _read_table(header)
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        self.config = ModelConfig.from_gguf(header.metadata, shapes, self._rope_divisors())
+        self.config = config_from_gguf(header.metadata, shapes, self._rope_divisors())
         # Converters of the llama architecture interleave the two halves of each q and k head.
         self._interleaved = header.metadata["general.architecture"] == "llama"
         self._names: dict[str, str] = {}  # the decoder's name -> the file's

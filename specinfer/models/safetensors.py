@@ -20,6 +20,7 @@ from specinfer.errors import ModelFileError
 from specinfer.files import read_exactly
 from specinfer.hub.model_files import read_json
 from specinfer.models.config import Family, ModelConfig
+from specinfer.models.hf_config import config_from_hf
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER = 100 << 20  # the format's own limit
@@ -54,7 +55,7 @@ class SafetensorsFolder:
         """`weights` are the folder's safetensors files."""
         self.path = path
         generation = path / "generation_config.json"
-        self.config = ModelConfig.from_hf(
+        self.config = config_from_hf(
             read_json(path / "config.json"), read_json(generation) if generation.is_file() else None
         )
         entries: dict[str, _Entry] = {}

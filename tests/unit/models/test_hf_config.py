@@ -1,9 +1,12 @@
+"""config.json as transformers 4 and 5 write it, and what is refused."""
+
 from __future__ import annotations
 
 import pytest
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Activation, Family, Llama3Scaling, ModelConfig, Rope
+from specinfer.models.config import Activation, Family, Llama3Scaling, Rope
+from specinfer.models.hf_config import config_from_hf
 
 LLAMA = {
     "model_type": "llama",
@@ -44,29 +47,9 @@ OPT = {
     "do_layer_norm_before": False,
 }
 
-GGUF = {
-    "general.architecture": "llama",
-    "llama.context_length": 512,
-    "llama.embedding_length": 64,
-    "llama.block_count": 3,
-    "llama.feed_forward_length": 96,
-    "llama.attention.head_count": 4,
-    "llama.attention.head_count_kv": 2,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "tokenizer.ggml.bos_token_id": 1,
-    "tokenizer.ggml.eos_token_id": 2,
-    "tokenizer.ggml.eot_token_id": 9,
-}
-SHAPES = {"token_embd.weight": (100, 64)}
-
-
-def as_architecture(arch, **more):
-    metadata = {key.replace("llama.", f"{arch}."): value for key, value in GGUF.items()}
-    return {**metadata, "general.architecture": arch, **{f"{arch}.{k}": v for k, v in more.items()}}
-
 
 def test_llama():
-    config = ModelConfig.from_hf({**LLAMA, "rope_theta": 5e5, "eos_token_id": 2})
+    config = config_from_hf({**LLAMA, "rope_theta": 5e5, "eos_token_id": 2})
     assert config.family is Family.LLAMA
     assert (config.head_dim, config.attention_scale) == (16, 0.25)
     assert config.rope == Rope(500000.0)
@@ -80,7 +63,7 @@ def test_llama():
 
 
 def test_end_of_turn_ids_of_the_generation_config_are_added():
-    config = ModelConfig.from_hf({**LLAMA, "eos_token_id": 7}, {"eos_token_id": [7, 9]})
+    config = config_from_hf({**LLAMA, "eos_token_id": 7}, {"eos_token_id": [7, 9]})
     assert config.eos_ids == (7, 9)
 
 
@@ -93,7 +76,7 @@ def test_end_of_turn_ids_of_the_generation_config_are_added():
     ids=["transformers 4", "transformers 5"],
 )
 def test_both_spellings_of_rope(rope):
-    assert ModelConfig.from_hf({**LLAMA, **rope}).rope == Rope(10.0, linear_factor=4.0)
+    assert config_from_hf({**LLAMA, **rope}).rope == Rope(10.0, linear_factor=4.0)
 
 
 def test_llama3_scaling():
@@ -104,32 +87,32 @@ def test_llama3_scaling():
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    config = ModelConfig.from_hf({**LLAMA, "rope_theta": 5e5, "rope_scaling": scaling})
+    config = config_from_hf({**LLAMA, "rope_theta": 5e5, "rope_scaling": scaling})
     assert config.rope == Rope(500000.0, llama3=Llama3Scaling(8.0, 1.0, 4.0, 8192))
 
 
 def test_mistral_windows_are_on_every_layer_unless_switched_off():
-    assert ModelConfig.from_hf({**MISTRAL, "sliding_window": 5}).layer_windows == (5, 5, 5)
-    assert ModelConfig.from_hf({**MISTRAL, "sliding_window": None}).layer_windows == (None, None, None)
-    assert ModelConfig.from_hf(MISTRAL).window == 4096
+    assert config_from_hf({**MISTRAL, "sliding_window": 5}).layer_windows == (5, 5, 5)
+    assert config_from_hf({**MISTRAL, "sliding_window": None}).layer_windows == (None, None, None)
+    assert config_from_hf(MISTRAL).window == 4096
 
 
 def test_qwen_windows_need_to_be_switched_on():
     window = {"sliding_window": 5, "max_window_layers": 1}
-    assert ModelConfig.from_hf({**QWEN2, **window}).layer_windows == (None, None, None)
+    assert config_from_hf({**QWEN2, **window}).layer_windows == (None, None, None)
     on = {**QWEN2, **window, "use_sliding_window": True}
-    assert ModelConfig.from_hf(on).layer_windows == (None, 5, 5)
+    assert config_from_hf(on).layer_windows == (None, 5, 5)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert ModelConfig.from_hf({**on, "layer_types": kinds}).layer_windows == (5, None, 5)
+    assert config_from_hf({**on, "layer_types": kinds}).layer_windows == (5, None, 5)
 
 
 def test_qwen2_has_biases_on_q_k_v_only():
-    config = ModelConfig.from_hf(QWEN2)
+    config = config_from_hf(QWEN2)
     assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, False, False)
 
 
 def test_gemma3_inside_a_vision_model():
-    config = ModelConfig.from_hf(GEMMA_4B)
+    config = config_from_hf(GEMMA_4B)
     assert config.family is Family.GEMMA3
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
     assert config.layer_windows[:7] == (1024, 1024, 1024, 1024, 1024, None, 1024)
@@ -144,7 +127,7 @@ def test_gemma3_inside_a_vision_model():
 
 
 def test_opt_350m():
-    config = ModelConfig.from_hf(OPT)
+    config = config_from_hf(OPT)
     assert (config.embedding_size, config.hidden_size) == (512, 1024)
     assert not config.norm_first
     assert not config.final_norm
@@ -171,61 +154,11 @@ def test_opt_350m():
 )
 def test_the_unsupported_is_refused(change, message):
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_hf({**LLAMA, **change})
+        config_from_hf({**LLAMA, **change})
 
 
 def test_layer_types_of_the_wrong_kind_or_number():
     with pytest.raises(ModelError, match="'chunked_attention'"):
-        ModelConfig.from_hf({**MISTRAL, "layer_types": ["chunked_attention"] * 3})
+        config_from_hf({**MISTRAL, "layer_types": ["chunked_attention"] * 3})
     with pytest.raises(ModelError, match="2 layers, but the model has 3"):
-        ModelConfig.from_hf({**MISTRAL, "layer_types": ["full_attention"] * 2})
-
-
-def test_gguf():
-    config = ModelConfig.from_gguf(GGUF, SHAPES)
-    assert config.family is Family.LLAMA
-    assert (config.vocab_size, config.hidden_size, config.num_layers, config.head_dim) == (100, 64, 3, 16)
-    assert config.tie_embeddings
-    assert config.rope == Rope(10000.0)
-    assert config.eos_ids == (2, 9)
-    untied = ModelConfig.from_gguf(GGUF, {**SHAPES, "output.weight": (100, 64), "blk.0.attn_q.bias": (64,)})
-    assert not untied.tie_embeddings
-    assert untied.qkv_bias
-    assert not untied.o_bias
-
-
-def test_gguf_gemma3():
-    metadata = as_architecture("gemma3", **{"attention.sliding_window": 512, "attention.key_length": 32})
-    config = ModelConfig.from_gguf({**metadata, "gemma3.attention.value_length": 32}, SHAPES)
-    assert config.layer_windows == (512, 512, 512)
-    assert (config.rope, config.local_rope) == (Rope(1e6), Rope(1e4))
-    assert config.norm_weight_offset == 0.0
-    assert config.attention_scale == 32**-0.5
-
-
-def test_gguf_rope_scaling():
-    linear = {**GGUF, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
-    assert ModelConfig.from_gguf(linear, SHAPES).rope == Rope(10000.0, linear_factor=2.0)
-    divisors = (1.0,) * 8
-    assert ModelConfig.from_gguf(GGUF, SHAPES, divisors).rope == Rope(10000.0, divisors=divisors)
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({**GGUF, "general.architecture": "rwkv"}, "architecture is 'rwkv'; supported: gemma3, llama"),
-        ({**GGUF, "llama.rope.scaling.type": "yarn"}, "rope scaling is 'yarn'"),
-        ({**GGUF, "llama.rope.dimension_count": 8}, "rotates 8 of 16"),
-        ({**GGUF, "llama.attention.value_length": 8}, "different sizes"),
-        ({**GGUF, "llama.expert_count": 8}, "mixture of experts"),
-        ({k: v for k, v in GGUF.items() if k != "llama.block_count"}, "block_count is None"),
-    ],
-)
-def test_unsupported_gguf_is_refused(metadata, message):
-    with pytest.raises(ModelError, match=message):
-        ModelConfig.from_gguf(metadata, SHAPES)
-
-
-def test_gguf_rope_factors_of_the_wrong_length():
-    with pytest.raises(ModelError, match="3 values for 8 frequencies"):
-        ModelConfig.from_gguf(GGUF, SHAPES, (1.0, 1.0, 1.0))
+        config_from_hf({**MISTRAL, "layer_types": ["full_attention"] * 2})

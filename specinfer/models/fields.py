@@ -1,0 +1,50 @@
+"""Values of a foreign config (config.json, GGUF metadata), each of the kind it must be, or ModelError."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from specinfer.errors import ModelError
+
+
+def mapping(c: Mapping[str, object], key: str) -> Mapping[str, object]:
+    """A JSON object."""
+    value = c.get(key)
+    if not isinstance(value, dict):
+        raise ModelError(f"{key} is {value!r}; expected a JSON object. The config is damaged.")
+    return value
+
+
+def integer(c: Mapping[str, object], key: str, default: int | None = None) -> int:
+    """An integer; `default` where the key is missing or null."""
+    value = c.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ModelError(f"{key} is {value!r}; expected an integer. The config is damaged or incomplete.")
+    return value
+
+
+def number(c: Mapping[str, object], key: str, default: float | None = None) -> float:
+    """A number; `default` where the key is missing or null."""
+    value = c.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ModelError(f"{key} is {value!r}; expected a number. The config is damaged or incomplete.")
+    return float(value)
+
+
+def optional_number(c: Mapping[str, object], key: str) -> float | None:
+    """A number, or None where the key is missing or null."""
+    return None if c.get(key) is None else number(c, key)
+
+
+def all_ids(sources: Sequence[Mapping[str, object]], key: str) -> tuple[int, ...]:
+    """Every token id under `key`, an integer or a list of them, each once, in order."""
+    found: list[int] = []
+    for source in sources:
+        value = source.get(key)
+        values = value if isinstance(value, list) else [value]
+        found.extend(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+    return tuple(dict.fromkeys(found))

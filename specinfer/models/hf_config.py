@@ -1,0 +1,236 @@
+"""config.json of a Hugging Face folder -> ModelConfig.
+
+Anything it asks for that the decoder does not compute is refused with a ModelError; nothing is skipped in
+silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from specinfer.errors import ModelError
+from specinfer.models.config import Activation, Family, Llama3Scaling, ModelConfig, Rope
+from specinfer.models.fields import all_ids, integer, mapping, number, optional_number
+
+# What transformers fills in when config.json leaves it out (its own files often do, Gemma 3's above all).
+_LLAMA_DEFAULTS: dict[str, object] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_HF_DEFAULTS: dict[Family, dict[str, object]] = {
+    Family.LLAMA: {**_LLAMA_DEFAULTS, "max_position_embeddings": 2048},
+    Family.MISTRAL: {**_LLAMA_DEFAULTS, "max_position_embeddings": 131072, "sliding_window": 4096},
+    Family.QWEN2: {**_LLAMA_DEFAULTS, "max_position_embeddings": 32768, "max_window_layers": 28},
+    Family.QWEN3: {**_LLAMA_DEFAULTS, "max_position_embeddings": 32768, "max_window_layers": 28}
+    | {"head_dim": 128},
+    Family.GEMMA3: {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+}
+
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+}
+
+
+def config_from_hf(
+    config: Mapping[str, object], generation_config: Mapping[str, object] | None = None
+) -> ModelConfig:
+    """The config of a Hugging Face folder; raises ModelError on anything unsupported.
+
+    `config` is config.json as transformers 4 or 5 writes it; `generation_config`, if the folder has
+    one, adds end-of-text ids (chat models list the end of a turn only there).
+    """
+    model_type = config.get("model_type")
+    text = config
+    if model_type == "gemma3":
+        text = mapping(config, "text_config")
+    families = {
+        "llama": Family.LLAMA,
+        "mistral": Family.MISTRAL,
+        "qwen2": Family.QWEN2,
+        "qwen3": Family.QWEN3,
+        "gemma3": Family.GEMMA3,
+        "gemma3_text": Family.GEMMA3,
+        "opt": Family.OPT,
+    }
+    if not isinstance(model_type, str) or model_type not in families:
+        raise ModelError(
+            f"model_type is {model_type!r}; supported: {', '.join(sorted(families))}. "
+            "docs/add_a_model.md says how to add one."
+        )
+    if config.get("quantization_config") or text.get("quantization_config"):
+        raise ModelError(
+            "config.json has a quantization_config; supported: unquantized safetensors, or a GGUF file"
+        )
+    family = families[model_type]
+    ids = (text, config, generation_config or {})
+    if family is Family.OPT:
+        return _opt_from_hf(text, ids)
+    return _decoder_from_hf(family, {**_HF_DEFAULTS[family], **text}, ids)
+
+
+def _decoder_from_hf(
+    family: Family, c: Mapping[str, object], ids: Sequence[Mapping[str, object]]
+) -> ModelConfig:
+    gemma = family is Family.GEMMA3
+    for feature in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if c.get(feature):
+            raise ModelError(f"config.json sets {feature} = {c[feature]!r}, which is not supported")
+    activation_key = "hidden_activation" if gemma else "hidden_act"
+    activation = _activation(c.get(activation_key, "gelu_pytorch_tanh" if gemma else "silu"))
+    hidden = integer(c, "hidden_size")
+    heads = integer(c, "num_attention_heads")
+    layers = integer(c, "num_hidden_layers")
+    head_dim = integer(c, "head_dim", hidden // heads)
+    bias = bool(c.get("attention_bias", False))
+    rope, local_rope = _hf_ropes(family, c)
+    scalar = number(c, "query_pre_attn_scalar", float(head_dim)) if gemma else float(head_dim)
+    return ModelConfig(
+        family=family,
+        vocab_size=integer(c, "vocab_size"),
+        hidden_size=hidden,
+        embedding_size=hidden,
+        intermediate_size=integer(c, "intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=integer(c, "num_key_value_heads", heads),
+        head_dim=head_dim,
+        norm_eps=number(c, "rms_norm_eps"),
+        rope=rope,
+        local_rope=local_rope,
+        layer_windows=_hf_windows(family, c, layers),
+        tie_embeddings=bool(c["tie_word_embeddings"]),
+        qkv_bias=True if family is Family.QWEN2 else bias and family is not Family.MISTRAL,
+        o_bias=bias and family not in (Family.QWEN2, Family.MISTRAL),
+        mlp_bias=bool(c.get("mlp_bias", False)) and family is Family.LLAMA,
+        qk_norm=family in (Family.QWEN3, Family.GEMMA3),
+        embedding_scale=hidden**0.5 if gemma else 1.0,
+        norm_weight_offset=1.0 if gemma else 0.0,
+        sandwich_norms=gemma,
+        activation=activation,
+        attention_scale=scalar**-0.5,
+        logit_softcap=optional_number(c, "final_logit_softcapping") if gemma else None,
+        max_context=integer(c, "max_position_embeddings"),
+        eos_ids=all_ids(ids, "eos_token_id"),
+    )
+
+
+def _opt_from_hf(c: Mapping[str, object], ids: Sequence[Mapping[str, object]]) -> ModelConfig:
+    if not c.get("layer_norm_elementwise_affine", True):
+        raise ModelError("config.json sets layer_norm_elementwise_affine = false, which is not supported")
+    activation = _activation(c.get("activation_function", "relu"))
+    hidden = integer(c, "hidden_size")
+    heads = integer(c, "num_attention_heads")
+    if hidden % heads:
+        raise ModelError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+    layers = integer(c, "num_hidden_layers")
+    bias = bool(c.get("enable_bias", True))
+    norm_first = bool(c.get("do_layer_norm_before", True))
+    return ModelConfig(
+        family=Family.OPT,
+        vocab_size=integer(c, "vocab_size"),
+        hidden_size=hidden,
+        embedding_size=integer(c, "word_embed_proj_dim", hidden),
+        intermediate_size=integer(c, "ffn_dim"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        norm_eps=1e-5,  # torch.nn.LayerNorm's default; OPT's config has no field for it
+        rope=None,
+        layer_windows=(None,) * layers,
+        tie_embeddings=bool(c.get("tie_word_embeddings", True)),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        activation=activation,
+        attention_scale=(hidden // heads) ** -0.5,
+        max_context=integer(c, "max_position_embeddings", 2048),
+        eos_ids=all_ids(ids, "eos_token_id"),
+        norm_first=norm_first,
+        final_norm=norm_first and not c.get("_remove_final_layer_norm", False),
+    )
+
+
+def _hf_windows(family: Family, c: Mapping[str, object], layers: int) -> tuple[int | None, ...]:
+    window = None if c.get("sliding_window") is None else integer(c, "sliding_window")
+    if family is Family.LLAMA:
+        return (None,) * layers
+    if family in (Family.QWEN2, Family.QWEN3) and not c.get("use_sliding_window", False):
+        window = None
+    kinds = c.get("layer_types")
+    if isinstance(kinds, list):
+        unknown = sorted({str(k) for k in kinds} - {"full_attention", "sliding_attention"})
+        if unknown:
+            raise ModelError(
+                f"layer_types holds {unknown}; supported: 'full_attention' and 'sliding_attention'"
+            )
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if family is Family.GEMMA3:
+        pattern = integer(c, "sliding_window_pattern")
+        return tuple(window if (i + 1) % pattern else None for i in range(layers))
+    if family is Family.MISTRAL:
+        return (window,) * layers
+    first = integer(c, "max_window_layers")
+    return tuple(window if i >= first else None for i in range(layers))
+
+
+def _hf_ropes(family: Family, c: Mapping[str, object]) -> tuple[Rope, Rope | None]:
+    """The global rope and the local one; `rope_parameters` is transformers 5, the other keys are 4."""
+    theta = number(c, "rope_theta", 10000.0)
+    scaling = c.get("rope_scaling")
+    parameters = c.get("rope_parameters")
+    if family is not Family.GEMMA3:
+        return _hf_rope(parameters if parameters is not None else scaling, theta, c), None
+    local_theta = number(c, "rope_local_base_freq", 10000.0)
+    if parameters is None:
+        return _hf_rope(scaling, theta, c), Rope(local_theta)
+    if not isinstance(parameters, dict):
+        raise ModelError(f"rope_parameters is {parameters!r}; expected one entry per layer type")
+    full, local = parameters.get("full_attention"), parameters.get("sliding_attention")
+    return _hf_rope(full, theta, c), _hf_rope(local, local_theta, c)
+
+
+def _hf_rope(parameters: object, theta: float, c: Mapping[str, object]) -> Rope:
+    if parameters is None:
+        parameters = {}
+    if not isinstance(parameters, dict):
+        raise ModelError(f"the rope parameters are {parameters!r}; expected a JSON object")
+    theta = number(parameters, "rope_theta", theta)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if number(parameters, "partial_rotary_factor", number(c, "partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelError(
+            "partial_rotary_factor is not 1; only rotary embeddings of whole heads are supported"
+        )
+    if kind == "default" and not any(isinstance(v, dict) for v in parameters.values()):
+        return Rope(theta)
+    if kind == "linear":
+        return Rope(theta, linear_factor=number(parameters, "factor"))
+    if kind == "llama3":
+        return Rope(
+            theta,
+            llama3=Llama3Scaling(
+                factor=number(parameters, "factor"),
+                low_freq_factor=number(parameters, "low_freq_factor"),
+                high_freq_factor=number(parameters, "high_freq_factor"),
+                original_context=integer(parameters, "original_max_position_embeddings"),
+            ),
+        )
+    raise ModelError(f"the rope scaling is {parameters!r}; supported: default, linear, llama3")
+
+
+def _activation(name: object) -> Activation:
+    if isinstance(name, str) and name in _ACTIVATIONS:
+        return _ACTIVATIONS[name]
+    raise ModelError(f"the activation is {name!r}; supported: {', '.join(sorted(_ACTIVATIONS))}")

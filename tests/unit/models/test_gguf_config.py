@@ -1,0 +1,79 @@
+"""GGUF metadata as a config, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from specinfer.errors import ModelError
+from specinfer.models.config import Family, Rope
+from specinfer.models.gguf_config import config_from_gguf
+
+GGUF = {
+    "general.architecture": "llama",
+    "llama.context_length": 512,
+    "llama.embedding_length": 64,
+    "llama.block_count": 3,
+    "llama.feed_forward_length": 96,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.eot_token_id": 9,
+}
+SHAPES = {"token_embd.weight": (100, 64)}
+
+
+def as_architecture(arch, **more):
+    metadata = {key.replace("llama.", f"{arch}."): value for key, value in GGUF.items()}
+    return {**metadata, "general.architecture": arch, **{f"{arch}.{k}": v for k, v in more.items()}}
+
+
+def test_gguf():
+    config = config_from_gguf(GGUF, SHAPES)
+    assert config.family is Family.LLAMA
+    assert (config.vocab_size, config.hidden_size, config.num_layers, config.head_dim) == (100, 64, 3, 16)
+    assert config.tie_embeddings
+    assert config.rope == Rope(10000.0)
+    assert config.eos_ids == (2, 9)
+    untied = config_from_gguf(GGUF, {**SHAPES, "output.weight": (100, 64), "blk.0.attn_q.bias": (64,)})
+    assert not untied.tie_embeddings
+    assert untied.qkv_bias
+    assert not untied.o_bias
+
+
+def test_gguf_gemma3():
+    metadata = as_architecture("gemma3", **{"attention.sliding_window": 512, "attention.key_length": 32})
+    config = config_from_gguf({**metadata, "gemma3.attention.value_length": 32}, SHAPES)
+    assert config.layer_windows == (512, 512, 512)
+    assert (config.rope, config.local_rope) == (Rope(1e6), Rope(1e4))
+    assert config.norm_weight_offset == 0.0
+    assert config.attention_scale == 32**-0.5
+
+
+def test_gguf_rope_scaling():
+    linear = {**GGUF, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    assert config_from_gguf(linear, SHAPES).rope == Rope(10000.0, linear_factor=2.0)
+    divisors = (1.0,) * 8
+    assert config_from_gguf(GGUF, SHAPES, divisors).rope == Rope(10000.0, divisors=divisors)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({**GGUF, "general.architecture": "rwkv"}, "architecture is 'rwkv'; supported: gemma3, llama"),
+        ({**GGUF, "llama.rope.scaling.type": "yarn"}, "rope scaling is 'yarn'"),
+        ({**GGUF, "llama.rope.dimension_count": 8}, "rotates 8 of 16"),
+        ({**GGUF, "llama.attention.value_length": 8}, "different sizes"),
+        ({**GGUF, "llama.expert_count": 8}, "mixture of experts"),
+        ({k: v for k, v in GGUF.items() if k != "llama.block_count"}, "block_count is None"),
+    ],
+)
+def test_unsupported_gguf_is_refused(metadata, message):
+    with pytest.raises(ModelError, match=message):
+        config_from_gguf(metadata, SHAPES)
+
+
+def test_gguf_rope_factors_of_the_wrong_length():
+    with pytest.raises(ModelError, match="3 values for 8 frequencies"):
+        config_from_gguf(GGUF, SHAPES, (1.0, 1.0, 1.0))
