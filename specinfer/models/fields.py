@@ -35,6 +35,22 @@ def number(c: Mapping[str, object], key: str, default: float | None = None) -> f
     return float(value)
 
 
+def count(c: Mapping[str, object], key: str, default: int | None = None) -> int:
+    """An integer from 1 on; `default` as above."""
+    value = integer(c, key, default)
+    if value < 1:
+        raise ModelError(f"{key} is {value}; expected at least 1. The config is damaged.")
+    return value
+
+
+def positive(c: Mapping[str, object], key: str, default: float | None = None) -> float:
+    """A number above 0; `default` as above."""
+    value = number(c, key, default)
+    if not value > 0:
+        raise ModelError(f"{key} is {value}; expected more than 0. The config is damaged.")
+    return value
+
+
 def optional_number(c: Mapping[str, object], key: str) -> float | None:
     """A number, or None where the key is missing or null."""
     return None if c.get(key) is None else number(c, key)

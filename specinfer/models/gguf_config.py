@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from specinfer.errors import ModelError
 from specinfer.models.config import Activation, Family, ModelConfig, Rope
-from specinfer.models.fields import all_ids, integer, number, optional_number
+from specinfer.models.fields import all_ids, count, integer, number, optional_number, positive
 
 
 def config_from_gguf(
@@ -45,10 +45,10 @@ def _decoder_from_gguf(
 ) -> ModelConfig:
     gemma = family is Family.GEMMA3
     c = {key[len(arch) + 1 :]: value for key, value in metadata.items() if key.startswith(f"{arch}.")}
-    hidden = integer(c, "embedding_length")
-    heads = integer(c, "attention.head_count")
+    hidden = count(c, "embedding_length")
+    heads = count(c, "attention.head_count")
     layers = integer(c, "block_count")
-    head_dim = integer(c, "attention.key_length", hidden // heads)
+    head_dim = count(c, "attention.key_length", hidden // heads)
     if integer(c, "attention.value_length", head_dim) != head_dim:
         raise ModelError("the GGUF file has key and value heads of different sizes, which is not supported")
     if integer(c, "rope.dimension_count", head_dim) != head_dim:
@@ -64,7 +64,7 @@ def _decoder_from_gguf(
     windows: tuple[int | None, ...] = (window,) * layers
     scalar = float(head_dim)
     if gemma:
-        pattern = integer(c, "attention.sliding_window_pattern", 6)
+        pattern = count(c, "attention.sliding_window_pattern", 6)
         windows = tuple(window if (i + 1) % pattern else None for i in range(layers))
         # No key holds query_pre_attn_scalar; of the Gemma 3 models only the 27B's differs from head_dim.
         scalar = hidden / heads if layers == 62 else scalar
@@ -80,7 +80,7 @@ def _decoder_from_gguf(
         head_dim=head_dim,
         norm_eps=number(c, "attention.layer_norm_rms_epsilon"),
         rope=_gguf_rope(c, 1e6 if gemma else 1e4, rope_divisors),
-        local_rope=Rope(number(c, "rope.freq_base_swa", 1e4)) if gemma else None,
+        local_rope=Rope(positive(c, "rope.freq_base_swa", 1e4)) if gemma else None,
         layer_windows=windows,
         tie_embeddings="output.weight" not in shapes,
         qkv_bias="blk.0.attn_q.bias" in shapes,
@@ -105,7 +105,7 @@ def _decoder_from_gguf(
 
 
 def _gguf_rope(c: Mapping[str, object], theta: float, divisors: tuple[float, ...] | None) -> Rope:
-    theta = number(c, "rope.freq_base", theta)
+    theta = positive(c, "rope.freq_base", theta)
     kind = c.get("rope.scaling.type", "linear" if "rope.scale_linear" in c else "none")
     if divisors is not None:
         if kind not in ("none", "llama3"):
@@ -115,6 +115,6 @@ def _gguf_rope(c: Mapping[str, object], theta: float, divisors: tuple[float, ...
         return Rope(theta)
     if kind == "linear":
         return Rope(
-            theta, linear_factor=number(c, "rope.scaling.factor", number(c, "rope.scale_linear", 1.0))
+            theta, linear_factor=positive(c, "rope.scaling.factor", positive(c, "rope.scale_linear", 1.0))
         )
     raise ModelError(f"the GGUF rope scaling is {kind!r}; supported: none, linear, or a rope_freqs tensor")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from specinfer.errors import ModelError
 from specinfer.models.config import Activation, Family, Llama3Scaling, ModelConfig, Rope
-from specinfer.models.fields import all_ids, integer, mapping, number, optional_number
+from specinfer.models.fields import all_ids, count, integer, mapping, number, optional_number, positive
 
 # What transformers fills in when config.json leaves it out (its own files often do, Gemma 3's above all).
 _LLAMA_DEFAULTS: dict[str, object] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
@@ -89,13 +89,13 @@ def _decoder_from_hf(
             raise ModelError(f"config.json sets {feature} = {c[feature]!r}, which is not supported")
     activation_key = "hidden_activation" if gemma else "hidden_act"
     activation = _activation(c.get(activation_key, "gelu_pytorch_tanh" if gemma else "silu"))
-    hidden = integer(c, "hidden_size")
-    heads = integer(c, "num_attention_heads")
+    hidden = count(c, "hidden_size")
+    heads = count(c, "num_attention_heads")
     layers = integer(c, "num_hidden_layers")
-    head_dim = integer(c, "head_dim", hidden // heads)
+    head_dim = count(c, "head_dim", hidden // heads)
     bias = bool(c.get("attention_bias", False))
     rope, local_rope = _hf_ropes(family, c)
-    scalar = number(c, "query_pre_attn_scalar", float(head_dim)) if gemma else float(head_dim)
+    scalar = positive(c, "query_pre_attn_scalar", float(head_dim)) if gemma else float(head_dim)
     return ModelConfig(
         family=family,
         vocab_size=integer(c, "vocab_size"),
@@ -130,8 +130,8 @@ def _opt_from_hf(c: Mapping[str, object], ids: Sequence[Mapping[str, object]]) -
     if not c.get("layer_norm_elementwise_affine", True):
         raise ModelError("config.json sets layer_norm_elementwise_affine = false, which is not supported")
     activation = _activation(c.get("activation_function", "relu"))
-    hidden = integer(c, "hidden_size")
-    heads = integer(c, "num_attention_heads")
+    hidden = count(c, "hidden_size")
+    heads = count(c, "num_attention_heads")
     if hidden % heads:
         raise ModelError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
     layers = integer(c, "num_hidden_layers")
@@ -178,7 +178,7 @@ def _hf_windows(family: Family, c: Mapping[str, object], layers: int) -> tuple[i
             )
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     if family is Family.GEMMA3:
-        pattern = integer(c, "sliding_window_pattern")
+        pattern = count(c, "sliding_window_pattern")
         return tuple(window if (i + 1) % pattern else None for i in range(layers))
     if family is Family.MISTRAL:
         return (window,) * layers
@@ -188,12 +188,12 @@ def _hf_windows(family: Family, c: Mapping[str, object], layers: int) -> tuple[i
 
 def _hf_ropes(family: Family, c: Mapping[str, object]) -> tuple[Rope, Rope | None]:
     """The global rope and the local one; `rope_parameters` is transformers 5, the other keys are 4."""
-    theta = number(c, "rope_theta", 10000.0)
+    theta = positive(c, "rope_theta", 10000.0)
     scaling = c.get("rope_scaling")
     parameters = c.get("rope_parameters")
     if family is not Family.GEMMA3:
         return _hf_rope(parameters if parameters is not None else scaling, theta, c), None
-    local_theta = number(c, "rope_local_base_freq", 10000.0)
+    local_theta = positive(c, "rope_local_base_freq", 10000.0)
     if parameters is None:
         return _hf_rope(scaling, theta, c), Rope(local_theta)
     if not isinstance(parameters, dict):
@@ -207,7 +207,7 @@ def _hf_rope(parameters: object, theta: float, c: Mapping[str, object]) -> Rope:
         parameters = {}
     if not isinstance(parameters, dict):
         raise ModelError(f"the rope parameters are {parameters!r}; expected a JSON object")
-    theta = number(parameters, "rope_theta", theta)
+    theta = positive(parameters, "rope_theta", theta)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if number(parameters, "partial_rotary_factor", number(c, "partial_rotary_factor", 1.0)) != 1.0:
         raise ModelError(
@@ -216,14 +216,14 @@ def _hf_rope(parameters: object, theta: float, c: Mapping[str, object]) -> Rope:
     if kind == "default" and not any(isinstance(v, dict) for v in parameters.values()):
         return Rope(theta)
     if kind == "linear":
-        return Rope(theta, linear_factor=number(parameters, "factor"))
+        return Rope(theta, linear_factor=positive(parameters, "factor"))
     if kind == "llama3":
         return Rope(
             theta,
             llama3=Llama3Scaling(
-                factor=number(parameters, "factor"),
-                low_freq_factor=number(parameters, "low_freq_factor"),
-                high_freq_factor=number(parameters, "high_freq_factor"),
+                factor=positive(parameters, "factor"),
+                low_freq_factor=positive(parameters, "low_freq_factor"),
+                high_freq_factor=positive(parameters, "high_freq_factor"),
                 original_context=integer(parameters, "original_max_position_embeddings"),
             ),
         )

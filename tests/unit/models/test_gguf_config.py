@@ -66,6 +66,18 @@ def test_gguf_rope_scaling():
         ({**GGUF, "llama.rope.dimension_count": 8}, "rotates 8 of 16"),
         ({**GGUF, "llama.attention.value_length": 8}, "different sizes"),
         ({**GGUF, "llama.expert_count": 8}, "mixture of experts"),
+        ({**GGUF, "llama.attention.head_count": 0}, r"attention\.head_count is 0; expected at least 1"),
+        ({**GGUF, "llama.embedding_length": 0}, "embedding_length is 0"),
+        ({**GGUF, "llama.attention.head_count": 65}, r"attention\.key_length is 0"),
+        ({**GGUF, "llama.rope.freq_base": 0.0}, r"rope\.freq_base is 0\.0"),
+        (
+            {**GGUF, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0},
+            r"rope\.scaling\.factor is 0\.0",
+        ),
+        (
+            as_architecture("gemma3", **{"attention.sliding_window_pattern": 0}),
+            r"attention\.sliding_window_pattern is 0",
+        ),
         ({k: v for k, v in GGUF.items() if k != "llama.block_count"}, "block_count is None"),
     ],
 )

@@ -157,6 +157,41 @@ def test_the_unsupported_is_refused(change, message):
         config_from_hf({**LLAMA, **change})
 
 
+@pytest.mark.parametrize(
+    ("config", "key", "value"),
+    [
+        (LLAMA, "num_attention_heads", 0),
+        (OPT, "num_attention_heads", 0),
+        (LLAMA, "num_attention_heads", -4),
+        (LLAMA, "hidden_size", 0),
+        (OPT, "hidden_size", 0),
+        (LLAMA, "head_dim", 0),
+        (LLAMA, "rope_theta", 0.0),
+        (LLAMA, "rope_theta", float("nan")),
+    ],
+)
+def test_numbers_that_nothing_can_be_divided_by_are_named(config, key, value):
+    with pytest.raises(ModelError, match=rf"{key} is {value}; expected .*The config is damaged"):
+        config_from_hf({**config, key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sliding_window_pattern", 0), ("query_pre_attn_scalar", 0), ("query_pre_attn_scalar", -1)],
+)
+def test_those_of_gemma_too(key, value):
+    text = {**GEMMA_4B["text_config"], key: value}
+    with pytest.raises(ModelError, match=rf"{key} is {value}"):
+        config_from_hf({**GEMMA_4B, "text_config": text})
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+def test_a_rope_factor_of_nothing(kind):
+    scaling = {"rope_type": kind, "factor": 0.0}
+    with pytest.raises(ModelError, match=r"factor is 0\.0"):
+        config_from_hf({**LLAMA, "rope_scaling": scaling})
+
+
 def test_layer_types_of_the_wrong_kind_or_number():
     with pytest.raises(ModelError, match="'chunked_attention'"):
         config_from_hf({**MISTRAL, "layer_types": ["chunked_attention"] * 3})
