@@ -26,7 +26,7 @@ def install_stream(source: IO[bytes], entry: CatalogueEntry, target: Path, progr
     disk, DownloadError; nothing is left then.
     """
     digest, left = hashlib.sha256(), entry.size
-    with disk_errors(target.parent), NewFile(target) as new:
+    with disk_errors(target.parent), NewFile(target, 0o644) as new:
         while block := source.read(min(BLOCK, left + 1)):
             left -= len(block)
             if left < 0:

@@ -2,8 +2,8 @@
 
     file --rows--> float --cast--> one stacked matrix --pack--> Linear      (then the stacked matrix is freed)
 
-Rows are read, dequantized and cast a megabyte at a time, straight into the matrix they belong to. Quantized
-matrices are made of such pieces, too, or read as they were kept (quantization_cache.py).
+Rows are read, dequantized and cast in pieces, straight into the matrix they belong to. Quantized matrices are
+made of such pieces, too, or read as they were kept (quantization_cache.py).
 """
 
 from __future__ import annotations

