@@ -76,7 +76,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a model; raises ModelFileError where it holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is not valid JSON ({error}); fetch the model again") from error
     if not isinstance(value, dict):
         raise ModelFileError(

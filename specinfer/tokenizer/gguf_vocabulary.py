@@ -19,7 +19,7 @@ from specinfer.errors import ModelFileError
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.tokenizer.library_errors import LibraryErrors
 from specinfer.tokenizer.token_bytes import SPACE_SYMBOL
-from specinfer.tokenizer.vocabulary import first_ids
+from specinfer.tokenizer.vocabulary import first_ids, gguf_texts, gguf_value, odd_value
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 
@@ -105,9 +105,9 @@ def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
     Raises ModelFileError when the metadata lacks a piece or names an unknown tokenizer.
     """
     metadata = _Metadata(header)
-    kind = metadata.required("model")
-    tokens = list(metadata.required("tokens"))
-    types: list[int] = metadata.get("token_type", [NORMAL] * len(tokens))
+    kind = gguf_value(header, "model")
+    tokens = list(gguf_texts(header, "tokens"))
+    types = metadata.numbers("token_type", [NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise ModelFileError(
             f"{header.path}: {len(tokens)} tokens but {len(types)} token types; damaged file"
@@ -134,12 +134,15 @@ def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
             single=[*(tokens[i] for i in prefix), "$A", *(tokens[i] for i in suffix)],
             special_tokens=[(tokens[i], i) for i in {*prefix, *suffix}],
         )
+    template = header.metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise odd_value(header, "tokenizer.chat_template", template, "a text")
     return GgufVocabulary(
         backend=backend,
         bos_token_id=bos,
         eos_token_ids=frozenset(i for i in ends if i is not None),
         special_tokens={name: tokens[i] for name, i in names.items() if i is not None},
-        chat_template=header.metadata.get("tokenizer.chat_template"),
+        chat_template=template,
     )
 
 
@@ -152,13 +155,10 @@ class _Metadata:
     def get(self, key: str, default: Any) -> Any:
         return self.header.metadata.get(f"tokenizer.ggml.{key}", default)
 
-    def required(self, key: str) -> Any:
-        value = self.get(key, None)
-        if value is None:
-            raise ModelFileError(
-                f"{self.header.path} has no tokenizer.ggml.{key}; it holds no complete tokenizer: "
-                "use a GGUF file made with its vocabulary"
-            )
+    def numbers(self, key: str, default: Any) -> list[Any]:
+        value = self.get(key, default)
+        if not isinstance(value, list):
+            raise odd_value(self.header, f"tokenizer.ggml.{key}", value, "a list of numbers")
         return value
 
     def token_id(self, key: str, tokens: Sequence[str]) -> int | None:
@@ -170,13 +170,13 @@ def _byte_level(
     metadata: _Metadata, tokens: list[str], types: list[int]
 ) -> tuple[tokenizers.Tokenizer, bool]:
     name = metadata.get("pre", "default")
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise ModelFileError(
             f"{metadata.header.path} names the pre-tokenizer {name!r}; known: {', '.join(PRE_TOKENIZERS)}: "
             "use the model's safetensors folder instead"
         )
     rules = PRE_TOKENIZERS[name]
-    merges = [tuple(merge.split(" ")) for merge in metadata.required("merges")]
+    merges = [tuple(merge.split(" ")) for merge in gguf_texts(metadata.header, "merges")]
     if not {2}.issuperset(map(len, merges)):
         raise ModelFileError(f"{metadata.header.path}: a merge is not a pair of tokens; damaged file")
     backend = _backend(
@@ -194,7 +194,7 @@ def _byte_level(
 
 
 def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
-    scores = metadata.required("scores")
+    scores = metadata.numbers("scores", gguf_value(metadata.header, "scores"))
     if len(scores) != len(tokens):
         raise ModelFileError(
             f"{metadata.header.path}: {len(tokens)} tokens but {len(scores)} scores; damaged file"

@@ -10,11 +10,12 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
 from specinfer.errors import ModelFileError
-from specinfer.hub.gguf_header import GgufHeader
+from specinfer.hub.gguf_header import GgufHeader, Strings
 from specinfer.hub.model_files import ModelFiles
 from specinfer.tokenizer.library_errors import LibraryErrors
 from specinfer.tokenizer.token_bytes import SPACE_SYMBOL
@@ -31,7 +32,7 @@ class Vocabulary:
     def __init__(self, files: ModelFiles) -> None:
         self._source: Sequence[str] | Path  # a GGUF file's tokens, or a tokenizer.json
         header = files.header
-        self._source = tokenizer_file(files.path) if header is None else gguf_tokens(header)
+        self._source = tokenizer_file(files.path) if header is None else gguf_texts(header, "tokens")
 
     @property
     def size(self) -> int:
@@ -84,15 +85,33 @@ def read_backend(file: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(file))
 
 
-def gguf_tokens(header: GgufHeader) -> Sequence[str]:
-    """The tokens of a GGUF file by id; raises ModelFileError where it has none."""
-    tokens: Sequence[str] | None = header.metadata.get("tokenizer.ggml.tokens")
-    if tokens is None:
+def gguf_value(header: GgufHeader, key: str) -> Any:
+    """What a GGUF file has under tokenizer.ggml.KEY; raises ModelFileError where it has nothing."""
+    value = header.metadata.get(f"tokenizer.ggml.{key}")
+    if value is None:
         raise ModelFileError(
-            f"{header.path} has no tokenizer.ggml.tokens; it holds no complete tokenizer: "
+            f"{header.path} has no tokenizer.ggml.{key}; it holds no complete tokenizer: "
             "use a GGUF file made with its vocabulary"
         )
-    return tokens
+    return value
+
+
+def gguf_texts(header: GgufHeader, key: str) -> Sequence[str]:
+    """The list of texts under a GGUF file's tokenizer.ggml.KEY; raises ModelFileError where there is none."""
+    value = gguf_value(header, key)
+    # Those that lie in a file as texts are not decoded to be looked at.
+    if isinstance(value, Strings) or (
+        isinstance(value, list) and all(isinstance(text, str) for text in value)
+    ):
+        return value
+    raise odd_value(header, f"tokenizer.ggml.{key}", value, "a list of texts")
+
+
+def odd_value(header: GgufHeader, name: str, value: object, allowed: str) -> ModelFileError:
+    """The error about a value of a GGUF file that is of another kind than `allowed`."""
+    return ModelFileError(
+        f"{header.path}: {name} is {repr(value)[:80]}; allowed: {allowed}. Fetch the model again"
+    )
 
 
 def first_ids(tokens: Sequence[str]) -> dict[str, int]:

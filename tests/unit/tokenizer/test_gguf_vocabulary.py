@@ -156,3 +156,24 @@ def test_what_cannot_be_read_is_refused_with_what_can():
         read_vocabulary(byte_level_header(token_type=[UNUSED]))
     with pytest.raises(ModelFileError, match="2 scores"):
         read_vocabulary(sentencepiece_header(["a"], scores=[0.0, 0.0]))
+
+
+@pytest.mark.parametrize(
+    ("made_up", "message"),
+    [
+        (byte_level_header(tokens=3), r"tokenizer\.ggml\.tokens is 3; allowed: a list of texts"),
+        (byte_level_header(tokens=[1, 2]), r"tokenizer\.ggml\.tokens is \[1, 2\]; allowed: a list of texts"),
+        (byte_level_header(tokens="abc"), r"tokenizer\.ggml\.tokens is 'abc'"),
+        (byte_level_header(merges=[1.5]), r"tokenizer\.ggml\.merges is \[1\.5\]"),
+        (byte_level_header(token_type=1), r"tokenizer\.ggml\.token_type is 1; allowed: a list of numbers"),
+        (byte_level_header(pre=["gpt-2"]), r"\['gpt-2'\]; known: gpt-2"),
+        (byte_level_header(chat_template=3), r"tokenizer\.chat_template is 3; allowed: a text"),
+        (
+            sentencepiece_header(["a"], scores="0"),
+            r"tokenizer\.ggml\.scores is '0'; allowed: a list of numbers",
+        ),
+    ],
+)
+def test_values_of_another_kind_are_named_with_their_file(made_up, message):
+    with pytest.raises(ModelFileError, match=rf"^made-up\.gguf.* {message}"):
+        read_vocabulary(made_up)
