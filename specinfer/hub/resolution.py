@@ -83,10 +83,10 @@ def pull(entry: CatalogueEntry, cache: Path, progress: Progress, pip: Sequence[s
             f"{entry.name} is not in the cache ({cache}) and HF_HUB_OFFLINE is set; "
             "unset it, or pull the model on a machine with a network and give the file's path"
         )
+    failures = []
     with disk_errors(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
-    failures = []
-    with locked(target.with_name(entry.file + ".lock")):
+    with disk_errors(target.parent), locked(target.with_name(entry.file + ".lock")):
         if _pulled(target, entry):
             return target
         for source in entry.sources:

