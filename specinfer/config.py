@@ -16,7 +16,7 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 KernelChoice = Literal["auto", "native", "torch"]
 Quantization = Literal["none", "int8", "int4"]
 Verifier = Literal["coupled", "mss"]
-Draft = Literal["coupled", "top_k", "iid", "without_replacement"]
+DraftDraw = Literal["coupled", "top_k", "iid", "without_replacement"]
 TreeSize = Literal["cost", "fixed"]
 
 # What a draft model may do for each verifier, its default first (docs/losslessness.md). The top-k of a
@@ -68,13 +68,13 @@ class SpeculationConfig:
     max_nodes: int = 64  # of one request's tree in one step, the root included
     tree_size: TreeSize = "cost"  # cost: of all that, what is expected to be fastest here; fixed: all of it
     verifier: Verifier = "coupled"
-    draw: Draft | None = None  # how drafts draw; None: the verifier's own rule
+    draw: DraftDraw | None = None  # how drafts draw; None: the verifier's own rule
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "drafts", _names("drafts", self.drafts))
+        object.__setattr__(self, "drafts", _model_names("drafts", self.drafts))
         _choice("draft_quantization", self.draft_quantization, get_args(Quantization))
         object.__setattr__(self, "draft_vocabulary", _vocabulary(self.draft_vocabulary))
-        object.__setattr__(self, "expansion", _expansion(self.expansion))
+        object.__setattr__(self, "expansion", Expansion.of(self.expansion))
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
@@ -215,7 +215,7 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
 
 
-def _names(name: str, value: object) -> tuple[str, ...]:
+def _model_names(name: str, value: object) -> tuple[str, ...]:
     """One name, or several, as several."""
     if isinstance(value, (str, PathLike)):
         value = (value,)
@@ -242,17 +242,6 @@ def _vocabulary(value: object) -> int | str | None:
     raise ConfigError(
         f"draft_vocabulary is {value!r}; allowed: how many tokens to keep, or the path of a file of token ids"
     )
-
-
-def _expansion(value: object) -> Expansion:
-    """A plan, its text, or its widths, as a plan."""
-    if isinstance(value, Expansion):
-        return value
-    if isinstance(value, str):
-        return Expansion.parse(value)
-    if isinstance(value, Iterable):
-        return Expansion(tuple(value))
-    raise ConfigError(f"expansion is {value!r}; allowed: integers >= 1, for example (1, 1, 3, 1, 1)")
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -1,4 +1,4 @@
-"""SpeculationParams: one request's own wishes about speculation; they change its speed, never its law."""
+"""SpeculationParams: what one request asks of speculation; it changes its speed, never its law."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specinfer.tree.expansion import Expansion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationParams:
-    """What one request asks of speculation; None leaves a point as the engine is configured.
+    """What one request asks of speculation; None keeps the engine's setting.
 
     With the coupled verifier, greedy or seeded text is the same whatever is asked here. Raises RequestError
     on a value outside its range; whether the named speculators exist is checked when the request arrives.
@@ -37,7 +37,7 @@ class SpeculationParams:
         if self.expansion is not None:
             object.__setattr__(self, "expansion", _expansion(self.expansion))
         if self.speculators is not None:
-            object.__setattr__(self, "speculators", _names(self.speculators))
+            object.__setattr__(self, "speculators", _speculators(self.speculators))
         if self.verifier is not None and self.verifier not in tuple(DRAFT_DRAWS):
             raise RequestError(
                 f"speculation.verifier is {self.verifier!r}; allowed: {', '.join(DRAFT_DRAWS)}"
@@ -65,19 +65,13 @@ class SpeculationParams:
 
 
 def _expansion(value: object) -> Expansion:
-    if isinstance(value, Expansion):
-        return value
     try:
-        if isinstance(value, str):
-            return Expansion.parse(value)
-        if isinstance(value, Iterable):
-            return Expansion(tuple(value))
+        return Expansion.of(value)
     except ConfigError as error:
         raise RequestError(f"speculation.{error}") from None
-    raise RequestError(f"speculation.expansion is {value!r}; allowed: integers >= 1, like '1,1,3,1,1'")
 
 
-def _names(value: object) -> tuple[str, ...]:
+def _speculators(value: object) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
     if not names or any(not isinstance(name, str) or not name for name in names):
         raise RequestError(

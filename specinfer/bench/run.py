@@ -125,7 +125,7 @@ def compare(
 
     Raises RequestError when no request of an engine could be served.
     """
-    sides = [_Side(llm, load, dataset) for llm in (baseline, speculative)]
+    sides = [_Bench(llm, load, dataset) for llm in (baseline, speculative)]
     for side in sides:
         side.warm_up()
     began, busy = time.perf_counter(), _busy_elsewhere()
@@ -165,7 +165,7 @@ class _Talk:
         return self.index, self.turn
 
 
-class _Side:
+class _Bench:
     """One engine at work on the conversations."""
 
     def __init__(self, llm: LLM, load: Load, dataset: Dataset) -> None:

@@ -87,6 +87,6 @@ def engine_like(
 
 
 def with_verifier(speculation: SpeculationConfig, verifier: Verifier) -> SpeculationConfig:
-    """The same speculators under `verifier`; draws it cannot treat become its own default rule."""
+    """The same speculators under `verifier`; a draw rule it does not accept is replaced by its default."""
     draw = speculation.draw if speculation.draw in DRAFT_DRAWS[verifier] else None
     return replace(speculation, verifier=verifier, draw=draw)

@@ -61,7 +61,7 @@ class Intake:
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
-            return _token_ids(prompt)
+            return _prompt_ids(prompt)
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token of text")
         return self.tokenizer.encode(prompt)
@@ -136,7 +136,7 @@ def _is_id(value: object) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool) and not getattr(value, "ndim", 0)
 
 
-def _token_ids(prompt: object) -> list[int]:
+def _prompt_ids(prompt: object) -> list[int]:
     """Token ids of any integer type (numpy's, say) as Python's own."""
     ids: list[Any] = [prompt]
     if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping)):

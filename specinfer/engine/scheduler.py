@@ -7,12 +7,12 @@ in this order:
     2. the tokens whose KV is missing, of running requests and then of waiting ones, oldest first: prompts
     3. nodes of trees, one after the other to every request that wants more, while there are rows
 
-Trees come last: a caller waits for the first token behind a prompt, and a tree only hopes for tokens. When
+Trees come last: a caller waits for the first token behind a prompt, and a tree may bring no token. When
 blocks run out the newest running request gives up its own and waits at the head of the queue; it is
 recomputed later. A tree that has no blocks is left out; nobody gives way to it.
 
-A request starts behind the longest beginning of its text that is in the cache already (kv_blocks.py). What
-another running request is about to compute it waits for, instead of computing it again.
+A request starts behind the longest prefix of its text that is in the cache already (kv_blocks.py). It waits
+for a block that another running request is about to compute, instead of computing it again.
 """
 
 from __future__ import annotations

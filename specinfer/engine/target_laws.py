@@ -39,7 +39,7 @@ class TargetLaws:
         self._depths = tree.depths()
         self._processors = entry.active_processors
         self._ending = entry.processors.ending if entry.processors is not None else frozenset[int]()
-        self.asked = 0  # the node whose law was wanted last
+        self.asked = 0  # the node being decided
 
     @property
     def plain(self) -> bool:

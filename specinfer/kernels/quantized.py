@@ -4,8 +4,8 @@ Activations are quantized to int8 on the fly, but for int4 weights on a matrix u
 transformer's activations are a hundred times larger than the others, and one scale for a row would leave
 those others two or three bits. So a row is cut into groups of 32. An int4 weight has a scale per group
 anyway, and there the activations have one, too. An int8 weight has one per output channel, so that its
-product is a plain one of integers; there each group is rotated by a Hadamard matrix H, of ones and minus ones,
-which shares a large value out among all 32. The weights are rotated the other way beforehand:
+product is a plain one of integers; there each group is rotated by a Hadamard matrix H, of ones and minus
+ones, which shares a large value out among all 32. The weights are rotated the other way beforehand:
 x W^T = (x H) (W H / 32)^T.
 
 Products of integers are summed exactly, and a fixed sequence of float operations follows. So the native

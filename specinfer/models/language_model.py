@@ -106,10 +106,10 @@ class Weights(Placed, Protocol):
         """The tensor of that name; several are stacked along the first dimension."""
         ...
 
-    def linear(self, *names: str, bias: bool = False, kept: Tensor | None = None) -> Linear:
+    def linear(self, *names: str, bias: bool = False, loaded: Tensor | None = None) -> Linear:
         """The product with the matrix `name`.weight, and `name`.bias if asked; several are stacked.
 
-        `kept` is that matrix where the model holds it anyway, as it does tied embeddings.
+        `loaded` is the same matrix, already in memory: tied embeddings.
         """
         ...
 

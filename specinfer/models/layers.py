@@ -126,4 +126,4 @@ def output_layer(config: ModelConfig, weights: Weights, embeddings: str, table_V
     A copy of tied embeddings, laid out as products read them, costs V * D * 2 bytes, and pays: a product with
     the plain matrix takes nearly twice as long.
     """
-    return weights.linear(embeddings, kept=table_VD) if config.tie_embeddings else weights.linear("lm_head")
+    return weights.linear(embeddings, loaded=table_VD) if config.tie_embeddings else weights.linear("lm_head")

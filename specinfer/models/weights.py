@@ -257,20 +257,20 @@ class _FileWeights:
             first += shape[0]
         return out
 
-    def linear(self, *names: str, bias: bool = False, kept: Tensor | None = None) -> Linear:
+    def linear(self, *names: str, bias: bool = False, loaded: Tensor | None = None) -> Linear:
         """The product with the matrix `name`.weight, and `name`.bias if asked; several are stacked.
 
-        `kept` is that matrix where the model holds it anyway, as it does tied embeddings.
+        `loaded` is the same matrix, already in memory: tied embeddings.
         """
         matrices = [f"{name}.weight" for name in names]
         b = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
-        output_layer = kept is not None or names == ("lm_head",)
+        output_layer = loaded is not None or names == ("lm_head",)
         if self._quantized is not None:
             product = self._quantized_linear(self._quantized, matrices, b, output_layer)
-            if kept is None:
+            if loaded is None:
                 self._report(sum(math.prod(self._shapes[name]) for name in matrices))
             return product
-        weight = kept if kept is not None else self.tensor(*matrices)
+        weight = loaded if loaded is not None else self.tensor(*matrices)
         if self._logit_ids is not None and output_layer:
             weight = weight[torch.tensor(self._logit_ids, device=self.device)]
         return make_linear(weight, b, self.kernels)

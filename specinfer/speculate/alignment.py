@@ -40,7 +40,7 @@ class Alignment:
             for stop in range(n, len(prediction) + 1):
                 self._stops.setdefault(tuple(prediction[stop - n : stop]), []).append(stop)
         self._at = 0  # the answer is thought to go on here
-        self._run = TRUSTED  # tokens that say so; 0: nowhere is better than elsewhere. An answer begins at 0
+        self._run = TRUSTED  # tokens that say so; 0: no place is preferred. An answer begins at 0
         self._anchor = 0  # the last certain place
         self._since = 0  # tokens of the answer after the anchor
         self._tail: list[int] = []  # the answer's last tokens
@@ -49,7 +49,7 @@ class Alignment:
 
     @property
     def run(self) -> int:
-        """The tokens in a row that say where the answer stands; 0: nowhere is better than elsewhere."""
+        """The tokens in a row that say where the answer stands; 0: no place is preferred."""
         return self._run
 
     def advance(self, tokens: Sequence[int]) -> None:

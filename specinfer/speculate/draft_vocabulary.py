@@ -3,7 +3,7 @@
 A draft that cannot name a token never proposes it, and nothing else changes: the target's law decides what
 becomes text. So the head, a large part of a small model, can be cut to the tokens that are common.
 
-Which are common, no file of a model says, but its tokenizer does roughly: byte-pair merges are numbered in
+Model files do not say which tokens are common, but a tokenizer does roughly: byte-pair merges are numbered in
 the order they were made, the most frequent pair first, so low ids are frequent ones. A caller who knows the
 texts better gives a file of ids.
 """

@@ -71,10 +71,10 @@ class FixedPolicy:
     """Lets everybody guess as configured, and drops nothing."""
 
     def begin_step(self, plan: StepPlan) -> None:
-        """All steps are alike."""
+        """Nothing to prepare."""
 
     def show(self, trees: Sequence[TokenTree]) -> None:
-        """All trees are alike."""
+        """Nothing to remember."""
 
     def worth_starting(
         self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]

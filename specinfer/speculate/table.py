@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from specinfer.config import SpeculationConfig
-from specinfer.speculate.forced import GrammarSpeculator
+from specinfer.speculate.grammar import GrammarSpeculator
 from specinfer.speculate.ngram import NgramSpeculator
 from specinfer.speculate.prediction import PredictionSpeculator
 from specinfer.speculate.speculator import Speculator

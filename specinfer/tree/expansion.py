@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specinfer.errors import ConfigError
@@ -20,6 +21,17 @@ class Expansion:
                 f"expansion is {','.join(map(str, self.widths))!r}; allowed: 1 to 64 integers from 1 to 64, "
                 "for example 1,1,3,1,1"
             )
+
+    @classmethod
+    def of(cls, value: object) -> Expansion:
+        """A plan, its text, or its widths, as a plan; raises ConfigError where it is none of these."""
+        if isinstance(value, Expansion):
+            return value
+        if isinstance(value, str):
+            return cls.parse(value)
+        if isinstance(value, Iterable):
+            return cls(tuple(value))
+        raise ConfigError(f"expansion is {value!r}; allowed: integers >= 1, for example 1,1,3,1,1")
 
     @classmethod
     def parse(cls, text: str) -> Expansion:

@@ -39,7 +39,7 @@ def prunable(tree: TokenTree) -> bool:
 
 
 def keep(tree: TokenTree, nodes: Collection[int]) -> TokenTree:
-    """`tree` with these nodes alone, ascending, the root and every parent of theirs among them."""
+    """The subtree of `nodes`, ascending; it must hold the root and each node's parent."""
     if len(nodes) == tree.num_nodes:
         return tree
     new = {old: i for i, old in enumerate(nodes)}

@@ -115,7 +115,7 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1"),
         (
             {"expansion": 3},
-            "expansion is 3; allowed: integers >= 1, for example (1, 1, 3, 1, 1)",
+            "expansion is 3; allowed: integers >= 1, for example 1,1,3,1,1",
         ),
         (
             {"expansion": ()},

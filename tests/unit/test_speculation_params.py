@@ -57,7 +57,7 @@ SPECULATORS = "allowed: names of speculators, at least one; to switch speculatio
         ({"expansion": "1,x"}, "speculation.expansion is '1,x'; allowed: integers >= 1"),
         ({"expansion": [0]}, "speculation.expansion is '0'; allowed: "),
         ({"expansion": []}, "speculation.expansion is ''; allowed: "),
-        ({"expansion": 5}, "speculation.expansion is 5; allowed: integers >= 1, like '1,1,3,1,1'"),
+        ({"expansion": 5}, "speculation.expansion is 5; allowed: integers >= 1, for example 1,1,3,1,1"),
         ({"speculators": []}, f"speculation.speculators is []; {SPECULATORS}"),
         ({"speculators": ""}, f"speculation.speculators is ''; {SPECULATORS}"),
         ({"speculators": [1]}, f"speculation.speculators is [1]; {SPECULATORS}"),

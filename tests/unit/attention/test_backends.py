@@ -73,7 +73,7 @@ def test_heads(backend, heads, kv_heads, head_dim, extras, dtype, tolerance):
     check(backend, layer, BATCHES["requests of all kinds"], tolerance)
 
 
-def test_what_is_no_number_stays_none(backend: AttentionBackend) -> None:
+def test_nan_propagates(backend: AttentionBackend) -> None:
     """A key that overflowed must not pass for a sensible one: the engine looks for it in the logits."""
     layer = Layer(4, 2, 32)
     paths = paths_of(Rows([1], 40, scattered(0, 4), 0))

@@ -152,7 +152,7 @@ def test_few_rows_of_a_loose_int4_product_stay_integers(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_none_in_int4(plain: Library, value: float) -> None:
+def test_nan_propagates_in_int4(plain: Library, value: float) -> None:
     """Of a row that row alone; of a weight the whole matrix, as its largest scale is none."""
     products, weight, x = native_kernels(plain).products, random(33, 96, seed=0), random(17, 96, seed=1)
     broken = x.clone()

@@ -67,7 +67,7 @@ def test_certainty_is_not_taken_at_its_word() -> None:
     assert 0 < probabilities[2] < 0.01
 
 
-def test_what_is_no_number_is_not_believed() -> None:
+def test_a_nan_confidence_is_not_believed() -> None:
     assert 0 < Calibration().probabilities(chain(float("nan")))[1] < 0.01
 
 

@@ -10,7 +10,7 @@ from specinfer import SamplingParams
 from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.plan import PlanEntry
 from specinfer.processors.pipeline import Processors
-from specinfer.speculate.forced import GrammarSpeculator
+from specinfer.speculate.grammar import GrammarSpeculator
 from specinfer.tree import DrawRule
 from tests import plans
 from tests.engines import Tiny, write_tiny
