@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from specinfer.request import Request
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.alignment import Alignment
-from specinfer.speculate.suffix_index import SuffixIndex
 from specinfer.speculate.suffix_store import SuffixStore
+from specinfer.speculate.text_index import TextIndex
 from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder
 from specinfer.verify.law import Law
 from tests.engines import engine_of, write_tiny
@@ -117,9 +118,24 @@ def law_without_its_likeliest_token() -> None:
 
 
 def index_that_forgot_a_token() -> None:
-    index = SuffixIndex()
+    index = TextIndex()
     index.extend([1, 2, 3])
-    index._newest[0].clear()
+    heads = index._stretches[0].heads[0]
+    heads[:] = array("i", [0]) * len(heads)
+    index.check_integrity()
+
+
+def text_without_a_stretch() -> None:
+    index = TextIndex()
+    index.extend([1, 2, 3])
+    index._stretches.clear()
+    index.check_integrity()
+
+
+def text_that_ends_where_no_separator_is() -> None:
+    index = TextIndex()
+    index.extend([1, 2, 3])
+    index._text_ends.append(3)
     index.check_integrity()
 
 
@@ -163,6 +179,8 @@ STATES: list[Callable[[], None]] = [
     more_slots_read_than_written,
     law_without_its_likeliest_token,
     index_that_forgot_a_token,
+    text_without_a_stretch,
+    text_that_ends_where_no_separator_is,
     store_that_counts_wrong,
     place_outside_of_the_prediction,
     engine_that_forgot_a_request,

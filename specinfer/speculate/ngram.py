@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Final
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
 from specinfer.speculate.calibration import LONGEST_MATCH, match_confidence
 from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.text_index import TextIndex
 from specinfer.tree import TokenTree, TreeBuilder
 from specinfer.tree.token_tree import single_node
 
-
-@dataclass(slots=True)
-class _Index:
-    """Where each n-gram of one request's text ends, newest last; grows with the text."""
-
-    ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    length: int = 0  # tokens indexed
+PLACES: Final = 64  # earlier occurrences that are looked at for branches, for each length of an n-gram
 
 
 class NgramSpeculator:
     """Guesses that the text goes on as it did after the longest earlier match of its last tokens.
 
     Up to `branches` earlier occurrences become branches of the tree, longer matches and then newer ones
-    first. A guess that runs into the end of the text goes on into itself, so a loop is guessed to loop.
+    first, each with a next token of its own; one that lies behind PLACES others is not seen. A guess that
+    runs into the end of the text goes on into itself, so a loop is guessed to loop. A running request's text
+    takes 4 bytes a token here and 12 to 24 for each length from `shortest` to `longest`.
     """
 
     def __init__(
         self, *, shortest: int, longest: int, branches: int, depth: int, name: str = "ngram"
     ) -> None:
         self.name = name
-        self._lengths = range(longest, shortest - 1, -1)
+        self._lengths = range(longest, shortest - 1, -1)  # longer matches are better
         self._branches = branches
         self._depth = depth
-        self._indexes: dict[str, _Index] = {}
+        self._indexes: dict[str, TextIndex] = {}
 
     def most_nodes(self, request: Request) -> int:
         """A chain per branch."""
@@ -53,8 +51,10 @@ class NgramSpeculator:
 
     def _tree(self, entry: PlanEntry) -> TokenTree:
         text, end = entry.token_ids, entry.end
-        index = self._indexes.setdefault(entry.request.request_id, _Index())
-        self._extend(index, text, end - 1)  # matches end before the last token: something must follow
+        index = self._indexes.get(entry.request.request_id)
+        if index is None:
+            index = self._indexes[entry.request.request_id] = TextIndex(self._lengths)
+        index.extend(text[index.num_tokens : end - 1])  # not the last token: something must follow a match
         depth = min(self._depth, entry.max_depth)
         starts = self._matches(index, text, end)
         if not starts or depth < 1 or entry.max_nodes < 2:
@@ -73,19 +73,13 @@ class NgramSpeculator:
                     return builder.build()
         return builder.build()
 
-    def _extend(self, index: _Index, text: Sequence[int], end: int) -> None:
-        for stop in range(index.length + 1, end + 1):
-            for n in self._lengths:
-                if n <= stop:
-                    index.ends.setdefault(tuple(text[stop - n : stop]), []).append(stop)
-        index.length = max(index.length, end)
-
-    def _matches(self, index: _Index, text: Sequence[int], end: int) -> list[int]:
+    def _matches(self, index: TextIndex, text: Sequence[int], end: int) -> list[int]:
         """The positions after the best earlier occurrences of the last tokens, no next token twice."""
+        tail = array("i", text[max(0, end - self._lengths[0]) : end])
         found: dict[int, int] = {}  # next token -> where it stands
-        for n in self._lengths:
-            for stop in reversed(index.ends.get(tuple(text[end - n : end]), ()) if n <= end else ()):
-                found.setdefault(text[stop], stop)
+        for length in self._lengths:
+            for place in index.places(tail, length, PLACES):
+                found.setdefault(text[place], place)
                 if len(found) == self._branches:
                     return list(found.values())
         return list(found.values())

@@ -17,8 +17,8 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
 from specinfer.speculate.calibration import match_confidence
 from specinfer.speculate.speculator import Outcome
-from specinfer.speculate.suffix_index import SuffixIndex
 from specinfer.speculate.suffix_store import SuffixStore
+from specinfer.speculate.text_index import TextIndex
 from specinfer.tree import TokenTree, TreeBuilder
 from specinfer.tree.token_tree import single_node
 
@@ -32,7 +32,7 @@ class _Running:
 
     key: str | None
     prompt: int  # tokens of the prompt
-    text: SuffixIndex = field(default_factory=SuffixIndex)
+    text: TextIndex = field(default_factory=TextIndex)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from specinfer.errors import ensure
-from specinfer.speculate.suffix_index import SuffixIndex
+from specinfer.speculate.text_index import TextIndex
 
 
 class SuffixStore:
-    """One SuffixIndex per cache key; the oldest texts of all keys leave when `memory` tokens are full.
+    """One TextIndex per cache key; the oldest texts of all keys leave when `memory` tokens are full.
 
     A key's texts lie in an index of their own, so a search in one key cannot meet a text of another.
     """
@@ -18,7 +18,7 @@ class SuffixStore:
     def __init__(self, memory: int) -> None:
         self._memory = memory  # tokens of all keys together, one separator per text included
         self._num_tokens = 0
-        self._indexes: dict[str | None, SuffixIndex] = {}
+        self._indexes: dict[str | None, TextIndex] = {}
         self._ages: deque[str | None] = deque()  # the keys of the texts, oldest first
 
     @property
@@ -33,13 +33,13 @@ class SuffixStore:
             return
         while self._num_tokens + len(kept) + 1 > self._memory:
             self._drop_oldest()
-        index = self._indexes.setdefault(key, SuffixIndex())
+        index = self._indexes.setdefault(key, TextIndex())
         index.extend(kept)
         index.close_text()
         self._ages.append(key)
         self._num_tokens += len(kept) + 1
 
-    def of(self, key: str | None) -> SuffixIndex | None:
+    def of(self, key: str | None) -> TextIndex | None:
         """The texts kept under `key`; None when there are none."""
         return self._indexes.get(key)
 

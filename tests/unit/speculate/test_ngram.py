@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.speculate.calibration import match_confidence
-from specinfer.speculate.ngram import NgramSpeculator
+from specinfer.speculate.calibration import LONGEST_MATCH, match_confidence
+from specinfer.speculate.ngram import PLACES, NgramSpeculator
 from specinfer.tree import DrawRule
 from tests.letters import letters, spelled
 from tests.plans import entry, outcome, plan
@@ -106,28 +109,75 @@ def test_each_request_has_its_own_text_and_finished_ones_are_forgotten() -> None
     assert spelled(tree) == []
 
 
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=14), st.integers(1, 3), st.integers(0, 3))
-def test_the_first_guess_is_the_one_found_by_looking_everywhere(
-    text: list[int], shortest: int, more: int
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.integers(1, 4),
+    st.integers(1, 12),
+)
+def test_trees_are_those_found_by_looking_everywhere(
+    text: list[int], shortest: int, more: int, branches: int, max_nodes: int
 ) -> None:
-    longest = shortest + more
-    speculator = NgramSpeculator(shortest=shortest, longest=longest, branches=1, depth=4)
+    longest, depth = shortest + more, 4
+    speculator = NgramSpeculator(shortest=shortest, longest=longest, branches=branches, depth=depth)
     # In two turns, so that the index is extended.
     speculator.propose(plan(entry(text[: len(text) // 2 + 1])))
-    [tree] = speculator.propose(plan(entry(text)))
-    assert list(tree.path_tokens(tree.num_nodes - 1)) == by_looking_everywhere(text, shortest, longest, 4)
+    [tree] = speculator.propose(plan(entry(text, max_nodes=max_nodes)))
+    slow = by_looking_everywhere(text, range(longest, shortest - 1, -1), branches, depth, max_nodes)
+    told = [(*tree.path_tokens(draw.node), draw.confidence) for draw in tree.draws]
+    assert told == slow
 
 
-def by_looking_everywhere(text: list[int], shortest: int, longest: int, depth: int) -> list[int]:
+def by_looking_everywhere(
+    text: list[int], lengths: range, branches: int, depth: int, max_nodes: int
+) -> list[tuple[float, ...]]:
+    """Each draw in turn: the tokens down to it, and how sure it is."""
     end = len(text)
-    for n in range(longest, shortest - 1, -1):
+    starts: list[int] = []
+    for n in lengths:
         for stop in range(end - 1, n - 1, -1):
-            if text[stop - n : stop] == text[end - n :]:
-                longer = list(text)
-                for i in range(depth):
-                    longer.append(longer[stop + i])
-                return longer[end:]
-    return []
+            if text[stop - n : stop] == text[end - n :] and text[stop] not in [text[s] for s in starts]:
+                starts.append(stop)
+    told: list[tuple[float, ...]] = []
+    for start in starts[:branches]:
+        matched = max(n for n in range(start + 1) if text[start - n : start] == text[end - n : end])
+        longer = list(text)
+        for i in range(depth):
+            longer.append(longer[start + i])
+            if len({path[:-1] for path in told}) == max_nodes - 1:
+                return told
+            told.append((*longer[end:], match_confidence(matched + i)))
+    return told
+
+
+class Counted(list[int]):
+    """A text that counts how often a token of it is read."""
+
+    reads = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("period", [1, 2])
+@pytest.mark.parametrize("longest", [1, 4])
+def test_however_often_one_token_follows_a_step_looks_at_few_places(period: int, longest: int) -> None:
+    text = Counted([5, 6][:period] * (8000 // period))
+    speculator = NgramSpeculator(shortest=1, longest=longest, branches=3, depth=7)
+    asked = entry(text)
+    speculator.propose(plan(asked))  # reads the whole text, once
+    text.reads = 0
+    [tree] = speculator.propose(plan(asked))
+    assert text.reads <= longest * PLACES + 2 * LONGEST_MATCH + 7 + 4
+    assert list(tree.token_ids) == [text[-1], *text[:7]]
+    assert tree.parents == (-1, 0, 1, 2, 3, 4, 5, 6), "one branch"
+
+
+@pytest.mark.parametrize(("between", "found"), [(PLACES - 1, ["1", "2"]), (PLACES, ["1"])])
+def test_a_next_token_behind_too_many_others_is_not_looked_for(between: int, found: list[str]) -> None:
+    assert guess("a2" + "a1" * between + "a", branches=2, depth=1, longest=1) == found
 
 
 def test_a_longer_match_makes_a_surer_guess_and_every_token_of_it_a_longer_match() -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.speculate.suffix_index import LENGTHS, SuffixIndex
+from specinfer.speculate.text_index import LENGTHS, TextIndex
 
 
 def letters(text: str) -> array[int]:
     return array("i", [ord(c) for c in text])
 
 
-def index_of(*closed: str, growing: str = "") -> SuffixIndex:
-    index = SuffixIndex()
+def index_of(*closed: str, growing: str = "") -> TextIndex:
+    index = TextIndex()
     for text in closed:
         index.extend(letters(text))
         index.close_text()
@@ -25,7 +27,7 @@ def index_of(*closed: str, growing: str = "") -> SuffixIndex:
     return index
 
 
-def found(index: SuffixIndex, tail: str, limit: int = 10) -> list[tuple[str, int]]:
+def found(index: TextIndex, tail: str, limit: int = 10) -> list[tuple[str, int]]:
     """What follows each occurrence, three letters of it, and the letters matched."""
     places = index.occurrences(letters(tail), limit)
     return [("".join(map(chr, index.following(place, 3))), matched) for place, matched in places]
@@ -75,16 +77,34 @@ def test_a_dropped_text_leaves_nothing_and_younger_texts_stay() -> None:
     assert (index.num_tokens, index.num_texts) == (4, 1)
 
 
-TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=20), max_size=5)
+def test_at_most_so_many_places_are_visited_the_ends_of_texts_among_them() -> None:
+    index = index_of("xa", "ya", growing="a1a2a3")
+    assert list(index.places(letters("a"), 1, 10)) == [11, 9, 7, 5, 2]
+    assert list(index.places(letters("a"), 1, 4)) == [11, 9, 7, 5]
+    assert list(index.places(letters("a"), 2, 4)) == [], "longer than what is looked for"
+    assert list(index.places(letters("xa"), 2, 0)) == []
 
 
-@given(TEXTS, st.integers(0, 5), st.lists(st.integers(0, 2), max_size=12), st.integers(1, 6))
+def test_the_lengths_that_are_looked_up_can_be_chosen() -> None:
+    index = TextIndex((3, 1))
+    index.extend(letters("xab1yab2zb3xab"))
+    assert found(index, "xab") == [("1ya", 3), ("3xa", 1), ("2zb", 2)]
+
+
+LETTERS = st.integers(0, 2)
+TEXTS = st.lists(st.lists(LETTERS, max_size=60), max_size=6)  # of several stretches
+
+
+@given(
+    TEXTS, st.integers(0, 5), st.lists(LETTERS, max_size=12), st.integers(1, 6), st.sampled_from([None, 1])
+)
 def test_it_finds_what_looking_everywhere_finds(
-    texts: list[list[int]], drops: int, tail: list[int], limit: int
+    texts: list[list[int]], drops: int, tail: list[int], limit: int, longest_stretch: int | None
 ) -> None:
-    index = SuffixIndex()
+    index = TextIndex(longest_stretch=longest_stretch)
     for text in texts:
-        index.extend(text)
+        for half in (text[: len(text) // 3], text[len(text) // 3 :]):
+            index.extend(half)
         index.close_text()
     kept = texts[min(drops, len(texts)) :]
     for _ in range(len(texts) - len(kept)):
@@ -96,6 +116,66 @@ def test_it_finds_what_looking_everywhere_finds(
     few = index.occurrences(array("i", tail), limit)
     assert len(few) <= limit
     assert few == [place for place in places if place in few], "fewer of the same, in the same order"
+
+
+@given(
+    st.lists(st.one_of(st.lists(st.integers(0, 3), max_size=80), st.none()), max_size=12),
+    st.sampled_from([None, 1, 40]),
+)
+def test_bytes_are_known_before_a_text_is_added(
+    happenings: list[list[int] | None], longest_stretch: int | None
+) -> None:
+    index = TextIndex(longest_stretch=longest_stretch)
+    for text in happenings:  # a text is added and closed, or the oldest is dropped
+        if text is not None:
+            most = index.bytes_with(len(text))
+            index.extend(text)
+            index.close_text()
+            assert index.num_bytes <= most
+        elif index.num_texts:
+            before = index.num_bytes
+            index.drop_oldest_text()
+            assert index.num_bytes <= before
+        index.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("texts", "tokens"), [(200, 0), (200, 3), (100, 100), (20, 1000), (1, 20_000)], ids=lambda n: f"{n}"
+)
+def test_bytes_are_those_that_python_takes(texts: int, tokens: int) -> None:
+    said = [array("i", [(i * i + j * j) % 1009 for j in range(tokens)]) for i in range(texts)]
+    together, alone = TextIndex(), []
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for text in said:
+            together.extend(text)
+            together.close_text()
+        between = tracemalloc.get_traced_memory()[0]
+        for text in said:
+            index = TextIndex()
+            index.extend(text)
+            index.close_text()
+            alone.append(index)
+        after = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert between - before <= together.num_bytes <= 1.5 * (between - before)
+    taken = after - between
+    assert taken <= sum(index.num_bytes for index in alone) <= 1.5 * taken
+    assert together.num_bytes <= 110 * together.num_tokens + 10_000
+
+
+def test_a_text_that_has_left_leaves_its_memory() -> None:
+    index = TextIndex(longest_stretch=100)
+    sizes = []
+    for number in range(200):
+        index.extend([(number + i) % 7 for i in range(50)])
+        index.close_text()
+        if index.num_texts > 20:
+            index.drop_oldest_text()
+        sizes.append(index.num_bytes)
+    assert max(sizes[20:]) <= 1.3 * max(sizes[:20])
 
 
 def by_looking_everywhere(texts: Sequence[list[int]], tail: list[int]) -> list[tuple[list[int], int]]:
