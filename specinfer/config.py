@@ -31,6 +31,9 @@ DRAFT_DRAWS: dict[str, dict[str, DrawRule]] = {
 }
 
 
+LEAST_SUFFIX_MEMORY = 1 << 20  # bytes; less is hardly a memory, and most likely meant as tokens
+
+
 def draw_rule(verifier: Verifier | None, usual: DrawRule | None = None) -> DrawRule:
     """How a draft draws for `verifier`: as usual where that is lossless, else by the verifier's own rule."""
     if verifier is None and usual is not None:
@@ -60,7 +63,7 @@ class SpeculationConfig:
     suffix: bool = _switch("Look guesses up in the text and in earlier answers, as trees.")
     suffix_depth: int = 16  # tokens of a guess
     suffix_nodes: int = 32  # of a guessed tree, the root included
-    suffix_memory: int = 200_000  # tokens kept of earlier answers, over all cache salts
+    suffix_memory: int = 16 << 20  # bytes for earlier answers, over all cache salts; 0 keeps none
     prediction_depth: int = 15  # tokens guessed at once from a request's `prediction`
     prediction_branches: int = 4  # ways to go on that are guessed after a difference
     forced_depth: int = 16  # tokens guessed at once where a grammar leaves no choice
@@ -93,6 +96,11 @@ class SpeculationConfig:
         _at_least("suffix_depth", self.suffix_depth, 1)
         _at_least("suffix_nodes", self.suffix_nodes, 2)
         _at_least("suffix_memory", self.suffix_memory, 0)
+        if 0 < self.suffix_memory < LEAST_SUFFIX_MEMORY:
+            raise ConfigError(
+                f"suffix_memory is {self.suffix_memory}; allowed: 0, or {LEAST_SUFFIX_MEMORY} and more. It "
+                f"counts bytes, no longer tokens: so many tokens take about {60 * self.suffix_memory}"
+            )
         _at_least("prediction_depth", self.prediction_depth, 1)
         _at_least("prediction_branches", self.prediction_branches, 1)
         _at_least("forced_depth", self.forced_depth, 1)

@@ -140,9 +140,23 @@ def text_that_ends_where_no_separator_is() -> None:
 
 
 def store_that_counts_wrong() -> None:
-    store = SuffixStore(memory=9)
+    store = SuffixStore(memory=9999)
     store.add(None, [1, 2, 3])
-    store._num_tokens += 1
+    store._num_bytes += 1
+    store.check_integrity()
+
+
+def store_that_takes_more_than_it_may() -> None:
+    store = SuffixStore(memory=9999)
+    store.add(None, [1, 2, 3])
+    store._memory = store.num_bytes - 1
+    store.check_integrity()
+
+
+def store_that_forgot_whose_turn_it_is() -> None:
+    store = SuffixStore(memory=9999)
+    store.add(None, [1, 2, 3])
+    store._ages.clear()
     store.check_integrity()
 
 
@@ -182,6 +196,8 @@ STATES: list[Callable[[], None]] = [
     text_without_a_stretch,
     text_that_ends_where_no_separator_is,
     store_that_counts_wrong,
+    store_that_takes_more_than_it_may,
+    store_that_forgot_whose_turn_it_is,
     place_outside_of_the_prediction,
     engine_that_forgot_a_request,
 ]

@@ -57,9 +57,9 @@ class SuffixSpeculator:
 
     A place that matches n tokens votes `depth_factor` * n tokens deep, at most `max_depth`, with weight
     n squared. A node's probability is its share of all weights: the likeliest nodes are proposed, at
-    most `max_nodes` with the root, none below `min_probability`. `memory` bounds the tokens kept of
-    finished requests, over all keys; the oldest answers leave whole. Raises ConfigError on an option
-    outside its range.
+    most `max_nodes` with the root, none below `min_probability`. `memory` bounds the bytes kept of
+    finished requests, over all keys, about 60 for a token; the oldest answers leave whole. A running
+    request's text takes 52 to 100 bytes a token besides. Raises ConfigError on an option outside its range.
     """
 
     remembers_answers = True  # of other requests, which may have had the seed of one that is running
@@ -71,7 +71,7 @@ class SuffixSpeculator:
         max_nodes: int = 32,
         min_probability: float = 0.05,
         depth_factor: float = 4.0,
-        memory: int = 200_000,
+        memory: int = 16 << 20,
         name: str = "suffix",
     ) -> None:
         for option, value, good, allowed in (
@@ -79,7 +79,7 @@ class SuffixSpeculator:
             ("max_nodes", max_nodes, max_nodes >= 1, "1 or more, the root included"),
             ("min_probability", min_probability, 0 <= min_probability <= 1, "0 to 1"),
             ("depth_factor", depth_factor, 0 < depth_factor < math.inf, "a finite number above 0"),
-            ("memory", memory, memory >= 0, "0 or more tokens"),
+            ("memory", memory, memory >= 0, "0 or more bytes"),
         ):
             if not good:
                 raise ConfigError(f"{option} of the suffix speculator is {value}; allowed: {allowed}")

@@ -39,7 +39,8 @@ class TextIndex:
 
     Positions count the tokens ever added, separators included, and are never used again. `lengths` are those
     of the n-grams that can be looked up. A stretch is at most `longest_stretch` tokens long, unless more are
-    added at once: the shorter, the sooner the room of old texts is free.
+    added at once: the shorter, the sooner the room of old texts is free. For four lengths a token takes 52
+    bytes, and up to 100 while the newest stretch is empty.
     """
 
     def __init__(self, lengths: Sequence[int] = LENGTHS, *, longest_stretch: int | None = None) -> None:

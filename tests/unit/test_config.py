@@ -112,6 +112,13 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         ({"ngram_min": 3, "ngram_max": 2}, "ngram_max is 2; allowed: an integer >= 3"),
         ({"ngram_branches": 1.0}, "ngram_branches is 1.0; allowed: an integer >= 1"),
         ({"ngram_depth": True}, "ngram_depth is True; allowed: an integer >= 1"),
+        ({"suffix_memory": -1}, "suffix_memory is -1; allowed: an integer >= 0"),
+        ({"suffix_memory": 1e9}, "suffix_memory is 1000000000.0; allowed: an integer >= 0"),
+        (
+            {"suffix_memory": 200_000},
+            "suffix_memory is 200000; allowed: 0, or 1048576 and more. It counts bytes, no longer tokens: "
+            "so many tokens take about 12000000",
+        ),
         ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1"),
         (
             {"expansion": 3},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ from specinfer.request import Request
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.calibration import match_confidence
 from specinfer.speculate.suffix import SuffixSpeculator
+from specinfer.speculate.suffix_store import SuffixStore
 from specinfer.tree import DrawRule
 from specinfer.verify.pairs import Verifier
 from tests.engines import Tiny, slow_generate, write_tiny
@@ -157,7 +159,10 @@ def test_cache_keys_do_not_see_each_other() -> None:
 
 
 def test_the_oldest_answers_leave_when_the_memory_is_full() -> None:
-    speculator = suffix(memory=12)  # of ":ab1" with its separator, two
+    two_keys = SuffixStore(1 << 20)
+    for key in ("ab1", "ab2"):
+        two_keys.add(key, array("i", letters(":" + key)))
+    speculator = suffix(memory=two_keys.num_bytes + 200)
     for answered in ("ab1", "ab2", "ab3"):
         answer(speculator, ":", answered, salt=answered)
     assert guess(speculator, "ab", salt="ab1", request_id="1") == []
@@ -215,7 +220,7 @@ def test_draws_are_point_masses_with_the_speculators_name() -> None:
         ("min_probability", float("nan"), "0 to 1"),
         ("depth_factor", 0.0, "a finite number above 0"),
         ("depth_factor", float("inf"), "a finite number above 0"),
-        ("memory", -1, "0 or more tokens"),
+        ("memory", -1, "0 or more bytes"),
     ],
 )
 def test_an_option_outside_its_range_is_refused(option: str, value: float, allowed: str) -> None:
@@ -231,7 +236,7 @@ TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 def test_trees_keep_the_limits_and_say_only_what_was_said_before(
     past: list[list[int]], text: list[int], depth: int, nodes: int, room: int
 ) -> None:
-    speculator = SuffixSpeculator(max_depth=depth, max_nodes=nodes, min_probability=0.0, memory=60)
+    speculator = SuffixSpeculator(max_depth=depth, max_nodes=nodes, min_probability=0.0, memory=6000)
     for i, said in enumerate(past):
         speculator.propose(plan(entry([9], request_id=str(i))))
         speculator.observe([outcome(*said, request_id=str(i), finished=True)])
@@ -253,7 +258,7 @@ def test_trees_keep_the_limits_and_say_only_what_was_said_before(
 def test_no_token_of_another_key_is_ever_proposed(
     past: list[tuple[str | None, list[int]]], text: list[int]
 ) -> None:
-    speculator = SuffixSpeculator(min_probability=0.0, memory=50)
+    speculator = SuffixSpeculator(min_probability=0.0, memory=12_000)
     alphabet = {"x": 0, "y": 10, None: 20}  # a key's tokens are told by their tens, the matches by the units
     for i, (key, said) in enumerate(past):
         own = [token + alphabet[key] for token in said]

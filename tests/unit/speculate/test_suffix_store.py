@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.speculate.suffix_store import SuffixStore
+from tests.sizes import bytes_of
 
 
 def letters(text: str) -> array[int]:
@@ -24,8 +26,16 @@ def after(store: SuffixStore, key: str | None, tail: str) -> list[str]:
     return ["".join(map(chr, index.following(place, 100))) for place, _ in places]
 
 
+def room_for(*keys: str) -> int:
+    """The memory that is needed for a short text of each key."""
+    store = SuffixStore(1 << 20)
+    for key in keys:
+        store.add(key, letters("abc"))
+    return store.num_bytes + 200  # as a text's bytes are not known exactly before it is added
+
+
 def test_a_key_sees_its_own_texts_only() -> None:
-    store = SuffixStore(100)
+    store = SuffixStore(1 << 16)
     store.add("mine", letters("ab1"))
     store.add("yours", letters("ab2"))
     store.add(None, letters("ab3"))
@@ -36,66 +46,107 @@ def test_a_key_sees_its_own_texts_only() -> None:
 
 
 def test_the_oldest_text_of_any_key_leaves_whole() -> None:
-    store = SuffixStore(12)  # three texts of three tokens and a separator
+    store = SuffixStore(room_for("mine", "yours"))
     store.add("mine", letters("ab1"))
     store.add("yours", letters("ab2"))
-    store.add("mine", letters("ab3"))
-    assert store.num_tokens == 12
-    store.add("yours", letters("a"))
+    store.add("mine", letters("ab3"))  # costs next to nothing while a stretch has room
+    assert after(store, "mine", "ab") == ["3", "1"]
+    store.add("other", letters("ab4"))
     assert after(store, "mine", "ab") == ["3"]
-    assert store.num_tokens == 10
-    store.add("yours", letters("ab4"))
-    assert after(store, "yours", "ab") == ["4"]
+    assert after(store, "yours", "ab") == []
+    assert after(store, "other", "ab") == ["4"]
 
 
 def test_a_key_without_texts_is_forgotten() -> None:
-    store = SuffixStore(4)
+    store = SuffixStore(room_for("mine"))
     store.add("mine", letters("ab1"))
     store.add("yours", letters("ab2"))
     assert store.of("mine") is None
+    assert after(store, "yours", "ab") == ["2"]
 
 
 def test_of_a_text_that_is_too_long_the_end_stays() -> None:
-    store = SuffixStore(6)
-    store.add(None, letters("abcdefgh"))
-    assert after(store, None, "d") == ["efgh"]
-    assert after(store, None, "b") == []
-    assert store.num_tokens == 6
+    store = SuffixStore(8000)
+    store.add(None, array("i", range(1000)))
+    index = store.of(None)
+    assert index is not None
+    kept = index.num_tokens - 1
+    assert 50 < kept < 200
+    assert index.occurrences(array("i", [998]), 9) != []
+    assert index.occurrences(array("i", [999 - kept]), 9) == []
+    assert index.occurrences(array("i", [1000 - kept]), 9) != []
+    store.check_integrity()
 
 
 def test_without_memory_nothing_is_kept() -> None:
-    for memory in (0, 1):
+    for memory in (0, 1, 1000):
         store = SuffixStore(memory)
         store.add(None, letters("abc"))
         store.check_integrity()
         assert store.of(None) is None
 
 
+def test_a_key_longer_than_the_memory_keeps_nothing_and_costs_nobody_anything() -> None:
+    store = SuffixStore(1 << 14)
+    store.add("mine", letters("ab1"))
+    store.add("k" * (1 << 14), letters("ab2"))
+    store.check_integrity()
+    assert after(store, "mine", "ab") == ["1"]
+
+
 def test_an_empty_text_is_not_kept() -> None:
-    store = SuffixStore(10)
+    store = SuffixStore(1 << 16)
     store.add(None, letters(""))
     store.check_integrity()
-    assert store.num_tokens == 0
+    assert store.num_bytes == 0
 
 
-ADDED = st.lists(st.tuples(st.sampled_from(["x", "y", None]), st.integers(0, 9)), max_size=30)
+ADDED = st.lists(st.tuples(st.sampled_from(["x", "y", None]), st.integers(0, 90)), max_size=30)
 
 
-@given(ADDED, st.integers(0, 30))
-def test_what_is_held_are_the_newest_texts_that_fit(added: list[tuple[str | None, int]], memory: int) -> None:
+@given(ADDED, st.integers(0, 20_000))
+def test_what_is_held_are_the_newest_texts_within_the_memory(
+    added: list[tuple[str | None, int]], memory: int
+) -> None:
     store = SuffixStore(memory)
-    expected: list[tuple[str | None, int]] = []  # key and size of what should be held
+    kept: list[tuple[str | None, int]] = []  # key and size of what was held once
     for key, size in added:
-        store.add(key, letters("abcdefghi"[:size]))
+        text = array("i", range(size))
+        store.add(key, text)
         store.check_integrity()
-        kept = min(size, memory - 1)
-        if kept > 0:
-            expected.append((key, kept + 1))
-            while sum(size for _, size in expected) > memory:
-                expected.pop(0)
-        assert store.num_tokens == sum(size for _, size in expected)
-        for held in ("x", "y", None):
-            index = store.of(held)
-            sizes = [size for owner, size in expected if owner == held]
-            assert (index.num_texts if index else 0) == len(sizes)
-            assert (index.num_tokens if index else 0) == sum(sizes)
+        alone = SuffixStore(memory)
+        alone.add(key, text)
+        if (index := alone.of(key)) is not None:
+            kept.append((key, index.num_tokens))
+        held = {k: index for k in ("x", "y", None) if (index := store.of(k)) is not None}
+        newest = kept[len(kept) - sum(index.num_texts for index in held.values()) :]
+        assert newest[-1:] == kept[-1:], "the newest is there"
+        for owner, index in held.items():
+            sizes = [size for k, size in newest if k == owner]
+            assert (index.num_texts, index.num_tokens) == (len(sizes), sum(sizes))
+
+
+@pytest.mark.parametrize(
+    ("keys", "length", "used"),
+    [(1, 100, 0.8), (1, 8, 0.8), (1, 500, 0.6), (10, 200, 0.8), (10_000, 5, 0.9), (3, 30_000, 0.95)],
+)
+def test_a_full_memory_takes_what_it_may_and_is_used(keys: int, length: int, used: float) -> None:
+    memory = 1 << 17
+    texts = [array("i", [(i * i + j * j) % 1009 for j in range(length)]) for i in range(7)]
+    adds = 2 * (memory // (50 * length) + 1)
+    store = SuffixStore(memory)
+    least = memory
+    for number in range(adds):
+        store.add(f"key {number % keys}", texts[number % 7])
+        if number >= adds // 2:
+            least = min(least, store.num_bytes)
+    store.check_integrity()
+    assert bytes_of(store) <= memory
+    assert least >= used * memory
+
+
+def test_a_key_is_held_once_however_many_texts_come_with_it() -> None:
+    store = SuffixStore(1 << 18)
+    for number in range(100):
+        store.add("k" * 20_000 if number else "k" * 19_999 + "k", array("i", [number]))
+    assert bytes_of(store) <= store.num_bytes <= 1 << 16

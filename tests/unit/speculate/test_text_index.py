@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from array import array
 from collections.abc import Sequence
 
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.speculate.text_index import LENGTHS, TextIndex
+from tests.sizes import bytes_of
 
 
 def letters(text: str) -> array[int]:
@@ -139,31 +139,21 @@ def test_bytes_are_known_before_a_text_is_added(
         index.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("texts", "tokens"), [(200, 0), (200, 3), (100, 100), (20, 1000), (1, 20_000)], ids=lambda n: f"{n}"
-)
+@pytest.mark.parametrize(("texts", "tokens"), [(200, 0), (200, 3), (50, 100), (5, 1000), (1, 5000)])
 def test_bytes_are_those_that_python_takes(texts: int, tokens: int) -> None:
     said = [array("i", [(i * i + j * j) % 1009 for j in range(tokens)]) for i in range(texts)]
     together, alone = TextIndex(), []
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        for text in said:
-            together.extend(text)
-            together.close_text()
-        between = tracemalloc.get_traced_memory()[0]
-        for text in said:
-            index = TextIndex()
-            index.extend(text)
-            index.close_text()
-            alone.append(index)
-        after = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    assert between - before <= together.num_bytes <= 1.5 * (between - before)
-    taken = after - between
-    assert taken <= sum(index.num_bytes for index in alone) <= 1.5 * taken
-    assert together.num_bytes <= 110 * together.num_tokens + 10_000
+    for text in said:
+        index = TextIndex()
+        for one in (together, index):
+            one.extend(text)
+            one.close_text()
+        alone.append(index)
+    taken = bytes_of(together)
+    assert taken <= together.num_bytes <= 1.1 * taken + 1000
+    assert together.num_bytes <= 105 * together.num_tokens + 6000
+    taken = bytes_of(*alone)
+    assert taken <= sum(index.num_bytes for index in alone) <= 1.3 * taken
 
 
 def test_a_text_that_has_left_leaves_its_memory() -> None:
