@@ -10,10 +10,10 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
+from specinfer.kernels.cgroups import cgroup_cpus
+
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 _CPUS: Final = Path("/sys/devices/system/cpu")
-_CGROUP: Final = Path("/proc/self/cgroup")
-_CGROUPS: Final = Path("/sys/fs/cgroup")
 # What macOS calls the features that Linux names in /proc/cpuinfo.
 _APPLE: Final = {
     "hw.optional.AdvSIMD": "asimd",
@@ -69,38 +69,6 @@ def allowed_cpus() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
-
-
-def cgroup_cpus() -> float | None:
-    """How many CPUs' time the process's cgroup may use; None: as much as there is."""
-    own = _read(_CGROUP) or ""
-    quotas = []
-    for line in own.splitlines():
-        _, controllers, name = line.split(":", 2)
-        relative = name.lstrip("/")
-        if controllers == "":
-            folder, root = _CGROUPS / relative, _CGROUPS
-        elif "cpu" in controllers.split(","):
-            folder, root = _CGROUPS / controllers / relative, _CGROUPS / controllers
-        else:
-            continue
-        # A container sees its own group as the root, and the name it has outside leads nowhere.
-        for place in [folder, *folder.parents, root]:
-            if place == root.parent:
-                break
-            quota = _quota(place)
-            if quota is not None:
-                quotas.append(quota)
-    return min(quotas, default=None)
-
-
-def _quota(folder: Path) -> float | None:
-    both = (_read(folder / "cpu.max") or "").split()
-    if not both:
-        both = [(_read(folder / f"cpu.cfs_{part}_us") or "").strip() for part in ("quota", "period")]
-    if len(both) != 2 or not both[0].isdecimal() or not both[1].isdecimal() or int(both[1]) == 0:
-        return None
-    return int(both[0]) / int(both[1])
 
 
 def _core(cpu: int) -> tuple[str, str]:

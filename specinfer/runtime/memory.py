@@ -8,6 +8,7 @@ import psutil
 import torch
 
 from specinfer.errors import CapacityError
+from specinfer.kernels.cgroups import cgroup_free_memory
 from specinfer.models.config import ModelConfig
 from specinfer.runtime.kv_cache import KvCache
 
@@ -16,10 +17,11 @@ GIB = 1 << 30
 
 
 def free_bytes(device: torch.device) -> int:
-    """The memory of `device` nobody uses."""
+    """The memory of `device` nobody uses, on a CPU within what the process's container may take."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    free, allowed = int(psutil.virtual_memory().available), cgroup_free_memory()
+    return free if allowed is None else min(free, allowed)
 
 
 def check_weights_fit(weights: dict[str, int], device: torch.device) -> None:

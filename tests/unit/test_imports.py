@@ -39,6 +39,7 @@ WITHOUT_TORCH = (
     *("engine.scheduler", "engine.kv_blocks", "engine.sequence", "engine.transcript", "engine.trace"),
     *("engine.metrics", "engine.admission", "engine.intake", "engine.loop"),
     *(
+        "kernels.cgroups",
         "kernels.machine",
         "kernels.levels",
         "kernels.build",

@@ -49,6 +49,17 @@ def test_weights_that_do_not_fit_are_refused_with_the_sum(monkeypatch: pytest.Mo
         memory.check_weights_fit({"target": 3 << 30, "draft": 1 << 30}, CPU)
 
 
+@pytest.mark.parametrize(
+    ("allowed", "free"), [(None, 8 << 30), (2 << 30, 2 << 30), (9 << 30, 8 << 30), (0, 0)]
+)
+def test_what_a_container_may_take_bounds_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, allowed: int | None, free: int
+) -> None:
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 << 30))
+    monkeypatch.setattr(memory, "cgroup_free_memory", lambda: allowed)
+    assert memory.free_bytes(CPU) == free
+
+
 def test_moves_read_everything_before_they_write() -> None:
     cache = KvCache(num_layers=2, num_slots=8, num_kv_heads=1, head_dim=1, dtype=torch.float32, device=CPU)
     for layer in range(2):
