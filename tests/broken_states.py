@@ -107,6 +107,42 @@ def published_block_without_an_owner() -> None:
     BlockPool(2, block_size=4).publish(0, b"text")
 
 
+def owned_block_that_is_said_to_be_untouched() -> None:
+    pool, table = BlockPool(4, block_size=4), list[int]()
+    pool.extend(table, 8)
+    pool._touched = 1
+    pool.check_integrity([table])
+
+
+def block_that_is_free_twice() -> None:
+    pool, table = BlockPool(4, block_size=4), list[int]()
+    pool.extend(table, 8)
+    pool.release(table)
+    pool._free.append(0)
+    pool.check_integrity([])
+
+
+def block_whose_text_is_known_and_not_kept() -> None:
+    pool, table = BlockPool(4, block_size=4), list[int]()
+    pool.extend(table, 4)
+    pool.publish(table[0], b"text")
+    pool._forgotten[b"text"] = None
+    pool.check_integrity([table])
+
+
+def more_forgotten_blocks_remembered_than_could_be_kept() -> None:
+    pool = BlockPool(1, block_size=4)
+    pool._forgotten.update({b"one": None, b"two": None})
+    pool.check_integrity([])
+
+
+def more_blocks_owned_than_ever_were() -> None:
+    pool, table = BlockPool(4, block_size=4), list[int]()
+    pool.extend(table, 8)
+    pool._most_owned = 1
+    pool.check_integrity([table])
+
+
 def more_slots_read_than_written() -> None:
     shape: dict[str, Any] = {"num_layers": 1, "num_slots": 4, "num_kv_heads": 1, "head_dim": 2}
     KvCache(**shape, dtype=torch.float32, device=torch.device("cpu")).move([1], [2, 3])
@@ -190,6 +226,11 @@ STATES: list[Callable[[], None]] = [
     published_block_that_is_to_be_written,
     text_found_behind_its_beginning,
     published_block_without_an_owner,
+    owned_block_that_is_said_to_be_untouched,
+    block_that_is_free_twice,
+    block_whose_text_is_known_and_not_kept,
+    more_forgotten_blocks_remembered_than_could_be_kept,
+    more_blocks_owned_than_ever_were,
     more_slots_read_than_written,
     law_without_its_likeliest_token,
     index_that_forgot_a_token,

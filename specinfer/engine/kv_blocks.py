@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from typing import Final
 
-from specinfer.errors import IntegrityError, ensure
+from specinfer.errors import ensure
+
+SPARE: Final = 4  # kept blocks that are worth memory of their own, for each block that was owned at once
 
 
 class BlockPool:
@@ -15,10 +17,17 @@ class BlockPool:
     A full block of committed text can be published under the hash of that text and everything before it.
     Requests that begin alike then own it together, and it outlives them until its room is needed:
 
-        free        owned by nobody, holds nothing       handed out first, lowest first, so that a request's
-                                                         blocks tend to lie in a row and need no gather
-        kept        owned by nobody, published           handed out when no block is free, oldest first
+        free        owned by nobody, holds nothing       handed out first, the last to come back first: its
+                                                         memory is warm
+        untouched   free, and never handed out           takes memory from the first time on that it is
+        kept        owned by nobody, published           handed out oldest first
         owned       by one request, or, if published, by several
+
+    Memory that was touched stays taken. So untouched blocks are handed out only while what is kept is worth
+    it: up to SPARE times the most blocks that were ever owned at once, and one more for each block that was
+    forgotten for this reason and asked for again. Requests that come one after another and never again take
+    (1 + SPARE) times what one of them needs, whatever the cache may take; many conversations in turn get what
+    they need once it was missed. When no block is untouched, kept ones go.
 
     Nobody writes to a published block: an owner writes behind the text it found computed, and what it has
     computed itself is published only when the text has gone past it.
@@ -27,16 +36,26 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = list(range(num_blocks))
+        self._touched = 0  # blocks below were handed out once
+        self._free: list[int] = []  # of the touched ones, the last handed out next
         self._owners = [0] * num_blocks
+        self._most_owned = 0  # at once, so far
         self._kept: OrderedDict[int, None] = OrderedDict()  # oldest first; of one text, its end first
         self._hashes: dict[int, bytes] = {}  # of published blocks
         self._published: dict[bytes, int] = {}
+        # The hashes of blocks forgotten while others were untouched, oldest first, no more than these.
+        self._forgotten: OrderedDict[bytes, None] = OrderedDict()
+        self._missed = 0  # how many of such blocks were asked for again
 
     @property
     def num_free(self) -> int:
         """How many blocks nobody owns."""
-        return len(self._free) + len(self._kept)
+        return self._untouched + len(self._free) + len(self._kept)
+
+    @property
+    def num_touched(self) -> int:
+        """How many blocks were ever handed out: they take memory."""
+        return self._touched
 
     def blocks_for(self, positions: int) -> int:
         """How many blocks hold `positions` cache positions."""
@@ -48,19 +67,28 @@ class BlockPool:
         if missing > self.num_free:
             return False
         for _ in range(missing):
-            block = heapq.heappop(self._free) if self._free else self._forget_oldest()
+            block = self._take()
             self._owners[block] = 1
             block_table.append(block)
+        self._count_owned()
         return True
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """The published blocks of the longest beginning of a text whose blocks have `hashes`."""
+        """The published blocks of the longest beginning of a text whose blocks have `hashes`.
+
+        That a text goes on in blocks that were forgotten is noted: more will be kept.
+        """
         found: list[int] = []
         for key in hashes:
             block = self._published.get(key)
             if block is None:
                 break
             found.append(block)
+        for key in hashes[len(found) :]:
+            if key not in self._forgotten:
+                break
+            del self._forgotten[key]
+            self._missed += 1
         return found
 
     def unowned(self, blocks: Sequence[int]) -> int:
@@ -78,6 +106,7 @@ class BlockPool:
             self._owners[block] += 1
             self._kept.pop(block, None)
         block_table.extend(blocks)
+        self._count_owned()
 
     def publish(self, block: int, key: bytes) -> None:
         """Let others find an owned, full block of computed text; of equal blocks the first is found."""
@@ -85,6 +114,7 @@ class BlockPool:
         if key not in self._published and block not in self._hashes:
             self._published[key] = block
             self._hashes[block] = key
+            self._forgotten.pop(key, None)
 
     def release(self, block_table: list[int]) -> None:
         """Give all blocks of `block_table` back and empty it; published ones are kept for others."""
@@ -94,27 +124,53 @@ class BlockPool:
                 if block in self._hashes:
                     self._kept[block] = None
                 else:
-                    heapq.heappush(self._free, block)
+                    self._free.append(block)
         block_table.clear()
 
-    def _forget_oldest(self) -> int:
+    @property
+    def _untouched(self) -> int:
+        return self.num_blocks - self._touched
+
+    def _count_owned(self) -> None:
+        self._most_owned = max(self._most_owned, self.num_blocks - self.num_free)
+
+    def _take(self) -> int:
+        """The block whose memory is missed least; there is one that nobody owns."""
+        if self._free:
+            return self._free.pop()
+        if self._untouched and len(self._kept) <= SPARE * self._most_owned + self._missed:
+            self._touched += 1
+            self._remember_fewer()
+            return self._touched - 1
         block, _ = self._kept.popitem(last=False)
-        del self._published[self._hashes.pop(block)]
+        key = self._hashes.pop(block)
+        del self._published[key]
+        self._forgotten[key] = None
+        self._remember_fewer()
         return block
+
+    def _remember_fewer(self) -> None:
+        while len(self._forgotten) > self._untouched:
+            self._forgotten.popitem(last=False)
 
     def check_integrity(self, block_tables: Sequence[Sequence[int]]) -> None:
         """Raise IntegrityError unless every block is free, kept, or in as many tables as it has owners."""
+        every = range(self.num_blocks)
         owned = Counter(block for table in block_tables for block in table)
-        unowned = Counter(self._free) + Counter(self._kept.keys())
-        if any(owned[b] != self._owners[b] for b in range(self.num_blocks)) or any(
-            unowned[b] != (self._owners[b] == 0) for b in range(self.num_blocks)
-        ):
-            raise IntegrityError(
-                f"{self.num_blocks} blocks, but {len(self._free)} are free, {len(self._kept)} kept and "
-                f"{len(owned)} in tables, {len(set(owned) & set(unowned))} of them both"
-            )
+        free = [*self._free, *every[self._touched :]]
+        unowned = Counter(free) + Counter(self._kept.keys())
+        ensure(
+            all(owned[b] == self._owners[b] and unowned[b] == (self._owners[b] == 0) for b in every),
+            f"{self.num_blocks} blocks, but {len(free)} are free, {len(self._kept)} kept and "
+            f"{len(owned)} in tables, {len(set(owned) & set(unowned))} of them both",
+        )
         shared = {block for block, tables in owned.items() if tables > 1}
-        if not (shared | set(self._kept)) <= set(self._hashes) or self._published != {
-            key: block for block, key in self._hashes.items()
-        }:
-            raise IntegrityError("blocks that are kept or shared, and published ones, disagree")
+        published = {key: block for block, key in self._hashes.items()}
+        ensure(
+            (shared | set(self._kept)) <= set(self._hashes) and self._published == published,
+            "blocks that are kept or shared, and published ones, disagree",
+        )
+        ensure(len(owned) <= self._most_owned, f"{len(owned)} are owned, {self._most_owned} at most so far")
+        ensure(not self._forgotten.keys() & self._published.keys(), "a block is forgotten or published")
+        remembered = len(self._forgotten)
+        ensure(remembered <= self._untouched, f"{remembered} are remembered for {self._untouched} untouched")

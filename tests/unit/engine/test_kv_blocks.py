@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specinfer.engine.kv_blocks import BlockPool
+from specinfer.engine.kv_blocks import SPARE, BlockPool
 from specinfer.errors import IntegrityError
 
 A, B, C = b"A", b"AB", b"ABC"  # hashes of the blocks of one text
@@ -78,6 +78,104 @@ def test_of_equal_blocks_the_first_is_found_and_the_other_is_freed_when_its_owne
     table: list[int] = []
     pool.extend(table, 4)
     assert table == [1]
+
+
+def test_what_was_freed_last_is_handed_out_first_and_in_the_same_order() -> None:
+    pool = BlockPool(9, block_size=4)
+    tables: list[list[int]] = [[], []]
+    for table in tables:
+        assert pool.extend(table, 12)
+    for table in tables:
+        pool.release(table)
+    again: list[int] = []
+    assert pool.extend(again, 28)
+    assert again == [3, 4, 5, 0, 1, 2, 6]
+    assert pool.num_touched == 7
+
+
+def unrelated(number: int, blocks: int) -> str:
+    """A text that begins as no other does."""
+    return chr(1000 + number) + "-" * (blocks - 1)
+
+
+def answered(pool: BlockPool, text: str) -> int:
+    """A request with a block for every letter of `text` comes and goes; returns how many were there."""
+    hashes = [text[: end + 1].encode() for end in range(len(text))]
+    table: list[int] = []
+    found = pool.find(hashes)
+    pool.share(table, found)
+    assert pool.extend(table, len(text) * pool.block_size)
+    for block, key in zip(table[len(found) :], hashes[len(found) :], strict=True):
+        pool.publish(block, key)
+    pool.release(table)
+    pool.check_integrity([])
+    return len(found)
+
+
+def test_requests_one_after_another_touch_a_few_times_what_one_needs() -> None:
+    pool = BlockPool(300, block_size=4)
+    for number in range(100):
+        assert answered(pool, unrelated(number, 8)) == 0
+    assert pool.num_touched == (1 + SPARE) * 8
+    for number in range(100, 150):  # longer ones may take more
+        assert answered(pool, unrelated(number, 20)) == 0
+    assert pool.num_touched == (1 + SPARE) * 20
+
+
+def test_without_texts_to_keep_no_more_is_touched_than_was_owned_at_once() -> None:
+    pool = BlockPool(1000, block_size=4)
+    for _ in range(50):
+        first: list[int] = []
+        second: list[int] = []
+        assert pool.extend(first, 40)
+        assert pool.extend(second, 28)
+        pool.release(first)
+        pool.release(second)
+    assert pool.num_touched == 17
+
+
+def test_a_shared_beginning_stays_however_many_requests_come() -> None:
+    pool = BlockPool(300, block_size=4)
+    found = [answered(pool, "system:" + unrelated(number, 4)) for number in range(100)]
+    assert found == [0] + [len("system:")] * 99
+    assert pool.num_touched <= (1 + SPARE) * 11
+
+
+def test_a_conversation_finds_its_turns_between_other_requests() -> None:
+    pool = BlockPool(1000, block_size=4)
+    text = "hello"
+    answered(pool, text)
+    for turn in range(8):
+        for other in range(SPARE - 1):
+            answered(pool, unrelated(10 * turn + other, len(text)))
+        assert answered(pool, text + "more") == len(text)
+        text += "more"
+
+
+def test_texts_that_are_asked_for_again_are_given_the_memory_to_stay() -> None:
+    pool = BlockPool(1000, block_size=4)
+    users = [chr(ord("A") + number) + "says this" for number in range(50)]
+    found = [[answered(pool, text) for text in users] for _ in range(4)]
+    assert found[0] == [0] * 50
+    assert max(found[1][:40]) == 0, "nobody knew that they would come again"
+    assert found[2] == found[3] == [10] * 50
+    assert pool.num_touched <= 50 * 10 + (1 + SPARE) * 10
+    touched = pool.num_touched
+    for number in range(100):
+        answered(pool, unrelated(number, 10))
+    assert pool.num_touched <= touched + 10, "what comes once is given no more"
+
+
+def test_what_is_remembered_of_forgotten_texts_is_bounded() -> None:
+    pool = BlockPool(40, block_size=4)
+    for number in range(100):
+        answered(pool, unrelated(number, 2))
+    assert pool.num_touched <= (1 + SPARE) * 2
+    assert len(pool._forgotten) <= 40 - pool.num_touched
+    table: list[int] = []
+    assert pool.extend(table, 160), "all of it can be had"
+    pool.check_integrity([table])
+    assert not pool._forgotten
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specinfer.engine.kv_blocks import SPARE
 from specinfer.llm import LLM
 from specinfer.request import Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
@@ -141,6 +142,19 @@ def test_a_draft_reads_a_prefix_once(tiny: Tiny, monkeypatch: pytest.MonkeyPatch
         llm.generate(SYSTEM, GREEDY)
         first_passes.append(rows[0])
     assert first_passes == [18, 2]  # in step with the target; 16 of them are there the second time
+
+
+def test_the_cache_is_written_as_far_as_it_is_used_and_not_as_far_as_it_reaches(tiny: Tiny) -> None:
+    llm = tiny.llm(block_size=4)
+    cache = engine_of(llm)._target.cache
+    assert cache.num_slots >= 4000
+    short = SamplingParams(temperature=0, max_tokens=2)
+    for number in range(30):
+        llm.generate([number, *SYSTEM], short)
+    written = cache.keys[0].flatten(1).abs().sum(1) != 0
+    blocks_of_one = 6  # of 4: 19 tokens, 2 more
+    assert int(written.sum()) <= 4 * (1 + SPARE) * blocks_of_one
+    assert cached(llm.generate([29, *SYSTEM], short)) == [16]
 
 
 @st.composite

@@ -1,0 +1,68 @@
+"""The KV cache: moves, and memory that is taken when it is used and read when it is written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer.runtime import kv_cache
+from specinfer.runtime.kv_cache import KvCache
+from specinfer.sampling_params import SamplingParams
+from tests.engines import write_tiny
+from tests.kernels import kernels
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+def test_moves_read_everything_before_they_write() -> None:
+    cache = KvCache(num_layers=2, num_slots=8, num_kv_heads=1, head_dim=1, dtype=torch.float32, device=CPU)
+    for layer in range(2):
+        cache.keys[layer][:, 0, 0] = torch.arange(8) + 100 * layer
+        cache.values[layer][:, 0, 0] = torch.arange(8) + 100 * layer + 50
+    cache.move([3, 4, 6], [2, 3, 4])
+    assert cache.keys[0].flatten().tolist() == [0, 1, 3, 4, 6, 5, 6, 7]
+    assert cache.values[1].flatten().tolist() == [150, 151, 153, 154, 156, 155, 156, 157]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems count memory in other ways")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_cache_takes_memory_where_it_is_written_only(dtype: torch.dtype) -> None:
+    process = psutil.Process()
+    slots = 512 * MIB // KvCache.bytes_per_slot(4, 8, 64, dtype)
+    before = process.memory_info().rss
+    cache = KvCache(num_layers=4, num_slots=slots, num_kv_heads=8, head_dim=64, dtype=dtype, device=CPU)
+    assert process.memory_info().rss - before < 8 * MIB
+    for layer in range(4):
+        cache.keys[layer][:16] = 1
+        cache.values[layer][:16] = 1
+    cache.move([3, 4, 5], [1, 2, 3])
+    assert (
+        process.memory_info().rss - before < 8 * MIB + 2 * 4 * 4 * MIB
+    )  # huge pages of 2 MiB, two at an edge
+
+
+@pytest.mark.parametrize("name", ["torch", "native"])
+def test_what_nobody_wrote_is_never_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    tiny = write_tiny(tmp_path, kernels(name), vocab_size=64, max_context=96)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [3, 1, 4, 1, 5, 8], [2, 7, 1, 8, 2, 8], [2, 7]]
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=20)
+
+    def texts() -> list[tuple[int, ...]]:
+        # Room for about two of the four, so that blocks change hands.
+        options = {"block_size": 4, "ngram": True, "kv_cache_memory": 70_000, "max_nodes": 8}
+        llm = tiny.llm(drafts=["similar"], **options)
+        return [output.token_ids for _ in range(2) for output in llm.generate(prompts, params)]
+
+    expected = texts()
+
+    def not_numbers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+    monkeypatch.setattr(kv_cache, "_zeros", not_numbers)
+    assert texts() == expected
