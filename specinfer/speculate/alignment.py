@@ -35,7 +35,9 @@ class Alignment:
 
     def __init__(self, prediction: Sequence[int]) -> None:
         self._prediction = prediction
-        self._stops: dict[tuple[int, ...], list[int]] = {}  # n-gram -> the positions after it, ascending
+        # n-gram -> the positions after it, ascending, as those on either side of the anchor are wanted: the
+        # chains of text_index.py lead from the newest one back.
+        self._stops: dict[tuple[int, ...], list[int]] = {}
         for n in _LENGTHS:
             for stop in range(n, len(prediction) + 1):
                 self._stops.setdefault(tuple(prediction[stop - n : stop]), []).append(stop)
