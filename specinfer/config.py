@@ -99,7 +99,7 @@ class SpeculationConfig:
         if 0 < self.suffix_memory < LEAST_SUFFIX_MEMORY:
             raise ConfigError(
                 f"suffix_memory is {self.suffix_memory}; allowed: 0, or {LEAST_SUFFIX_MEMORY} and more. It "
-                f"counts bytes, no longer tokens: so many tokens take about {60 * self.suffix_memory}"
+                f"counts bytes, no longer tokens: so many tokens take about {64 * self.suffix_memory}"
             )
         _at_least("prediction_depth", self.prediction_depth, 1)
         _at_least("prediction_branches", self.prediction_branches, 1)

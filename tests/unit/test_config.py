@@ -117,7 +117,7 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         (
             {"suffix_memory": 200_000},
             "suffix_memory is 200000; allowed: 0, or 1048576 and more. It counts bytes, no longer tokens: "
-            "so many tokens take about 12000000",
+            "so many tokens take about 12800000",
         ),
         ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1"),
         (
