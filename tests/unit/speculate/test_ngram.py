@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.speculate.calibration import LONGEST_MATCH, match_confidence
+from specinfer.speculate.calibration import match_confidence
 from specinfer.speculate.ngram import PLACES, NgramSpeculator
 from specinfer.tree import DrawRule
 from tests.letters import letters, spelled
+from tests.operations import lines_run
 from tests.plans import entry, outcome, plan
 
 
@@ -151,27 +150,19 @@ def by_looking_everywhere(
     return told
 
 
-class Counted(list[int]):
-    """A text that counts how often a token of it is read."""
-
-    reads = 0
-
-    def __getitem__(self, at: Any) -> Any:
-        self.reads += 1
-        return super().__getitem__(at)
-
-
 @pytest.mark.parametrize("period", [1, 2])
 @pytest.mark.parametrize("longest", [1, 4])
 def test_however_often_one_token_follows_a_step_looks_at_few_places(period: int, longest: int) -> None:
-    text = Counted([5, 6][:period] * (8000 // period))
     speculator = NgramSpeculator(shortest=1, longest=longest, branches=3, depth=7)
-    asked = entry(text)
-    speculator.propose(plan(asked))  # reads the whole text, once
-    text.reads = 0
-    [tree] = speculator.propose(plan(asked))
-    assert text.reads <= longest * PLACES + 2 * LONGEST_MATCH + 7 + 4
-    assert list(tree.token_ids) == [text[-1], *text[:7]]
+    text = [5, 6][:period] * (32_000 // period)
+    # To read a token is a place in the table of each length, to look at one that a chain leads to another.
+    reading = lines_run(lambda: speculator.propose(plan(entry(text))))
+    assert reading <= 20 * longest * len(text), "all of it, once"
+    text += text[:1]
+    asked = plan(entry(text))
+    assert lines_run(lambda: speculator.propose(asked)) <= 20 * longest * PLACES + 400
+    [tree] = speculator.propose(asked)
+    assert list(tree.token_ids) == text[:8], "whole periods and one token: what follows is what it began with"
     assert tree.parents == (-1, 0, 1, 2, 3, 4, 5, 6), "one branch"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import Sequence
 
@@ -154,6 +155,17 @@ def test_bytes_are_those_that_python_takes(texts: int, tokens: int) -> None:
     assert together.num_bytes <= 105 * together.num_tokens + 6000
     taken = bytes_of(*alone)
     assert taken <= sum(index.num_bytes for index in alone) <= 1.3 * taken
+
+
+@pytest.mark.parametrize("alphabet", [1, 50, 100_000])
+def test_a_long_text_takes_as_much_whatever_it_says(alphabet: int) -> None:
+    said = random.Random(0)
+    index = TextIndex()
+    index.extend([said.randrange(alphabet) for _ in range(30_000)])  # a prompt
+    assert 52 * 30_000 < bytes_of(index) <= 53 * 30_000
+    for number in range(200):  # and an answer, for which a stretch as long as the prompt begins
+        index.extend([number])
+        assert bytes_of(index) <= index.num_bytes <= 101 * 30_000
 
 
 def test_a_text_that_has_left_leaves_its_memory() -> None:
