@@ -40,7 +40,12 @@ class NgramSpeculator:
         return self._branches * self._depth
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
-        """One tree per entry: a chain of at most `depth` tokens per branch, all point masses."""
+        """One tree per entry: a chain of at most `depth` tokens per branch, all point masses.
+
+        A prompt is read in step with the target. A draw's evidence is how many tokens matched before it.
+        """
+        for entry in plan.entries:
+            self._read(entry)
         return [self._tree(entry) for entry in plan.tree_entries]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -49,12 +54,16 @@ class NgramSpeculator:
             if outcome.finished:
                 self._indexes.pop(outcome.request_id, None)
 
-    def _tree(self, entry: PlanEntry) -> TokenTree:
-        text, end = entry.token_ids, entry.end
+    def _read(self, entry: PlanEntry) -> None:
+        """Index the text of this step and before; not its last token, as something must follow a match."""
         index = self._indexes.get(entry.request.request_id)
         if index is None:
             index = self._indexes[entry.request.request_id] = TextIndex(self._lengths)
-        index.extend(text[index.num_tokens : end - 1])  # not the last token: something must follow a match
+        index.extend(entry.token_ids[index.num_tokens : entry.end - 1])
+
+    def _tree(self, entry: PlanEntry) -> TokenTree:
+        text, end = entry.token_ids, entry.end
+        index = self._indexes[entry.request.request_id]
         depth = min(self._depth, entry.max_depth)
         starts = self._matches(index, text, end)
         if not starts or depth < 1 or entry.max_nodes < 2:
@@ -68,7 +77,8 @@ class NgramSpeculator:
                 at = start + i
                 guess.append(text[at] if at < end else guess[at - end])
                 assert node is not None
-                node = builder.add(node, guess[-1], self.name, confidence=match_confidence(matched + i))
+                sure, seen = match_confidence(matched + i), (float(matched + i),)
+                node = builder.add(node, guess[-1], self.name, confidence=sure, evidence=seen)
                 if node is None:
                     return builder.build()
         return builder.build()

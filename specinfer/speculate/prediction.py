@@ -38,7 +38,10 @@ class PredictionSpeculator:
         return self._depth + (self._branches - 1) * SIDE_DEPTH if request.prediction else 0
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
-        """One tree per entry, the likeliest guess first, all point masses."""
+        """One tree per entry, the likeliest guess first, all point masses.
+
+        A draw's evidence is how many tokens before it agree with its place in the prediction.
+        """
         return [self._tree(entry) for entry in plan.tree_entries]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -67,7 +70,8 @@ class PredictionSpeculator:
             matched = alignment.run if number == 0 else 0
             for i, token in enumerate(guess):
                 assert node is not None
-                node = builder.add(node, token, self.name, confidence=match_confidence(matched + i))
+                sure, seen = match_confidence(matched + i), (float(matched + i),)
+                node = builder.add(node, token, self.name, confidence=sure, evidence=seen)
                 if node is None:
                     return builder.build()
         return builder.build()

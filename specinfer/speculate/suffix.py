@@ -96,7 +96,12 @@ class SuffixSpeculator:
         return self._max_nodes - 1
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
-        """One tree per entry, best first, all point masses."""
+        """One tree per entry, best first, all point masses; a prompt is read in step with the target.
+
+        A draw's evidence is how many tokens matched before it, how many places vote for it, and their share.
+        """
+        for entry in plan.entries:
+            self._read(entry)
         return [self._tree(entry) for entry in plan.tree_entries]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -118,15 +123,19 @@ class SuffixSpeculator:
         for running in self._running.values():
             running.text.check_integrity()
 
-    def _tree(self, entry: PlanEntry) -> TokenTree:
-        text, end = entry.token_ids, entry.end
+    def _read(self, entry: PlanEntry) -> None:
+        """Index the text of this step and before."""
         request = entry.request
         running = self._running.get(request.request_id)
         if running is None:
             running = _Running(request.params.cache_salt, len(request.prompt_token_ids))
             self._running[request.request_id] = running
-        if running.text.num_tokens < end:
-            running.text.extend(text[running.text.num_tokens : end])
+        if running.text.num_tokens < entry.end:
+            running.text.extend(entry.token_ids[running.text.num_tokens : entry.end])
+
+    def _tree(self, entry: PlanEntry) -> TokenTree:
+        text, end = entry.token_ids, entry.end
+        running = self._running[entry.request.request_id]
         depth = min(self._max_depth, entry.max_depth)
         max_nodes = min(self._max_nodes, entry.max_nodes)
         if depth < 1 or max_nodes < 2:
@@ -149,8 +158,8 @@ class SuffixSpeculator:
         """The nodes most votes go through, best first; the earlier voter is better when votes are equal."""
         builder = TreeBuilder(root, max_nodes)
         least = self._min_probability * sum(vote.weight for vote in votes)
-        # Likeliest first, then oldest: -weight, number, parent, depth, token, confidence, voters.
-        waiting: list[tuple[int, int, int, int, int, float, list[_Vote]]] = []
+        # Likeliest first, then oldest: -weight, number, parent, depth, token, longest match, share, voters.
+        waiting: list[tuple[int, int, int, int, int, int, float, list[_Vote]]] = []
         made = 0
         node, depth, through = 0, 0, votes
         while not builder.full:
@@ -163,13 +172,15 @@ class SuffixSpeculator:
                 weight = sum(vote.weight for vote in voters)
                 if weight >= least:
                     made += 1
-                    longest = max(vote.matched for vote in voters)
-                    confidence = weight / total * match_confidence(longest + depth)
-                    heapq.heappush(waiting, (-weight, made, node, depth + 1, token, confidence, voters))
+                    matched = max(vote.matched for vote in voters) + depth
+                    heapq.heappush(
+                        waiting, (-weight, made, node, depth + 1, token, matched, weight / total, voters)
+                    )
             if not waiting:
                 break
-            _, _, parent, depth, token, confidence, through = heapq.heappop(waiting)
-            added = builder.add(parent, token, self.name, confidence=confidence)
+            _, _, parent, depth, token, matched, share, through = heapq.heappop(waiting)
+            sure, seen = share * match_confidence(matched), (float(matched), float(len(through)), share)
+            added = builder.add(parent, token, self.name, confidence=sure, evidence=seen)
             assert added is not None, "the tree was not full"
             node = added
         return builder.build()

@@ -130,11 +130,11 @@ def test_a_draft_reads_a_prefix_once(tiny: Tiny, monkeypatch: pytest.MonkeyPatch
     llm = tiny.llm(drafts=["target"], block_size=4)
     draft = next(s for s in engine_of(llm)._speculators._speculators if s.name == "0-target")  # type: ignore[attr-defined]
     rows: list[int] = []
-    forward = draft._runner.forward
+    launch = draft._runner.launch
     monkeypatch.setattr(
         draft._runner,
-        "forward",
-        lambda parts: (rows.append(sum(len(p.token_ids) for p in parts)), forward(parts))[1],
+        "launch",
+        lambda parts: (rows.append(sum(len(p.token_ids) for p in parts)), launch(parts))[1],
     )
     first_passes = []
     for _ in range(2):

@@ -179,3 +179,23 @@ def test_a_longer_match_makes_a_surer_guess_and_every_token_of_it_a_longer_match
     assert sure("xab-yb") == [match_confidence(n) for n in (1, 2, 3)]
     assert sure("xab-yxab") == [match_confidence(n) for n in (3, 4, 5)]  # beyond the longest n-gram
     assert sure("aaa") == [match_confidence(n) for n in (2, 3, 4)]  # the match ends where the text begins
+
+
+def test_a_draws_evidence_is_how_many_tokens_matched() -> None:
+    speculator = NgramSpeculator(shortest=1, longest=2, branches=1, depth=3)
+    [tree] = speculator.propose(plan(entry(letters("xab-yxab"))))
+    assert [draw.evidence for draw in tree.draws] == [(3.0,), (4.0,), (5.0,)]
+
+
+def test_a_prompt_is_read_in_step_with_the_target_and_not_at_once() -> None:
+    text = [i * i % 251 for i in range(4096)]
+    chunked = NgramSpeculator(shortest=1, longest=4, branches=2, depth=3)
+    costs = []
+    for end in range(512, 4097, 512):
+        chunk = entry(text, end=end, start=end - 512, max_nodes=64 if end == 4096 else 0)
+        costs.append(lines_run(lambda chunk=chunk: chunked.propose(plan(chunk))))  # type: ignore[misc]
+    assert max(costs) < 2 * sorted(costs)[len(costs) // 2]
+    at_once = NgramSpeculator(shortest=1, longest=4, branches=2, depth=3)
+    [tree], [whole] = (speculator.propose(plan(entry(text))) for speculator in (chunked, at_once))
+    assert (tree.token_ids, tree.parents) == (whole.token_ids, whole.parents)
+    assert tree.num_nodes == 7

@@ -20,6 +20,7 @@ from specinfer.tree import DrawRule
 from specinfer.verify.pairs import Verifier
 from tests.engines import Tiny, slow_generate, write_tiny
 from tests.letters import letters, spelled
+from tests.operations import lines_run
 from tests.plans import entry, outcome, plan
 
 from .test_add_a_speculator import answer as answer_in_engine
@@ -299,3 +300,17 @@ def test_a_guess_is_as_sure_as_its_share_of_the_votes_and_the_length_of_its_matc
     sure = {"".join(map(chr, tree.path_tokens(d.node))): d.confidence for d in tree.draws}
     one, two = match_confidence(1), match_confidence(2)
     assert sure == pytest.approx({"b": one, "bc": two * 2 / 3, "bd": two / 3})
+    seen = {"".join(map(chr, tree.path_tokens(d.node))): d.evidence for d in tree.draws}
+    assert seen == {"b": (1, 3, 1), "bc": (2, 2, 2 / 3), "bd": (2, 1, 1 / 3)}
+
+
+def test_a_prompt_is_read_in_step_with_the_target() -> None:
+    speculator, text = suffix(), letters("one two three one two ")
+    for end in (6, 12):
+        assert speculator.propose(plan(entry(text, start=end - 6, end=end, max_nodes=0))) == []
+    costs = [lines_run(lambda s=s: s.propose(plan(entry(text)))) for s in (speculator, suffix())]  # type: ignore[misc]
+    assert costs[0] < costs[1], "half of it was read before"
+    [tree], [whole] = (s.propose(plan(entry(text))) for s in (speculator, suffix()))
+    assert (tree.token_ids, tree.parents) == (whole.token_ids, whole.parents)
+    assert tree.num_nodes > 3
+    speculator.check_integrity()
