@@ -11,25 +11,30 @@ import specinfer
 
 PACKAGE = Path(specinfer.__file__).parent
 
-# From left to right; a module imports from groups to its left and from its own.
+# The floors of the house, from left to right: a module imports from floors to its left and from its own room.
 ORDER: list[set[str]] = [
-    {"version", "errors", "files", "config", "structured_output", "speculation_params", "sampling_params"}
-    | {"request", "tokenizer", "hub", "progress", "tree"},
-    {"grammar"},
-    {"processors"},
-    {"plan"},
-    {"verify"},
-    {"kernels", "attention", "parallel"},
-    {"models"},
+    {"version", "errors", "progress"},
+    {"files", "structured_output", "tree"},
+    {"config", "hub"},
+    {"speculation_params", "tokenizer"},
+    {"sampling_params", "grammar"},
+    {"request", "processors"},
+    {"plan", "verify"},
+    {"kernels", "attention"},
+    {"models", "report"},
     {"runtime"},
     {"speculate"},
-    {"engine"},
-    {"llm", "speculators", "tune", "serve"},
-    {"report"},
-    {"bench", "check"},
+    {"engine", "speculators"},
+    {"llm"},
+    {"check"},
+    {"bench"},
     {"cli"},
     {"__main__"},
 ]
+TWINS = {
+    "kernels",
+    "attention",
+}  # one room in two folders: layers call attention, which is native as they are
 LAZY_TABLE = "specinfer"  # the package's own __init__ names what it loads on demand, in no order
 
 # These start without torch; a name stands for a module or for a package with all its modules.
@@ -124,8 +129,11 @@ def against_the_order(modules: dict[str, list[Import]]) -> list[str]:
             own, other = group_of(module), group_of(imported.target)
             assert own is not None
             assert other is not None
+            rooms = {module.split(".")[1], parts[1]}
             if other > own:
                 found.append(f"{where}, which is to its right")
+            elif other == own and len(rooms) > 1 and rooms != TWINS:
+                found.append(f"{where}, which is on its own floor")
     return found
 
 
@@ -194,6 +202,18 @@ def test_an_import_from_the_right_is_found_wherever_it_stands() -> None:
     assert against_the_order(modules) == [
         "specinfer.tree.mask:2 imports specinfer.verify.law.Law, which is to its right",
         "specinfer.plan:3 imports specinfer.engine.engine, which is to its right",
+    ]
+
+
+def test_rooms_of_one_floor_do_not_know_each_other() -> None:
+    modules = made_up(
+        verify__law="import specinfer.plan\n",
+        kernels__layers="import specinfer.attention.native\n",
+        plan="",
+        attention__native="import specinfer.kernels.layers\n",
+    )
+    assert against_the_order(modules) == [
+        "specinfer.verify.law:1 imports specinfer.plan, which is on its own floor"
     ]
 
 
