@@ -98,7 +98,7 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heads:
+class AttentionSpec:
     """The attention of one layer, apart from its products."""
 
     layer: int
@@ -115,7 +115,7 @@ class Heads:
 class Attend(Protocol):
     """How a model calls attention; bound to one pass and one cache, of which the model knows nothing."""
 
-    def __call__(self, heads: Heads, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
+    def __call__(self, heads: AttentionSpec, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
         """The attended values, [T, N H]; writes K and V of every row to the layer's cache."""
         ...
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.attention.backend import Heads, Paths, Rotation
+from specinfer.attention.backend import AttentionSpec, Paths, Rotation
 from specinfer.kernels.library import HeadsArgs, Library, PathsArgs
 from specinfer.kernels.product import FLOATS, check_rows
 
@@ -39,7 +39,7 @@ def unsupported(head_dim: int, group: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-def heads_args(heads: Heads) -> HeadsArgs:
+def heads_args(heads: AttentionSpec) -> HeadsArgs:
     """The heads as the library is told of them; `heads` keeps the memory it points to."""
     return HeadsArgs(
         heads.num_heads,
@@ -117,7 +117,7 @@ class NativeAttend:
             f"{self.cache.shape[0]} slots"
         )
 
-    def check(self, dtype: torch.dtype, rows: int, heads: Heads, rotation: Rotation | None) -> None:
+    def check(self, dtype: torch.dtype, rows: int, heads: AttentionSpec, rotation: Rotation | None) -> None:
         """Raise ValueError where rows, heads or rope are not those of the caches and paths."""
         (_, kv_heads, head), cached = self.cache.shape, self.cache.dtype
         if (kv_heads, head, cached, rows) != (heads.num_kv_heads, heads.head_dim, dtype, self.paths.rows):
@@ -137,7 +137,7 @@ class NativeAttend:
             if part.dtype is not torch.float32 or part.shape != (rows, head // 2) or not part.is_contiguous():
                 raise ValueError(f"cos and sin must be float32 [{rows}, {head // 2}], got {list(part.shape)}")
 
-    def __call__(self, heads: Heads, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
+    def __call__(self, heads: AttentionSpec, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
         """The attended values, [T, N H]; writes K and V of every row to the layer's cache."""
         width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
         code, rows = check_rows(qkv_TC, width), len(qkv_TC)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.attention.backend import Attend, Heads, Paths, Rotation
+from specinfer.attention.backend import Attend, AttentionSpec, Paths, Rotation
 
 PAD = 512  # the block of keys in torch's CPU kernel
 # The smallest of the kernel's block sizes of queries (32, 64, 256), which divides the others.
@@ -83,7 +83,7 @@ class _Bound:
         self._slots = [torch.from_numpy(_padded(s.slots_S)).to(device) for s in segments]
         self._masks: dict[int | None, list[Tensor]] = {}  # by window
 
-    def __call__(self, heads: Heads, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
+    def __call__(self, heads: AttentionSpec, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
         rows, n, k = qkv_TC.shape[0], heads.num_heads, heads.num_kv_heads
         qkv = qkv_TC.view(rows, n + 2 * k, -1)
         q_TNH, k_TKH, v_TKH = qkv[:, :n], qkv[:, n : n + k], qkv[:, n + k :]

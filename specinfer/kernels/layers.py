@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specinfer.attention.backend import Heads, Rotation
+from specinfer.attention.backend import AttentionSpec, Rotation
 from specinfer.attention.native import NativeAttend, heads_args
 from specinfer.kernels.library import LayerArgs, StreamArgs, TapsArgs
 from specinfer.kernels.ops import NativeOps, Ops
@@ -28,7 +28,7 @@ class LayerParts:
     before_mlp_D: Tensor
     after_attention_D: Tensor | None
     after_mlp_D: Tensor | None
-    heads: Heads
+    heads: AttentionSpec
     products: tuple[Product, Product, Product, Product]  # qkv, o, gate and up, down
     local: bool  # uses the sliding-window layers' RoPE
 

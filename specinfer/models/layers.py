@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from specinfer.attention.backend import Attend, Heads, Rotation
+from specinfer.attention.backend import Attend, AttentionSpec, Rotation
 from specinfer.kernels.ops import Ops
 from specinfer.models.config import Activation, ModelConfig
 from specinfer.models.language_model import Weights
@@ -103,7 +103,7 @@ class Attention:
     ) -> None:
         self.qkv = qkv
         self.o = o
-        self.heads = Heads(
+        self.heads = AttentionSpec(
             layer=layer,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,

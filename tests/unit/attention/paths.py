@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.attention.backend import AttentionBackend, Heads, Paths, Rotation
+from specinfer.attention.backend import AttentionBackend, AttentionSpec, Paths, Rotation
 from specinfer.runtime.batch import Rows, build_batch
 
 BLOCK = 16
@@ -63,9 +63,9 @@ class Layer:
     rope: bool = False
 
     @property
-    def heads(self) -> Heads:
+    def heads(self) -> AttentionSpec:
         norm = random(2, self.head_dim, seed=3).to(self.dtype)
-        return Heads(
+        return AttentionSpec(
             layer=0,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
