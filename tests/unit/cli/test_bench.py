@@ -10,21 +10,6 @@ from click.testing import CliRunner
 
 from specinfer.cli.bench import bench
 from specinfer.errors import ConfigError, DatasetError
-from tests.engines import write_tiny
-
-
-@pytest.fixture
-def models(tmp_path: Path) -> list[str]:
-    write_tiny(tmp_path / "models", vocab_size=256, max_context=900)
-    folder = tmp_path / "models"
-    return [
-        "--model",
-        str(folder / "target"),
-        "--draft",
-        str(folder / "similar"),
-        "--kv-cache-memory",
-        "64MB",
-    ]
 
 
 def run(*arguments: str) -> str:
@@ -33,9 +18,9 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
-def test_table_file_and_picture(models: list[str], tmp_path: Path) -> None:
+def test_table_file_and_picture(pair: list[str], tmp_path: Path) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
-    said = run(*models, "--limit", "3", "--json", str(out), "--plot", str(picture))
+    said = run(*pair, "--limit", "3", "--json", str(out), "--plot", str(picture))
     result = json.loads(out.read_text())
     assert f"speedup: {result['speedup']:.2f}x" in said
     assert "without speculation" in said
@@ -46,11 +31,11 @@ def test_table_file_and_picture(models: list[str], tmp_path: Path) -> None:
     assert picture.stat().st_size > 5000
 
 
-def test_a_data_set_sampled_in_a_batch_and_printed_as_json(models: list[str], tmp_path: Path) -> None:
+def test_a_data_set_sampled_in_a_batch_and_printed_as_json(pair: list[str], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n{"turns": ["b", "c"]}\n{"prompt": "a"}\n')
     said = run(
-        *models,
+        *pair,
         "--dataset",
         str(rows),
         "--temperature",
@@ -69,12 +54,12 @@ def test_a_data_set_sampled_in_a_batch_and_printed_as_json(models: list[str], tm
     assert result["options"]["sampling"]["seed"] == 3
 
 
-def test_what_cannot_be_measured_is_refused(models: list[str], tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_refused(pair: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nobody speculates"):
-        run(*models[:2], "--no-ngram", "--kv-cache-memory", "64MB")
+        run(*pair[:2], "--no-ngram", "--kv-cache-memory", "64MB")
     with pytest.raises(ConfigError, match="batch size is 0"):
-        run(*models, "--batch-size", "0")
+        run(*pair, "--batch-size", "0")
     with pytest.raises(DatasetError, match="cannot read the data set"):
-        run(*models, "--dataset", str(tmp_path / "none.jsonl"))
+        run(*pair, "--dataset", str(tmp_path / "none.jsonl"))
     with pytest.raises(ConfigError, match="there is no folder"):
-        run(*models, "--json", str(tmp_path / "none" / "out.json"))
+        run(*pair, "--json", str(tmp_path / "none" / "out.json"))

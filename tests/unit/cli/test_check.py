@@ -14,22 +14,7 @@ from specinfer.engine import engine as engine_module
 from specinfer.errors import ConfigError, RequestError
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
-from tests.engines import write_tiny
 from tests.flights import each_tree
-
-
-@pytest.fixture
-def models(tmp_path: Path) -> list[str]:
-    write_tiny(tmp_path / "models", vocab_size=256, max_context=900)
-    folder = tmp_path / "models"
-    return [
-        "--model",
-        str(folder / "target"),
-        "--draft",
-        str(folder / "similar"),
-        "--kv-cache-memory",
-        "64MB",
-    ]
 
 
 def run(*arguments: str) -> Result:
@@ -38,9 +23,9 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.mark.slow
-def test_it_passes_in_words_and_in_json(models: list[str], tmp_path: Path) -> None:
+def test_it_passes_in_words_and_in_json(pair: list[str], tmp_path: Path) -> None:
     out = tmp_path / "check.json"
-    result = run(*models, "--json", str(out))
+    result = run(*pair, "--json", str(out))
     assert result.exit_code == 0, result.output
     assert "passed: all 13 checks; the output is the target's" in result.stdout
     report = json.loads(out.read_text())
@@ -49,11 +34,11 @@ def test_it_passes_in_words_and_in_json(models: list[str], tmp_path: Path) -> No
     assert all(verdict["passed"] for verdict in report["verdicts"])
     assert report["verdicts"][0]["texts"] == 3
     assert report["verdicts"][8]["p_value"] > 1e-4
-    assert run(*models, "--draw", "iid").exit_code == 0
+    assert run(*pair, "--draw", "iid").exit_code == 0
 
 
 def test_a_broken_promise_is_status_1_and_says_where(
-    models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def accept_the_first_guess(tree: TokenTree, laws: Any, verifier: Any) -> Acceptance:
         path = (1,) if tree.num_nodes > 1 else ()
@@ -61,8 +46,8 @@ def test_a_broken_promise_is_status_1_and_says_where(
 
     monkeypatch.setattr(engine_module, "verify_trees", each_tree(accept_the_first_guess))
     out = tmp_path / "check.json"
-    stranger = str(Path(models[1]).parent / "stranger")
-    result = run(*models[:2], "--draft", stranger, *models[4:], "--json", str(out))
+    stranger = str(Path(pair[1]).parent / "stranger")
+    result = run(*pair[:2], "--draft", stranger, *pair[4:], "--json", str(out))
     assert result.exit_code == 1
     assert "FAIL  greedy, with and without speculation: " in result.stdout
     assert "3 differ, rounding explains 0 of them; text 1, at output token" in result.stdout
@@ -72,19 +57,19 @@ def test_a_broken_promise_is_status_1_and_says_where(
 
 
 @pytest.mark.slow
-def test_the_suite_of_parameters(models: list[str], tmp_path: Path) -> None:
+def test_the_suite_of_parameters(pair: list[str], tmp_path: Path) -> None:
     out = tmp_path / "check.json"
     options = ("--suite", "parameters", "--prompts", "2", "--max-tokens", "40", "--json", str(out))
-    result = CliRunner().invoke(check, [*models, *options], catch_exceptions=False)
+    result = CliRunner().invoke(check, [*pair, *options], catch_exceptions=False)
     assert "pass  repetition_penalty, greedy: 2 of 2 texts identical" in result.stdout
     assert json.loads(out.read_text())["suite"] == "parameters"
     # The tiny model names no token that ends a text, which settings with a form need.
     assert "open: 3 of 15 checks saw too little to say" in result.stdout
 
 
-def test_too_little_to_say_is_no_broken_promise(models: list[str], tmp_path: Path) -> None:
+def test_too_little_to_say_is_no_broken_promise(pair: list[str], tmp_path: Path) -> None:
     out = tmp_path / "check.json"
-    result = run(*models, "--prompts", "1", "--samples", "1", "--json", str(out))
+    result = run(*pair, "--prompts", "1", "--samples", "1", "--json", str(out))
     assert result.exit_code == 1
     assert "open  law, coupled, T=1: " in result.stdout
     assert "open: 4 of 13 checks saw too little to say; each names what to change" in result.stdout
@@ -94,25 +79,37 @@ def test_too_little_to_say_is_no_broken_promise(models: list[str], tmp_path: Pat
     assert sum(not verdict["decided"] for verdict in report["verdicts"]) == 4
 
 
-def test_what_cannot_be_checked_is_refused(models: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ("--samples 0", "--samples is 0; allowed: an integer >= 1"),
+        ("--max-tokens 2", "--max-tokens is 2"),
+        ("--prompts 0", "--prompts is 0"),
+        ("--suite speed", "--suite is 'speed'; allowed: promise, parameters"),
+        ("--suite parameters", "--samples is for the suite promise, not for parameters"),
+        ("--draw beam", "draw is 'beam'"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(pair: list[str], options: str, refusal: str) -> None:
+    with pytest.raises(ConfigError, match=refusal):
+        run(*pair, *options.split())
+
+
+def test_a_check_without_a_speculator_is_refused(pair: list[str]) -> None:
     with pytest.raises(ConfigError, match="nobody speculates"):
-        run(*models[:2], "--no-ngram", "--kv-cache-memory", "64MB")
-    with pytest.raises(ConfigError, match="--samples is 0; allowed: an integer >= 1"):
-        run(*models, "--samples", "0")
-    with pytest.raises(ConfigError, match="--max-tokens is 2"):
-        run(*models, "--max-tokens", "2")
-    with pytest.raises(ConfigError, match="--prompts is 0"):
-        run(*models, "--prompts", "0")
+        run(*pair[:2], "--no-ngram", "--kv-cache-memory", "64MB")
+
+
+def test_more_prompts_than_there_are_are_refused(pair: list[str]) -> None:
     with pytest.raises(RequestError, match="--prompts is 1000; there are 26"):
-        run(*models, "--prompts", "1000")
-    with pytest.raises(ConfigError, match="--suite is 'speed'; allowed: promise, parameters"):
-        run(*models, "--suite", "speed")
-    with pytest.raises(ConfigError, match="--samples is for the suite promise, not for parameters"):
-        run(*models, "--suite", "parameters")
+        run(*pair, "--prompts", "1000")
+
+
+def test_answers_too_short_for_the_suite_of_parameters_are_refused(pair: list[str]) -> None:
+    options = ("--suite", "parameters", "--max-tokens", "39")
     with pytest.raises(ConfigError, match="--max-tokens is 39; allowed: an integer >= 40, as min_tokens"):
-        CliRunner().invoke(
-            check, [*models, "--suite", "parameters", "--max-tokens", "39"], catch_exceptions=False
-        )
-    with pytest.raises(ConfigError, match="draw is 'beam'"):
-        run(*models, "--draw", "beam")
-    assert run(*models, "--verifier", "mss").exit_code == 2  # both are tested: there is none to choose
+        CliRunner().invoke(check, [*pair, *options], catch_exceptions=False)
+
+
+def test_there_is_no_verifier_to_choose_as_both_are_tested(pair: list[str]) -> None:
+    assert run(*pair, "--verifier", "mss").exit_code == 2
