@@ -32,3 +32,12 @@ def flight_over(logits_RV: Tensor, scan: Scan) -> Flight:
 def each_tree(mutant: Mutant) -> Callable[[Sequence[TargetLaws], Verifier, Flight], list[Acceptance]]:
     """A broken `verify_trees`, from what it does to each tree."""
     return lambda laws, verifier, flight: [mutant(one.tree, one, verifier) for one in laws]
+
+
+def accept_everything(tree: TokenTree, laws: TargetLaws, verifier: Verifier) -> Acceptance:
+    """A mutant that believes the speculators: the first branch, to its end."""
+    path, node = [], 0
+    while children := tree.children()[node]:
+        node = next(iter(children.values()))
+        path.append(node)
+    return Acceptance(tuple(path), laws.choose(node))

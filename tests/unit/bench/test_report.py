@@ -17,21 +17,10 @@ from specinfer.bench.report import (
 from specinfer.bench.run import Load, compare
 from specinfer.report.dataset import Dataset
 from specinfer.sampling_params import SamplingParams
-from specinfer.tree import TokenTree
-from specinfer.verify.acceptance import Acceptance
-from tests.flights import each_tree
+from tests.flights import accept_everything, each_tree
 
 GREEDY = Load(params=SamplingParams(temperature=0, max_tokens=12), chat=False)
 SEEDED = Load(params=SamplingParams(temperature=1, seed=7, max_tokens=12), chat=False)
-
-
-def accept_the_first_branch(tree: TokenTree, laws: Any, verifier: Any) -> Acceptance:
-    """A verifier that believes the speculator."""
-    path, node = [], 0
-    while children := tree.children()[node]:
-        node = next(iter(children.values()))
-        path.append(node)
-    return Acceptance(tuple(path), laws.choose(node))
 
 
 def result_of(pair: Any, dataset: Dataset, load: Load, **options: Any) -> dict[str, Any]:
@@ -89,7 +78,7 @@ def test_sampling_with_mss_is_not_called_a_failure(pair: Any, dataset: Dataset) 
 def test_a_text_that_differs_is_shown_with_its_first_difference(
     pair: Any, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specinfer.engine.engine.verify_trees", each_tree(accept_the_first_branch))
+    monkeypatch.setattr("specinfer.engine.engine.verify_trees", each_tree(accept_everything))
     result = result_of(pair, dataset, GREEDY, drafts=["stranger"])
     assert result["identical"] == 0
     first = result["differences"][0]

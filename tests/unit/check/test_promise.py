@@ -11,12 +11,12 @@ from specinfer.check.promise import Effort, check_bookkeeping, check_promise, wi
 from specinfer.config import SpeculationConfig
 from specinfer.engine import engine as engine_module
 from specinfer.speculate import draft_model
-from specinfer.tree import DrawRule, TokenTree
+from specinfer.tree import DrawRule
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.law import most_likely
 from specinfer.verify.target_law import target_law
 from tests.engines import Tiny, engine_of, write_tiny
-from tests.flights import each_tree
+from tests.flights import accept_everything, each_tree
 
 pytestmark = pytest.mark.slow  # several engines, thousands of tokens each
 
@@ -56,13 +56,6 @@ def test_an_honest_engine_passes(tiny: Tiny, options: dict[str, Any]) -> None:
 
 
 def test_a_verifier_that_accepts_everything_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    def accept_everything(tree: TokenTree, laws: Any, verifier: Any) -> Acceptance:
-        path, node = [], 0
-        while children := tree.children()[node]:
-            node = next(iter(children.values()))
-            path.append(node)
-        return Acceptance(tuple(path), laws.choose(node))
-
     monkeypatch.setattr(engine_module, "verify_trees", each_tree(accept_everything))
     found = verdicts(tiny, drafts=["stranger"])
     assert not any(found[name] for name in IDENTITY if "without speculation" in name)
