@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from study import REQUIRED, Study, ask, parser, row, run, settings_of, total_figures, without_speculation
+from study import SPECULATING, Study, ask, parser, row, run, settings_of, total_figures, without_speculation
 
 from specinfer import LLM, RequestOutput, SamplingParams
 from specinfer.check.difference import find_difference
@@ -25,18 +25,7 @@ from specinfer.report.dataset import read_dataset
 
 
 def main() -> None:
-    options = parser(
-        __doc__,
-        model=REQUIRED,
-        draft=[],
-        expansion="1,1,3,1,1",
-        dtype="auto",
-        quantization="none",
-        dataset=REQUIRED,
-        limit=50,
-        max_tokens=64,
-        batch_size=8,
-    )
+    options = parser(__doc__, **SPECULATING, quantization="none", limit=50)
     options.add_argument("--ngram", action="store_true", help="look guesses up in the text itself, too")
     options.add_argument(
         "--repeat",

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from study import REQUIRED, Study, ask, digest, in_turn, parser, row, run, without_speculation
+from study import SPECULATING, Study, ask, digest, in_turn, parser, row, run, without_speculation
 
 from specinfer import LLM, RequestOutput, SamplingParams
 from specinfer.check.difference import find_difference
@@ -64,17 +64,7 @@ class Stopwatch:
 
 
 def main() -> None:
-    options = parser(
-        __doc__,
-        model=REQUIRED,
-        draft=[],
-        expansion="1,1,3,1,1",
-        dtype="auto",
-        dataset=REQUIRED,
-        limit=100,
-        max_tokens=64,
-        batch_size=8,
-    )
+    options = parser(__doc__, **SPECULATING, limit=100)
     args = options.parse_args()
     if args.max_tokens < LEAST:
         options.error(f"--max-tokens is {args.max_tokens}; allowed: an integer >= {LEAST}")

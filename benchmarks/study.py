@@ -33,6 +33,16 @@ from specinfer.report.provenance import commit, hardware, provenance
 
 RESULTS = Path(__file__).parent / "results"
 REQUIRED: Any = object()  # stands for the default of an option that has none
+# The common options, and their defaults, of scripts that answer prompts with speculation and without.
+SPECULATING: Mapping[str, Any] = {
+    "model": REQUIRED,
+    "draft": [],
+    "expansion": "1,1,3,1,1",
+    "dtype": "auto",
+    "dataset": REQUIRED,
+    "max_tokens": 64,
+    "batch_size": 8,
+}
 
 
 def run(main: Callable[[], None]) -> None:
