@@ -22,18 +22,21 @@ def table(page: list[str]) -> list[list[str]]:
     return rows[2:]
 
 
-def no_more_models(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-    """From here on nothing may be measured."""
+@pytest.fixture
+def run_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a script as `run` does, where everything was measured: it loads no model."""
 
     def refuse(*args: Any, **options: Any) -> LLM:
         raise AssertionError("a model is loaded although everything was measured")
 
-    monkeypatch.setattr(module, "LLM", refuse)
+    def main(module: ModuleType, *options: str, status: int | None = None) -> list[str]:
+        monkeypatch.setattr(module, "LLM", refuse)
+        return run(module, *options, status=status)
+
+    return main
 
 
-def test_identity(
-    script: Script, run: Run, pair: tuple[str, str], dataset: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_identity(script: Script, run: Run, run_again: Run, pair: tuple[str, str], dataset: str) -> None:
     module = script("identity")
     options = ["--model", pair[0], "--draft", pair[1], "--dataset", dataset, "--max-tokens", "12"]
     page = run(module, *options, status=0)
@@ -41,8 +44,7 @@ def test_identity(
     [[name, prompts, same, again, per_step]] = table(page)
     assert (name, prompts, same, again) == ("rows.jsonl", "3", "3", "3")
     assert float(per_step) > 1
-    no_more_models(monkeypatch, module)
-    assert run(module, *options, status=0) == page
+    assert run_again(module, *options, status=0) == page
 
 
 def test_identity_fails_where_a_difference_is_not_explained(
@@ -88,9 +90,7 @@ def test_parameters(
     assert again[2] != rows[2]
 
 
-def test_structured(
-    script: Script, run: Run, pair: tuple[str, str], dataset: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_structured(script: Script, run: Run, run_again: Run, pair: tuple[str, str], dataset: str) -> None:
     module = script("structured")
     options = ["--model", pair[0], "--questions", dataset, "--limit", "2", "--max-tokens", "40"]
     page = run(module, *options, status=0)
@@ -100,21 +100,17 @@ def test_structured(
         assert (requests, int(valid) + int(cut), broken, same) == ("2", 2, "0", "2")
     guessed, right = rows[1][-1].split(", ")
     assert int(guessed) >= int(right) > 0  # of the keys, which a form leaves no choice about
-    no_more_models(monkeypatch, module)
-    assert run(module, *options, status=0) == page
+    assert run_again(module, *options, status=0) == page
 
 
-def test_suffix(
-    script: Script, run: Run, pair: tuple[str, str], dataset: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_suffix(script: Script, run: Run, run_again: Run, pair: tuple[str, str], dataset: str) -> None:
     module = script("suffix")
     options = ["--model", pair[0], "--dataset", dataset, "--limit", "2", "--max-tokens", "12"]
     page = run(module, *options)
     rows = table(page)
     assert [row[1] for row in rows] == 4 * ["none", "ngram", "suffix"]
     assert {row[-1] for row in rows} == {"2 of 2"}
-    no_more_models(monkeypatch, module)
-    assert run(module, *options) == page
+    assert run_again(module, *options) == page
 
 
 def test_suffix_needs_bodies(script: Script, run: Run, pair: tuple[str, str], tmp_path: Path) -> None:
@@ -124,9 +120,7 @@ def test_suffix_needs_bodies(script: Script, run: Run, pair: tuple[str, str], tm
         run(module, "--model", pair[0], "--dataset", str(tmp_path / "heads.jsonl"))
 
 
-def test_table2(
-    script: Script, run: Run, pair: tuple[str, str], dataset: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table2(script: Script, run: Run, run_again: Run, pair: tuple[str, str], dataset: str) -> None:
     module = script("table2")
     options = ["--model", pair[0], "--draft", pair[1], "--dataset", f"piqa={dataset}", "--max-tokens", "8"]
     few = run(module, *options, "--widths", "2", "--modes", "greedy,T=1 mss")
@@ -137,11 +131,12 @@ def test_table2(
     assert [bool(cell) for cell in greedy[3:]] == [True, True, False, False, False]
     assert all(float(cell) > 1 for cell in greedy[3:5])
     assert paper == ["piqa", "paper, greedy", "", "2.18", "2.80", "2.97", "3.10", "3.21"]
-    no_more_models(monkeypatch, module)
-    assert run(module, *options, "--widths", "1", "--modes", "greedy") == more
+    assert run_again(module, *options, "--widths", "1", "--modes", "greedy") == more
 
 
-def test_prediction(script: Script, run: Run, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prediction(
+    script: Script, run: Run, run_again: Run, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = script("prediction")
     monkeypatch.setattr(module, "LONGEST_PROMPT", 3000)  # a token is a byte
     options = ["--model", pair[0], "--limit", "2", "--plain", "1", "--max-tokens", "6"]
@@ -151,8 +146,7 @@ def test_prediction(script: Script, run: Run, pair: tuple[str, str], monkeypatch
     compared, alone = table(page)
     assert compared[-1] == "yes"
     assert alone[-1] == ""
-    no_more_models(monkeypatch, module)
-    assert run(module, *options, status=0) == page
+    assert run_again(module, *options, status=0) == page
 
 
 def test_grammar(

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.unit.benchmarks.conftest import BENCHMARKS
+
 FILES = sorted(path for path in (BENCHMARKS / "code_edits").iterdir() if path.name != "edits.toml")
 SETTINGS = {"model": "small.gguf", "max_tokens": 64}
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
-    """The script; it finds its neighbours as it does when it is run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        spec = importlib.util.spec_from_file_location("prediction_benchmark", BENCHMARKS / "prediction.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, spec.name, module)  # dataclasses look there
-        spec.loader.exec_module(module)
-        yield module
+def bench(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("prediction")
 
 
 def test_there_are_forty_edits_of_forty_files(bench: ModuleType) -> None:
