@@ -19,11 +19,10 @@ from specinfer.speculate.prediction import PredictionSpeculator
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.verify.pairs import Verifier
 from tests import plans
-from tests.engines import Tiny, slow_generate, write_tiny
+from tests.engines import Tiny, slow_generate
 from tests.letters import letters
+from tests.lone_speculator import answer
 from tests.plans import outcome, plan
-
-from .test_add_a_speculator import answer
 
 
 def entry(prediction: Sequence[int], output: Sequence[int] = (), **how: Any) -> PlanEntry:
@@ -188,11 +187,6 @@ def test_trees_keep_the_limits(
     speculator.check_integrity()
     assert tree.num_nodes <= min(nodes, 1 + depth + (branches - 1) * SIDE_DEPTH)
     assert max(tree.depths()) <= min(depth, room)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=16, max_context=64)
 
 
 @pytest.mark.parametrize("verifier", list(Verifier))

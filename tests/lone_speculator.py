@@ -1,0 +1,43 @@
+"""A tiny target in an engine with one speculator: what it answers."""
+
+from __future__ import annotations
+
+from specinfer.config import SchedulerConfig, SpeculationConfig
+from specinfer.engine.admission import Admission
+from specinfer.engine.engine import Engine
+from specinfer.engine.kv_blocks import BlockPool
+from specinfer.engine.scheduler import Scheduler
+from specinfer.request import Request, RequestOutput
+from specinfer.runtime.runner import ModelRunner
+from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.limits import SpeculationLimits
+from specinfer.speculate.policy import FixedPolicy
+from specinfer.speculate.speculator import Speculator
+from specinfer.verify.pairs import Verifier
+
+from .engines import Tiny
+
+
+def answer(tiny: Tiny, speculator: Speculator, verifier: Verifier, request: Request) -> RequestOutput:
+    """The output of one request in a context of 64, with trees of at most 4 nodes; the engine is checked."""
+    pool = BlockPool(num_blocks=8, block_size=16)
+    engine = Engine(
+        target=ModelRunner(tiny.target, num_blocks=8, block_size=16),
+        speculators=Ensemble([speculator], vocab=tiny.target.config.vocab_size, policy=FixedPolicy()),
+        tokenizer=tiny.tokenizer,
+        admission=Admission(
+            tiny.tokenizer,
+            SpeculationLimits(SpeculationConfig(max_nodes=4), [speculator]),
+            vocab=tiny.target.config.vocab_size,
+            max_context=64,
+            capacity=128,
+        ),
+        scheduler=Scheduler(SchedulerConfig(), pool, tree_nodes=4, max_context=64),
+        verifier=verifier,
+    )
+    engine.add(engine.admission.admit(request))
+    while True:
+        for output in engine.step():
+            if output.finished:
+                engine.check_integrity()
+                return output
