@@ -28,13 +28,15 @@ from tests.parity.families import save_random
 from tests.passes import Passes
 
 FAMILIES = ["llama", "llama-biases", "qwen2-window", "qwen3", "gemma3"]  # every part a layer may have or lack
-FORMATS = [
+Format = tuple[Quantization, torch.dtype]
+FORMATS: list[Format] = [
     ("none", torch.bfloat16),
     ("int8", torch.bfloat16),
     ("int4", torch.bfloat16),
     ("int8", torch.float32),
     ("none", torch.float32),
 ]
+every_format = pytest.mark.parametrize("weights", FORMATS, ids=lambda weights: "-".join(map(str, weights)))
 #  0 -+- 1 - 3 -+- 5
 #     `- 2 - 4  `- 6
 TREE = Rows([54, 7, 20, 8, 8, 30, 31], 12, [6, 2, 9, 1, 5], 0, [-1, 0, 0, 1, 2, 3, 3])
@@ -91,20 +93,16 @@ def same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
 
 
-@pytest.mark.parametrize(("quantization", "dtype"), FORMATS)
+@every_format
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_bits_are_those_of_op_by_op(
-    name: str,
-    quantization: Quantization,
-    dtype: torch.dtype,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, weights: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_random(name, tmp_path, tied=True)
     chosen = kernels("native")
-    by_op = run(load(tmp_path, op_by_op(chosen), quantization, dtype))
+    by_op = run(load(tmp_path, op_by_op(chosen), *weights))
     monkeypatch.setattr(NativeAttend, "__call__", None)
-    at_once = run(load(tmp_path, chosen, quantization, dtype))
+    at_once = run(load(tmp_path, chosen, *weights))
     assert same(at_once, by_op)
     assert at_once[0].isfinite().all()
 
@@ -123,23 +121,19 @@ def tapped(model: LanguageModel, cuts: Sequence[int] = ()) -> list[Tensor]:
     return [*found, *passes.cache.keys, *passes.cache.values]
 
 
-@pytest.mark.parametrize(("quantization", "dtype"), FORMATS)
+@every_format
 @pytest.mark.parametrize("name", ["llama-biases", "gemma3"])
 def test_taps_and_pieces_have_the_bits_of_op_by_op_and_change_no_other(
-    name: str,
-    quantization: Quantization,
-    dtype: torch.dtype,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, weights: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_random(name, tmp_path, tied=True)
     chosen = kernels("native")
-    model = load(tmp_path, op_by_op(chosen), quantization, dtype)
+    model = load(tmp_path, op_by_op(chosen), *weights)
     by_op, layers = tapped(model), model.config.num_layers
     for cuts in ([1], [layers], range(layers)):
         assert same(tapped(model, cuts), by_op), f"op by op, cut at {cuts}"
     monkeypatch.setattr(NativeAttend, "__call__", None)
-    model = load(tmp_path, chosen, quantization, dtype)
+    model = load(tmp_path, chosen, *weights)
     for cuts in ([], [1], [layers], range(layers)):
         assert same(tapped(model, cuts), by_op), f"at once, cut at {cuts}"
     before = run(model)
