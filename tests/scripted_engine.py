@@ -1,12 +1,13 @@
-"""An engine that only counts, for tests of what drives it: it knows neither models nor time."""
+"""An engine that only counts, for tests of the loop that drives it: it knows neither models nor time."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from specinfer.engine.admission import Admitted
+from specinfer.engine.loop import EngineLoop
 from specinfer.engine.sequence import SequenceState
 from specinfer.engine.transcript import Transcript
 from specinfer.request import Request, RequestOutput
@@ -88,3 +89,35 @@ def admitted(tokenizer: Tokenizer, request_id: str, max_tokens: int = 3) -> Admi
     request = Request(request_id, (65,), params, seed=0)
     transcript = Transcript(request, tokenizer, ending=frozenset(), max_context=1 << 20, now=0.0)
     return Admitted(request, SequenceState(request), transcript)
+
+
+class Pause:
+    """A script that holds an engine within its first step until it may go on."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, step: int) -> None:
+        self.reached.set()
+        self.go_on.wait()
+
+
+def said(outputs: Iterable[RequestOutput]) -> list[tuple[str, list[int]]]:
+    return [(output.request_id, list(output.token_ids)) for output in outputs]
+
+
+def counted(request_id: str, to: int = 3) -> list[tuple[str, list[int]]]:
+    """What a request says, output by output."""
+    return [(request_id, list(range(1, n + 1))) for n in range(1, to + 1)]
+
+
+def waits(loop: EngineLoop) -> threading.Semaphore:
+    """Released each time a thread begins to wait for the loop."""
+    begun, wait = threading.Semaphore(0), loop._changed.wait
+
+    def counted_wait(timeout: float | None = None) -> bool:
+        begun.release()
+        return wait(timeout)
+
+    loop._changed.wait = counted_wait  # type: ignore[method-assign]
+    return begun

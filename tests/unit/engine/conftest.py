@@ -1,0 +1,45 @@
+"""A loop over an engine that only counts, requests for it, and threads that ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+
+from specinfer.engine.admission import Admitted
+from specinfer.engine.loop import EngineLoop
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_engine import ScriptedEngine, admitted
+from tests.tiny_models import write_tiny_llama
+
+T = TypeVar("T")
+Make = Callable[..., Admitted]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Makes a request of an id, and of how far it counts."""
+    folder = write_tiny_llama(tmp_path_factory.mktemp("t"), vocab_size=256, tokenizer=True)
+    tokenizer = Tokenizer.load(folder)
+    return lambda request_id, max_tokens=3: admitted(tokenizer, request_id, max_tokens)
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def loop(engine: ScriptedEngine) -> Iterator[EngineLoop]:
+    loop = EngineLoop(engine)
+    yield loop
+    loop.close()
+    assert not engine.has_work
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[Callable[[], T]], Future[T]]]:
+    with ThreadPoolExecutor(16) as pool:
+        yield pool.submit

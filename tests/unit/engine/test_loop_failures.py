@@ -1,0 +1,197 @@
+"""What goes wrong around a loop costs nobody else an output: steps, receivers, an interrupt at any place."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from specinfer.engine import loop as loop_module
+from specinfer.engine.loop import EngineLoop
+from specinfer.errors import IntegrityError, UserError
+from specinfer.request import FinishReason, RequestOutput
+from tests.scripted_engine import Pause, ScriptedEngine, counted, said, waits
+from tests.unit.engine.conftest import Make
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_a_step_that_raises_ends_the_streams_of_its_thread_alone_and_loses_no_output(
+    loop: EngineLoop, engine: ScriptedEngine, make: Make, error: type[BaseException]
+) -> None:
+    broken, other = loop.stream([make("b")]), loop.stream([make("a")])
+    next(other)
+    next(broken)
+
+    def fail(step: int) -> None:
+        if step == 3:
+            raise error
+
+    engine.script = fail
+    with pytest.raises(error):
+        next(broken)
+    assert said(other) == counted("a")[1:]  # its second token was made by the step that failed
+    assert engine.happened.count("abort b") == 1
+    assert said(loop.stream([make("c")])) == counted("c")
+
+
+def test_a_step_that_raises_in_one_thread_leaves_the_driving_to_another(
+    loop: EngineLoop, engine: ScriptedEngine, make: Make, threads: Any
+) -> None:
+    begun = waits(loop)
+    pause = Pause()
+
+    def fail_first(step: int) -> None:
+        if step == 1:
+            pause(step)
+            raise RuntimeError("out of memory")
+
+    engine.script = fail_first
+    broken = threads(lambda: said(loop.stream([make("a")])))
+    pause.reached.wait()
+    other = threads(lambda: said(loop.stream([make("b")])))
+    begun.acquire()
+    pause.go_on.set()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        broken.result()
+    assert other.result() == counted("b")
+
+
+def test_a_request_the_engine_cannot_take_fails_alone(
+    loop: EngineLoop, engine: ScriptedEngine, make: Make
+) -> None:
+    engine.refuses = {"b"}
+    last = {output.request_id: output for output in loop.stream([make("a"), make("b")])}
+    assert last["a"].token_ids == (1, 2, 3)
+    assert (last["b"].finish_reason, last["b"].error) == (FinishReason.ERROR, "no room")
+
+
+def test_a_request_the_engine_loses_is_an_error_and_no_endless_wait(
+    loop: EngineLoop, engine: ScriptedEngine, make: Make
+) -> None:
+    engine.script = lambda step: engine.requests.pop("b", None)
+    last = {output.request_id: output for output in loop.stream([make("a"), make("b", 9)])}
+    assert last["a"].token_ids == (1, 2, 3)
+    assert last["b"].finish_reason is FinishReason.ERROR
+    assert "the engine lost the request" in (last["b"].error or "")
+
+
+def test_to_wait_for_what_cannot_come_is_an_error_and_no_endless_wait(loop: EngineLoop) -> None:
+    with pytest.raises(IntegrityError, match="the loop has no request left"):
+        loop.wait_until(lambda: False)
+
+
+def test_time_runs_out_between_steps(loop: EngineLoop, engine: ScriptedEngine, make: Make) -> None:
+    assert loop.wait_until(lambda: True, timeout=0)
+    loop.submit([make("a")], lambda output: None)
+    assert not loop.wait_until(lambda: False, timeout=0)
+    assert engine.happened == []
+
+
+@pytest.mark.parametrize("what", ["wait_until", "stream", "drain", "close", "check_integrity"])
+def test_a_step_that_waits_for_the_loop_is_told_so(
+    loop: EngineLoop, engine: ScriptedEngine, make: Make, what: str
+) -> None:
+    calls: dict[str, Callable[[], object]] = {
+        "wait_until": lambda: loop.wait_until(lambda: False),
+        "stream": lambda: list(loop.stream([make("inner")])),
+        "drain": loop.drain,
+        "close": loop.close,
+        "check_integrity": loop.check_integrity,
+    }
+
+    def call_once(step: int) -> None:
+        if step == 1:
+            calls[what]()
+
+    engine.script = call_once
+    with pytest.raises(UserError, match="asked from within one of its own steps"):
+        list(loop.stream([make("a")]))
+    assert said(loop.stream([make("b")])) == counted("b")
+
+
+def test_a_receiver_that_raises_loses_its_request_and_nobody_elses(
+    loop: EngineLoop, engine: ScriptedEngine, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(output: RequestOutput) -> None:
+        raise OSError("the client is gone")
+
+    loop.submit([make("a", 9)], refuse)
+    with caplog.at_level(logging.ERROR):
+        assert said(loop.stream([make("b")])) == counted("b")
+    assert "request a is cancelled, as its receiver failed" in caplog.text
+    assert "the client is gone" in caplog.text
+    assert engine.happened == ["add a", "add b", "step", "abort a", "step", "step"]
+
+
+def test_a_receiver_may_submit_and_cancel(loop: EngineLoop, engine: ScriptedEngine, make: Make) -> None:
+    heard: list[tuple[str, FinishReason | None]] = []
+    doomed, follower = make("doomed", 9), make("follower", 1)
+
+    def receive(output: RequestOutput) -> None:
+        heard.append((output.request_id, output.finish_reason))
+        if output.request_id == "a":
+            loop.cancel([doomed])
+            loop.submit([follower], receive)
+
+    loop.submit([make("a", 1), doomed], receive)
+    loop.wait_until(lambda: len(heard) == 4)
+    assert heard == [
+        ("a", FinishReason.LENGTH),
+        ("doomed", None),
+        ("doomed", FinishReason.ABORT),
+        ("follower", FinishReason.LENGTH),
+    ]
+
+
+# An interrupt comes where Python looks for signals: where one of its functions begins, and behind calls.
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th place in the loop's own code at which a signal can arrive."""
+
+    def __init__(self, place: int) -> None:
+        self.left = place
+        self._file = loop_module.__file__
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if frame.f_code.co_filename != self._file or event not in ("call", "c_return"):
+            return
+        self.left -= 1
+        if self.left == 0:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_at_any_place_leaves_a_loop_that_works_and_loses_no_output(make: Make) -> None:
+    place, interrupted = 0, True
+    while interrupted:
+        place += 1
+        engine = ScriptedEngine()
+        loop = EngineLoop(engine)
+        other, cut = loop.stream([make("other", 4)]), loop.stream([make("cut", 2)])
+        found = said(iter([next(other)]))
+        heard: list[RequestOutput] = []
+        loop.submit([make("queued", 1)], heard.append)
+        interrupt = Interrupt(place)
+        interrupted = False
+        sys.setprofile(interrupt)
+        try:
+            list(cut)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.setprofile(None)
+        assert found + said(other) == counted("other", 4), place
+        assert said(iter(dict(zip(map(id, heard), heard, strict=True)).values())) == counted("queued", 1), (
+            place
+        )
+        cut.close()
+        loop.check_integrity()
+        assert not engine.has_work, place
+        assert said(loop.stream([make("next", 2)])) == counted("next", 2), place
+        loop.close()
+    assert place > 50
