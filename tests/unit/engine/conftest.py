@@ -1,4 +1,4 @@
-"""A loop over an engine that only counts, requests for it, and threads that ask."""
+"""What tests of loops share, an engine that only counts, and those of parameters, an oracle and engines."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import TypeVar
 
 import pytest
 
+from specinfer import LLM
 from specinfer.engine.admission import Admitted
 from specinfer.engine.loop import EngineLoop
 from specinfer.tokenizer import Tokenizer
+from tests.engines import Tiny, write_tiny
 from tests.scripted_engine import ScriptedEngine, admitted
 from tests.tiny_models import write_tiny_llama
+from tests.unit.engine.byte_oracle import EOS, SPECULATION, VOCAB, Oracle
 
 T = TypeVar("T")
 Make = Callable[..., Admitted]
@@ -43,3 +46,19 @@ def loop(engine: ScriptedEngine) -> Iterator[EngineLoop]:
 def threads() -> Iterator[Callable[[Callable[[], T]], Future[T]]]:
     with ThreadPoolExecutor(16) as pool:
         yield pool.submit
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    folder = tmp_path_factory.mktemp("tiny")
+    return write_tiny(folder, vocab_size=VOCAB, max_context=96, eos_token_id=EOS, spread=0.25)
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny: Tiny) -> Oracle:
+    return Oracle(tiny)
+
+
+@pytest.fixture(scope="module")
+def llms(tiny: Tiny) -> dict[str, LLM]:
+    return {name: tiny.llm(**options) for name, options in SPECULATION.items()}
