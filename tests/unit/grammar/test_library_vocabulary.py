@@ -6,7 +6,7 @@ import llguidance
 import pytest
 
 from specinfer.grammar.library_vocabulary import LibraryVocabulary
-from tests.unit.grammar.test_grammar import TOKENIZER, VOCAB
+from tests.unit.grammar.vocabulary import TOKENIZER, VOCAB
 
 
 @pytest.fixture(scope="module")

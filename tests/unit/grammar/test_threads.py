@@ -11,7 +11,7 @@ from specinfer.grammar import grammar as grammar_file
 from specinfer.grammar.cursor import Cursor, MatcherSource
 from specinfer.grammar.grammar import Grammar, GrammarCompiler
 from specinfer.structured_output import structured_output
-from tests.unit.grammar.test_grammar import SCHEMAS, TOKENIZER, VOCAB, ids, legal_document, schema_format
+from tests.unit.grammar.vocabulary import SCHEMAS, TOKENIZER, VOCAB, ids, legal_document, schema_format
 
 THREADS = 6
 

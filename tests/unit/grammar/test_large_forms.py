@@ -1,0 +1,122 @@
+"""Forms that are large, deep, or become too complex: followed, refused at once, or failed alone."""
+
+import numpy as np
+import pytest
+
+from specinfer.errors import RequestError
+from tests.unit.grammar.vocabulary import accepts, byte_id, grammar_of, schema_format
+
+
+def rules(count, rule, last, begin):
+    return "\n".join([begin, *(rule.format(i, i + 1) for i in range(count)), last.format(count)])
+
+
+def nested(depth, schema):
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("asked", "good"),
+    [
+        ({"grammar": rules(15_000, "r{}: r{}", 'r{}: "x"', "start: r0")}, "x"),
+        ({"grammar": rules(200, "r{}: " + "(" * 25 + "r{}" + ")" * 25, 'r{}: "x"', "start: r0")}, "x"),
+        ({"grammar": rules(15_000, "R{}: R{}", 'R{}: "x"', "start: R0")}, "x"),
+        ({"grammar": rules(40, "r{0} ::= r{1} r{1}", 'r{} ::= "x"?', "root ::= r0")}, "xxx"),
+        ({"grammar": rules(200, "r{} ::= r{} root?", 'r{} ::= "x"', "root ::= r0")}, "xxx"),
+        ({"grammar": "\n" * 200_000 + 'start: "x"'}, "x"),
+        (
+            {
+                "response_format": schema_format(
+                    {
+                        "$ref": "#/$defs/d0",
+                        "$defs": {
+                            **{f"d{i}": nested(20, {"$ref": f"#/$defs/d{i + 1}"}) for i in range(200)},
+                            "d200": {"type": "null"},
+                        },
+                    }
+                )
+            },
+            '{"a":' * 4000 + "null" + "}" * 4000,
+        ),
+    ],
+    ids=["rules", "parts", "terminals", "doubled", "recursive", "lines", "references"],
+)
+def test_large_forms_are_followed_too(asked, good):
+    assert accepts(grammar_of(**asked), good)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"grammar": "root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000}, "too deep inside one another"),
+        ({"grammar": 'root ::= "a"' + "*" * 50_000}, "too deep inside one another"),
+        ({"grammar": rules(10_000, "r{} ::= r{}", 'r{} ::= "x"', "root ::= r0")}, "too deep inside"),
+        ({"grammar": "start: " + "(" * 50_000 + '"a"' + ")" * 50_000}, "too deeply nested"),
+        ({"grammar": "start: " + "a[" * 50_000}, "grammar cannot be used"),
+        ({"regex": "(" * 50_000 + "a" + ")" * 50_000}, "regex cannot be used"),
+        ({"regex": r"\p{" * 50_000}, "regex cannot be used"),
+    ],
+)
+def test_forms_too_deep_or_too_broken_are_refused_at_once(asked, message):
+    with pytest.raises(RequestError, match=message):
+        grammar_of(**asked)
+
+
+EXPLODES = "(.{0,90}a.{0,90}b){9}"  # after some 80 characters of a and b
+
+
+def visit_every_node(state, path):
+    for depth in range(len(path)):
+        state.allowed(path[:depth])
+
+
+def test_a_grammar_that_becomes_too_complex_fails_one_request_and_no_other():
+    grammar = grammar_of(regex=EXPLODES)
+    rng = np.random.default_rng(0)
+    text = [byte_id(byte) for byte in rng.choice([ord("a"), ord("b")], 400)]
+    greedy, modest = grammar.state(), grammar.state()
+    modest.commit(text[:20])
+    expected = modest.allowed(text[20:25]).copy()
+    with pytest.raises(RequestError, match="regex is too complex to follow"):
+        visit_every_node(greedy, text)
+    modest.commit(text[20:25])
+    np.testing.assert_array_equal(modest.allowed(), expected)
+    np.testing.assert_array_equal(grammar.state().allowed(), greedy.allowed())
+
+
+@pytest.mark.parametrize(
+    "regex", ["(([ab]{1,30}c?){1,40}){1,40}", "(a?){500}a{500}", "((a|ab|ba){1,50}){50}"]
+)
+def test_a_grammar_that_breaks_after_a_commit_says_so_when_it_is_next_asked(regex):
+    state = grammar_of(regex=regex).state()
+    with pytest.raises(RequestError, match="regex is too complex to follow"):
+        commit_one_by_one(state, [byte_id(ord("a"))] * 600)
+
+
+def commit_one_by_one(state, text):
+    for token in text:
+        state.commit([token])
+        state.forced((), 3)
+        state.allowed()
+
+
+def test_what_one_request_wears_out_another_does_not_notice():
+    grammar, a = grammar_of(regex="((a|ab|ba){1,50}){50}"), byte_id(ord("a"))
+    greedy, modest = grammar.state(), grammar.state()
+    with pytest.raises(RequestError, match="regex is too complex to follow"):
+        visit_every_node(greedy, [a] * 600)
+    modest.commit([a])  # into an automaton that is full
+    np.testing.assert_array_equal(modest.allowed([a]), grammar.state().allowed([a, a]))
+    assert modest.permits([a], a)
+
+
+def test_a_grammar_does_not_wear_out():
+    grammar = grammar_of(regex=EXPLODES)
+    rng = np.random.default_rng(1)
+    for _ in range(12):  # together they need more than one automaton holds
+        state = grammar.state()
+        text = [byte_id(byte) for byte in rng.choice([ord("a"), ord("b")], 50)]
+        visit_every_node(state, text)
+        state.commit(text)

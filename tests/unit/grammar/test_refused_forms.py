@@ -1,0 +1,68 @@
+"""Forms that cannot be met or followed are refused in one line."""
+
+import json
+
+import pytest
+
+from specinfer.errors import RequestError
+from specinfer.grammar.grammar import GrammarCompiler
+from specinfer.structured_output import structured_output
+from tests.unit.grammar.vocabulary import grammar_of, schema_format, tokenizer_of
+from tests.unit.tokenizer.made_up import byte_level_header
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"regex": "(a"}, "regex cannot be used: .*unclosed group; allowed: Rust's regex syntax"),
+        ({"regex": "(?=a)b"}, "regex cannot be used: .*look-around"),
+        ({"regex": r"(a)\1"}, "regex cannot be used: .*backreferences"),
+        ({"regex": r"[^\x00-\x{10ffff}]"}, "regex cannot be met: nothing can follow ''"),
+        ({"regex": "(x{1000}){1000}"}, "regex repeats a part 1000000 times, .*allowed: at most 100000"),
+        ({"grammar": "start: lost"}, 'grammar cannot be used: .*unknown name: "lost"'),
+        ({"grammar": "   "}, "grammar cannot be used: "),
+        ({"grammar": 'start: start "a"'}, "grammar cannot be met: nothing can follow ''"),
+        ({"grammar": "start: b\nb: c\nc: b"}, "grammar cannot be met: nothing can follow ''"),
+        ({"grammar": 'root ::= root "a"'}, "grammar cannot be met: nothing can follow ''"),
+        ({"grammar": "root ::= lost"}, "grammar: rule root uses lost"),
+        ({"grammar": "start: A\nA: /b/ & /c/"}, "grammar cannot be met: nothing can follow ''"),
+        ({"grammar": 'start: "a" A\nA: /b/ & /c/'}, "grammar cannot be met: nothing can follow 'a'"),
+        ({"grammar": "start: a\na[max_tokens=3]: /.*/"}, "rule a has the option max_tokens"),
+    ],
+)
+def test_forms_that_cannot_be_followed_are_refused(asked, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        grammar_of(**asked)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum .5. is greater than maximum .3."),
+        ({"allOf": [{"type": "string"}, {"type": "null"}]}, "incompatible types"),
+        ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "'a' is unsatisfiable"),
+        ({"enum": []}, "Unsatisfiable"),
+        ({"type": "text"}, "Invalid type: text"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"not": {"type": "string"}}, "Unimplemented keys: ..not"),
+        ({"type": "string", "format": "poem"}, "Unknown format: poem"),
+        ({"type": "string", "pattern": "(a"}, "unclosed group"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"$ref": "http://example.com/schema"}, "example.com"),
+        ({"$ref": "#"}, "nothing can follow ''"),
+        (json.loads('{"items":' * 150 + "{}" + "}" * 150), "recursion limit"),
+    ],
+)
+def test_schemas_that_cannot_be_met_or_followed_are_refused(schema, message):
+    with pytest.raises(RequestError, match=rf"response_format cannot be (used|met): .*{message}") as caught:
+        grammar_of(response_format=schema_format(schema))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_that_lacks_what_must_come_is_refused():
+    tokenizer = tokenizer_of(byte_level_header())
+    tokenizer.eos_token_ids = frozenset({7})
+    with pytest.raises(RequestError, match="response_format cannot be met: nothing can follow ''"):
+        GrammarCompiler(tokenizer, 64).compile(structured_output({"type": "json_object"}))

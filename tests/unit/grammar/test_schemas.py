@@ -1,0 +1,73 @@
+"""A hundred JSON schemas: every document of theirs is valid, and looking around in one changes nothing."""
+
+import json
+import re
+from datetime import date
+from functools import cache
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.grammar.vocabulary import (
+    END,
+    SCHEMAS,
+    TOKENIZER,
+    VOCAB,
+    grammar_of,
+    legal_document,
+    schema_format,
+)
+
+
+@cache
+def schema_grammar(name):
+    schema = next(entry["schema"] for entry in SCHEMAS if entry["name"] == name)
+    return grammar_of(response_format=schema_format(schema)), schema
+
+
+CHECKED_FORMATS = jsonschema.FormatChecker(("email", "ipv4", "ipv6", "uuid"))
+
+
+@CHECKED_FORMATS.checks("date", raises=ValueError)
+def is_date(value):
+    """RFC 3339 has a year 0000, a leap year; Python has not."""
+    return not isinstance(value, str) or bool(date.fromisoformat(re.sub("^0000", "2000", value)))
+
+
+def test_there_are_a_hundred_schemas():
+    assert len({entry["name"] for entry in SCHEMAS}) == len(SCHEMAS) == 100
+
+
+@pytest.mark.parametrize("name", [entry["name"] for entry in SCHEMAS])
+def test_every_document_of_a_schema_is_valid(name):
+    grammar, schema = schema_grammar(name)
+    validator = jsonschema.Draft202012Validator(schema, format_checker=CHECKED_FORMATS)
+    for seed in range(3):
+        validator.validate(json.loads(TOKENIZER.decode(legal_document(grammar, seed))))
+
+
+@given(
+    name=st.sampled_from(["person", "tree", "tuple", "unicode_keys", "one_of_by_const", "anything"]),
+    seed=st.integers(0, 3),
+    cut=st.integers(0, 30),
+    looks=st.lists(st.tuples(st.integers(0, 6), st.integers(0, VOCAB - 1)), max_size=6),
+)
+def test_looking_around_equals_a_new_matcher_that_consumed_everything(name, seed, cut, looks):
+    grammar, _ = schema_grammar(name)
+    document = legal_document(grammar, seed)
+    text, rest = document[:cut], document[cut:]
+    state = grammar.state()
+    state.commit(text)
+    for depth, astray in looks:
+        path = rest[:depth]
+        fresh = grammar.state()
+        fresh.commit([*text, *path])
+        assert state.permits(path, astray) == bool(fresh.allowed()[astray])
+        assert not state.allowed([*path, astray]).any() or fresh.permits((), astray)
+        np.testing.assert_array_equal(state.allowed(path), fresh.allowed())
+        assert state.forced(path, 5) == fresh.forced((), 5)
+    state.commit(rest)
+    assert state.permits((), END)
