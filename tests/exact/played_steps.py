@@ -1,0 +1,165 @@
+"""Steps of speculation without a model, as the engine takes them: guesses, merged trees, verification.
+
+The production code between logits and text is played: `Processors` at every node, `prune` and `merge` on
+what several speculators guess from random laws of their own, `TargetLaws` and `verify_trees`.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+import specinfer.tree.prune
+from specinfer.engine import target_laws
+from specinfer.errors import RequestError
+from specinfer.speculate.draws import Site, draw_children
+from specinfer.tree import TreeBuilder, merge
+from specinfer.tree.token_tree import DrawRule
+from specinfer.verify.pairs import Verifier
+from specinfer.verify.target_law import target_law
+from tests import plans
+from tests.flights import flight_of
+
+from .enumeration import Guesser, World, outcomes
+from .parameter_cases import PROMPT, VOCAB
+from .slow_sampling import text_law
+
+IID, WITHOUT, POINT = DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT, DrawRule.POINT_MASS
+GUESSERS = {
+    "i.i.d. draws": [Guesser("a", IID, (1, 1)), Guesser("b", IID, (1,))],
+    "without replacement": [Guesser("a", WITHOUT, (2,)), Guesser("b", WITHOUT, (1, 1))],
+    "point masses": [Guesser("a", POINT, (2, 2)), Guesser("b", POINT, (3, 1))],
+    "all three": [Guesser("a", IID, (1, 1)), Guesser("c", POINT, (2, 1)), Guesser("b", WITHOUT, (2,))],
+}
+
+
+class Seen:
+    """A speculator's laws as the request's parameters make them: what Guesser.grow asks of a world."""
+
+    def __init__(self, world, processors, params, output):
+        self.world, self.processors, self.params, self.output = world, processors, params, output
+
+    def law(self, model, path):
+        row = self.processors.apply(self.world.logits(model, (*self.output, *path)), path)
+        return np.zeros(VOCAB) if row.max() == -np.inf else target_law(row, self.params).dense()
+
+
+@dataclass(frozen=True)
+class Careful(Guesser):
+    """A Guesser that draws nothing where nothing is left to draw, as speculate/draws.py does."""
+
+    def draw(self, law, width, chance):
+        return super().draw(law, width, chance) if law.any() else []
+
+
+def entry_after(case, output, processors, seed=0):
+    return plans.entry(PROMPT, output, params=case.params, seed=seed, processors=processors)
+
+
+def possible(tree, processors):
+    """As the ensemble prunes."""
+    permits = processors.permits if processors.bans else None
+    return specinfer.tree.prune.prune(tree, permits=permits, ending=processors.ending)
+
+
+def verified(case, output, processors, tree, world, verifier, seed=0):
+    """The tokens one step adds; a dead end at the root adds None."""
+    rows = np.stack([world.logits("target", output + tree.path_tokens(n)) for n in range(tree.num_nodes)])
+    flight = flight_of(rows)
+    laws = target_laws.TargetLaws(entry_after(case, output, processors, seed), tree, flight, 0)
+    [acceptance] = target_laws.verify_trees([laws], verifier, flight)
+    if isinstance(acceptance, RequestError):
+        return (None,)
+    return (*(tree.token_ids[node] for node in acceptance.path), acceptance.next_token)
+
+
+def added(case, output, tokens, length):
+    """The text after a step, cut where it ends, and whether it is finished (engine/transcript.py)."""
+    for token in tokens:
+        output = (*output, token)
+        over = len(output) >= case.params.min_tokens and token in case.ending
+        if over or token is None or len(output) == length:
+            return output, True
+    return output, False
+
+
+def enumerated(case, guessers, length, world, monkeypatch, alter=None):
+    """The law of the first `length` tokens with speculation, all draws and coins played."""
+    reached, finished = {(): 1.0}, defaultdict(float)
+    guessers = [Careful(g.name, g.rule, g.widths) for g in guessers]
+    while reached:
+        further = defaultdict(float)
+        for output, probability in reached.items():
+            processors = case.processors(output)
+            seen = Seen(world, processors, case.params, output)
+
+            def play(chance, output=output, processors=processors, seen=seen):
+                monkeypatch.setattr(target_laws, "seeded_coin", lambda seed, position: chance)
+                tree = merge([possible(g.grow(seen, (), chance), processors) for g in guessers])
+                tree.check_integrity()
+                return verified(case, output, processors, tree, world, Verifier.MULTISTEP)
+
+            for tokens, share in outcomes(play).items():
+                text, done = added(case, output, tokens, length)
+                (finished if done else further)[text] += probability * share
+        reached = further
+    return dict(finished)
+
+
+def expected(case, world, length):
+    return text_law(lambda output: world.logits("target", output), case.rules, length)
+
+
+class Remembered(World):
+    """A world that makes each row once."""
+
+    def __init__(self, seed):
+        super().__init__(vocab=VOCAB, seed=seed)
+        self.rows = {}
+
+    def logits(self, model, text):
+        if (model, text) not in self.rows:
+            self.rows[model, text] = super().logits(model, text)
+        return self.rows[model, text].copy()
+
+
+# The first one knows the target's laws, so inner nodes are visited often.
+DRAFTS = [("target", DrawRule.COUPLED, (1, 1)), ("b", POINT, (1, 2)), ("c", IID, (1, 1))]
+
+
+def coupled_text(case, seed, world, length):
+    """The text of a seed with coupled drafts, a top-k draft and an n-gram's guesses in one tree per step."""
+    output, done, steps = (), False, 0
+    while not done:
+        processors = case.processors(output)
+        trees = []
+        for name, rule, widths in DRAFTS:
+            builder = TreeBuilder(root=-1, max_nodes=9)
+            rng = np.random.default_rng([seed, len(output)])
+            frontier = [0]
+            for depth, width in enumerate(widths):
+                first = len(builder.parents)
+                paths = [builder.path_tokens(node) for node in frontier]
+                sites = [
+                    Site(
+                        builder,
+                        node,
+                        width,
+                        case.params,
+                        seed,
+                        len(PROMPT) + len(output) + depth,
+                        rng.random,
+                        rule,
+                        partial(processors.apply, path=path),
+                    )
+                    for node, path in zip(frontier, paths, strict=True)
+                ]
+                rows = [world.logits(name, output + path) for path in paths]
+                draw_children(flight_of(np.array(rows, dtype=np.float32).reshape(-1, VOCAB)), sites, name)
+                frontier = list(range(first, len(builder.parents)))
+            trees.append(possible(builder.build(), processors))
+        tokens = verified(case, output, processors, merge(trees), world, Verifier.COUPLED, seed)
+        output, done = added(case, output, tokens, length)
+        steps += 1
+    return output, steps
