@@ -230,7 +230,7 @@ def _side(output: RequestOutput) -> dict[str, Any]:
     assert timing.first_token is not None
     assert timing.finished is not None
     assert output.finish_reason is not None
-    accepted = figures.credit.get(SPECULATOR, 0)
+    accepted = figures.accepted_by.get(SPECULATOR, 0)
     return {
         "tokens": len(output.token_ids),
         "finish_reason": output.finish_reason.value,
@@ -238,7 +238,7 @@ def _side(output: RequestOutput) -> dict[str, Any]:
         "step_tokens": figures.output_tokens,  # without the first, which comes with the prefill
         "seconds": timing.finished - timing.first_token,
         "accepted": accepted,
-        "rejected": figures.drafted.get(SPECULATOR, 0) - accepted,
+        "rejected": figures.proposed_by.get(SPECULATOR, 0) - accepted,
     }
 
 

@@ -74,8 +74,8 @@ def measure(llm: LLM, tasks: Sequence[Task], max_tokens: int) -> dict[str, int |
         **{name: verdicts[name] for name in ("valid", "cut", "broken")},
         "identical": sum(a.token_ids == b.token_ids for a, b in zip(got, expected, strict=True)),
         "tokens_per_step": figures.tokens_per_step,
-        "guessed": figures.drafted.get("grammar", 0),
-        "right": figures.credit.get("grammar", 0),
+        "guessed": figures.proposed_by.get("grammar", 0),
+        "right": figures.accepted_by.get("grammar", 0),
     }
 
 

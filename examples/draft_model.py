@@ -16,4 +16,4 @@ print(output.text)
 print(f"\n{figures.steps} steps, {figures.tokens_per_step:.2f} tokens per step")
 for depth, accepted in enumerate(figures.accepted_per_depth, start=1):
     print(f"  depth {depth}: accepted in {accepted} of {figures.drafted_per_depth[depth - 1]} steps")
-print("  guessed right:", figures.credit)
+print("  guessed right:", figures.accepted_by)

@@ -8,4 +8,4 @@ chats = [[{"role": "user", "content": question}] for question in questions]
 
 for output in llm.chat(chats, SamplingParams(temperature=0, max_tokens=64)):
     print(output.text.strip())
-    print(f"  [{output.figures.tokens_per_step:.2f} tokens per step, {output.figures.credit}]\n")
+    print(f"  [{output.figures.tokens_per_step:.2f} tokens per step, {output.figures.accepted_by}]\n")

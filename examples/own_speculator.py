@@ -34,4 +34,4 @@ class Echo:
 
 llm = LLM("smollm2-135m", speculators=[Echo(period=6)], max_nodes=8)
 [output] = llm.generate("red green blue, red green blue, red", SamplingParams(temperature=0, max_tokens=48))
-print(output.text, output.figures.credit, f"{output.figures.tokens_per_step:.2f} tokens per step")
+print(output.text, output.figures.accepted_by, f"{output.figures.tokens_per_step:.2f} tokens per step")

@@ -56,13 +56,23 @@ class SpeculationFigures:
     accepted_tokens: int = 0
     accepted_per_depth: list[int] = field(default_factory=list)  # [depth - 1]: steps accepting >= depth
     drafted_per_depth: list[int] = field(default_factory=list)  # [depth - 1]: steps with a node there
-    credit: dict[str, int] = field(default_factory=dict)  # speculator -> accepted tokens it had proposed
-    drafted: dict[str, int] = field(default_factory=dict)  # speculator -> tokens it proposed
+    accepted_by: dict[str, int] = field(default_factory=dict)  # speculator -> accepted tokens it had proposed
+    proposed_by: dict[str, int] = field(default_factory=dict)  # speculator -> tokens it proposed
 
     @property
     def tokens_per_step(self) -> float:
         """Accepted plus bonus tokens per step; the paper's verified tokens."""
         return self.output_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def credit(self) -> dict[str, int]:
+        """The former name of `accepted_by`."""
+        return self.accepted_by
+
+    @property
+    def drafted(self) -> dict[str, int]:
+        """The former name of `proposed_by`."""
+        return self.proposed_by
 
     def copy(self) -> SpeculationFigures:
         """The figures as they are now."""
@@ -78,10 +88,10 @@ class SpeculationFigures:
         self.accepted_tokens += other.accepted_tokens
         _add_lists(self.accepted_per_depth, other.accepted_per_depth)
         _add_lists(self.drafted_per_depth, other.drafted_per_depth)
-        for name, count in other.credit.items():
-            self.credit[name] = self.credit.get(name, 0) + count
-        for name, count in other.drafted.items():
-            self.drafted[name] = self.drafted.get(name, 0) + count
+        for name, count in other.accepted_by.items():
+            self.accepted_by[name] = self.accepted_by.get(name, 0) + count
+        for name, count in other.proposed_by.items():
+            self.proposed_by[name] = self.proposed_by.get(name, 0) + count
 
 
 def _add_lists(into: list[int], other: list[int]) -> None:
@@ -137,9 +147,9 @@ class RequestOutput:
     @property
     def accepted_prediction_tokens(self) -> int:
         """Tokens of `params.prediction` that became text."""
-        return self.figures.credit.get("prediction", 0)
+        return self.figures.accepted_by.get("prediction", 0)
 
     @property
     def rejected_prediction_tokens(self) -> int:
         """Tokens of `params.prediction` that were tried and did not."""
-        return self.figures.drafted.get("prediction", 0) - self.accepted_prediction_tokens
+        return self.figures.proposed_by.get("prediction", 0) - self.accepted_prediction_tokens

@@ -107,16 +107,21 @@ def published_block_without_an_owner() -> None:
     BlockPool(2, block_size=4).publish(0, b"text")
 
 
-def owned_block_that_is_said_to_be_untouched() -> None:
+def _pool_and_table() -> tuple[BlockPool, list[int]]:
+    """Four blocks of 4, of which a request owns two."""
     pool, table = BlockPool(4, block_size=4), list[int]()
     pool.extend(table, 8)
+    return pool, table
+
+
+def owned_block_that_is_said_to_be_untouched() -> None:
+    pool, table = _pool_and_table()
     pool._touched = 1
     pool.check_integrity([table])
 
 
 def block_that_is_free_twice() -> None:
-    pool, table = BlockPool(4, block_size=4), list[int]()
-    pool.extend(table, 8)
+    pool, table = _pool_and_table()
     pool.release(table)
     pool._free.append(0)
     pool.check_integrity([])
@@ -137,8 +142,7 @@ def more_forgotten_blocks_remembered_than_could_be_kept() -> None:
 
 
 def more_blocks_owned_than_ever_were() -> None:
-    pool, table = BlockPool(4, block_size=4), list[int]()
-    pool.extend(table, 8)
+    pool, table = _pool_and_table()
     pool._most_owned = 1
     pool.check_integrity([table])
 

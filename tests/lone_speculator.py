@@ -1,4 +1,4 @@
-"""A tiny target in an engine with one speculator: what it answers."""
+"""A tiny target in an engine with one speculator: what it answers to one prompt, greedily."""
 
 from __future__ import annotations
 
@@ -9,17 +9,34 @@ from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.scheduler import Scheduler
 from specinfer.request import Request, RequestOutput
 from specinfer.runtime.runner import ModelRunner
+from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy import FixedPolicy
 from specinfer.speculate.speculator import Speculator
 from specinfer.verify.pairs import Verifier
 
-from .engines import Tiny
+from .engines import Tiny, slow_generate
+
+PROMPT = (1, 2, 3, 2)
+PARAMS = SamplingParams(temperature=0, max_tokens=30)
 
 
-def answer(tiny: Tiny, speculator: Speculator, verifier: Verifier, request: Request) -> RequestOutput:
-    """The output of one request in a context of 64, with trees of at most 4 nodes; the engine is checked."""
+def expected(tiny: Tiny) -> list[int]:
+    """What the target alone answers."""
+    return slow_generate(tiny.target, PROMPT, PARAMS)
+
+
+def answer(
+    tiny: Tiny,
+    speculator: Speculator,
+    verifier: Verifier,
+    *,
+    request_id: str = "r",
+    prediction: tuple[int, ...] = (),
+) -> RequestOutput:
+    """The answer in a context of 64, with trees of at most 4 nodes; the engine is checked."""
+    request = Request(request_id, PROMPT, PARAMS, seed=0, prediction=prediction)
     pool = BlockPool(num_blocks=8, block_size=16)
     engine = Engine(
         target=ModelRunner(tiny.target, num_blocks=8, block_size=16),

@@ -120,8 +120,8 @@ def _run(run: Run) -> dict[str, Any]:
         "drafted_tokens": figures.drafted_tokens,
         "accepted_tokens": figures.accepted_tokens,
         "credit": {
-            name: {"proposed": proposed, "accepted": figures.credit.get(name, 0)}
-            for name, proposed in figures.drafted.items()
+            name: {"proposed": proposed, "accepted": figures.accepted_by.get(name, 0)}
+            for name, proposed in figures.proposed_by.items()
         },
         "stages": {
             name: {"seconds": seconds, "share": seconds / run.seconds} for name, seconds in stages.items()

@@ -87,7 +87,7 @@ def summary(output: RequestOutput, params: SamplingParams) -> str:
     if figures.drafted_tokens:
         parts.append(f"{figures.tokens_per_step:.2f} tokens per step")
         credit = ", ".join(
-            f"{name} {figures.credit.get(name, 0)} of {n}" for name, n in figures.drafted.items()
+            f"{name} {figures.accepted_by.get(name, 0)} of {n}" for name, n in figures.proposed_by.items()
         )
         parts.append(f"accepted: {credit}")
     if not params.greedy:
@@ -119,8 +119,8 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
             "accepted_tokens": figures.accepted_tokens,
             "accepted_per_depth": figures.accepted_per_depth,
             "drafted_per_depth": figures.drafted_per_depth,
-            "credit": figures.credit,
-            "drafted": figures.drafted,
+            "credit": figures.accepted_by,
+            "drafted": figures.proposed_by,
         },
     }
 

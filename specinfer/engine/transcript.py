@@ -166,8 +166,8 @@ class Transcript:
         _count_up(figures.drafted_per_depth, depths)
         _count_up(figures.accepted_per_depth, len(accepted))
         names = proposed_by(tree)
-        _credit(figures.drafted, (name for node in names for name in node))
-        _credit(figures.credit, (name for node in accepted for name in names[node]))
+        _credit(figures.proposed_by, (name for node in names for name in node))
+        _credit(figures.accepted_by, (name for node in accepted for name in names[node]))
 
 
 def _count_up(per_depth: list[int], depth: int) -> None:

@@ -17,9 +17,7 @@ def mapping(c: Mapping[str, object], key: str) -> Mapping[str, object]:
 
 def integer(c: Mapping[str, object], key: str, default: int | None = None) -> int:
     """An integer; `default` where the key is missing or null."""
-    value = c.get(key)
-    if value is None:
-        value = default
+    value = _given(c, key, default)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ModelError(f"{key} is {value!r}; expected an integer. The config is damaged or incomplete.")
     return value
@@ -27,9 +25,7 @@ def integer(c: Mapping[str, object], key: str, default: int | None = None) -> in
 
 def number(c: Mapping[str, object], key: str, default: float | None = None) -> float:
     """A number; `default` where the key is missing or null."""
-    value = c.get(key)
-    if value is None:
-        value = default
+    value = _given(c, key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ModelError(f"{key} is {value!r}; expected a number. The config is damaged or incomplete.")
     return float(value)
@@ -64,3 +60,8 @@ def all_ids(sources: Sequence[Mapping[str, object]], key: str) -> tuple[int, ...
         values = value if isinstance(value, list) else [value]
         found.extend(v for v in values if isinstance(v, int) and not isinstance(v, bool))
     return tuple(dict.fromkeys(found))
+
+
+def _given(c: Mapping[str, object], key: str, default: object) -> object:
+    value = c.get(key)
+    return default if value is None else value

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from specinfer.errors import ensure
 
 TRUSTED = 4  # agreeing tokens in a row that make a place certain
-LONGEST_MATCH = 16  # tokens; a longer match is no better a place
+LONGEST_TAIL = 16  # tokens; a longer match is no better a place
 LONGEST_REPLACED = 8  # tokens; longer replacements are not expected again
 NEAR = 16  # places looked at on either side of the anchor
 SIDE_DEPTH = 4  # tokens of every guess but the first: enough to be trusted, cheap enough to be wrong
@@ -58,7 +58,7 @@ class Alignment:
         """Follow the answer by these tokens."""
         for token in tokens:
             self._tail.append(token)
-            del self._tail[:-LONGEST_MATCH]
+            del self._tail[:-LONGEST_TAIL]
             self._since += 1
             if self._run and self._at < len(self._prediction) and self._prediction[self._at] == token:
                 self._at += 1

@@ -15,7 +15,7 @@ from typing import Final
 
 from specinfer.tree import Draw, TokenTree
 
-LONGEST_MATCH: Final = 16  # tokens; more make a guess no surer
+SUREST_MATCH: Final = 16  # tokens; more make a guess no surer
 _LEVELS: Final = 6  # log-odds are rounded to whole numbers from -6 to 6: probabilities of 0.2% to 99.8%
 _PRIOR: Final = 4.0  # guesses: until more were seen, a speculator is believed
 _MEMORY: Final = 0.995  # what a count keeps at each new guess: the last 200 decide
@@ -73,7 +73,7 @@ class Calibration:
 
 def match_confidence(tokens: int) -> float:
     """How sure to be of a token that followed before, where the last `tokens` tokens were the same."""
-    return 1 - 0.5 ** min(tokens, LONGEST_MATCH)
+    return 1 - 0.5 ** min(tokens, SUREST_MATCH)
 
 
 def _level(confidence: float) -> int:

@@ -8,7 +8,7 @@ from typing import Final
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
-from specinfer.speculate.calibration import LONGEST_MATCH, match_confidence
+from specinfer.speculate.calibration import SUREST_MATCH, match_confidence
 from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.text_index import TextIndex
 from specinfer.tree import TokenTree, TreeBuilder
@@ -98,6 +98,6 @@ class NgramSpeculator:
 def _matched(text: Sequence[int], start: int, end: int) -> int:
     """How many tokens before `start` and before `end` are the same, as far as it matters."""
     matched = 0
-    while matched < min(start, LONGEST_MATCH) and text[start - 1 - matched] == text[end - 1 - matched]:
+    while matched < min(start, SUREST_MATCH) and text[start - 1 - matched] == text[end - 1 - matched]:
         matched += 1
     return matched

@@ -29,7 +29,7 @@ class Observer(Protocol):
 
     @property
     def name(self) -> str:
-        """A short name, unique in the engine; draws and credit carry it."""
+        """A short name, unique in the engine; draws and figures carry it."""
         ...
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:

@@ -270,7 +270,7 @@ def test_a_variant_may_have_fewer_drafts_by_the_names_they_have(tiny: Tiny) -> N
     assert list(llm.variant(drafts=["stranger", "similar"]).models.drafts) == ["1-stranger", "0-similar"]
     assert llm.variant(drafts=()).models.drafts == {}
     output = llm.variant(drafts=["stranger"]).generate(PROMPTS[:1], GREEDY)[0]
-    assert list(output.figures.drafted) == ["1-stranger"]
+    assert list(output.figures.proposed_by) == ["1-stranger"]
 
 
 @pytest.mark.parametrize(

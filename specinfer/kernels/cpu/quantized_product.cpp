@@ -66,7 +66,7 @@ inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
   return sums;
 }
 
-#elif defined(__AVX2__)
+#else
 
 // Signed bytes: products of pairs, of at most 2 * 127 * 127, stay exact in 16 bits.
 inline Bytes multiplicand(Bytes weights) {
@@ -79,6 +79,9 @@ inline Bytes low_halves(Bytes v) {
   each<kParts>([&](auto i) { v.part[i] = v.part[i] & 15; });
   return v;
 }
+
+#if defined(__AVX2__)
+
 inline Bytes high_halves(Bytes v) {
   using Shorts = uint16_t __attribute__((vector_size(kRegister)));
   each<kParts>([&](auto i) { v.part[i] = (Bytes::Part)((Shorts)v.part[i] >> 4) & 15; });
@@ -96,16 +99,6 @@ inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
 
 #else
 
-inline Bytes multiplicand(Bytes weights) {
-  each<kParts>([&](auto i) { weights.part[i] = weights.part[i] ^ 0x80; });
-  return weights;
-}
-constexpr bool kOffset = false;
-
-inline Bytes low_halves(Bytes v) {
-  each<kParts>([&](auto i) { v.part[i] = v.part[i] & 15; });
-  return v;
-}
 inline Bytes high_halves(Bytes v) {
   each<kParts>([&](auto i) { v.part[i] = v.part[i] >> 4; });
   return v;
@@ -126,6 +119,7 @@ inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
   return sums;
 }
 
+#endif
 #endif
 
 // ---- a group of an int4 weight ----

@@ -91,7 +91,7 @@ def test_a_draft_that_is_the_target_is_always_right(tiny: Tiny) -> None:
     for output in llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=41)):
         assert output.figures.steps == 10  # after the first token, ten times 3 + 1
         assert output.figures.accepted_per_depth == [10, 10, 10]
-        assert output.figures.credit == {"0-target": 30}
+        assert output.figures.accepted_by == {"0-target": 30}
 
 
 def test_a_right_draft_stays_right_after_steps_it_did_not_guess(tiny: Tiny) -> None:

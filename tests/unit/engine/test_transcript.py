@@ -103,6 +103,6 @@ def test_figures_count_steps_after_the_first_token_and_give_credit(tokenizer: To
     assert (figures.steps, figures.output_tokens, figures.tokens_per_step) == (2, 4, 2.0)
     assert (figures.drafted_tokens, figures.accepted_tokens) == (6, 2)
     assert (figures.accepted_per_depth, figures.drafted_per_depth) == ([1, 1], [2, 2])
-    assert figures.credit == {"guesser": 2, "other": 1}
-    assert figures.drafted == {"guesser": 4, "other": 4}
+    assert figures.accepted_by == {"guesser": 2, "other": 1}
+    assert figures.proposed_by == {"guesser": 4, "other": 4}
     assert t.output().timing.ttft == 1.0

@@ -98,5 +98,5 @@ def test_an_engine_writes_forced_text_in_few_steps_and_says_who_guessed(tiny: Ti
     assert output.text == plain.text == text
     # 46 bytes and the end: the first token comes with the prompt, then 16 forced ones and one more a step.
     assert output.figures.steps == 3
-    assert output.figures.credit == {"grammar": 45 - 2}
+    assert output.figures.accepted_by == {"grammar": 45 - 2}
     assert plain.figures.steps == len(text)

@@ -11,17 +11,15 @@ from hypothesis import strategies as st
 
 from specinfer.errors import ConfigError
 from specinfer.plan import PlanEntry
-from specinfer.request import Request
-from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.alignment import SIDE_DEPTH
 from specinfer.speculate.calibration import match_confidence
 from specinfer.speculate.prediction import PredictionSpeculator
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.verify.pairs import Verifier
 from tests import plans
-from tests.engines import Tiny, slow_generate
+from tests.engines import Tiny
 from tests.letters import letters
-from tests.lone_speculator import answer
+from tests.lone_speculator import answer, expected
 from tests.plans import outcome, plan
 
 
@@ -193,15 +191,13 @@ def test_trees_keep_the_limits(
 def test_in_an_engine_a_prediction_with_errors_saves_steps_and_the_text_is_the_targets(
     tiny: Tiny, verifier: Verifier
 ) -> None:
-    params = SamplingParams(temperature=0, max_tokens=30)
-    prompt = (1, 2, 3, 2)
-    expected = slow_generate(tiny.target, prompt, params)
-    wrong = (*expected[:5], 15, 15, *expected[8:14], *expected[20:])
+    right = expected(tiny)
+    wrong = (*right[:5], 15, 15, *right[8:14], *right[20:])
     speculator = PredictionSpeculator(depth=3)
-    output = answer(tiny, speculator, verifier, Request("r", prompt, params, seed=0, prediction=wrong))
-    assert list(output.token_ids) == expected
-    assert output.figures.credit == {"prediction": output.figures.accepted_tokens}
-    assert output.figures.accepted_tokens < output.figures.drafted["prediction"]
+    output = answer(tiny, speculator, verifier, prediction=wrong)
+    assert list(output.token_ids) == right
+    assert output.figures.accepted_by == {"prediction": output.figures.accepted_tokens}
+    assert output.figures.accepted_tokens < output.figures.proposed_by["prediction"]
     assert output.figures.tokens_per_step > 1.5
     assert speculator._alignments == {}
 

@@ -11,19 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specinfer.errors import ConfigError
-from specinfer.request import Request
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.calibration import match_confidence
 from specinfer.speculate.suffix import SuffixSpeculator
 from specinfer.speculate.suffix_store import SuffixStore
 from specinfer.tree import DrawRule
 from specinfer.verify.pairs import Verifier
-from tests.engines import Tiny, slow_generate, write_tiny
+from tests.engines import Tiny
 from tests.letters import letters, spelled
+from tests.lone_speculator import answer as answer_in_engine
+from tests.lone_speculator import expected
 from tests.operations import lines_run
 from tests.plans import entry, outcome, plan
-
-from .test_add_a_speculator import answer as answer_in_engine
 
 
 def salted(key: str | None) -> SamplingParams:
@@ -272,24 +271,17 @@ def test_no_token_of_another_key_is_ever_proposed(
         assert set(tree.token_ids) <= {99, *range(first, first + 4)}
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=16, max_context=64)
-
-
 @pytest.mark.parametrize("verifier", list(Verifier))
 def test_in_an_engine_an_answer_asked_for_again_takes_the_fewest_steps(
     tiny: Tiny, verifier: Verifier
 ) -> None:
-    params = SamplingParams(temperature=0, max_tokens=30)
-    prompt = (1, 2, 3, 2)
     speculator = SuffixSpeculator(max_depth=3)
     first, again = (
-        answer_in_engine(tiny, speculator, verifier, Request(request_id, prompt, params, seed=0))
+        answer_in_engine(tiny, speculator, verifier, request_id=request_id)
         for request_id in ("first", "again")
     )
-    assert list(first.token_ids) == list(again.token_ids) == slow_generate(tiny.target, prompt, params)
-    assert again.figures.credit == {"suffix": again.figures.accepted_tokens}
+    assert list(first.token_ids) == list(again.token_ids) == expected(tiny)
+    assert again.figures.accepted_by == {"suffix": again.figures.accepted_tokens}
     assert first.figures.tokens_per_step < again.figures.tokens_per_step
     assert again.figures.tokens_per_step > 3.5  # of at most 4, the last step being cut short
     speculator.check_integrity()
