@@ -176,9 +176,7 @@ def in_turn(datasets: Sequence[Dataset], limit: int) -> list[Conversation]:
 
 def without_speculation(llm: LLM) -> LLM:
     """The same weights and options without speculators; it still guesses what a grammar forces."""
-    return LLM.from_models(
-        replace(llm.config, speculation=SpeculationConfig()), replace(llm.models, drafts={})
-    )
+    return llm.variant(replace(llm.config, speculation=SpeculationConfig()))
 
 
 def ask(

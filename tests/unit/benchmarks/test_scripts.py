@@ -90,6 +90,24 @@ def test_parameters(
     assert again[2] != rows[2]
 
 
+def test_overhead(script: Script, run: Run, run_again: Run, pair: tuple[str, str], dataset: str) -> None:
+    module = script("overhead")
+    options = ["--model", pair[0], "--dataset", dataset, "--limit", "3", "--max-tokens", "8"]
+    page = run(module, *options)
+    rows = table(page)
+    assert [row[0] for row in rows] == [
+        f"{load}, {guessing}"
+        for load in ("batch 1, greedy", "batch 8, sampling, penalties")
+        for guessing in ("none", "n-grams")
+    ]
+    for row in rows:
+        shares = [float(share.rstrip("%")) for share in row[4:]]
+        assert sum(shares[:-1]) == pytest.approx(100, abs=0.5), "stages and what is outside are all there is"
+        assert 100 - shares[2] == pytest.approx(shares[-1], abs=0.11)
+    assert [row[2] for row in rows[::2]] == ["1.00", "1.00"]
+    assert run_again(module, *options) == page
+
+
 def test_structured(script: Script, run: Run, run_again: Run, pair: tuple[str, str], dataset: str) -> None:
     module = script("structured")
     options = ["--model", pair[0], "--questions", dataset, "--limit", "2", "--max-tokens", "40"]
