@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import hypothesis
 import pytest
 import torch
+
+from specinfer.files import cache_dir
 
 # The same examples in every run, on every machine: a test that passed passes again.
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
@@ -15,3 +19,14 @@ hypothesis.settings.load_profile("repeatable")
 def _one_thread() -> None:
     """Tiny tensors gain nothing from more threads, and lose much when the other cores are busy."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own, but for compiled kernels, which take most of a minute to make."""
+    own, kernels = tmp_path / "cache", cache_dir() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    own.mkdir(mode=0o700)
+    (own / "kernels").symlink_to(kernels)
+    monkeypatch.setenv("SPECINFER_CACHE", str(own))
+    return own

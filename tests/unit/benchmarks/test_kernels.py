@@ -28,11 +28,10 @@ def bench(script: Callable[[str], ModuleType]) -> ModuleType:
 
 
 @pytest.fixture
-def quick(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+def quick(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> ModuleType:
     """The script, with copies of matrices that are 16 KB together."""
     monkeypatch.setattr(bench, "STREAMED", 1 << 14)
     monkeypatch.setattr(bench, "REPEATS", 1)
-    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))  # quantized matrices are kept there
     return bench
 
 

@@ -154,8 +154,8 @@ def curves_asked_for(
     """How each model's weights are kept and the most rows of a pass, the target's first."""
     asked: list[tuple[str, int]] = []
 
-    def curve(runner: ModelRunner, *, max_rows: int, kept: str, progress: object) -> CostCurve:
-        asked.append((kept, max_rows))
+    def curve(runner: ModelRunner, *, max_rows: int, variant: str, progress: object) -> CostCurve:
+        asked.append((variant, max_rows))
         return CostCurve((1, 2), (1.0, 2.0))
 
     monkeypatch.setattr("specinfer.engine.build.cost_curve", curve)
@@ -163,8 +163,9 @@ def curves_asked_for(
     return asked
 
 
+@pytest.mark.usefixtures("own_cache")  # of quantized matrices
 @pytest.mark.parametrize(
-    ("options", "kept"),
+    ("options", "variants"),
     [
         ({}, ["none, 64 logits", "none, 64 logits"]),
         ({"draft_quantization": "int8"}, ["none, 64 logits", "int8, 64 logits"]),
@@ -173,12 +174,16 @@ def curves_asked_for(
     ],
 )
 def test_one_model_run_in_two_ways_has_two_curves(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], kept: list[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    variants: list[str],
 ) -> None:
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))  # quantized matrices are kept there
     engine = config(folder / "target", drafts=(str(folder / "target"),), tree_size="cost", **options)
     asked = curves_asked_for(load_models(engine), engine, monkeypatch)
-    assert [k for k, _ in asked] == kept
+    assert [variant for variant, _ in asked] == variants
 
 
 def test_no_curve_is_measured_past_a_models_context(

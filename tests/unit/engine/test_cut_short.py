@@ -22,12 +22,12 @@ def raise_at(call: int, real: Any) -> Any:
     """`real`, except that its call number `call` is interrupted."""
     calls = 0
 
-    def cut(*args: Any) -> Any:
+    def cut(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == call:
             raise KeyboardInterrupt
-        return real(*args)
+        return real(*args, **options)
 
     return cut
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from specinfer import LLM, SamplingParams
-from specinfer.hub.resolution import cache_dir
 from specinfer.progress import NoProgress
 from tests.engines import write_tiny
 
@@ -33,19 +30,7 @@ class Interrupted(NoProgress):
             raise KeyboardInterrupt
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, but for compiled kernels."""
-    own = tmp_path / "cache"
-    own.mkdir(mode=0o700)
-    kernels = cache_dir() / "kernels"
-    kernels.mkdir(parents=True, exist_ok=True)
-    (own / "kernels").symlink_to(kernels)
-    monkeypatch.setenv("SPECINFER_CACHE", str(own))
-    return own
-
-
-def test_an_interrupted_start_leaves_nothing_half_done(tmp_path: Path, cache: Path) -> None:
+def test_an_interrupted_start_leaves_nothing_half_done(tmp_path: Path, own_cache: Path) -> None:
     write_tiny(tmp_path / "models")
     target, draft = str(tmp_path / "models/target"), str(tmp_path / "models/similar")
 
@@ -65,5 +50,5 @@ def test_an_interrupted_start_leaves_nothing_half_done(tmp_path: Path, cache: Pa
         assert (
             llm.generate([[1, 2, 3]], PARAMS)[0].token_ids == alone.generate([[1, 2, 3]], PARAMS)[0].token_ids
         )
-    left = [path for path in cache.rglob("*") if path.is_file() and "kernels" not in path.parts]
+    left = [path for path in own_cache.rglob("*") if path.is_file() and "kernels" not in path.parts]
     assert {path.suffix for path in left} <= {".json", ".safetensors", ".bin"}, left

@@ -11,12 +11,13 @@ import pytest
 from specinfer.config import EngineConfig
 from specinfer.engine.build import load_models
 from specinfer.errors import ConfigError
-from specinfer.files import cache_dir
 from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams
 from tests.engines import ENGINE
 from tests.kernels import NAMES, kernels
 from tests.tiny_models import write_pair
+
+pytestmark = pytest.mark.usefixtures("own_cache")  # of quantized weights
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], list(range(5, 45)), [7, 7, 7, 7]]
 PARAMS = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(temperature=1, seed=5, max_tokens=24)]
@@ -25,17 +26,6 @@ PARAMS = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(temperatu
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pair(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of quantized weights; kernels are those of everybody."""
-    own = tmp_path_factory.getbasetemp() / "quantized"
-    if not own.exists():
-        own.mkdir()
-        (cache_dir() / "kernels").mkdir(parents=True, exist_ok=True)
-        (own / "kernels").symlink_to(cache_dir() / "kernels")
-    monkeypatch.setenv("SPECINFER_CACHE", str(own))
 
 
 def texts(folder: Path, **options: object) -> list[tuple[int, ...]]:
@@ -59,13 +49,10 @@ def test_speculation_does_not_change_the_text(
     assert texts(folder, **draft, draft_quantization="int4", **options) == plain
 
 
-def test_a_draft_is_quantized_on_its_own(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+def test_a_draft_is_quantized_on_its_own(folder: Path, own_cache: Path) -> None:
     options = {**ENGINE, "drafts": (str(folder / "draft"),), "draft_quantization": "int8"}
     load_models(EngineConfig.from_options(str(folder / "target"), {**options, "kernels": "torch"}))
-    [kept] = (tmp_path / "quantized").iterdir()
+    [kept] = (own_cache / "quantized").iterdir()
     assert kept.name.startswith("draft-int8-")
 
 
