@@ -13,7 +13,7 @@ import torch
 from specinfer.config import EngineConfig, Quantization
 from specinfer.engine.build import Models
 from specinfer.engine.engine import Engine
-from specinfer.kernels.choice import TORCH, Kernels, guessing
+from specinfer.kernels.choice import Kernels, choose_kernels, guessing
 from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model
@@ -48,9 +48,13 @@ class Tiny:
 
 
 def write_tiny(
-    folder: Path, kernels: Kernels = TORCH, quantization: Quantization = "none", **shape: Any
+    folder: Path, kernels: Kernels | None = None, quantization: Quantization = "none", **shape: Any
 ) -> Tiny:
-    """All three quantized alike, if at all, and each with the kernels it would have in an engine."""
+    """All three quantized alike, if at all, and each with the kernels it would have in an engine.
+
+    Without `kernels` these are the machine's best: tiny passes of the twins take ten times as long.
+    """
+    kernels = kernels or choose_kernels("auto", CPU)[0]
     target = write_tiny_llama(folder / "target", tokenizer=True, **shape)
     similar = write_similar_llama(target, folder / "similar", noise=0.1)
     stranger = write_tiny_llama(folder / "stranger", tokenizer=True, **{**shape, "seed": 99})

@@ -80,6 +80,7 @@ class Oracle:
     def __init__(self, tiny: Tiny) -> None:
         self._alone = TargetAlone(tiny.target)
         self._compiler = GrammarCompiler(tiny.tokenizer, VOCAB)
+        self._texts: dict[tuple[object, ...], tuple[int, ...]] = {}
         self.row: Callable[[tuple[int, ...]], list[float]] = cache(
             lambda text: [float(x) for x in self._alone.logits_after([text])[0]]
         )
@@ -94,9 +95,13 @@ class Oracle:
         )
 
     def text(self, prompt: list[int], params: SamplingParams) -> list[int]:
-        """The output's tokens; None last where there is a dead end."""
-        rules, seed = self.rules(prompt, params), params.seed or 0
-        return list(seeded_text(lambda out: self.row((*prompt, *out)), rules, seed, params.max_tokens))
+        """The output's tokens; None last where there is a dead end. Said once for all who ask the same."""
+        asked = (*prompt, repr(params))
+        if asked not in self._texts:
+            rules, seed = self.rules(prompt, params), params.seed or 0
+            rows = seeded_text(lambda out: self.row((*prompt, *out)), rules, seed, params.max_tokens)
+            self._texts[asked] = tuple(rows)
+        return list(self._texts[asked])
 
     def _form(self, params: SamplingParams) -> Callable[[tuple[int, ...]], set[int]] | None:
         if params.structured_output is None:
