@@ -17,8 +17,8 @@ from specinfer.report.dataset import Conversation, Dataset
 
 SETTINGS = {"model": "small.gguf", "modes": ("a", "b")}
 SCRIPTS = (
-    *("grammar", "identity", "kernels", "neighbour", "parameters", "parity_transformers", "peers"),
-    *("perplexity", "prediction", "structured", "suffix", "table2"),
+    *("grammar", "identity", "kernels", "neighbour", "overhead", "parameters"),
+    *("parity_transformers", "peers", "perplexity", "prediction", "structured", "suffix", "table2"),
 )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from specinfer.errors import ConfigError, RequestError
+from specinfer.kernels.choice import TORCH
 from specinfer.llm import LLM
 from specinfer.request import FinishReason, Request
 from specinfer.sampling_params import SamplingParams
@@ -58,6 +60,14 @@ def test_the_text_is_the_targets_alone_and_in_a_batch(
     params = SAMPLING[sampling]
     assert run(llm, PROMPTS, params) == expected[sampling]
     assert run(llm, PROMPTS[:1], params) == expected[sampling][:1]
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "T=.7, top_k, top_p"])
+def test_with_pytorchs_kernels_too(tmp_path: Path, sampling: str) -> None:
+    tiny = write_tiny(tmp_path, TORCH, vocab_size=64, max_context=96)
+    params = SAMPLING[sampling]
+    want = [slow_generate(tiny.target, prompt, params) for prompt in PROMPTS]
+    assert run(tiny.llm(**SPECULATION["two drafts and ngram"]), PROMPTS, params) == want
 
 
 @pytest.mark.parametrize(
