@@ -207,6 +207,7 @@ def test_a_fault_is_remembered(tmp_path: Path, fakes: Path, real: Library, child
     assert len(children) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fake", ["a system that says no", "no end", "an end of its own"])
 def test_what_may_be_otherwise_the_next_time_is_not_remembered(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fakes: Path, real: Library, fake: str
@@ -236,6 +237,7 @@ def is_told(message: str, level: Level, reason: str) -> bool:
     return message.startswith(start) and re.fullmatch(reason + again, message[len(start) :]) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fake", FAKES)
 def test_a_fault_costs_a_line_and_the_next_lesser_level_is_taken(
     monkeypatch: pytest.MonkeyPatch,
