@@ -32,10 +32,10 @@ demo: $(RUN) ## install, fetch a small model, and show speculation at work
 	@$(BIN)/specinfer demo $(ARGS)
 
 test: lint test-fast ## lint, types and the whole test suite: what CI runs
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m "slow or thorough" --numprocesses logical $(ARGS)
 
-test-fast: $(DEV) ## the tests that need no real model and no minutes, a process per core
-	$(BIN)/python -m pytest -m "not slow" --numprocesses logical $(ARGS)
+test-fast: $(DEV) ## the tests that need no real model and no seconds, a process per core
+	$(BIN)/python -m pytest -m "not slow and not thorough" --numprocesses logical $(ARGS)
 
 test-aarch64: $(DEV) ## its kernels, with Debian's g++-aarch64-linux-gnu and qemu-user where this machine is none
 	$(BIN)/python -m pytest tests/unit/kernels/test_native_proof.py -m slow -k aarch64 -rs $(ARGS)

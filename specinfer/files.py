@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -25,11 +27,26 @@ def cache_dir() -> Path:
     return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "specinfer"
 
 
-def locked(path: Path) -> contextlib.AbstractContextManager[object]:
-    """A block that one process at a time is in; the others wait. `path` is made, and stays."""
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """A block that one process at a time is in; the others wait. `path` is made, and stays.
+
+    On a disk that knows no locks nobody waits: two may make the same file, and the later one has its name.
+    """
     from filelock import FileLock  # setup.py compiles where nothing is installed
 
-    return FileLock(path)
+    lock = FileLock(path)
+    try:
+        lock.acquire()
+    except (NotImplementedError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+            raise
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class NewFile:
@@ -50,7 +67,8 @@ class NewFile:
         self._partial = Path(name)
         self._file = os.fdopen(number, "wb", buffering=0)
         if mode != 0o600:
-            os.chmod(self._partial, mode)
+            with contextlib.suppress(OSError):  # a disk without modes: the file is its writer's alone
+                os.chmod(self._partial, mode)
 
     def __enter__(self) -> Self:
         return self
@@ -58,8 +76,10 @@ class NewFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
-        self._partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # whatever went wrong was said before
+            self._file.close()
+        with contextlib.suppress(OSError):  # removed with the next file of that name, after a day
+            self._partial.unlink(missing_ok=True)
 
     def seek(self, position: int) -> None:
         """Write at that byte from here on."""

@@ -1,4 +1,4 @@
-"""The step plan: who runs this step, on which tokens, with which budget and slots; it never changes.
+"""The step plan: who runs this step, on which tokens, with which budget and blocks; it never changes.
 
 The one idea: every step is a batch of token trees. A request's tokens and its tree occupy one run of
 *cache positions*; position i lives in slot `block_table[i // block_size] * block_size + i % block_size`

@@ -169,14 +169,14 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     """What the table does not say, in words; `result` is what `as_json` returns."""
     speculative = result["speculative"]
     rates = " ".join(f"{100 * rate:.0f}%" for rate in speculative["acceptance_per_depth"])
-    credit = ", ".join(
+    accepted_by = ", ".join(
         f"{name} {counts['accepted']} of {counts['proposed']}"
         for name, counts in speculative["credit"].items()
     )
     said = [
         _speedup(result),
         f"accepted at depth 1, 2, ...: {rates or 'nothing was guessed'}",
-        f"accepted tokens by speculator: {credit or 'none'}",
+        f"accepted tokens by speculator: {accepted_by or 'none'}",
         _identity(result),
     ]
     for name in ("baseline", "speculative"):

@@ -86,10 +86,10 @@ def summary(output: RequestOutput, params: SamplingParams) -> str:
     parts = [f"{len(output.token_ids)} tokens", f"{rate:.1f} tokens/s"]
     if figures.drafted_tokens:
         parts.append(f"{figures.tokens_per_step:.2f} tokens per step")
-        credit = ", ".join(
+        accepted_by = ", ".join(
             f"{name} {figures.accepted_by.get(name, 0)} of {n}" for name, n in figures.proposed_by.items()
         )
-        parts.append(f"accepted: {credit}")
+        parts.append(f"accepted: {accepted_by}")
     if not params.greedy:
         parts.append(f"seed {output.seed}")
     if output.finish_reason is not None:

@@ -43,7 +43,7 @@ class Line:
 
 def draw_tree(event: TreeEvent, token_text: Callable[[int], str]) -> list[Line]:
     """The lines of one step's tree, the title first; `token_text` gives the text of a token id."""
-    from specinfer.engine.trace import proposed_by
+    from specinfer.tree.token_tree import proposed_by
 
     tree, acceptance = event.tree, event.acceptance
     children = [list(below.values()) for below in tree.children()]

@@ -78,8 +78,8 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     drafts = {name: found[model] for name, model in _draft_names(config.speculation.drafts).items()}
     _check_vocabularies(target, drafts.values())
     tokenizer = Tokenizer.load(target.files)
-    kept = draft_vocabulary(config.speculation.draft_vocabulary, tokenizer, target.model.config.vocab_size)
-    logit_ids = None if kept is None else kept.ids.tolist()
+    named = draft_vocabulary(config.speculation.draft_vocabulary, tokenizer, target.model.config.vocab_size)
+    logit_ids = None if named is None else named.ids.tolist()
     of_target, of_drafts = config.quantization, config.speculation.draft_quantization
     if lacking is not None:
         _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
@@ -102,7 +102,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
             name: _load(draft, dtype, device, show, guessing(fitting(draft)), of_drafts, logit_ids)
             for name, draft in drafts.items()
         },
-        draft_vocabulary=kept,
+        draft_vocabulary=named,
     )
     _leave_cores_to_kernels(models)
     return models
@@ -141,8 +141,9 @@ def build_engine(
     def curve(runner: ModelRunner, quantization: Quantization, logits: int) -> CostCurve:
         model = runner.model
         rows = min(limits.max_step_tokens, blocks * config.cache.block_size, model.config.max_context)
-        kept = f"{quantization}, {logits} logits"
-        return cost_curve(runner, max_rows=rows, variant=kept, progress=progress)
+        every_row = runner is not target  # a draft's level asks for all of its nodes
+        variant = f"{quantization}, {logits} logits"
+        return cost_curve(runner, max_rows=rows, variant=variant, every_row=every_row, progress=progress)
 
     target = runner(models.target)
     drafting = {name: runner(model) for name, model in models.drafts.items()}
@@ -285,8 +286,9 @@ def _find(names: Iterable[str], progress: Progress) -> dict[str, _Found]:
 
 def _check_vocabularies(target: _Found, drafts: Iterable[_Found]) -> None:
     """Raise ConfigError unless an id stands for the same token in every model."""
+    ours = Vocabulary(target.files)
     for draft in drafts:
-        ours, theirs = Vocabulary(target.files), Vocabulary(draft.files)
+        theirs = Vocabulary(draft.files)
         sizes = target.model.config.vocab_size, draft.model.config.vocab_size
         if sizes[0] != sizes[1] or not ours.same_ids(theirs):
             raise ConfigError(

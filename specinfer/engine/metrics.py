@@ -12,8 +12,8 @@ class Stage(StrEnum):
 
     SCHEDULE = "schedule"
     PROPOSE = "propose"  # speculators, their own model passes included
-    FORWARD = "target_forward"  # tensors of the step and the target's pass, logits in host memory
-    VERIFY = "verify"  # processed laws at the visited nodes, and the walk
+    FORWARD = "target_forward"  # tensors of the step and the target's pass, with the likeliest logits
+    VERIFY = "verify"  # processed laws at the visited nodes, the walk, and logits that were unlikely
     COMMIT = "commit"  # KV moves, speculators' observe, detokenizing, bookkeeping
 
 

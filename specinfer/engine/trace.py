@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specinfer.tree import TokenTree
+from specinfer.tree.token_tree import proposed_by
 from specinfer.verify.acceptance import Acceptance
 
 
@@ -32,12 +33,3 @@ class TreeEvent:
             "path": list(self.acceptance.path),
             "next_token": self.acceptance.next_token,
         }
-
-
-def proposed_by(tree: TokenTree) -> list[list[str]]:
-    """For every node the speculators that proposed it, in order of their draws; the root has none."""
-    names: list[list[str]] = [[] for _ in tree.token_ids]
-    for draw in tree.draws:
-        if draw.speculator not in names[draw.node]:
-            names[draw.node].append(draw.speculator)
-    return names

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from specinfer.engine.trace import proposed_by
 from specinfer.request import FinishReason, Logprobs, Request, RequestOutput, SpeculationFigures, Timing
 from specinfer.tokenizer import Detokenizer, Tokenizer
 from specinfer.tree import TokenTree
+from specinfer.tree.token_tree import proposed_by
 from specinfer.verify.acceptance import Acceptance
 
 
@@ -166,8 +166,8 @@ class Transcript:
         _count_up(figures.drafted_per_depth, depths)
         _count_up(figures.accepted_per_depth, len(accepted))
         names = proposed_by(tree)
-        _credit(figures.proposed_by, (name for node in names for name in node))
-        _credit(figures.accepted_by, (name for node in accepted for name in names[node]))
+        _count_each(figures.proposed_by, (name for node in names for name in node))
+        _count_each(figures.accepted_by, (name for node in accepted for name in names[node]))
 
 
 def _count_up(per_depth: list[int], depth: int) -> None:
@@ -176,6 +176,6 @@ def _count_up(per_depth: list[int], depth: int) -> None:
         per_depth[i] += 1
 
 
-def _credit(counts: dict[str, int], names: Iterable[str]) -> None:
+def _count_each(counts: dict[str, int], names: Iterable[str]) -> None:
     for name in names:
         counts[name] = counts.get(name, 0) + 1

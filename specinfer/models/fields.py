@@ -52,13 +52,20 @@ def optional_number(c: Mapping[str, object], key: str) -> float | None:
     return None if c.get(key) is None else number(c, key)
 
 
+def optional_positive(c: Mapping[str, object], key: str) -> float | None:
+    """A number above 0, or None where the key is missing or null."""
+    return None if c.get(key) is None else positive(c, key)
+
+
 def all_ids(sources: Sequence[Mapping[str, object]], key: str) -> tuple[int, ...]:
     """Every token id under `key`, an integer or a list of them, each once, in order."""
     found: list[int] = []
     for source in sources:
         value = source.get(key)
-        values = value if isinstance(value, list) else [value]
-        found.extend(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int for token in values):
+            raise ModelError(f"{key} is {value!r}; expected a token id, or a list. The config is damaged.")
+        found.extend(token for token in values if isinstance(token, int))
     return tuple(dict.fromkeys(found))
 
 

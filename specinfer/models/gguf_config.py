@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from specinfer.errors import ModelError
 from specinfer.models.config import Activation, Family, ModelConfig, Rope
-from specinfer.models.fields import all_ids, count, integer, number, optional_number, positive
+from specinfer.models.fields import all_ids, count, integer, number, optional_positive, positive
 
 
 def config_from_gguf(
@@ -92,7 +92,7 @@ def _decoder_from_gguf(
         sandwich_norms=gemma,
         activation=Activation.GELU_TANH if gemma else Activation.SILU,
         attention_scale=scalar**-0.5,
-        logit_softcap=optional_number(c, "final_logit_softcapping"),
+        logit_softcap=optional_positive(c, "final_logit_softcapping"),
         max_context=integer(c, "context_length"),
         eos_ids=tuple(
             dict.fromkeys(

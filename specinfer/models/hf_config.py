@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from specinfer.errors import ModelError
 from specinfer.models.config import Activation, Family, Llama3Scaling, ModelConfig, Rope
-from specinfer.models.fields import all_ids, count, integer, mapping, number, optional_number, positive
+from specinfer.models.fields import all_ids, count, integer, mapping, number, optional_positive, positive
 
 # What transformers fills in when config.json leaves it out (its own files often do, Gemma 3's above all).
 _LLAMA_DEFAULTS: dict[str, object] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
@@ -120,7 +120,7 @@ def _decoder_from_hf(
         sandwich_norms=gemma,
         activation=activation,
         attention_scale=scalar**-0.5,
-        logit_softcap=optional_number(c, "final_logit_softcapping") if gemma else None,
+        logit_softcap=optional_positive(c, "final_logit_softcapping") if gemma else None,
         max_context=integer(c, "max_position_embeddings"),
         eos_ids=all_ids(ids, "eos_token_id"),
     )
@@ -218,15 +218,12 @@ def _hf_rope(parameters: object, theta: float, c: Mapping[str, object]) -> Rope:
     if kind == "linear":
         return Rope(theta, linear_factor=positive(parameters, "factor"))
     if kind == "llama3":
-        return Rope(
-            theta,
-            llama3=Llama3Scaling(
-                factor=positive(parameters, "factor"),
-                low_freq_factor=positive(parameters, "low_freq_factor"),
-                high_freq_factor=positive(parameters, "high_freq_factor"),
-                original_context=integer(parameters, "original_max_position_embeddings"),
-            ),
-        )
+        factor = positive(parameters, "factor")
+        low, high = positive(parameters, "low_freq_factor"), positive(parameters, "high_freq_factor")
+        if low >= high:
+            raise ModelError(f"low_freq_factor is {low}; expected less than high_freq_factor, {high}")
+        context = count(parameters, "original_max_position_embeddings")
+        return Rope(theta, llama3=Llama3Scaling(factor, low, high, context))
     raise ModelError(f"the rope scaling is {parameters!r}; supported: default, linear, llama3")
 
 

@@ -24,8 +24,6 @@ from specinfer.attention.backend import Paths
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.tree import TokenTree
 
-_NO_TAILS = np.zeros(0, dtype=np.int32)
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:

@@ -79,23 +79,25 @@ def cost_curve(
     *,
     max_rows: int,
     variant: str,
+    every_row: bool = False,
     folder: Path | None = None,
     progress: Progress | None = None,
 ) -> CostCurve:
     """The curve of this model on this machine, measured now or before.
 
     Curves are kept in `folder`, by default in the user's cache. `max_rows` is the most rows a pass will have
-    and the cache has room for, `variant` is part of the key: quantization and head size. Writes into
-    the cache's first slots, which nobody may use yet. A folder that cannot be written costs the next start
-    its time, no more.
+    and the cache has room for, `variant` is part of the key: quantization and head size. `every_row` says
+    that the logits of all rows are asked for, as a draft does, and not the likeliest first (flight.py).
+    Writes into the cache's first slots, which nobody may use yet. A folder that cannot be written costs the
+    next start its time, no more.
     """
-    key = _key(runner.model, max_rows, variant)
+    key = _key(runner.model, max_rows, variant, every_row)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = (folder or cache_dir() / "curves") / f"{digest}.json"
     curve = _read(file, key)
     if curve is None:
         began = time.perf_counter()
-        curve = measure(runner, max_rows=max_rows, progress=progress)
+        curve = measure(runner, max_rows=max_rows, every_row=every_row, progress=progress)
         if time.perf_counter() - began > _WORTH_KEEPING:
             kept_curve = {"key": key, "rows": curve.rows, "seconds": curve.at_rows}
             write_whole(file, json.dumps(kept_curve, indent=1))
@@ -106,6 +108,7 @@ def measure(
     runner: ModelRunner,
     *,
     max_rows: int,
+    every_row: bool = False,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostCurve:
@@ -121,11 +124,11 @@ def measure(
     quickest: dict[int, float] = {}
     show.start(_ROUNDS * len(sizes), "measuring what a pass costs (once per model and machine)", "passes")
     try:
-        _pass_seconds(runner, _FEWEST, clock)  # the first pass of all is slow
+        _pass_seconds(runner, _FEWEST, every_row, clock)  # the first pass of all is slow
         for size in _ROUNDS * sizes:
             late = sum(spent.values()) > _SECONDS and len(quickest) >= _FEWEST
             if not late and spent[size] < share:
-                seconds = _pass_seconds(runner, size, clock)
+                seconds = _pass_seconds(runner, size, every_row, clock)
                 spent[size] += seconds
                 quickest[size] = min(seconds, quickest.get(size, math.inf))
             show.advance(1)
@@ -134,24 +137,25 @@ def measure(
     return CostCurve.through(quickest)
 
 
-def _pass_seconds(runner: ModelRunner, rows: int, clock: Callable[[], float]) -> float:
+def _pass_seconds(runner: ModelRunner, rows: int, every_row: bool, clock: Callable[[], float]) -> float:
     """One pass as a step makes it: from lists to logits in host memory, which waits for a GPU."""
     blocks = range(-(-rows // runner.block_size))
     part = replace(
         chain_rows([0] * rows, 0, blocks, logits=True), logits_from=0
-    )  # of every node, as in a step
+    )  # any node's may be asked for
     began = clock()
-    runner.launch([part]).row(rows - 1)
+    runner.launch([part], likelihoods=None if every_row else lambda: [1.0] * rows).row(0)
     return clock() - began
 
 
-def _key(model: LanguageModel, max_rows: int, variant: str) -> dict[str, str]:
+def _key(model: LanguageModel, max_rows: int, variant: str, every_row: bool) -> dict[str, str]:
     """Everything a pass's time depends on. The values of the weights are not among it."""
     kernels = model.kernels
     return {
         "model": hashlib.sha256(repr(model.config).encode()).hexdigest(),
         "dtype": str(model.dtype),
         "variant": variant,
+        "logits": "all" if every_row else "likeliest",
         "kernels": ", ".join(type(part).__name__ for part in (kernels.ops, kernels.attention)),
         "loose": str(kernels.products.loose),
         "level": "" if kernels.library is None else kernels.library.level.name,

@@ -13,7 +13,6 @@ A row's logits do not depend on the block it is in (models/language_model.py).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -25,6 +24,7 @@ from torch import Tensor
 from specinfer.verify.logit_block import LogitBlock
 from specinfer.verify.scan import ASK, Ask, Likeliest, Scan, no_likeliest
 
+_FEWEST_BESIDE: Final = 16  # rows for which there must be room beside the likeliest, or these make room
 MOST_BYTES: Final = 32 << 20  # of logits that a flight holds; more only where a single row is larger
 BLOCK_ROWS: Final = 64  # made together where not all are asked for: weights are read once for these
 
@@ -68,7 +68,7 @@ class Flight:
         self._order: NDArray[np.int64] | None = None  # likeliest first; None: all rows alike
         if likelihoods is not None and count > BLOCK_ROWS:
             self._order = np.argsort(-np.array(likelihoods()), kind="stable")
-        self._blocks: deque[_Block] = deque()  # oldest first
+        self._blocks: list[_Block] = []  # the first with the likeliest rows
         if count:
             self._make(np.zeros(0, dtype=np.int64))
 
@@ -129,22 +129,29 @@ class Flight:
 
     @torch.inference_mode()
     def _make(self, wanted: NDArray[np.int64]) -> None:
-        """Make a block of `wanted` rows, none of them held, as many as fit, filled up with the likeliest."""
-        count, order = len(self._hidden_RD), self._order
-        size = min(self._most_rows, count if order is None else max(BLOCK_ROWS, len(wanted)))
+        """Make a block of some `wanted` rows, none of them held, filled up with the likeliest others.
+
+        The first block holds the likeliest of all, so it stays as long as there is room beside it.
+        """
+        count, blocks = len(self._hidden_RD), self._blocks
+        size = min(self._most_rows, count if self._order is None else BLOCK_ROWS)
         if size >= count:
-            block = _Block(_in_host_memory(self._head(self._hidden_RD)), np.arange(count))
-        else:
-            held = [block.rows for block in self._blocks]
-            candidates = np.arange(count) if order is None else order
-            others = candidates[~np.isin(candidates, np.concatenate([wanted, *held]))]
-            rows = np.sort(np.concatenate([wanted, others])[:size])
-            while self._blocks and sum(map(len, held)) + size > self._most_rows:
-                self._blocks.popleft()
-                held.pop(0)
-            chosen = torch.from_numpy(rows).to(self._hidden_RD.device)
-            block = _Block(_in_host_memory(self._head(self._hidden_RD.index_select(0, chosen))), rows)
-        self._blocks.append(block)
+            blocks.append(_Block(_in_host_memory(self._head(self._hidden_RD)), np.arange(count)))
+            return
+        wanted = wanted[:size]
+        if blocks and (beside := self._most_rows - len(blocks[0].rows)) >= _FEWEST_BESIDE:
+            wanted = wanted[:beside]
+        while blocks and self._most_rows - self._held_rows < len(wanted):
+            blocks.pop()
+        candidates = np.arange(count) if self._order is None else self._order
+        others = candidates[~np.isin(candidates, np.concatenate([wanted, *(block.rows for block in blocks)]))]
+        rows = np.sort(np.concatenate([wanted, others])[: min(size, self._most_rows - self._held_rows)])
+        chosen = torch.from_numpy(rows).to(self._hidden_RD.device)
+        blocks.append(_Block(_in_host_memory(self._head(self._hidden_RD.index_select(0, chosen))), rows))
+
+    @property
+    def _held_rows(self) -> int:
+        return sum(len(block.rows) for block in self._blocks)
 
 
 class _Block:

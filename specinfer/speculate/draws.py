@@ -90,10 +90,10 @@ def _likeliest(
     """Of each of these rows the likeliest tokens, their logits, and the mass of all."""
     most = max(sites[row].candidates for row in rows)
     found = flight.likeliest(rows, most, [sites[row].temperature for row in rows])
-    for ids, values, count, mass in zip(
-        found.ids, found.values, found.found.tolist(), found.masses.tolist(), strict=True
-    ):
-        yield ids[:count], values[:count], mass
+    for i, row in enumerate(rows):
+        # As many as the site alone would get: a neighbour may want more.
+        count = min(int(found.found[i]), sites[row].candidates)
+        yield found.ids[i, :count], found.values[i, :count], float(found.masses[i])
 
 
 def _from_likeliest(

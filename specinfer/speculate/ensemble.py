@@ -142,6 +142,8 @@ def _check(name: str, entry: PlanEntry, tree: TokenTree, vocab: int) -> None:
         fault = f"of depth {depth}; entry.max_depth is {entry.max_depth}"
     elif not all(0 <= token < vocab for token in tree.token_ids):
         fault = f"with tokens outside the vocabulary of {vocab}"
+    elif not all(isinstance(draw.confidence, (int, float)) for draw in tree.draws):
+        fault = "with a draw whose confidence is no number"
     else:
         return
     raise SpeculatorError(f"speculator {name!r} proposed a tree {fault}; see docs/add_a_speculator.md")

@@ -37,7 +37,7 @@ _ARRAY_BYTES = 96  # of an array's object
 class TextIndex:
     """Some texts, oldest first, the newest one still growing, and an index of their n-grams.
 
-    Positions count the tokens ever added, separators included, and are never used again. `lengths` are those
+    Places count the tokens ever added, separators included, and are never used again. `lengths` are those
     of the n-grams that can be looked up. A stretch is at most `longest_stretch` tokens long, unless more are
     added at once: the shorter, the sooner the room of old texts is free. For four lengths a token takes 52
     bytes, and up to 100 while the newest stretch is empty.
@@ -122,7 +122,7 @@ class TextIndex:
     def places(self, tail: array[int], length: int, most: int) -> Iterator[int]:
         """Where the last `length` tokens of `tail` end, newest first, an operation each, at most `most`.
 
-        A place is the position of what follows, also where nothing does. `length` is one of the index's.
+        A place is the index of what follows, also where nothing does. `length` is one of the index's.
         """
         if length > len(tail):
             return

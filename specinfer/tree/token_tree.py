@@ -224,3 +224,12 @@ def draws_by_parent(draws: Iterable[Draw]) -> dict[int, list[Draw]]:
     for draw in draws:
         below.setdefault(draw.parent, []).append(draw)
     return below
+
+
+def proposed_by(tree: TokenTree) -> list[list[str]]:
+    """For every node the speculators that proposed it, in order of their draws; the root has none."""
+    names: list[list[str]] = [[] for _ in tree.token_ids]
+    for draw in tree.draws:
+        if draw.speculator not in names[draw.node]:
+            names[draw.node].append(draw.speculator)
+    return names

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Literal, overload
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ _TYPES: Final[dict[np.dtype[np.generic], LogitType]] = {
 }
 
 
-class LogitBlock(Sequence[NDArray[np.float32]]):
+class LogitBlock:
     """Logits, [R, V], of float32 or bfloat16; a row is made float32 when somebody looks at it.
 
     A walk down a tree looks at few rows, and one of a large vocabulary is half a megabyte; scans of many rows
@@ -44,15 +43,7 @@ class LogitBlock(Sequence[NDArray[np.float32]]):
     def __len__(self) -> int:
         return len(self.rows_RV)
 
-    @overload
-    def __getitem__(self, index: int) -> NDArray[np.float32]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> LogitBlock: ...
-
-    def __getitem__(self, index: int | slice) -> NDArray[np.float32] | LogitBlock:
-        if isinstance(index, slice):
-            return LogitBlock(self.rows_RV[index])
+    def __getitem__(self, index: int) -> NDArray[np.float32]:
         if self.dtype == "float32":
             row: NDArray[np.float32] = self.rows_RV[index]
             return row

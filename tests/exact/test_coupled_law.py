@@ -106,7 +106,7 @@ def test_the_race_has_the_law_p_on_a_grid_of_all_uniforms():
     assert wins == pytest.approx(p, abs=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("over", ["positions", "seeds"])
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=4, temperature=0.8)])
 def test_choices_follow_the_law_over_positions_and_over_seeds(params, over):
@@ -118,7 +118,7 @@ def test_choices_follow_the_law_over_positions_and_over_seeds(params, over):
     assert chisquare(counts[p > 0], 6000 * p[p > 0]).pvalue > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_choices_follow_the_law_where_the_vocabulary_is_screened():
     logits = np.random.default_rng(0).normal(size=40_000).astype(np.float32) * 3
     law = target_law(logits, SamplingParams(temperature=1.2))

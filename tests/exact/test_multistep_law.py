@@ -67,7 +67,7 @@ def test_the_law_of_the_text_is_the_targets(guessers, length):
     assert distance(law, expected(world, length)) < EXACT
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("rule", [IID, WITHOUT, POINT])
 def test_under_sampling_parameters_too(params, rule):
@@ -76,7 +76,7 @@ def test_under_sampling_parameters_too(params, rule):
     assert distance(text_law(world, guessers, 2), expected(world, 2)) < EXACT
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 def test_with_five_tokens_and_sharp_laws(seed):
     world = World(vocab=5, seed=seed, sharpness=4.0)

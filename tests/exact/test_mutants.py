@@ -40,7 +40,7 @@ def test_merging_draws_as_if_they_were_nodes():
     assert error(MERGED, alter=first_of_each_node) > SEEN
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_pruning_sampled_draws_by_their_own_probability():
     def prune(tree):
         return redraw(tree, (d for d in tree.draws if d.law[tree.token_ids[d.node]] > 0.2))

@@ -92,7 +92,7 @@ def test_the_law_at_any_node_is_the_oracles(case, seed, path):
             assert law == pytest.approx(next_law(logits, rules, path), abs=EXACT)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_the_coupled_rule_makes_the_oracles_choices(name):
     world, case = Remembered(seed=5), CASES[name]
@@ -112,7 +112,7 @@ def test_the_coupled_rule_makes_the_oracles_choices_under_any_combination(case, 
     assert text == seeded_text(lambda output: world.logits("target", output), case.rules, seed, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_coupled_texts_follow_the_oracles_law_over_seeds():
     world, case = Remembered(seed=8), replace(CASES["all of them"], bad_words=((0, 0),))
     law = expected(case, world, 3)

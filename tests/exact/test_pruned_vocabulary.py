@@ -50,7 +50,7 @@ class PrunedDraft:
         return builder.build()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("kept", [(0, 2), (3,), (1, 2, 3)], ids=str)
 @pytest.mark.parametrize("rule", [IID, WITHOUT, POINT])

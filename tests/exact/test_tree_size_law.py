@@ -153,7 +153,7 @@ def play(drafts, pass_, monkeypatch, points=False):
     return sized, distance(law, wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("points", [False, True], ids=["drafts", "drafts and points"])
 @pytest.mark.parametrize("drafts", [*DRAFTS.values(), *PRUNED.values()], ids=[*DRAFTS, *PRUNED])
 @pytest.mark.parametrize("pass_", [0.01, 0.2])  # nothing is spared, and much
@@ -161,7 +161,7 @@ def test_the_law_of_the_text_is_the_targets(drafts, pass_, points, monkeypatch):
     assert play(drafts, pass_, monkeypatch, points)[1] < EXACT
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
 def test_whether_a_level_is_drawn_depends_on_the_draws_above_it(drafts, monkeypatch):
     assert play(drafts, 0.2, monkeypatch)[0].depths == {1, 2}
@@ -172,7 +172,7 @@ def test_whether_a_draft_is_run_depends_on_the_draws_of_another(monkeypatch):
     assert sized.starts == {"a": {True}, "b": {True, False}}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
 def test_dropping_samples_for_their_value_is_seen(drafts, monkeypatch):
     monkeypatch.setattr(cost_policy, "prunable", lambda tree: True)

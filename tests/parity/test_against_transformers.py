@@ -61,7 +61,7 @@ def test_a_whole_prompt(both):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("block_table", [SCATTERED, CONTIGUOUS], ids=["scattered", "contiguous"])
 def test_token_by_token_over_the_cache(both, block_table):
     theirs, ours = both
@@ -73,7 +73,7 @@ def test_token_by_token_over_the_cache(both, block_table):
     torch.testing.assert_close(torch.stack(got), logits_of(theirs, PROMPT), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("block_table", [SCATTERED, CONTIGUOUS], ids=["scattered", "contiguous"])
 def test_every_path_of_a_tree(both, block_table):
     theirs, ours = both

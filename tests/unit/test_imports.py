@@ -51,6 +51,7 @@ WITHOUT_TORCH = (
         "kernels.private_folder",
         "kernels.library",
         "kernels.proof",
+        "kernels.faults",
         "kernels.native",
     ),
 )

@@ -11,7 +11,7 @@ import pytest
 HOME = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "said"), [([], "with asserts\n"), (["-O"], "without asserts\n")], ids=["python", "python -O"]
 )

@@ -1,4 +1,4 @@
-// From the rows of the qkv product to attention: norm and turn each query and key head, write K and V to
+// From the rows of the qkv product to attention: norm and rotate each query and key head, write K and V to
 // their cache slots, and the queries where attention reads them.
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kPieceElements = 1 << 15;  // worth being shared out
 
 // What is done to a query or key head; null pointers where a model does not have it.
-struct Turn {
+struct Rotation {
   const float* cos;  // [rows, H / 2]
   const float* sin;
   float eps;
@@ -20,8 +20,8 @@ struct Turn {
 
 // to = rotate(from / rms(from) * weight); the pair (i, i + H / 2) is a point that is rotated.
 template <typename T>
-void turn_head(const T* from, const T* weight, const Turn& turn, int64_t row, int64_t head, T* to) {
-  if (weight == nullptr && turn.cos == nullptr) {
+void rotate_head(const T* from, const T* weight, const Rotation& rotation, int64_t row, int64_t head, T* to) {
+  if (weight == nullptr && rotation.cos == nullptr) {
     std::copy(from, from + head, to);
     return;
   }
@@ -33,19 +33,19 @@ void turn_head(const T* from, const T* weight, const Turn& turn, int64_t row, in
     store(x + i, v);
   }
   if (weight != nullptr) {
-    const Floats scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(head) + turn.eps);
+    const Floats scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(head) + rotation.eps);
     for (int64_t i = 0; i < head; i += kLanes) {
       store(x + i, load(x + i) * scale * load(weight + i, head - i));
     }
   }
-  if (turn.cos == nullptr) {
+  if (rotation.cos == nullptr) {
     for (int64_t i = 0; i < head; i += kLanes) store(to + i, load(x + i), head - i);
     return;
   }
   const int64_t half = head / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
     const int64_t n = half - i;
-    const Floats c = load(turn.cos + row * half + i, n), s = load(turn.sin + row * half + i, n);
+    const Floats c = load(rotation.cos + row * half + i, n), s = load(rotation.sin + row * half + i, n);
     const Floats a = load(x + i), b = load(x + half + i);
     store(to + i, a * c - b * s, n);
     store(to + half + i, b * c + a * s, n);
@@ -57,7 +57,7 @@ void turn_head(const T* from, const T* weight, const Turn& turn, int64_t row, in
 void rope_and_store(Type type, const Heads& heads, const Paths& paths, const void* qkv, const float* cos,
                     const float* sin, void* k_cache, void* v_cache, void* q) {
   const int64_t head = heads.head, width = heads.heads + 2 * heads.kv_heads;
-  const Turn turn{cos, sin, heads.eps};
+  const Rotation rotation{cos, sin, heads.eps};
   by_type(type, [&](auto element) {
     using T = decltype(element);
     Pool::get().split(paths.rows, kPieceElements / (width * head) + 1, [&](int64_t begin, int64_t end) {
@@ -65,12 +65,13 @@ void rope_and_store(Type type, const Heads& heads, const Paths& paths, const voi
         while (paths.requests[request].end <= r) ++request;
         const T* x = static_cast<const T*>(qkv) + r * width * head;
         for (int64_t n = 0; n < heads.heads; ++n, x += head) {
-          turn_head(x, static_cast<const T*>(heads.q_norm), turn, r, head,
+          rotate_head(x, static_cast<const T*>(heads.q_norm), rotation, r, head,
                     static_cast<T*>(q) + (r * heads.heads + n) * head);
         }
         const int64_t at = paths.own_slot(paths.requests[request], r) * heads.kv_heads * head;
         for (int64_t n = 0; n < heads.kv_heads; ++n, x += head) {
-          turn_head(x, static_cast<const T*>(heads.k_norm), turn, r, head, static_cast<T*>(k_cache) + at + n * head);
+          rotate_head(x, static_cast<const T*>(heads.k_norm), rotation, r, head,
+                      static_cast<T*>(k_cache) + at + n * head);
         }
         std::copy(x, x + heads.kv_heads * head, static_cast<T*>(v_cache) + at);
       }

@@ -42,7 +42,7 @@ struct ChosenRows {
 bool likeliest(const LogitBlock& block, const ChosenRows& rows, int64_t n, const double* temperatures, int64_t* ids,
                float* values, int64_t* found, double* masses);
 
-// How a token is chosen in a row. As verify/asks.py has it.
+// How a token is chosen in a row. As verify/scan.py has it.
 struct Ask {
   double temperature;
   int64_t top_k;

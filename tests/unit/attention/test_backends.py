@@ -63,7 +63,7 @@ def test_batches(backend: AttentionBackend, rows: list[Rows], window: int | None
     check(backend, Layer(6, 2, 16, window=window), rows, 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "extras", [{}, {"norms": True}, {"rope": True}, {"norms": True, "rope": True}], ids=str
 )

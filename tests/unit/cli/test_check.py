@@ -37,7 +37,7 @@ def test_it_passes_in_words_and_in_json(pair: list[str], tmp_path: Path) -> None
     assert run(*pair, "--draw", "iid").exit_code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_broken_promise_is_status_1_and_says_where(
     pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -315,19 +315,19 @@ def shell(models: Path, command: str, **environment: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_closed_pipe_is_silent(models: Path) -> None:
     out, err = shell(models, "$generate --show-trees --temperature 2 --seed 1 hi | head -n 1")
     assert (out, err) == ("step 1: no guesses\n", "")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_full_disk_is_one_line(models: Path) -> None:
     out, err = shell(models, "$generate hi > /dev/full; echo status $?")
     assert (out, err) == ("status 2\n", "specinfer: error: No space left on device\n")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_terminal_that_lacks_a_character_is_no_error(models: Path) -> None:
     command = "$generate --temperature 2 --seed 1 hi; echo; echo status $?"
     rich, _ = shell(models, command, PYTHONIOENCODING="utf-8")

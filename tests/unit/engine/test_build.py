@@ -154,7 +154,9 @@ def curves_asked_for(
     """How each model's weights are kept and the most rows of a pass, the target's first."""
     asked: list[tuple[str, int]] = []
 
-    def curve(runner: ModelRunner, *, max_rows: int, variant: str, progress: object) -> CostCurve:
+    def curve(
+        runner: ModelRunner, *, max_rows: int, variant: str, every_row: bool, progress: object
+    ) -> CostCurve:
         asked.append((variant, max_rows))
         return CostCurve((1, 2), (1.0, 2.0))
 

@@ -220,7 +220,7 @@ def test_compiled_grammars_are_kept_and_the_oldest_are_let_go():
     assert compiler.compile(structured_output(regex="a")) is not first
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "asked",
     [

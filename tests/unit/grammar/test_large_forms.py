@@ -17,7 +17,7 @@ def nested(depth, schema):
     return schema
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("asked", "good"),
     [
@@ -87,7 +87,7 @@ def test_a_grammar_that_becomes_too_complex_fails_one_request_and_no_other():
     np.testing.assert_array_equal(grammar.state().allowed(), greedy.allowed())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "regex", ["(([ab]{1,30}c?){1,40}){1,40}", "(a?){500}a{500}", "((a|ab|ba){1,50}){50}"]
 )

@@ -56,7 +56,7 @@ def prove(tmp_path_factory: pytest.TempPathFactory) -> Prove:
     return lines
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_library_in_use_is_right(prove: Prove) -> None:
     library = kernels("native").library
     assert library is not None

@@ -17,10 +17,11 @@ import pytest
 from specinfer.errors import KernelBuildError
 from specinfer.kernels import native, proof
 from specinfer.kernels.build import find_compiler
+from specinfer.kernels.faults import faults, other_faults
 from specinfer.kernels.levels import LEVELS, VARIABLE, Level
 from specinfer.kernels.library import Library
 from specinfer.kernels.native import find_best, load_library
-from specinfer.kernels.proof import faults, other_faults, prove
+from specinfer.kernels.proof import prove
 from tests.kernels import kernels
 
 # What a library offers, all of it empty but for what a fake is about.
@@ -207,7 +208,7 @@ def test_a_fault_is_remembered(tmp_path: Path, fakes: Path, real: Library, child
     assert len(children) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("fake", ["a system that says no", "no end", "an end of its own"])
 def test_what_may_be_otherwise_the_next_time_is_not_remembered(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fakes: Path, real: Library, fake: str
@@ -237,7 +238,7 @@ def is_told(message: str, level: Level, reason: str) -> bool:
     return message.startswith(start) and re.fullmatch(reason + again, message[len(start) :]) is not None
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("fake", FAKES)
 def test_a_fault_costs_a_line_and_the_next_lesser_level_is_taken(
     monkeypatch: pytest.MonkeyPatch,

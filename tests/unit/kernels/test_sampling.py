@@ -41,7 +41,7 @@ def test_the_mass_is_known_within_its_error(native: NativeScan, vocab: int, temp
             assert abs(scan.mass(row, highest, temperature) / exact - 1) < MASS_ERROR, name
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("vocab", SIZES)
 def test_laws_choices_and_guesses_are_the_twins(

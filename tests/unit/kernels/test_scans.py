@@ -96,7 +96,7 @@ def check(
 # ---- choices ----
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("params", ALL_PARAMS.values(), ids=ALL_PARAMS)
 @pytest.mark.parametrize("vocab", SIZES)
 def test_choices_are_those_of_the_law(native: NativeScan, vocab: int, params: SamplingParams) -> None:
@@ -157,7 +157,7 @@ def near(x: float) -> list[float]:
     return [*beside, *(x * (1 + far * sign) for far in (1e-14, 1e-10, 2e-9, 1e-6, 1e-4) for sign in (1, -1))]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("top_k", [0, 40])
 def test_choices_where_top_p_or_min_p_hang_on_a_rounding(native: NativeScan, top_k: int) -> None:
     """Cuts that stand right at a sum or a weight: whoever rounds otherwise keeps another set of tokens."""
@@ -190,7 +190,7 @@ def test_choices_where_top_p_or_min_p_hang_on_a_rounding(native: NativeScan, top
                 check(native, block, params, range(first, first + len(params)))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_filter_that_hangs_on_a_rounding_keeps_the_ids_of_the_law(native: NativeScan) -> None:
     """All noise there is: the choices of many seeds are the ids that are kept, no more and no fewer."""
     row = np.repeat(np.float32([2.0, 1.0, 0.0]), 2)
@@ -205,7 +205,7 @@ def test_a_filter_that_hangs_on_a_rounding_keeps_the_ids_of_the_law(native: Nati
             assert set(got.tolist()) == set(law.ids.tolist())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "values",
     [[np.nan], [1.0, np.nan], [np.nan, 5.0], [np.inf, 0.0], [-np.inf], [-np.inf, -np.inf], [np.inf, np.nan]],

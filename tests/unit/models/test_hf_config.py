@@ -192,6 +192,33 @@ def test_a_rope_factor_of_nothing(kind):
         config_from_hf({**LLAMA, "rope_scaling": scaling})
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("low_freq_factor", 4.0, r"low_freq_factor is 4\.0; expected less than high_freq_factor, 4\.0"),
+        ("original_max_position_embeddings", 0, "original_max_position_embeddings is 0"),
+    ],
+)
+def test_factors_of_llama3_that_would_be_divided_by(key, value, words):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    config_from_hf({**LLAMA, "rope_scaling": scaling})
+    with pytest.raises(ModelError, match=words):
+        config_from_hf({**LLAMA, "rope_scaling": {**scaling, key: value}})
+
+
+def test_a_softcap_of_nothing():
+    text = {**GEMMA_4B["text_config"], "final_logit_softcapping": 0}
+    with pytest.raises(ModelError, match="final_logit_softcapping is 0"):
+        config_from_hf({**GEMMA_4B, "text_config": text})
+
+
+@pytest.mark.parametrize("ids", ["2", [1, "2"], True])
+def test_ends_of_text_that_are_no_ids(ids):
+    with pytest.raises(ModelError, match=r"eos_token_id is .*; expected a token id, or a list"):
+        config_from_hf({**LLAMA, "eos_token_id": ids})
+
+
 def test_layer_types_of_the_wrong_kind_or_number():
     with pytest.raises(ModelError, match="'chunked_attention'"):
         config_from_hf({**MISTRAL, "layer_types": ["chunked_attention"] * 3})

@@ -8,11 +8,13 @@ from copy import copy
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from specinfer.attention.sdpa import SdpaAttention
+from specinfer.kernels.choice import TORCH
 from specinfer.kernels.ops import TorchOps
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve, cost_curve, measure
@@ -23,7 +25,7 @@ from tests.kernels import kernels as kernels_of
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=16, max_context=256)
+    return write_tiny(tmp_path_factory.mktemp("tiny"), TORCH, vocab_size=16, max_context=256)
 
 
 def runner(tiny: Tiny) -> ModelRunner:
@@ -68,12 +70,13 @@ class Paced:
     def over(self, inner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
         launch = inner.launch
 
-        def paced(rows: Sequence[Rows]) -> object:
+        def paced(rows: Sequence[Rows], **asked: Any) -> object:
             (part,) = rows
+            assert asked.keys() == {"likelihoods"}
             assert part.logits_from == 0, "a step wants the logits of every node"
             self.passes.append(len(part.token_ids))
             self.now += self._seconds(len(part.token_ids))
-            return launch(rows)
+            return launch(rows, **asked)
 
         monkeypatch.setattr(inner, "launch", paced)
         return inner
@@ -138,7 +141,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Makes whatever is measured seem slow enough to be worth a file; notes the measurements."""
     measured: list[int] = []
 
-    def pretend(runner: ModelRunner, *, max_rows: int, progress: object) -> CostCurve:
+    def pretend(runner: ModelRunner, *, max_rows: int, every_row: bool, progress: object) -> CostCurve:
         measured.append(max_rows)
         return CostCurve((1, 16), (0.1, 0.2 + len(measured)))
 

@@ -47,7 +47,7 @@ def test_a_cache_takes_memory_where_it_is_written_only(dtype: torch.dtype) -> No
     )  # huge pages of 2 MiB, two at an edge
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["torch", "native"])
 def test_what_nobody_wrote_is_never_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     tiny = write_tiny(tmp_path, kernels(name), vocab_size=64, max_context=96)

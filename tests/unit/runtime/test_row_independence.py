@@ -57,7 +57,7 @@ def differing_lengths(runner: ModelRunner) -> list[int]:
     return differing
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @DTYPES
 @pytest.mark.parametrize("name", NAMES)
 def test_a_root_is_the_same_alone_and_in_a_tree_at_every_length(
@@ -90,14 +90,14 @@ def branching_differs(runner: ModelRunner) -> list[int]:
     return differing
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @DTYPES
 @pytest.mark.parametrize("name", NAMES)
 def test_a_node_is_the_same_in_a_tree_and_in_a_chain(folder: Path, name: str, dtype: torch.dtype) -> None:
     assert branching_differs(runner_of(folder, name, dtype)) == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_makes_rows_independent_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa, "PAD", 1)
     assert differing_lengths(runner_of(folder, "torch", torch.float32))

@@ -12,7 +12,7 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy import FixedPolicy, StepReport
 from specinfer.speculate.speculator import Outcome
-from specinfer.tree import TokenTree, TreeBuilder
+from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder
 from tests import plans
 
 
@@ -77,6 +77,9 @@ def test_two_speculators_of_one_name_are_refused() -> None:
         Ensemble([Fan("a", [1]), Fan("a", [2])], vocab=99, policy=FixedPolicy())
 
 
+UNSURE = Draw(0, 1, "wrong", DrawRule.POINT_MASS, confidence=None)  # type: ignore[arg-type]
+
+
 class Wrong(Fan):
     """Gives back `trees`, whatever it is asked."""
 
@@ -99,6 +102,7 @@ class Wrong(Fan):
         ([TokenTree((7, 1, 2), (-1, 0, 1))], "proposed a tree of depth 2; entry.max_depth is 1"),
         ([TokenTree((7, 99), (-1, 0))], "proposed a tree with tokens outside the vocabulary of 99"),
         ([TokenTree((7, -1), (-1, 0))], "proposed a tree with tokens outside the vocabulary of 99"),
+        ([TokenTree((7, 1), (-1, 0), (UNSURE,))], "with a draw whose confidence is no number"),
     ],
 )
 def test_a_speculator_that_breaks_its_contract_is_named_once_and_not_asked_again(

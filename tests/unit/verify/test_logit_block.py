@@ -18,15 +18,12 @@ def bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_rows_are_float32_and_parts_share_their_memory(kind: str) -> None:
+def test_rows_are_float32_when_looked_at(kind: str) -> None:
     block = LogitBlock(VALUES if kind == "float32" else bfloat16(VALUES))
     assert (block.dtype, block.vocab, block.stride, len(block)) == (kind, 3, 3, 3)
     assert [row.tolist() for row in block] == VALUES.tolist()
     assert all(row.dtype == np.float32 for row in block)
-    part = block[1:]
-    assert [row.tolist() for row in part] == VALUES[1:].tolist()
-    assert part.address == block.address + 3 * block.rows_RV.itemsize
-    assert len(block[3:]) == 0
+    assert block.address == block.rows_RV.ctypes.data
     with pytest.raises(IndexError):
         block[3]
 
