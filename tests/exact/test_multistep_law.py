@@ -58,6 +58,7 @@ def expected(world, length):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("guessers", GUESSERS.values(), ids=GUESSERS)
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_the_law_of_the_text_is_the_targets(guessers, length):

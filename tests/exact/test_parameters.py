@@ -61,6 +61,7 @@ def cases(draw):
     return Case(params, ending, tuple(bad_words), words)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60)
 @given(case=cases(), seed=st.integers(0, 99))
 def test_any_combination_has_the_oracles_law(case, seed):
@@ -71,6 +72,7 @@ def test_any_combination_has_the_oracles_law(case, seed):
     assert distance(law, expected(case, world, 2)) < EXACT
 
 
+@pytest.mark.thorough
 @settings(max_examples=150)
 @given(case=cases(), seed=st.integers(0, 99), path=st.lists(st.integers(0, VOCAB - 1), max_size=4))
 def test_the_law_at_any_node_is_the_oracles(case, seed, path):
@@ -104,6 +106,7 @@ def test_the_coupled_rule_makes_the_oracles_choices(name):
     assert tokens > 1.5 * steps, "guesses were accepted, so inner nodes were visited"
 
 
+@pytest.mark.thorough
 @settings(max_examples=100)
 @given(case=cases(), seed=st.integers(0, 2**40))
 def test_the_coupled_rule_makes_the_oracles_choices_under_any_combination(case, seed):

@@ -34,6 +34,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mutant", "name"), [(mutant, name) for mutant, (*_, names) in MUTANTS.items() for name in names]
 )

@@ -55,6 +55,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 # Several callers.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("own_thread", [False, True], ids=["driven by who waits", "a thread of its own"])
 def test_threads_in_one_llm_at_once_each_get_exactly_their_texts(
     tiny: Tiny, expected: list[list[int]], own_thread: bool

@@ -57,6 +57,7 @@ def check(backend: AttentionBackend, layer: Layer, rows: list[Rows], tolerance: 
         torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance, msg=name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", [None, 3, 64, 100])
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
 def test_batches(backend: AttentionBackend, rows: list[Rows], window: int | None) -> None:

@@ -43,6 +43,7 @@ def attended(layer: Layer, backend: AttentionBackend, *rows: Rows) -> Tensor:
     return layer.run(backend, paths_of(*rows))[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 2, 7, 16, 17, 100])
 def test_a_prompt_in_one_chunk_and_in_several(backend, layer, step, window):
@@ -73,6 +74,7 @@ def test_a_path_of_a_tree_and_a_chain(backend, layer, start):
     assert torch.equal(as_chain.view(6, 6, 64), in_tree[MIDDLE])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("start", STARTS)
 def test_a_tree_level_by_level_and_at_once(backend, layer, start):
     at_once = attended(layer, backend, Rows([1] * 12, start, TABLE, 0, PARENTS))

@@ -15,6 +15,7 @@ from specinfer.report.dataset import Dataset
 from specinfer.sampling_params import SamplingParams
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
 def test_a_picture_is_drawn(pair: Any, dataset: Dataset, tmp_path: Path, suffix: str, start: bytes) -> None:
     plain, speculative = pair()

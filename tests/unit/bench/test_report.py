@@ -92,6 +92,7 @@ def test_a_text_that_differs_is_shown_with_its_first_difference(
     assert "please report" in "\n".join(lines(result))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("promised", "explained", "words"),
     [

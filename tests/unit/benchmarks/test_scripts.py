@@ -66,6 +66,7 @@ def test_identity_fails_where_a_difference_is_not_explained(
     assert table(page)[0][3] == "not run"
 
 
+@pytest.mark.thorough
 def test_parameters(
     script: Script, run: Run, pair: tuple[str, str], dataset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +122,7 @@ def test_structured(script: Script, run: Run, run_again: Run, pair: tuple[str, s
     assert run_again(module, *options, status=0) == page
 
 
+@pytest.mark.thorough
 def test_suffix(script: Script, run: Run, run_again: Run, pair: tuple[str, str], dataset: str) -> None:
     module = script("suffix")
     options = ["--model", pair[0], "--dataset", dataset, "--limit", "2", "--max-tokens", "12"]

@@ -25,6 +25,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("min_tokens", [0, 1, 2, 5, 12])
 @pytest.mark.parametrize("speculation", SPECULATION)
 def test_no_ending_before_min_tokens_and_none_missed_after_it(

@@ -62,6 +62,7 @@ def test_the_text_is_the_targets_alone_and_in_a_batch(
     assert run(llm, PROMPTS[:1], params) == expected[sampling][:1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampling", ["greedy", "T=.7, top_k, top_p"])
 def test_with_pytorchs_kernels_too(tmp_path: Path, sampling: str) -> None:
     tiny = write_tiny(tmp_path, TORCH, vocab_size=64, max_context=96)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from specinfer import LLM, SamplingParams
 from specinfer.progress import NoProgress
 from tests.engines import write_tiny
@@ -30,6 +32,7 @@ class Interrupted(NoProgress):
             raise KeyboardInterrupt
 
 
+@pytest.mark.thorough
 def test_an_interrupted_start_leaves_nothing_half_done(tmp_path: Path, own_cache: Path) -> None:
     write_tiny(tmp_path / "models")
     target, draft = str(tmp_path / "models/target"), str(tmp_path / "models/similar")

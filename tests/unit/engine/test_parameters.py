@@ -44,6 +44,7 @@ def test_tokens_are_the_oracles_in_a_batch_and_alone(
     llm.check_integrity()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("speculation", SPECULATION)
 def test_requests_with_different_parameters_and_wishes_share_a_batch(
     llms: dict[str, LLM], oracle: Oracle, speculation: str
@@ -63,6 +64,7 @@ def test_requests_with_different_parameters_and_wishes_share_a_batch(
         assert got == oracle.text(prompt, params)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "limits",
     [
@@ -111,6 +113,7 @@ def combinations(draw: st.DrawFn) -> SamplingParams:
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=40)
 @given(batch=st.lists(st.tuples(st.sampled_from(PROMPTS), combinations()), min_size=1, max_size=4))
 def test_any_combinations_in_one_batch(
@@ -182,6 +185,7 @@ def test_a_request_asks_for_its_own_speculation(llms: dict[str, LLM]) -> None:
     assert len(wide.drafted_per_depth) == 2
 
 
+@pytest.mark.thorough
 def test_n_completions_are_what_their_seeds_give_alone(llms: dict[str, LLM], oracle: Oracle) -> None:
     for name in ("nothing", "all of them", "regex"):
         for llm in llms.values():
@@ -198,6 +202,7 @@ def test_n_completions_are_what_their_seeds_give_alone(llms: dict[str, LLM], ora
     )
 
 
+@pytest.mark.thorough
 def test_structured_texts_have_their_form(llms: dict[str, LLM]) -> None:
     unspaced = {32: -100, 10: -100}  # a random model would fill its context with spaces between JSON's parts
     for seed, llm in product(range(4), llms.values()):

@@ -28,6 +28,7 @@ def assert_reports(got: Logprobs | None, expected: dict[int, tuple[float, int]],
         assert (got[token].rank, got[token].text) == (rank, tiny.tokenizer.text_of(token))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 7, "max_batch_size": 4}])
 @pytest.mark.parametrize("speculation", ["none", "both"])
 @pytest.mark.parametrize("mode", ["raw", "processed"])
@@ -65,6 +66,7 @@ def test_logprobs_are_the_oracles(
             assert_reports(output.logprobs[i], reported(row, token, 3), tiny)
 
 
+@pytest.mark.thorough
 def test_asking_for_logprobs_changes_no_text(llms: dict[str, LLM]) -> None:
     for name in PARAMS:
         plain = llms["both"].generate(PROMPTS, params_of(name))

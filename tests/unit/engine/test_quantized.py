@@ -33,6 +33,7 @@ def texts(folder: Path, **options: object) -> list[tuple[int, ...]]:
     return [tuple(out.token_ids) for params in PARAMS for out in llm.generate(PROMPTS, params)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)

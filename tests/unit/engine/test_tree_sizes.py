@@ -48,6 +48,7 @@ def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.token_ids for output in outputs]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "params",
     [

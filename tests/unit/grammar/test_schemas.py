@@ -41,6 +41,7 @@ def test_there_are_a_hundred_schemas():
     assert len({entry["name"] for entry in SCHEMAS}) == len(SCHEMAS) == 100
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [entry["name"] for entry in SCHEMAS])
 def test_every_document_of_a_schema_is_valid(name):
     grammar, schema = schema_grammar(name)
@@ -49,6 +50,7 @@ def test_every_document_of_a_schema_is_valid(name):
         validator.validate(json.loads(TOKENIZER.decode(legal_document(grammar, seed))))
 
 
+@pytest.mark.thorough
 @given(
     name=st.sampled_from(["person", "tree", "tuple", "unicode_keys", "one_of_by_const", "anything"]),
     seed=st.integers(0, 3),

@@ -207,6 +207,7 @@ def patched(wheel, field, value):
     return wheel[:at] + value + wheel[at + 2 :]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "damaged",
     [

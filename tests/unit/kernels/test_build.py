@@ -173,6 +173,7 @@ def test_a_failed_build_shows_the_compilers_last_words(
     assert kept == ["build.lock"], "nothing is left that could be loaded"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("script", "reason"),
     [

@@ -93,6 +93,7 @@ def same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
 
 
+@pytest.mark.thorough
 @every_format
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_bits_are_those_of_op_by_op(

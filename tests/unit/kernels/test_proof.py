@@ -294,6 +294,7 @@ def test_what_the_system_forbids_this_process_alone_costs_a_line_too(
     assert is_told(line, better, "the system does not let this process use the CPU's matrix unit")
 
 
+@pytest.mark.thorough
 def test_a_refused_level_is_told_once_though_its_reason_is_put_in_other_words(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -106,6 +106,7 @@ def test_choices_are_those_of_the_law(native: NativeScan, vocab: int, params: Sa
         check(native, block, [params] * len(seeds), seeds)
 
 
+@pytest.mark.thorough
 def test_choices_in_a_large_vocabulary(native: NativeScan) -> None:
     rng = np.random.default_rng(1)
     lines = [

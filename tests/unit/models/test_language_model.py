@@ -39,6 +39,7 @@ def load(folder: Path, quantization: Quantization, dtype: torch.dtype) -> Langua
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("quantization", "dtype"), FORMATS, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma3-softcap", "opt-350m"])
 def test_logits_of_blocks_of_rows_have_the_bits_of_all_at_once(

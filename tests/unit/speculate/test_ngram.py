@@ -150,6 +150,7 @@ def by_looking_everywhere(
     return told
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("period", [1, 2])
 @pytest.mark.parametrize("longest", [1, 4])
 def test_however_often_one_token_follows_a_step_looks_at_few_places(period: int, longest: int) -> None:

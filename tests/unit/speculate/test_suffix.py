@@ -253,6 +253,7 @@ def test_trees_keep_the_limits_and_say_only_what_was_said_before(
         assert pair in seen
 
 
+@pytest.mark.thorough
 @given(st.lists(st.tuples(st.sampled_from(["x", "y", None]), TEXT), max_size=8), TEXT)
 @settings(deadline=None)
 def test_no_token_of_another_key_is_ever_proposed(

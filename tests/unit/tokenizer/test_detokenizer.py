@@ -60,6 +60,7 @@ def test_a_prompt_that_ends_inside_a_character():
     assert detokenizer.push([whole[2], ord("5")]) == "\u20ac5"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tokenizer", [BYTES, PREFIXED, SPACED], ids=["bytes", "prefixed", "spaced"])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())

@@ -41,6 +41,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("vocab", [1, 2, 50, 256, 257, 1025, 40_000])
 @pytest.mark.parametrize("temperature", [0.05, 1.0, 5.0, 1e20, 1e200])
