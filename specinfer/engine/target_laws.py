@@ -17,12 +17,13 @@ from specinfer.plan import PlanEntry
 from specinfer.runtime.flight import Flight
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
-from specinfer.verify.coupled import coupled_choice, verify_coupled
+from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.law import Law
+from specinfer.verify.logit_block import LogitBlock
 from specinfer.verify.logprobs import processed_logprobs, raw_logprobs
 from specinfer.verify.multistep import seeded_coin, verify_multistep
 from specinfer.verify.pairs import Verifier
-from specinfer.verify.scan import ask
+from specinfer.verify.scan import ASK, NO_TOKEN, Ask, ask
 from specinfer.verify.target_law import point_mass, target_law
 
 
@@ -59,16 +60,28 @@ class TargetLaws:
 
         Raises RequestError when they leave no token.
         """
-        logits_V = self._flight.row(self.row(node))
         if self._processors is None:
-            return logits_V
-        processed = self._processors.apply(logits_V, self.tree.path_tokens(node))
-        if processed.max() == -np.inf and logits_V.max() > -np.inf:
+            return self._flight.row(self.row(node))
+        processed = np.empty(self._flight.vocab, dtype=np.float32)
+        self.write_logits(node, processed)
+        return processed
+
+    def write_logits(self, node: int, into: NDArray[np.float32]) -> None:
+        """Write to `into`, [vocab], what `logits` gives; raises as it does."""
+        self.asked = node
+        self._flight.copy(self.row(node), into)
+        if self._processors is None:
+            return
+        self._processors.change(into, self.tree.path_tokens(node))
+        if (
+            self._processors.bans
+            and into.max() == -np.inf
+            and self._flight.row(self.row(node)).max() > -np.inf
+        ):
             raise RequestError(
                 f"{' and '.join(self._processors.bans)} leave no token to choose after "
                 f"{self._num_output + self._depths[node]} tokens; relax one of them"
             )
-        return processed
 
     def law(self, node: int) -> Law:
         """The law of the token after `node`."""
@@ -103,6 +116,11 @@ class _Walk:
     path: list[int] = field(default_factory=list)
     node: int = 0
 
+    def ask(self) -> Ask:
+        """How the request chooses the token here."""
+        request = self.laws.request
+        return ask(request.params, request.seed, self.laws.position(self.node))
+
     def follow(self, token: int) -> Acceptance | None:
         """Go on to the child that holds the target's choice; where there is none the walk is over."""
         child = self.children[self.node].get(token)
@@ -127,54 +145,64 @@ def verify_trees(
     """The path of each tree the target accepts and its bonus token; greedy is the coupled rule's T -> 0.
 
     `verifier` is the engine's; a request may have asked for another. An error is its own request's and stops
-    no other. Requests that only need the target's choices walk down together, one question to the flight for
-    each level.
+    no other. Requests under the coupled rule walk down together, one question for each level.
     """
     results: list[Acceptance | UserError | None] = [None] * len(laws)
     together: dict[int, _Walk] = {}
     for i, one in enumerate(laws):
-        if one.plain and _is_coupled(one, verifier):
+        if _is_coupled(one, verifier):
             together[i] = _Walk(one, one.tree.children())
         else:
-            results[i] = _verify(one, verifier)
+            results[i] = _verify(one)
     while together:
         for i, token in _choices(together, flight):
             walk = together[i]
-            result = walk.follow(token) if token >= 0 else _dead_end(walk.laws, walk.node, walk.error())
+            if isinstance(token, UserError):
+                result: Acceptance | UserError | None = _dead_end(walk.laws, walk.node, token)
+            elif token == NO_TOKEN:
+                result = _dead_end(walk.laws, walk.node, walk.error())
+            else:
+                result = walk.follow(token)
             if result is not None:
                 results[i] = result
                 del together[i]
     return [result for result in results if result is not None]
 
 
-def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int]]:
-    """For every walk the target's choice after the node it has come to; -1 where no logit is a number."""
-    found: list[tuple[int, int]] = []
-    asking: list[int] = []
+def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int | UserError]]:
+    """For every walk the target's choice after the node it has come to, or why there is none.
+
+    NO_TOKEN where the largest logit is not finite.
+    """
+    found: list[tuple[int, int | UserError]] = []
+    plain: list[int] = []
+    processed: list[int] = []
     for i, walk in walks.items():
         if walk.laws.is_over(walk.node):  # nobody will see what follows the last token of a text
             found.append((i, walk.laws.tree.token_ids[walk.node]))
         else:
-            asking.append(i)
-    if asking:
-        laws = [walks[i].laws for i in asking]
-        nodes = [walks[i].node for i in asking]
-        tokens = flight.choices(
-            [one.row(node) for one, node in zip(laws, nodes, strict=True)],
-            [
-                ask(one.request.params, one.request.seed, one.position(node))
-                for one, node in zip(laws, nodes, strict=True)
-            ],
-        )
-        found.extend(zip(asking, tokens, strict=True))
+            (plain if walk.laws.plain else processed).append(i)
+    if plain:
+        rows = [walks[i].laws.row(walks[i].node) for i in plain]
+        found.extend(zip(plain, flight.choices(rows, [walks[i].ask() for i in plain]), strict=True))
+    if processed:
+        block_RV = np.empty((len(processed), flight.vocab), dtype=np.float32)
+        there: list[int] = []
+        for i in processed:
+            try:
+                walks[i].laws.write_logits(walks[i].node, block_RV[len(there)])
+                there.append(i)
+            except UserError as error:  # the request's parameters leave no token
+                found.append((i, error))
+        asks = np.array([walks[i].ask() for i in there], dtype=ASK)
+        tokens = flight.scan.choices(LogitBlock(block_RV[: len(there)]), np.arange(len(there)), asks)
+        found.extend(zip(there, tokens.tolist(), strict=True))
     return found
 
 
-def _verify(laws: TargetLaws, verifier: Verifier) -> Acceptance | UserError:
-    """One tree by itself: processed logits, or multi-step sampling."""
+def _verify(laws: TargetLaws) -> Acceptance | UserError:
+    """One tree by multi-step sampling."""
     try:
-        if _is_coupled(laws, verifier):
-            return verify_coupled(laws.tree, laws.choose)
         coin = seeded_coin(laws.request.seed, laws.position(0))
         return verify_multistep(laws.tree, lambda node: laws.law(node).distribution(), coin)
     except DrawRuleError as error:

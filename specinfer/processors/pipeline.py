@@ -93,6 +93,11 @@ class Processors:
         if self.idle:
             return logits_V
         logits_V = logits_V.copy()
+        self.change(logits_V, path)
+        return logits_V
+
+    def change(self, logits_V: NDArray[np.float32], path: Sequence[int]) -> None:
+        """Process `logits_V` in place, as `apply` does a copy."""
         if self._grammar is not None:
             logits_V[~self._grammar.allowed(path)] = -np.inf
         if self._allowed is not None:
@@ -104,7 +109,6 @@ class Processors:
         logits_V[self._biased] += self._biases
         if self._penalties is not None:
             self._penalties.apply(logits_V, path)
-        return logits_V
 
     def permits(self, path: Sequence[int], token: int) -> bool:
         """Whether `token` may follow the text and `path` at all: cheaper than a row of logits."""

@@ -83,6 +83,10 @@ class Flight:
         self._ask(np.array([row]), lambda _, block, there: found.append(block[int(there[0])]))
         return found[0]
 
+    def copy(self, row: int, into: NDArray[np.float32]) -> None:
+        """Write one row of logits to `into`, [vocab]."""
+        self._ask(np.array([row]), lambda _, block, there: block.copy(int(there[0]), into))
+
     def choices(self, rows: Sequence[int], asks: Sequence[Ask]) -> list[int]:
         """The model's own choice at each row, as `verify.scan.choice` makes it.
 
@@ -121,6 +125,9 @@ class Flight:
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < count:
             raise IndexError(f"got rows {rows.min()} .. {rows.max()} of a pass with logits of {count}")
         left = np.arange(len(rows))
+        if len(self._blocks) == 1 and len(self._blocks[0].rows) == count:  # the usual case: one holds all
+            question(left, self._blocks[0].logits, rows)
+            return
         for block in self._blocks:
             left = block.ask(rows, left, question)
         while len(left):

@@ -47,6 +47,13 @@ class LogitBlock:
         if self.dtype == "float32":
             row: NDArray[np.float32] = self.rows_RV[index]
             return row
-        # The upper half of a float32.
-        bits: NDArray[np.uint32] = np.left_shift(self.rows_RV[index], 16, dtype=np.uint32)
-        return bits.view(np.float32)
+        made = np.empty(self.vocab, dtype=np.float32)
+        self.copy(index, made)
+        return made
+
+    def copy(self, index: int, into: NDArray[np.float32]) -> None:
+        """Write a row as float32 to `into`, [V]."""
+        if self.dtype == "float32":
+            into[:] = self.rows_RV[index]
+        else:  # the upper half of a float32
+            np.left_shift(self.rows_RV[index], 16, out=into.view(np.uint32), dtype=np.uint32)
