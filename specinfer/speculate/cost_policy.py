@@ -118,6 +118,8 @@ class CostPolicy:
         """The nodes that make the step faster; requests with a size of their own keep all of theirs."""
         self.show(trees)
         fitted = list(trees)
+        if all(tree.num_nodes == 1 for tree in trees):
+            return fitted
         probabilities = [self._calibration.probabilities(tree) for tree in trees]
         optional, tokens, rows = self._baseline(self._plan.tree_entries, trees, probabilities)
         candidates = np.array([probability for i in optional for probability in probabilities[i][1:]])

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from specinfer.errors import ConfigError, RequestError, SpeculatorError
 from specinfer.plan import PlanEntry, StepPlan
@@ -39,6 +40,8 @@ class Ensemble:
         if len(set(names)) != len(names):
             raise ConfigError(f"speculators are named {names}; each needs a name of its own")
         self._speculators = tuple(speculators)
+        # To ask an instance for its methods takes as long as a guess.
+        self._by_levels = frozenset(s.name for s in speculators if isinstance(s, LevelSpeculator))
         self._vocab = vocab  # of the target
         self._policy = TrustedPolicy(policy)
 
@@ -68,10 +71,10 @@ class Ensemble:
         trees: list[TokenTree] = []
 
         def ask() -> None:
-            if isinstance(speculator, LevelSpeculator):
-                proposed = self._grown(speculator, plan)
+            if speculator.name in self._by_levels:
+                proposed = self._grown(cast(LevelSpeculator, speculator), plan)
             else:
-                proposed = speculator.propose(plan)
+                proposed = cast(Speculator, speculator).propose(plan)
             entries = plan.tree_entries
             if len(proposed) != len(entries):
                 raise SpeculatorError(
