@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "attention_blocks.h"
+#include "flushing.h"
 #include "scratch.h"
 
 namespace specinfer {
@@ -69,22 +70,6 @@ struct Task {
   // The block from which on paths differ, with tails.
   int64_t parting(const Way& way) const { return way.shared(first) / kKeys * kKeys; }
 };
-
-#if defined(SPECINFER_TILES)
-// Vectors flush what is not normal to zero, as tiles do.
-class Flushing {
- public:
-  Flushing() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~Flushing() { _mm_setcsr(before_); }
-
- private:
-  const unsigned before_;
-};
-#else
-struct Flushing {
-  Flushing() {}
-};
-#endif
 
 template <typename T>
 constexpr float kLog = kPerWord<T> == 1 ? 1.0f : 1.44269504f;  // of e, to the base whose powers weights are

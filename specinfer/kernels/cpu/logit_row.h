@@ -10,7 +10,7 @@
 #include <limits>
 #include <vector>
 
-#include "vector.h"
+#include "arithmetic.h"
 
 namespace specinfer {
 

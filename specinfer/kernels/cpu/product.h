@@ -20,7 +20,7 @@
 #include <cstdint>
 
 #include "pool.h"
-#include "vector.h"
+#include "arithmetic.h"
 
 #if defined(SPECINFER_TILES) || defined(SPECINFER_PLAIN_TILES)
 #define SPECINFER_TILED 1  // there is a matrix unit (tiles.h), or plain code in its place

@@ -4,7 +4,7 @@
 #include <chrono>
 
 #include "pool.h"
-#include "vector.h"
+#include "arithmetic.h"
 
 namespace specinfer {
 namespace {

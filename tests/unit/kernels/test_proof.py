@@ -46,19 +46,15 @@ void specinfer_multiply(const Product* product, int32_t type, const void* x, int
   %(multiply)s;
 }
 int32_t specinfer_int4_is_exact() { return 1; }
-void specinfer_lay_out() {}
-void specinfer_set_threads() {}
+void specinfer_lay_out() {} void specinfer_set_threads() {}
 int32_t specinfer_threads() { return 1; }
-void specinfer_want_huge_pages() {}
-void specinfer_add_rms_norm() {}
-void specinfer_gate() {}
-void specinfer_embed() {}
+void specinfer_want_huge_pages() {} void specinfer_add_rms_norm() {}
+void specinfer_gate() {} void specinfer_embed() {}
 int32_t specinfer_fault_of_paths() { return 0; }
 void specinfer_rope_and_store() {}
 void specinfer_tree_attention() {}
 void specinfer_layers() {}
-void specinfer_most_likely() {}
-void specinfer_mass() {}
+void specinfer_most_likely() {} void specinfer_mass() {}
 void specinfer_racers() {}
 void specinfer_likeliest() {}
 void specinfer_choices() {}

@@ -1,0 +1,118 @@
+// What is computed on vectors: sums of products, transposes, exponentials.
+
+#pragma once
+
+#include "vector.h"
+
+namespace specinfer {
+
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return std::bit_cast<Floats>(_mm512_fmadd_ps((__m512)a.part[0], (__m512)b.part[0], (__m512)c.part[0]));
+#elif defined(__AVX2__)
+  return by_parts<float>([](auto x, auto y, auto z) { return _mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z); },
+                         a, b, c);
+#else
+  return by_parts<float>(
+      [](auto x, auto y, auto z) { return vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y); }, a, b, c);
+#endif
+}
+
+inline Floats max(Floats a, Floats b) { return select(a > b, a, b); }
+
+// f(0), ..., f(N - 1), with numbers the compiler knows from the start.
+template <int N, typename F>
+[[gnu::always_inline]] inline void each(F f) {
+  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+    (f(std::integral_constant<int, I>{}), ...);
+  }(std::make_integer_sequence<int, N>{});
+}
+
+// One register: lanes I... of a, and from its own number of lanes on of b.
+template <typename Part, size_t... I>
+[[gnu::always_inline]] inline Part shuffle_part(Part a, Part b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else  // GCC has that one, too, but only since its version 12
+  return __builtin_shuffle(a, b, Words::Part{static_cast<uint32_t>(I)...});
+#endif
+}
+
+// Each lane's partner: the lane whose number differs from its own in that bit.
+template <int Bit, typename T>
+[[gnu::always_inline]] inline Vector<T> partners(Vector<T> v) {
+  Vector<T> out;
+  each<kParts>([&](auto i) {
+    if constexpr (Bit >= kPartLanes) {
+      out.part[i] = v.part[i ^ (Bit / kPartLanes)];
+    } else {
+      [&]<size_t... Lane>(std::index_sequence<Lane...>) __attribute__((always_inline)) {
+        out.part[i] = shuffle_part<typename Vector<T>::Part, (Lane ^ Bit)...>(v.part[i], v.part[i]);
+      }(std::make_index_sequence<kPartLanes>{});
+    }
+  });
+  return out;
+}
+
+// The lanes of a with `Bit` in their number change places with those of b without it.
+template <int Bit>
+[[gnu::always_inline]] inline void exchange(Words& a, Words& b) {
+  Words first, second;
+  each<kParts>([&](auto i) {
+    if constexpr (Bit >= kPartLanes) {
+      constexpr int bit = Bit / kPartLanes;
+      first.part[i] = (i & bit) != 0 ? b.part[i ^ bit] : a.part[i];
+      second.part[i] = (i & bit) != 0 ? b.part[i] : a.part[i ^ bit];
+    } else {
+      [&]<size_t... Lane>(std::index_sequence<Lane...>) __attribute__((always_inline)) {
+        first.part[i] = shuffle_part<Words::Part, (Lane & Bit ? kPartLanes + Lane - Bit : Lane)...>(a.part[i], b.part[i]);
+        second.part[i] = shuffle_part<Words::Part, (Lane & Bit ? kPartLanes + Lane : Lane + Bit)...>(a.part[i], b.part[i]);
+      }(std::make_index_sequence<kPartLanes>{});
+    }
+  });
+  a = first;
+  b = second;
+}
+
+// After this, rows are columns.
+[[gnu::always_inline]] inline void transpose(Words (&v)[kLanes]) {
+  each<4>([&](auto bit) {
+    constexpr int d = 1 << bit;
+    each<kLanes / 2>([&](auto n) {
+      constexpr int i = n / d * 2 * d + n % d;
+      exchange<d>(v[i], v[i + d]);
+    });
+  });
+}
+
+template <typename T>
+[[gnu::always_inline]] inline T sum(Vector<T> v) {
+  each<4>([&](auto i) { v = v + partners<(8 >> i)>(v); });
+  return v[0];
+}
+
+[[gnu::always_inline]] inline float max(Floats v) {
+  each<4>([&](auto i) { v = max(v, partners<(8 >> i)>(v)); });
+  return v[0];
+}
+
+// e^x to 2 units in the last place; what would leave the normal numbers is held at their ends, a NaN stays one.
+inline Floats exp(Floats x) {
+  x = select(x > 88.0f, Floats(88.0f), x);
+  x = select(x < -87.0f, Floats(-87.0f), x);
+  const Floats magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats shifted = fma(x, Floats(1.44269504f), magic);
+  const Floats n = shifted - magic;
+  Floats r = fma(n, Floats(-0.693359375f), x);
+  r = fma(n, Floats(2.12194440e-4f), r);
+  Floats p = 1.9875691500e-4f;
+  p = fma(p, r, Floats(1.3981999507e-3f));
+  p = fma(p, r, Floats(8.3334519073e-3f));
+  p = fma(p, r, Floats(4.1665795894e-2f));
+  p = fma(p, r, Floats(1.6666665459e-1f));
+  p = fma(p, r, Floats(5.0000001201e-1f));
+  p = fma(p * r, r, r + 1.0f);
+  return bits_as<float>(bits_as<uint32_t>(p) + (bits_as<uint32_t>(shifted) << 23));
+}
+
+}  // namespace specinfer
