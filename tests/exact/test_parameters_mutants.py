@@ -29,7 +29,7 @@ def with_root_path(method):
 MUTANTS = {
     "penalties of the root at every node": (Penalties, "apply", ["presence_penalty", "repetition_penalty"]),
     "bad words of the root at every node": (BadWords, "completions", ["bad_words"]),
-    "bans of the root at every node": (Processors, "apply", ["min_tokens", "frequency_penalty"]),
+    "bans of the root at every node": (Processors, "change", ["min_tokens", "frequency_penalty"]),
     "a form of the root at every node": (WordList, "allowed", ["structured output"]),
 }
 
@@ -54,8 +54,10 @@ def test_forgetting_the_path_is_seen(mutant, name, monkeypatch):
 
 
 def test_forgetting_a_ban_at_inner_nodes_is_seen(monkeypatch):
-    apply = Processors.apply
-    monkeypatch.setattr(Processors, "apply", lambda self, row, path: row if path else apply(self, row, path))
+    change = Processors.change
+    monkeypatch.setattr(
+        Processors, "change", lambda self, row, path: None if path else change(self, row, path)
+    )
     case, world = CASES["allowed_token_ids"], Remembered(seed=3)
     law = enumerated(case, GUESSERS["i.i.d. draws"], 3, world, monkeypatch)
     assert any(1 in text for text in law), "a token that is not allowed became text"
