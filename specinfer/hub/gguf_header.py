@@ -29,7 +29,6 @@ class Strings(Sequence[str]):
     """A list of strings as it lies in a file: decoded when it is first read, compared to its like without."""
 
     __slots__ = ("_count", "_decoded", "_raw")
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, raw: bytes, count: int) -> None:
         """`raw` holds `count` strings, each behind its length, and nothing else."""

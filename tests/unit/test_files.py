@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import filelock
 import pytest
 
 from specinfer import files
@@ -130,3 +131,28 @@ def test_a_lock_lets_one_process_in_at_a_time(tmp_path: Path) -> None:
         log.write_text("first ")
     process.communicate(timeout=60)
     assert log.read_text() == "first second"
+
+
+@pytest.mark.parametrize("error", [NotImplementedError(), OSError(errno.ENOLCK, "no locks")])
+def test_on_a_disk_without_locks_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(self: object) -> None:
+        raise error
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    entered = []
+    with files.locked(tmp_path / "lock"):
+        entered.append(True)
+    assert entered
+
+
+def test_a_folder_where_no_lock_can_be_made_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: object) -> None:
+        raise OSError(errno.EACCES, "no")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    with pytest.raises(OSError, match="no"), files.locked(tmp_path / "lock"):
+        pytest.fail("entered")

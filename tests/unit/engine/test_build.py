@@ -150,14 +150,17 @@ def test_a_draft_of_another_vocabulary_is_refused_before_any_tokenizer_is_built(
 
 def curves_asked_for(
     models: Models, engine: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[str, int]]:
-    """How each model's weights are kept and the most rows of a pass, the target's first."""
-    asked: list[tuple[str, int]] = []
+) -> list[tuple[str, int, bool]]:
+    """How each model's weights are kept, the most rows of a pass, and whether all their logits are made.
+
+    The target's first.
+    """
+    asked: list[tuple[str, int, bool]] = []
 
     def curve(
         runner: ModelRunner, *, max_rows: int, variant: str, every_row: bool, progress: object
     ) -> CostCurve:
-        asked.append((variant, max_rows))
+        asked.append((variant, max_rows, every_row))
         return CostCurve((1, 2), (1.0, 2.0))
 
     monkeypatch.setattr("specinfer.engine.build.cost_curve", curve)
@@ -176,16 +179,12 @@ def curves_asked_for(
     ],
 )
 def test_one_model_run_in_two_ways_has_two_curves(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-    variants: list[str],
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], variants: list[str]
 ) -> None:
-    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))  # quantized matrices are kept there
     engine = config(folder / "target", drafts=(str(folder / "target"),), tree_size="cost", **options)
     asked = curves_asked_for(load_models(engine), engine, monkeypatch)
-    assert [variant for variant, _ in asked] == variants
+    assert [variant for variant, _, _ in asked] == variants
+    assert [every_row for *_, every_row in asked] == [False, True], "a draft asks for all rows of its levels"
 
 
 def test_no_curve_is_measured_past_a_models_context(
@@ -194,4 +193,4 @@ def test_no_curve_is_measured_past_a_models_context(
     short = write_tiny_llama(tmp_path / "short", max_context=48, tokenizer=True)
     engine = config(folder / "target", drafts=(str(short),), tree_size="cost")
     asked = curves_asked_for(load_models(engine), engine, monkeypatch)
-    assert [rows for _, rows in asked] == [256, 48]
+    assert [rows for _, rows, _ in asked] == [256, 48]

@@ -62,6 +62,7 @@ class Paced:
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self.now = 0.0
         self.passes: list[int] = []
+        self.likeliest_first: bool | None = None
         self._seconds = seconds
 
     def clock(self) -> float:
@@ -72,7 +73,7 @@ class Paced:
 
         def paced(rows: Sequence[Rows], **asked: Any) -> object:
             (part,) = rows
-            assert asked.keys() == {"likelihoods"}
+            self.likeliest_first = asked["likelihoods"] is not None
             assert part.logits_from == 0, "a step wants the logits of every node"
             self.passes.append(len(part.token_ids))
             self.now += self._seconds(len(part.token_ids))
@@ -213,3 +214,12 @@ def test_what_is_measured_in_a_blink_is_not_kept(
     curve = cost_curve(runner(tiny), max_rows=8, variant="", folder=tmp_path)
     assert (np.diff(curve.seconds(range(1, 9))) >= 0).all()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("every_row", [False, True])
+def test_a_pass_makes_the_logits_that_a_step_asks_for(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, every_row: bool
+) -> None:
+    pace = Paced(lambda rows: 0.1)
+    measure(pace.over(runner(tiny), monkeypatch), max_rows=8, every_row=every_row, clock=pace.clock)
+    assert pace.likeliest_first == (not every_row)

@@ -121,3 +121,22 @@ def test_a_pruned_vocabulary_is_asked_by_its_own_entries() -> None:
     tokens = np.array([9, 3])
     found = probabilities(LOGITS[0], tokens, 1.0, kept)
     np.testing.assert_allclose(found, [0.2, 0.05], rtol=1e-5)
+
+
+def test_draws_do_not_depend_on_what_a_neighbour_wants() -> None:
+    rows = np.random.default_rng(1).normal(size=(2, 500)).astype(np.float32) / 4
+    params = SamplingParams(temperature=1.0)
+
+    def drawn_beside(others: list[int]) -> list[list[int]]:
+        widths = [2, *others]
+        builders = [TreeBuilder(root=0) for _ in widths]
+        sites = [
+            Site(builder, 0, width, params, seed, 9, lambda: 0.0, DrawRule.COUPLED)
+            for builder, width, seed in zip(builders, widths, range(len(widths)), strict=True)
+        ]
+        draw_children(flight_of(rows[: len(widths)]), sites, "draft")
+        return [drawn(builder) for builder in builders]
+
+    for seed in range(30):
+        params = SamplingParams(temperature=1.0 + seed / 10)
+        assert drawn_beside([400])[0] == drawn_beside([])[0]

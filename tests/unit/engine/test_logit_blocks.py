@@ -1,0 +1,58 @@
+"""Logits in tiny blocks, of which few are held: an engine says what it says with all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specinfer import SamplingParams
+from specinfer.request import RequestOutput
+from specinfer.runtime import flight as flight_module
+from specinfer.runtime.flight import Flight
+from tests.engines import Tiny, write_tiny
+
+PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], list(range(5, 30)), [7, 7, 7, 7]]
+PARAMS = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 1, "top_p": 0.95, "seed": 3},
+    "processed": {"temperature": 0.9, "presence_penalty": 0.6, "bad_words": [], "min_tokens": 3, "seed": 4},
+    "logprobs": {"temperature": 1, "seed": 5, "logprobs": 2, "prompt_logprobs": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
+
+
+def said(tiny: Tiny, verifier: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+    llm = tiny.llm(["similar", "stranger"], expansion=(3, 2), ngram=True, verifier=verifier)
+    outputs: list[RequestOutput] = llm.generate(PROMPTS, SamplingParams(**params, max_tokens=16))
+    llm.check_integrity()
+    return [(output.token_ids, output.logprobs, output.prompt_logprobs) for output in outputs]
+
+
+@pytest.mark.parametrize("most_rows", [1, 3, 20])
+@pytest.mark.parametrize("verifier", ["coupled", "mss"])
+@pytest.mark.parametrize("name", PARAMS)
+def test_texts_and_logprobs_do_not_depend_on_blocks(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, verifier: str, most_rows: int
+) -> None:
+    want = said(tiny, verifier, PARAMS[name])
+    monkeypatch.setattr(flight_module, "BLOCK_ROWS", 2)
+    monkeypatch.setattr(flight_module, "_FEWEST_BESIDE", 2)
+    monkeypatch.setattr(flight_module, "MOST_BYTES", most_rows * 64 * 4)
+    made: list[int] = []
+    make = Flight._make
+
+    def counted(self: Flight, wanted: Any) -> None:
+        make(self, wanted)
+        made.append(len(self._blocks[-1].rows))
+        assert self.held_bytes <= flight_module.MOST_BYTES
+
+    monkeypatch.setattr(Flight, "_make", torch.inference_mode()(counted))
+    assert said(tiny, verifier, PARAMS[name]) == want
+    assert max(made) <= most_rows
+    assert len(made) > 16, "many small blocks were made"
