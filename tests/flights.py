@@ -13,6 +13,7 @@ from specinfer.engine.target_laws import TargetLaws
 from specinfer.runtime.flight import Flight
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.pairs import Verifier
 from specinfer.verify.scan import NUMPY, Scan
 
@@ -29,6 +30,11 @@ def flight_over(logits_RV: Tensor, scan: Scan) -> Flight:
     return Flight(logits_RV, lambda rows: rows, logits_RV.shape[1], scan)
 
 
+def choose(laws: TargetLaws, node: int) -> int:
+    """The target's own choice after `node`, from its law alone."""
+    return coupled_choice(laws.law(node), laws.request.seed, laws.position(node))
+
+
 def each_tree(mutant: Mutant) -> Callable[[Sequence[TargetLaws], Verifier, Flight], list[Acceptance]]:
     """A broken `verify_trees`, from what it does to each tree."""
     return lambda laws, verifier, flight: [mutant(one.tree, one, verifier) for one in laws]
@@ -40,4 +46,4 @@ def accept_everything(tree: TokenTree, laws: TargetLaws, verifier: Verifier) -> 
     while children := tree.children()[node]:
         node = next(iter(children.values()))
         path.append(node)
-    return Acceptance(tuple(path), laws.choose(node))
+    return Acceptance(tuple(path), choose(laws, node))

@@ -17,7 +17,6 @@ from specinfer.plan import PlanEntry
 from specinfer.runtime.flight import Flight
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
-from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.law import Law
 from specinfer.verify.logit_block import LogitBlock
 from specinfer.verify.logprobs import processed_logprobs, raw_logprobs
@@ -68,7 +67,6 @@ class TargetLaws:
 
     def write_logits(self, node: int, into: NDArray[np.float32]) -> None:
         """Write to `into`, [vocab], what `logits` gives; raises as it does."""
-        self.asked = node
         self._flight.copy(self.row(node), into)
         if self._processors is None:
             return
@@ -90,10 +88,6 @@ class TargetLaws:
             # The walk asks once more behind the last token of a text; nobody will see the answer.
             return point_mass(self.tree.token_ids[node], self._flight.vocab)
         return target_law(self.logits(node), self.request.params, self._flight.scan)
-
-    def choose(self, node: int) -> int:
-        """The target's own choice after `node`: a pure function of law, seed and position."""
-        return coupled_choice(self.law(node), self.request.seed, self.position(node), self._flight.scan)
 
     def logprobs(self, node: int) -> NDArray[np.float64]:
         """Log-probabilities of the token after `node`, [vocab], raw or processed as the request says."""

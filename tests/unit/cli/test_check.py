@@ -14,7 +14,7 @@ from specinfer.engine import engine as engine_module
 from specinfer.errors import ConfigError, RequestError
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
-from tests.flights import each_tree
+from tests.flights import choose, each_tree
 
 
 def run(*arguments: str) -> Result:
@@ -43,7 +43,7 @@ def test_a_broken_promise_is_status_1_and_says_where(
 ) -> None:
     def accept_the_first_guess(tree: TokenTree, laws: Any, verifier: Any) -> Acceptance:
         path = (1,) if tree.num_nodes > 1 else ()
-        return Acceptance(path, laws.choose(path[-1] if path else 0))
+        return Acceptance(path, choose(laws, path[-1] if path else 0))
 
     monkeypatch.setattr(engine_module, "verify_trees", each_tree(accept_the_first_guess))
     out = tmp_path / "check.json"
