@@ -1,7 +1,7 @@
 """What engines say to a few hundred requests, recorded, so that a redesign can be held against it.
 
-    python -m tests.recording OLD.json [--model TARGET [--draft SSM]] [--tiny]     before
-    python -m tests.recording NEW.json ... --against OLD.json                      after
+    python -m tests.recording OLD.json [--model TARGET] [--pair TARGET SSM] [--tiny]     before
+    python -m tests.recording NEW.json ... --against OLD.json                          after
 
 Texts, token ids, log-probabilities (as exact floats) and errors must be the same to the bit. Figures are
 compared as well and told apart: a change of who may guess how much changes them, and no text under the
