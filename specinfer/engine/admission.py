@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,10 +49,16 @@ class Admission:
         self._compiler: GrammarCompiler | None = None  # made when a form is first asked for
         self._making = threading.Lock()
 
-    def admit(self, request: Request, source: str = "prompt") -> Admitted:
+    @property
+    def longest(self) -> int:
+        """The most tokens, prompt and output together, for which there is a context and a cache."""
+        return min(self.max_context, self._capacity)
+
+    def admit(self, request: Request, source: str = "prompt", said: Sequence[int] = ()) -> Admitted:
         """Check a request, compile its grammar and make its processors.
 
-        `source` is the parameter its prompt came from. Raises RequestError, naming the parameter at fault,
+        `source` is the parameter its prompt came from; `said` are output tokens that it has already, from an
+        engine that is gone, and it goes on behind them. Raises RequestError, naming the parameter at fault,
         when the request can never be served here.
         """
         arrived = time.perf_counter()
@@ -83,6 +89,12 @@ class Admission:
             max_context=self.max_context,
             now=arrived,
         )
+        if said:
+            with naming("said"):
+                self._check_ids("said", said)
+                transcript.resume(said)
+                processors.commit(said)
+            sequence.token_ids.extend(said)
         return Admitted(request, sequence, transcript)
 
     def processors(self, request: Request) -> Processors:

@@ -125,6 +125,7 @@ class Engine:
             prefix_hits=scheduler.prefix_hits,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
+            kv_cache_usage=scheduler.cache_usage,
         )
 
     def add(self, admitted: Admitted) -> None:
@@ -287,7 +288,7 @@ class Engine:
         if self.on_tree is None:
             return
         try:
-            self.on_tree(TreeEvent(self.clock.steps, request.request_id, tree, acceptance))
+            self.on_tree(TreeEvent(self.clock.steps, request.request_id, tree, acceptance, self.clock.last))
         except Exception as error:  # the listener's own, for whoever runs the step; texts do not wait for it
             self._listener_error = self._listener_error or error
 

@@ -45,6 +45,11 @@ class Intake:
         """The most tokens a request can have, prompt and output together."""
         return self._admission.max_context
 
+    @property
+    def longest(self) -> int:
+        """The most tokens, prompt and output together, that one request can be served with here."""
+        return self._admission.longest
+
     def prompts(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[list[Admitted]]:
         """For one prompt or for each of several its n requests."""
         with naming("prompt"):
@@ -59,6 +64,20 @@ class Intake:
             encoded = [self.tokenizer.encode_chat(chat) for chat in _as_conversations(messages)]
         return self._admit(encoded, params, "messages")
 
+    def completion(
+        self, prompt: Sequence[int], params: SamplingParams, *, index: int = 0, said: Sequence[int] = ()
+    ) -> Admitted:
+        """The request of one of the prompt's completions, the `index`-th, whatever `params.n`.
+
+        With `said`, output tokens that an engine which is gone gave already, it goes on behind them. Under
+        the coupled verifier the text is a function of the target, the prompt and `params.seed`, so it is
+        the text that the other engine would have made.
+        """
+        with naming("prompt"):
+            encoded = self._encode(prompt)
+        [request] = self._completions(tuple(encoded), params, [index])
+        return self._admission.admit(request, "prompt", said)
+
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
             return _prompt_ids(prompt)
@@ -70,12 +89,14 @@ class Intake:
         """The requests of prompts whose token ids came from the parameter `source`."""
         each = _params_of(prompts, params)
         return [
-            [self._admission.admit(request, source) for request in self._completions(tuple(prompt), own)]
+            [self._admission.admit(one, source) for one in self._completions(tuple(prompt), own, range(own.n))]
             for prompt, own in zip(prompts, each, strict=True)
         ]
 
-    def _completions(self, prompt: tuple[int, ...], params: SamplingParams) -> list[Request]:
-        """One prompt's n requests."""
+    def _completions(
+        self, prompt: tuple[int, ...], params: SamplingParams, indices: Iterable[int]
+    ) -> list[Request]:
+        """Some of one prompt's n requests."""
         number = next(self._numbers)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         guess = params.prediction or ()
@@ -91,7 +112,7 @@ class Intake:
                 prediction=guess,
                 index=index,
             )
-            for index in range(params.n)
+            for index in indices
         ]
 
 

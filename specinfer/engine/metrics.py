@@ -51,6 +51,7 @@ class Statistics:
     prefix_hits: int  # tokens of these that were there
     running: int  # requests in the batch
     waiting: int  # requests for which there was no room yet
+    kv_cache_usage: float  # of the KV cache's blocks the part that running requests hold, 0 to 1
 
     def since(self, earlier: Statistics) -> Statistics:
         """What was done after `earlier`; `running` and `waiting` are those of now."""

@@ -57,6 +57,11 @@ class Scheduler:
         """Whether any request waits or runs."""
         return bool(self.waiting or self.running)
 
+    @property
+    def cache_usage(self) -> float:
+        """Of the cache's blocks the part that running requests hold, 0 to 1."""
+        return 1 - self._pool.num_free / self._pool.num_blocks
+
     def add(self, sequence: SequenceState) -> None:
         """Queue a request."""
         self.waiting.append(sequence)

@@ -5,9 +5,11 @@ The JSON form is a contract: viewers read it and nothing else of the engine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import proposed_by
 from specinfer.verify.acceptance import Acceptance
@@ -21,10 +23,21 @@ class TreeEvent:
     request_id: str
     tree: TokenTree
     acceptance: Acceptance
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of the step's stages before it was told
 
-    def to_json(self) -> dict[str, Any]:
-        """The event as plain JSON values; `proposed_by[i]` names the speculators that drew node i."""
-        return {
+    def to_json(self, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+        """The event as plain JSON values.
+
+        `proposed_by[i]` names the speculators that drew node i, `likelihoods[i]` is how likely they thought
+        it to become text. With a tokenizer, `texts[i]` is the node's token as text, `next_text` the bonus's.
+        """
+        texts = {}
+        if tokenizer is not None:
+            texts = {
+                "texts": [tokenizer.text_of(token) for token in self.tree.token_ids],
+                "next_text": tokenizer.text_of(self.acceptance.next_token),
+            }
+        return texts | {
             "step": self.step,
             "request_id": self.request_id,
             "token_ids": list(self.tree.token_ids),
@@ -32,4 +45,6 @@ class TreeEvent:
             "proposed_by": proposed_by(self.tree),
             "path": list(self.acceptance.path),
             "next_token": self.acceptance.next_token,
+            "likelihoods": [round(likely, 6) for likely in self.tree.likelihoods()],
+            "seconds": {stage: round(seconds, 6) for stage, seconds in self.seconds.items()},
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from specinfer.errors import RequestError
 from specinfer.request import FinishReason, Logprobs, Request, RequestOutput, SpeculationFigures, Timing
 from specinfer.tokenizer import Detokenizer, Tokenizer
 from specinfer.tree import TokenTree
@@ -35,6 +36,24 @@ class Transcript:
         self._arrived = now
         self._first_token: float | None = None
         self._finished: float | None = None
+
+    def resume(self, said: Sequence[int]) -> None:
+        """Begin behind output tokens that were said before, and shown; `token_ids` has them.
+
+        Nothing is reported of them again, and no step of theirs counted. Raises RequestError when the text
+        would have ended among them.
+        """
+        for token in said:
+            if self.finish_reason is not None:
+                break
+            self._push(token)
+        if self.finish_reason is not None:
+            raise RequestError(
+                f"said has {len(said)} tokens, and the text ends after {len(self.token_ids)}; "
+                "give only tokens of a text that goes on"
+            )
+        self._logprobs = [{}] * len(said)
+        self._shown = self._safe_length()
 
     def until_end(self, tree: TokenTree, acceptance: Acceptance) -> tuple[tuple[int, ...], bool]:
         """Of a step's tokens those up to the text's end, by ids alone, and whether it is among them.

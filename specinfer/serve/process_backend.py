@@ -1,0 +1,232 @@
+"""ProcessBackend: an engine in a process of its own, started again when it dies.
+
+The server keeps of every answer the prompt, the parameters with their seed, and the tokens it has got. So
+when the engine dies, the next one goes on behind these tokens: under the coupled rule the text is a function
+of target, prompt and seed, hence the very text it would have been; no token comes twice, none is lost. Under
+multi-step sampling only the law would hold, and such an answer ends with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from specinfer.config import EngineConfig
+from specinfer.errors import UserError
+from specinfer.serve.backend import BackendError, Health
+from specinfer.serve.engine_handle import EngineHandle
+from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
+
+_LOG = logging.getLogger(__name__)
+_MOST_DEATHS: Final = 3  # that an answer is there to see without a token between them: it may be the cause
+_MOST_FAILED_STARTS: Final = 3  # in a row; then nobody waits any longer
+_ANSWER_SECONDS: Final = 1.0  # within which an engine that is well says how it is
+
+
+@dataclass(eq=False)
+class _Reader:
+    """Whoever waits for some works, and what they have not read yet."""
+
+    pending: dict[str, Delta] = field(default_factory=dict)  # by the work's id; several are put together
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: str = ""
+
+    def put(self, delta: Delta) -> None:
+        """Hand over a delta."""
+        before = self.pending.get(delta.id)
+        self.pending[delta.id] = delta if before is None else before.followed_by(delta)
+        self.arrived.set()
+
+    def fail(self, reason: str) -> None:
+        """End all of it."""
+        self.failure = reason
+        self.arrived.set()
+
+
+@dataclass(eq=False)
+class _Live:
+    """A work that has not ended."""
+
+    work: Work  # `said` grows with each delta
+    reader: _Reader
+    deaths: int = 0  # since its last token
+
+
+class ProcessBackend:
+    """A Backend over `python -m specinfer.serve.engine_process`.
+
+    All methods belong to one event loop. `start` returns when the engine takes work; `close` ends it.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._live: dict[str, _Live] = {}
+        self._engine: EngineHandle | None = None  # None while one starts
+        self._facts: EngineFacts | None = None
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._restarting: asyncio.Task[None] | None = None
+        self._trouble = "the engine starts"
+        self._closed = False
+        self.restarts = 0
+
+    async def start(self) -> EngineFacts:
+        """Start the engine; raises UserError with its own words where it cannot start."""
+        engine = EngineHandle(asyncio.get_running_loop(), self._deliver, self._died)
+        try:
+            self._facts = await engine.start(self._config)
+        except BaseException:
+            engine.kill()
+            raise
+        self._engine, self._trouble = engine, ""
+        return self._facts
+
+    async def close(self) -> None:
+        """End the engine process; answers in progress fail."""
+        self._closed = True
+        self._trouble = "the server is closing"
+        if self._restarting is not None:
+            self._restarting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._restarting
+        for live in self._live.values():
+            live.reader.fail(self._trouble)
+        self._live.clear()
+        if (engine := self._engine) is not None:
+            self._engine = None
+            await engine.close()
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the engine that runs; None while one starts."""
+        return None if self._engine is None else self._engine.pid
+
+    async def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
+        """As Backend says."""
+        if self._closed:
+            raise BackendError(self._trouble)
+        reader = _Reader()
+        left = {work.id for work in works}
+        for work in works:
+            self._live[work.id] = _Live(work, reader)
+        self._send("add", works)
+        try:
+            while left:
+                await reader.arrived.wait()
+                if reader.failure and not reader.pending:
+                    raise BackendError(reader.failure)
+                pending, reader.pending = reader.pending, {}
+                if not reader.failure:
+                    reader.arrived.clear()
+                for delta in pending.values():
+                    if delta.finish_reason is not None:
+                        left.discard(delta.id)
+                    yield delta
+        finally:
+            self.abort(left)
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """As Backend says."""
+        gone = [name for name in ids if self._live.pop(name, None) is not None]
+        if gone:
+            self._send("abort", gone)
+
+    async def health(self) -> Health:
+        """As Backend says."""
+        state = await self._ask("ask")
+        ready = state is not None
+        trouble = self._trouble or ("" if ready else "the engine does not answer")
+        return Health(ready, self._facts, state, self.restarts, trouble)
+
+    async def check_integrity(self) -> str:
+        """What is wrong with the engine's bookkeeping between two steps; "" where nothing is."""
+        found = await self._ask("check", timeout=60.0)
+        return "the engine does not answer" if found is None else str(found)
+
+    async def _ask(self, question: str, timeout: float = _ANSWER_SECONDS) -> Any:
+        """The engine's answer; None where there is none in time."""
+        if self._engine is None:
+            return None
+        number = next(self._numbers)
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        self._send(question, number)
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError:
+            return None
+        finally:
+            del self._questions[number]
+
+    def _send(self, command: str, argument: object) -> None:
+        if self._engine is not None:  # else the next engine is told of all that live when it is ready
+            self._engine.send((command, argument))
+
+    def _deliver(self, engine: EngineHandle, message: tuple[Any, ...]) -> None:
+        """A message of an engine, on the event loop."""
+        if engine is not self._engine:
+            return  # of one that was given up
+        if message[0] == "answer":
+            if (waiting := self._questions.get(message[1])) is not None and not waiting.done():
+                waiting.set_result(message[2])
+            return
+        for delta in message[1]:
+            live = self._live.get(delta.id)
+            if live is None:
+                continue  # nobody waits for it any more
+            if delta.finish_reason is not None:
+                del self._live[delta.id]
+            elif delta.token_ids:
+                live.work = replace(live.work, said=live.work.said + delta.token_ids)
+                live.deaths = 0
+            live.reader.put(delta)
+
+    def _died(self, engine: EngineHandle) -> None:
+        """The engine's socket closed."""
+        if engine is not self._engine or self._closed:
+            return
+        self._engine = None
+        self._trouble = f"the engine ended with status {engine.status()} and is started again"
+        _LOG.error("%s; %d answers wait for it", self._trouble, len(self._live))
+        for waiting in self._questions.values():
+            if not waiting.done():
+                waiting.set_result(None)
+        running = self._config.scheduler.max_batch_size  # at most; the oldest are the ones that ran
+        for place, live in enumerate(list(self._live.values())):
+            live.deaths += place < running
+            if live.deaths >= _MOST_DEATHS:
+                self._give_up(live, f"the engine died {live.deaths} times in a row while it had this request")
+            elif live.work.said and not goes_on(live.work, self._config):
+                self._give_up(live, "the engine died; under mss a text that has begun cannot go on as it was")
+        self._restarting = asyncio.get_running_loop().create_task(self._restart())
+
+    def _give_up(self, live: _Live, reason: str) -> None:
+        del self._live[live.work.id]
+        live.reader.fail(reason)
+
+    async def _restart(self) -> None:
+        for attempt in itertools.count(1):
+            try:
+                await self.start()
+                break
+            except (UserError, BackendError, OSError) as error:
+                _LOG.error("the engine cannot be started again: %s", error)
+                self._trouble = f"the engine cannot be started again: {error}"
+                if attempt == _MOST_FAILED_STARTS:
+                    for live in list(self._live.values()):
+                        self._give_up(live, self._trouble)
+                await asyncio.sleep(min(2.0**attempt, 60.0))
+        self.restarts += 1
+        _LOG.warning("the engine was started again; %d answers go on", len(self._live))
+        if self._live:
+            self._send("add", [live.work for live in self._live.values()])
+
+
+def goes_on(work: Work, config: EngineConfig) -> bool:
+    """Whether another engine makes the very text that this work has begun."""
+    verifier = work.params.speculation.verifier or config.speculation.verifier
+    return work.params.greedy or verifier == "coupled"

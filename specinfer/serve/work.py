@@ -1,0 +1,81 @@
+"""What the server and its engine process say to each other: work, deltas of its answers, facts.
+
+No torch here: the server's own process never loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from specinfer.request import FinishReason, Logprobs, SpeculationFigures
+from specinfer.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One completion of a prompt, as an engine needs it to begin, or to go on where another one stopped."""
+
+    id: str  # of the server's making; no other work has it
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams  # with a seed
+    index: int = 0  # which of the prompt's completions
+    said: tuple[int, ...] = ()  # output tokens that it has already
+    traced: bool = False  # whether each step's tree is wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What an answer has gained since its last delta."""
+
+    id: str
+    text: str = ""
+    token_ids: tuple[int, ...] = ()  # stop and end-of-text tokens included
+    logprobs: tuple[Logprobs, ...] = ()  # of these tokens, where asked for
+    trees: tuple[Mapping[str, Any], ...] = ()  # of these steps, where asked for: `TreeEvent.to_json`, and more
+    finish_reason: FinishReason | None = None
+    error: str | None = None  # why it ended, where finish_reason is "error"
+    parameter: str | None = None  # at fault, where the engine refused the work
+    figures: SpeculationFigures | None = None  # of the whole answer, with its end
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None  # with its end
+    cached_tokens: int = 0  # of the prompt
+
+    def followed_by(self, later: Delta) -> Delta:
+        """Both as one."""
+        return Delta(
+            self.id,
+            self.text + later.text,
+            self.token_ids + later.token_ids,
+            self.logprobs + later.logprobs,
+            self.trees + later.trees,
+            later.finish_reason,
+            later.error,
+            later.parameter,
+            later.figures,
+            later.prompt_logprobs,
+            later.cached_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine process says of itself when it is ready."""
+
+    max_context: int  # prompt and output tokens of a request
+    longest: int  # the same, with the KV cache counted
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """How an engine is doing, as metrics have it."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+    steps: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    stage_seconds: Mapping[str, float] = field(default_factory=dict)
