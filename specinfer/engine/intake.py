@@ -89,7 +89,10 @@ class Intake:
         """The requests of prompts whose token ids came from the parameter `source`."""
         each = _params_of(prompts, params)
         return [
-            [self._admission.admit(one, source) for one in self._completions(tuple(prompt), own, range(own.n))]
+            [
+                self._admission.admit(one, source)
+                for one in self._completions(tuple(prompt), own, range(own.n))
+            ]
             for prompt, own in zip(prompts, each, strict=True)
         ]
 

@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -31,7 +31,7 @@ from specinfer.engine.admission import Admitted
 from specinfer.engine.trace import TreeEvent
 from specinfer.errors import RequestError, SpecInferError
 from specinfer.llm import LLM
-from specinfer.request import FinishReason, RequestOutput
+from specinfer.request import FinishReason, RequestOutput, SpeculationFigures
 from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
 
 _LOG = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class _Answer:
         self.aborted = False
         self.trees: list[dict[str, Any]] = []
         self._sent = len(work.said)
+        self._counted = (0, 0, 0)  # steps, drafted and accepted tokens
 
     def delta(self, output: RequestOutput) -> Delta:
         """What is new in `output`."""
@@ -59,12 +60,21 @@ class _Answer:
             output.token_ids[since:],
             () if output.logprobs is None else output.logprobs[since:],
             trees,
+            self._step(output.figures),
             output.finish_reason,
             output.error,
             figures=output.figures if output.finished else None,
             prompt_logprobs=output.prompt_logprobs if output.finished else None,
             cached_tokens=output.cached_tokens,
         )
+
+    def _step(self, figures: SpeculationFigures) -> tuple[tuple[int, int], ...]:
+        """What the last step drafted and accepted, where it was one that counts."""
+        steps, drafted, accepted = self._counted
+        self._counted = figures.steps, figures.drafted_tokens, figures.accepted_tokens
+        if figures.steps == steps:
+            return ()
+        return ((figures.drafted_tokens - drafted, figures.accepted_tokens - accepted),)
 
 
 class EngineProcess:
@@ -85,7 +95,12 @@ class EngineProcess:
         threading.Thread(target=self._send, name="outbox", daemon=True).start()
         facts = EngineFacts(llm.max_context, llm.intake.longest, os.getpid())
         self._outbox.put(("ready", facts))
-        commands = {"add": self._add, "abort": self._abort, "ask": self._ask, "check": self._check}
+        commands: dict[str, Callable[[Any], None]] = {
+            "add": self._add,
+            "abort": self._abort,
+            "ask": self._ask,
+            "check": self._check,
+        }
         while True:
             try:
                 command, argument = self._connection.recv()

@@ -20,7 +20,7 @@ from specinfer.config import EngineConfig
 from specinfer.errors import UserError
 from specinfer.serve.backend import BackendError, Health
 from specinfer.serve.engine_handle import EngineHandle
-from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
+from specinfer.serve.work import Delta, EngineFacts, Work
 
 _LOG = logging.getLogger(__name__)
 _MOST_DEATHS: Final = 3  # that an answer is there to see without a token between them: it may be the cause

@@ -33,7 +33,10 @@ class Delta:
     text: str = ""
     token_ids: tuple[int, ...] = ()  # stop and end-of-text tokens included
     logprobs: tuple[Logprobs, ...] = ()  # of these tokens, where asked for
-    trees: tuple[Mapping[str, Any], ...] = ()  # of these steps, where asked for: `TreeEvent.to_json`, and more
+    trees: tuple[
+        Mapping[str, Any], ...
+    ] = ()  # of these steps, where asked for: `TreeEvent.to_json`, and more
+    steps: tuple[tuple[int, int], ...] = ()  # of these steps, drafted and accepted tokens
     finish_reason: FinishReason | None = None
     error: str | None = None  # why it ended, where finish_reason is "error"
     parameter: str | None = None  # at fault, where the engine refused the work
@@ -49,6 +52,7 @@ class Delta:
             self.token_ids + later.token_ids,
             self.logprobs + later.logprobs,
             self.trees + later.trees,
+            self.steps + later.steps,
             later.finish_reason,
             later.error,
             later.parameter,

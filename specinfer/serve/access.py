@@ -1,0 +1,123 @@
+"""What every request passes before an endpoint sees it: keys, the size of its body, its id, its log line."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specinfer.serve.api_error import ApiError
+
+_LOG = logging.getLogger("specinfer.serve.access")
+OPEN_PATHS: Final = ("/health", "/ready", "/version", "/")  # nobody's secret, and asked for by load balancers
+
+
+class Keys:
+    """The keys that are let in; whether one is among them takes as long for any."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = [key.encode() for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def admit(self, authorization: bytes) -> bool:
+        """Whether a header like `Bearer KEY` holds one of them."""
+        scheme, _, given = authorization.partition(b" ")
+        found = False
+        for key in self._keys:
+            found |= hmac.compare_digest(key, given.strip())
+        return found and scheme.lower() == b"bearer"
+
+
+class Access:
+    """Lets requests in, each with an id of its own, and writes a line of each; never of what it says."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Keys,
+        max_body: int,
+        body_timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._max_body = max_body
+        self._body_timeout = body_timeout
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name, begun, status = f"req-{uuid.uuid4().hex}", self._clock(), 0
+
+        async def tell(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
+            await send(message)
+
+        try:
+            error = self._refusal(scope)
+            if error is not None:
+                await error.response()(scope, receive, tell)
+            else:
+                await self._app(scope, self._bounded(scope, receive), tell)
+        finally:
+            client = scope["client"][0] if scope.get("client") else "-"
+            _LOG.info(
+                "%s %s %s %s %d %.3fs",
+                name,
+                client,
+                scope["method"],
+                scope["path"],
+                status,
+                self._clock() - begun,
+            )
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = dict(scope["headers"])
+        asked = bool(self._keys) and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS"
+        if asked and not self._keys.admit(headers.get(b"authorization", b"")):
+            return ApiError(
+                "no API key that is known; send Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        length = headers.get(b"content-length", b"0")
+        return self._too_large() if length.isdigit() and int(length) > self._max_body else None
+
+    def _bounded(self, scope: Scope, receive: Receive) -> Receive:
+        """`receive`, which raises ApiError where the body is too long, or too long in coming."""
+        left, whole = self._max_body, False
+
+        async def bounded() -> Message:
+            nonlocal left, whole
+            if whole:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), self._body_timeout)
+            except TimeoutError:
+                raise ApiError("the body did not come in time", status=408) from None
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise self._too_large()
+            whole = not message.get("more_body", False)
+            return message
+
+        return bounded
+
+    def _too_large(self) -> ApiError:
+        return ApiError(f"the body has more than {self._max_body} bytes; shorten it", status=413)

@@ -1,0 +1,108 @@
+"""ApiError: what a client is told that asked for something it cannot have, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specinfer.errors import RequestError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error: {"error": {"message", "type", "param", "code"}}."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+        kind = _TYPES.get(status, "invalid_request_error")
+        self.body: dict[str, Any] = {
+            "error": {"message": message, "type": kind, "param": param, "code": code}
+        }
+
+    @classmethod
+    def of(cls, error: RequestError) -> ApiError:
+        """The engine's own complaint, for the client."""
+        return cls(str(error), param=error.parameter)
+
+    @classmethod
+    def of_validation(cls, error: ValidationError) -> ApiError:
+        """The first thing that is wrong with a body, and where it is."""
+        first, *_ = error.errors(include_url=False, include_context=False)
+        where = ""
+        for part in first["loc"]:
+            if isinstance(part, int):
+                where += f"[{part}]"
+            elif not _is_tag(part):
+                where += f".{part}" if where else part
+        message, kind = first["msg"], first["type"]
+        if kind == "extra_forbidden":
+            return cls(
+                f"{where} is no field of this endpoint; drop it", param=where, code="unknown_parameter"
+            )
+        if kind == "json_invalid":
+            return cls(f"the body is not JSON: {message}")
+        return cls(f"{where or 'the body'}: {message[:1].lower()}{message[1:]}", param=where or None)
+
+    def response(self) -> Response:
+        """The error as an answer."""
+        return Response(
+            json.dumps(self.body, ensure_ascii=True),
+            self.status,
+            headers=dict(self.headers or {}),
+            media_type="application/json",
+        )
+
+    @property
+    def event(self) -> str:
+        """The error as an event of a stream that has begun."""
+        return f"data: {json.dumps(self.body, ensure_ascii=True)}\n\n"
+
+
+async def tell_api_error(request: Request, error: Exception) -> Response:
+    """The handler of ApiError."""
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def tell_http_error(request: Request, error: Exception) -> Response:
+    """The handler of the framework's own errors: no such path, no such method."""
+    status = getattr(error, "status_code", 500)
+    allowed = getattr(error, "headers", None)
+    phrase = HTTPStatus(status).phrase.lower()
+    return ApiError(
+        f"{request.method} {request.url.path}: {phrase}", status=status, headers=allowed
+    ).response()
+
+
+async def tell_bug(request: Request, error: Exception) -> Response:
+    """The handler of whatever nobody thought of; the log has the rest."""
+    return ApiError("internal error; please report it", status=500).response()
+
+
+def _is_tag(part: str) -> bool:
+    """Whether a part of a place names a kind of value, where several are allowed, and no field."""
+    return "[" in part or part in ("str", "int", "float", "bool", "list", "dict", "none") or part[0].isupper()

@@ -1,0 +1,191 @@
+"""The application: which path is answered by whom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+
+from specinfer.serve.access import Access, Keys
+from specinfer.serve.api_error import ApiError, tell_api_error, tell_bug, tell_http_error
+from specinfer.serve.chat import Chat
+from specinfer.serve.chat_fields import ChatFields
+from specinfer.serve.completion_fields import CompletionFields
+from specinfer.serve.completions import Completions
+from specinfer.serve.event_stream import stream, unless_gone
+from specinfer.serve.fields import parse
+from specinfer.serve.metrics import TEXT_TYPE
+from specinfer.serve.service import Service
+from specinfer.serve.token_fields import DetokenizeFields, TokenizeFields, detokenize, tokenize
+from specinfer.version import VERSION
+
+
+class _Answering(Protocol):
+    """A request's answers, as `Chat` and `Completions` are."""
+
+    async def whole(self) -> dict[str, Any]: ...
+
+    def events(self) -> AsyncGenerator[str]: ...
+
+
+def build_app(service: Service, keys: Keys) -> FastAPI:
+    """The server's application."""
+    config = service.config
+    app = FastAPI(
+        title="specinfer",
+        version=VERSION,
+        docs_url=None,  # its page would come from somewhere else
+        redoc_url=None,
+        root_path=config.root_path,
+    )
+    app.add_exception_handler(ApiError, tell_api_error)
+    app.add_exception_handler(HTTPException, tell_http_error)
+    app.add_exception_handler(Exception, tell_bug)
+    _add_openai_paths(app, service)
+    _add_token_paths(app, service)
+    _add_server_paths(app, service)
+    # The last one added is the first one asked.
+    app.add_middleware(Access, keys=keys, max_body=config.max_body, body_timeout=config.idle_timeout)
+    if config.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origin),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+    return app
+
+
+def _add_openai_paths(app: FastAPI, service: Service) -> None:
+    bodies: dict[str, type[BaseModel]] = {}
+
+    def answering(path: str, kind: type[BaseModel], make: Callable[[Service, Any], _Answering]) -> None:
+        """A path that answers in one piece or as a stream."""
+
+        async def endpoint(request: Request) -> Response:
+            fields = parse(kind, await request.body())
+            answer = make(service, fields)
+            if getattr(fields, "stream", None):
+                return await unless_gone(request, stream(answer.events()))
+            return JSONResponse(await unless_gone(request, answer.whole()))
+
+        _add(app, path, endpoint, kind, bodies)
+
+    answering("/v1/completions", CompletionFields, Completions)
+    answering("/v1/chat/completions", ChatFields, Chat)
+
+    created = int(time.time())
+
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "specinfer",
+            "root": service.models[-1],
+            "max_model_len": service.facts.max_context,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card(name) for name in service.models]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        return card(service.check_model(name))
+
+    @app.post("/v1/embeddings")
+    async def embeddings() -> None:
+        raise ApiError(
+            "embeddings are not offered: this server makes text alone; ask a server with an embedding model",
+            status=404,
+            code="not_offered",
+        )
+
+    _describe(app, bodies)
+
+
+def _add_token_paths(app: FastAPI, service: Service) -> None:
+    bodies: dict[str, type[BaseModel]] = {}
+
+    def answering(path: str, kind: type[BaseModel], make: Callable[[Service, Any], Awaitable[Any]]) -> None:
+        async def endpoint(request: Request) -> Response:
+            return JSONResponse(await make(service, parse(kind, await request.body())))
+
+        _add(app, path, endpoint, kind, bodies)
+
+    answering("/tokenize", TokenizeFields, tokenize)
+    answering("/detokenize", DetokenizeFields, detokenize)
+    _describe(app, bodies)
+
+
+def _add_server_paths(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether this process answers; what a restart would mend."""
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether it takes work: 503 while the engine is started again, or while the server drains."""
+        health = await service.backend.health()
+        trouble = "the server is shutting down" if service.draining else health.trouble
+        if trouble:
+            return ApiError(trouble, status=503, headers={"Retry-After": "5"}).response()
+        return JSONResponse({"status": "ready", "restarts": health.restarts})
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(await service.backend.health()), media_type=TEXT_TYPE)
+
+
+def _add(
+    app: FastAPI,
+    path: str,
+    endpoint: Callable[[Request], Awaitable[Response]],
+    kind: type[BaseModel],
+    bodies: dict[str, type[BaseModel]],
+) -> None:
+    """A POST path whose body is described in the OpenAPI document and read by us.
+
+    The framework would read it with Python's JSON, which takes NaN and fails on what is nested deep.
+    """
+    bodies[path] = kind
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    app.add_api_route(
+        path,
+        endpoint,
+        methods=["POST"],
+        openapi_extra={
+            "requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}
+        },
+        responses={
+            400: {"description": "The request cannot be served; `error.param` is the field at fault."}
+        },
+    )
+
+
+def _describe(app: FastAPI, bodies: dict[str, type[BaseModel]]) -> None:
+    """Add what bodies look like to the OpenAPI document."""
+    usual = app.openapi
+
+    def document() -> dict[str, Any]:
+        found = usual()
+        _, schemas = models_json_schema(
+            [(kind, "validation") for kind in bodies.values()], ref_template="#/components/schemas/{model}"
+        )
+        found.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        return found
+
+    app.openapi = document  # type: ignore[method-assign]

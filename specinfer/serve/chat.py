@@ -1,0 +1,132 @@
+"""POST /v1/chat/completions: conversations that are answered."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from specinfer.sampling_params import SamplingParams
+from specinfer.serve.chat_fields import ChatFields
+from specinfer.serve.completions import FINGERPRINT, reported_prompt
+from specinfer.serve.event_stream import event
+from specinfer.serve.reported_logprobs import chat_logprobs
+from specinfer.serve.service import Service
+from specinfer.serve.usage import Tally
+from specinfer.serve.work import Delta
+
+
+class Chat:
+    """One conversation's answers, as they are made."""
+
+    def __init__(self, service: Service, fields: ChatFields) -> None:
+        fields.check()
+        self._service = service
+        self._fields = fields
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = service.check_model(fields.model)
+        self._tally = Tally(0)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        answers = [_Message() for _ in range(self._fields.n or 1)]
+        async with aclosing(self._pieces()) as pieces:
+            async for number, piece in pieces:
+                answers[number].add(piece)
+        return self._object("chat.completion", [one.choice(i) for i, one in enumerate(answers)]) | {
+            "usage": self._tally.usage(),
+            "metrics": self._tally.metrics(),
+        }
+
+    async def events(self) -> AsyncGenerator[str]:
+        """The answer as the events of a stream."""
+        options = self._fields.stream_options
+        usage = options is not None and bool(options.include_usage)
+        begun: set[int] = set()
+        async with aclosing(self._pieces()) as pieces:
+            async for number, piece in pieces:
+                if number not in begun:
+                    begun.add(number)
+                    piece["delta"] = {"role": "assistant", "content": ""} | piece["delta"]
+                chunk = self._object("chat.completion.chunk", [{"index": number} | piece])
+                yield event(chunk | ({"usage": None} if usage else {}))
+        if usage:
+            last = {"usage": self._tally.usage(), "metrics": self._tally.metrics()}
+            yield event(self._object("chat.completion.chunk", []) | last)
+
+    async def _pieces(self) -> AsyncGenerator[tuple[int, dict[str, Any]]]:
+        """What each delta adds: the number of its choice, and the choice's fields as streams have them."""
+        fields, service = self._fields, self._service
+        messages = [message.rendered() for message in fields.messages]
+        prompt = await service.encode_chat(messages, {})
+        self._tally.prompt_tokens = len(prompt)
+        answers = service.answer([prompt], [self._params(prompt)], traced=bool(fields.trace))
+        async with aclosing(answers):
+            async for number, delta in answers:
+                self._tally.add(delta, number)
+                yield number, self._piece(delta)
+
+    def _params(self, prompt: tuple[int, ...]) -> SamplingParams:
+        fields = self._fields
+        room = self._service.room(prompt, "messages")
+        wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+        return fields.params(
+            max_tokens=room if wanted is None else wanted,
+            logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+            prediction=None if fields.prediction is None else fields.prediction.text or None,
+        )
+
+    def _piece(self, delta: Delta) -> dict[str, Any]:
+        fields = self._fields
+        reason = delta.finish_reason
+        piece: dict[str, Any] = {
+            "delta": {"content": delta.text} if delta.text else {},
+            "logprobs": None,
+            "finish_reason": None if reason is None else reason.value,
+        }
+        if fields.logprobs:
+            told = chat_logprobs(delta.logprobs, fields.top_logprobs or 0, self._service.tokenizer)
+            piece["logprobs"] = {"content": told, "refusal": None}
+        if fields.trace:
+            piece["trees"] = list(delta.trees)
+        if delta.prompt_logprobs is not None:
+            piece["prompt_logprobs"] = reported_prompt(delta)
+        return piece
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": FINGERPRINT,
+            "choices": choices,
+        }
+
+
+class _Message:
+    """An answer that is put together of its pieces."""
+
+    def __init__(self) -> None:
+        self._message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+        self._rest: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+
+    def add(self, piece: dict[str, Any]) -> None:
+        """Take in the next piece."""
+        for name, text in piece.pop("delta").items():
+            self._message[name] = (self._message.get(name) or "") + text
+        told = piece.pop("logprobs")
+        if told is not None:
+            if self._rest["logprobs"] is None:
+                self._rest["logprobs"] = {"content": [], "refusal": None}
+            self._rest["logprobs"]["content"].extend(told["content"])
+        if "trees" in piece:
+            self._rest.setdefault("trees", []).extend(piece.pop("trees"))
+        self._rest.update(piece)
+
+    def choice(self, index: int) -> dict[str, Any]:
+        """All of it."""
+        return {"index": index, "message": self._message} | self._rest

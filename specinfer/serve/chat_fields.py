@@ -1,0 +1,163 @@
+"""What POST /v1/chat/completions takes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from specinfer.serve.api_error import ApiError
+from specinfer.serve.fields import Fields, SamplingFields
+
+
+class ContentPart(Fields):
+    """A piece of a message; text alone."""
+
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(Fields):
+    """Which function, with arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Fields):
+    """A call that the assistant made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None  # streams number them, and clients send them back
+
+
+class ChatMessage(Fields):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    audio: None = None
+    annotations: list[Any] | None = None
+    function_call: None = None
+
+    def rendered(self) -> dict[str, Any]:
+        """The message as chat templates know it."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text or part.refusal or "" for part in content)
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content or self.refusal or "",
+        }
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        if self.tool_calls:
+            message["tool_calls"] = [
+                call.model_dump(mode="json", exclude={"index"}, exclude_none=True) for call in self.tool_calls
+            ]
+        return message
+
+
+class Function(Fields):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None  # arguments are held to the schema in any case
+
+
+class Tool(Fields):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Fields):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class Prediction(Fields):
+    """The caller's guess of the answer."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+    @property
+    def text(self) -> str:
+        """The guess."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text or "" for part in self.content)
+
+
+class ChatFields(SamplingFields):
+    """A conversation that wants an answer."""
+
+    messages: list[ChatMessage]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    prediction: Prediction | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = Field(None, description="Handed to the model's chat template.")
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # Fields of OpenAI's API that change nothing here at these values, and are refused at others.
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None  # prefixes are found by their text; cache_salt keeps users apart
+
+    def check(self) -> None:
+        """Refuse what contradicts itself."""
+        if not self.messages:
+            raise ApiError("messages is empty; give at least one message", param="messages")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError("top_logprobs needs logprobs: true; add it", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise ApiError(
+                "max_tokens and max_completion_tokens are given; give one of them", param="max_tokens"
+            )
+        if not self.tools:
+            for name in ("tool_choice", "parallel_tool_calls"):
+                if getattr(self, name) not in (None, "none"):
+                    raise ApiError(f"{name} needs tools; add them", param=name)
+            return
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ApiError("two tools have one name; give each its own", param="tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ApiError(
+                f"tool_choice names {self.tool_choice.function.name!r}; tools has {', '.join(names)}",
+                param="tool_choice",
+            )
+        for name in ("response_format", "regex", "choice", "grammar"):
+            value = getattr(self, name)
+            if value is not None and self.tool_choice != "none" and value != {"type": "text"}:
+                raise ApiError(
+                    f"{name} and tools are given; give one of them, or tool_choice: none", param=name
+                )

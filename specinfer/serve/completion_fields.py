@@ -1,0 +1,46 @@
+"""What POST /v1/completions takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from specinfer.serve.api_error import ApiError
+from specinfer.serve.fields import Ids, SamplingFields
+
+
+class CompletionFields(SamplingFields):
+    """A prompt or several, as text or token ids, to be gone on with."""
+
+    prompt: str | Ids | list[str] | list[Ids]
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    prediction: str | dict[str, Any] | None = None
+    suffix: None = Field(None, description="Not offered: no model here fills in the middle.")
+    best_of: int | None = None
+
+    def prompts(self) -> list[str | Ids]:
+        """The prompts, one or several; raises ApiError where there is none."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            allowed = "text, token ids, or a list of these"
+            raise ApiError(f"prompt is an empty list; give {allowed}", param="prompt")
+        ids = [one for one in self.prompt if isinstance(one, int)]
+        return [ids] if ids else [one for one in self.prompt if not isinstance(one, int)]
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured."""
+        if self.echo and self.logprobs is not None:
+            raise ApiError(
+                "echo and logprobs are given; ask for prompt_logprobs to see how likely the prompt is",
+                param="echo",
+            )
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ApiError(
+                f"best_of is {self.best_of}; it is not offered beyond n: set n and logprobs, and choose the "
+                "answer you like best",
+                param="best_of",
+            )

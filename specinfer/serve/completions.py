@@ -1,0 +1,141 @@
+"""POST /v1/completions: prompts that are gone on with."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Final
+
+from specinfer.sampling_params import SamplingParams
+from specinfer.serve.completion_fields import CompletionFields
+from specinfer.serve.event_stream import event
+from specinfer.serve.reported_logprobs import CompletionLogprobs, finite
+from specinfer.serve.service import Service
+from specinfer.serve.usage import Tally, count_tokens
+from specinfer.serve.work import Delta
+from specinfer.version import VERSION
+
+_USUAL_TOKENS: Final = 16  # of an answer, as in OpenAI's API
+FINGERPRINT: Final = f"specinfer-{VERSION}"
+
+
+class Completions:
+    """One request's answers, as they are made."""
+
+    def __init__(self, service: Service, fields: CompletionFields) -> None:
+        fields.check()
+        self._service = service
+        self._fields = fields
+        self._n = fields.n or 1
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = service.check_model(fields.model)
+        self._prompts: list[tuple[int, ...]] = []
+        self._tally = Tally(0)
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        choices: dict[int, dict[str, Any]] = {}
+        async with aclosing(self._choices()) as pieces:
+            async for piece in pieces:
+                choice = choices.setdefault(piece["index"], piece)
+                if choice is not piece:
+                    _append(choice, piece)
+        return self._object([choices[number] for number in sorted(choices)]) | {
+            "usage": self._tally.usage(),
+            "metrics": self._tally.metrics(),
+        }
+
+    async def events(self) -> AsyncGenerator[str]:
+        """The answer as the events of a stream."""
+        options = self._fields.stream_options
+        usage = options is not None and bool(options.include_usage)
+        async with aclosing(self._choices()) as pieces:
+            async for piece in pieces:
+                yield event(self._object([piece]) | ({"usage": None} if usage else {}))
+        if usage:
+            last = {"usage": self._tally.usage(), "metrics": self._tally.metrics()}
+            yield event(self._object([]) | last)
+
+    async def _choices(self) -> AsyncGenerator[dict[str, Any]]:
+        """What each delta adds, as a choice."""
+        fields, service = self._fields, self._service
+        self._prompts = [
+            await service.encode(one, "prompt") if isinstance(one, str) else tuple(one)
+            for one in fields.prompts()
+        ]
+        self._tally.prompt_tokens = count_tokens(self._prompts)
+        params = [self._params(prompt) for prompt in self._prompts]
+        answers = service.answer(self._prompts, params, traced=bool(fields.trace))
+        begun: set[int] = set()
+        async with aclosing(answers):
+            async for number, delta in answers:
+                self._tally.add(delta, number)
+                yield self._choice(number, delta, first=number not in begun)
+                begun.add(number)
+
+    def _params(self, prompt: tuple[int, ...]) -> SamplingParams:
+        fields = self._fields
+        room = self._service.room(prompt, "prompt")
+        guess = fields.prediction
+        return fields.params(
+            max_tokens=min(_USUAL_TOKENS, room) if fields.max_tokens is None else fields.max_tokens,
+            logprobs=fields.logprobs,
+            prediction=guess.get("content") if isinstance(guess, dict) else guess,
+        )
+
+    def _choice(self, number: int, delta: Delta, *, first: bool) -> dict[str, Any]:
+        fields, tokenizer = self._fields, self._service.tokenizer
+        choice: dict[str, Any] = {"index": number, "text": delta.text, "logprobs": None}
+        if fields.logprobs is not None:
+            shape = self._logprobs.setdefault(number, CompletionLogprobs(fields.logprobs))
+            texts = [tokenizer.text_of(token) for token in delta.token_ids]
+            choice["logprobs"] = shape.add(delta.logprobs, texts)
+        if fields.echo and first:
+            choice["text"] = tokenizer.decode(self._prompts[number // self._n]) + choice["text"]
+        choice["finish_reason"] = None if delta.finish_reason is None else delta.finish_reason.value
+        if fields.trace:
+            choice["trees"] = list(delta.trees)
+        if delta.prompt_logprobs is not None and fields.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = reported_prompt(delta)
+        return choice
+
+    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": FINGERPRINT,
+            "choices": choices,
+        }
+
+
+def reported_prompt(delta: Delta) -> list[dict[str, Any] | None]:
+    """A prompt's log-probabilities as vLLM has them: token id -> its figures, None for the first token."""
+    assert delta.prompt_logprobs is not None
+    return [
+        None
+        if of_token is None
+        else {
+            str(token): {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": one.text}
+            for token, one in of_token.items()
+        }
+        for of_token in delta.prompt_logprobs
+    ]
+
+
+def _append(choice: dict[str, Any], piece: dict[str, Any]) -> None:
+    """Add a later piece of a choice to it, in place."""
+    choice["text"] += piece["text"]
+    choice["finish_reason"] = piece["finish_reason"]
+    if choice["logprobs"] is not None:
+        for name, values in piece["logprobs"].items():
+            choice["logprobs"][name].extend(values)
+    if "trees" in choice:
+        choice["trees"].extend(piece["trees"])
+    if "prompt_logprobs" in piece:
+        choice["prompt_logprobs"] = piece["prompt_logprobs"]

@@ -1,0 +1,61 @@
+"""ServeConfig: every option of the server that is not the engine's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specinfer.errors import ConfigError
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """How the server listens, whom it lets in, and where it draws the line. Raises ConfigError."""
+
+    host: str = "127.0.0.1"  # only this machine reaches it
+    port: int = 8000  # 0: any that is free
+    root_path: str = ""  # under which a reverse proxy shows the server
+    served_model_name: tuple[str, ...] = ()  # what requests may call the model; (): the model's own name
+    api_key: tuple[str, ...] = ()  # one of these is asked of everybody; (): nobody is asked
+    api_key_file: str | None = None  # more of them, a line each
+    cors_origin: tuple[str, ...] = ()  # pages of these origins may call; (): none but the server's own
+    page: bool = True  # whether / shows a page to chat on
+
+    max_waiting: int = 128  # completions that wait for the engine; more are told to come again
+    max_n: int = 16  # completions of one prompt, and prompts of one request
+    max_prompt_tokens: int | None = None  # None: what the context leaves
+    max_body: int = 16 << 20  # bytes of one request
+    max_connections: int = 2048
+    idle_timeout: float = 75.0  # seconds that a connection may say nothing while something is asked of it
+    grace: float = 30.0  # seconds that answers in progress get after SIGTERM
+
+    stored_responses: int = 256  # answers that `previous_response_id` may name
+    call_format: str = "auto"  # how the model writes tool calls; auto: as its chat template says
+    log_traffic: str | None = None  # a file that gets prompts and answers, to tune drafts on
+    log_traffic_size: int = 256 << 20  # bytes, after which the file is rotated; one old one is kept
+    otlp_endpoint: str | None = None  # where OpenTelemetry spans go
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            *(("port", 0), ("max_waiting", 0), ("max_n", 1), ("max_body", 1024), ("max_connections", 1)),
+            *(("stored_responses", 0), ("log_traffic_size", 4096)),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} is {value!r}; allowed: an integer >= {least}")
+        if self.port > 65535:
+            raise ConfigError(f"port is {self.port}; allowed: 0 to 65535")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise ConfigError(f"max_prompt_tokens is {self.max_prompt_tokens!r}; allowed: an integer >= 1")
+        for name in ("idle_timeout", "grace"):
+            if not 0 < getattr(self, name) < 1e6:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: seconds above 0")
+        for key in self.api_key:
+            if not key.strip() or key != key.strip() or not key.isascii():
+                raise ConfigError("an api_key is blank, or not ASCII, or has blanks around it; give another")
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return self.host in LOOPBACK

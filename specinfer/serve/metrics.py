@@ -1,0 +1,137 @@
+"""Metrics: what the server counts, under the names that vLLM's dashboards know, for Prometheus."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from specinfer.request import SpeculationFigures
+from specinfer.serve.backend import Health
+from specinfer.serve.work import Delta
+
+TEXT_TYPE: Final = CONTENT_TYPE_LATEST
+# A doubling each: whatever the machine, the error of a quantile read from them is the same.
+_SHORT: Final = tuple(0.001 * 2.0**i for i in range(14))  # 1 ms to 8 s
+_LONG: Final = tuple(0.01 * 2.0**i for i in range(16))  # 10 ms to 5 minutes
+_TOKENS: Final = tuple(2.0**i for i in range(18))
+
+
+class Metrics:
+    """Counters of one server, in a registry of its own."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+
+        def counter(name: str, purpose: str, *labels: str) -> Counter:
+            return Counter(f"specinfer:{name}", purpose, ["model_name", *labels], registry=self.registry)
+
+        def gauge(name: str, purpose: str) -> Gauge:
+            return Gauge(f"specinfer:{name}", purpose, ["model_name"], registry=self.registry)
+
+        def histogram(name: str, purpose: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(
+                f"specinfer:{name}", purpose, ["model_name"], buckets=buckets, registry=self.registry
+            )
+
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began.")
+        self.generation_tokens = counter("generation_tokens", "Tokens of answers.")
+        self.success = counter("request_success", "Requests that ended.", "finished_reason")
+        self.drafts = counter("spec_decode_num_drafts", "Trees that were verified.")
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Guessed tokens that were verified.")
+        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Guessed tokens that became text.")
+        self.accepted_at = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "The same by depth in the tree, from 0.", "position"
+        )
+        self.accepted_by = counter("accepted_tokens", "The same by speculator.", "speculator")
+        self.preemptions = gauge("num_preemptions", "How often a request gave up its KV blocks.")
+        self.restarts = gauge("engine_restarts", "How often the engine process was started again.")
+        self.running = gauge("num_requests_running", "Requests in the engine's batch.")
+        self.waiting = gauge("num_requests_waiting", "Requests the engine has no room for yet.")
+        self.cache = gauge("kv_cache_usage_perc", "Of the KV cache's blocks the part in use, 0 to 1.")
+        self.hit_rate = gauge("prefix_cache_hit_rate", "Of looked up prompt tokens the part found, 0 to 1.")
+        self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", _LONG)
+        self.between = histogram("inter_token_latency_seconds", "Between two deltas, by token.", _SHORT)
+        self.per_token = histogram(
+            "time_per_output_token_seconds", "Of an answer, after its first token.", _SHORT
+        )
+        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end.", _LONG)
+        self.prompt_length = histogram("request_prompt_tokens", "Of each request.", _TOKENS)
+        self.answer_length = histogram("request_generation_tokens", "Of each answer.", _TOKENS)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What every series is labelled with."""
+        return {"model_name": self._model}
+
+    def request(self, prompt_tokens: int, now: float) -> Observed:
+        """Count a completion that begins."""
+        self.prompt_tokens.labels(**self.labels).inc(prompt_tokens)
+        self.prompt_length.labels(**self.labels).observe(prompt_tokens)
+        return Observed(self, now)
+
+    def text(self, health: Health) -> bytes:
+        """All of it as Prometheus reads it, with the engine's state as it is."""
+        state, labels = health.state, self.labels
+        self.restarts.labels(**labels).set(health.restarts)
+        if state is not None:
+            self.running.labels(**labels).set(state.running)
+            self.waiting.labels(**labels).set(state.waiting)
+            self.cache.labels(**labels).set(state.kv_cache_usage)
+            self.preemptions.labels(**labels).set(state.preemptions)
+            if state.prefix_queries:
+                self.hit_rate.labels(**labels).set(state.prefix_hits / state.prefix_queries)
+        return generate_latest(self.registry)
+
+    def speculation(self, figures: SpeculationFigures) -> None:
+        """Count what speculation did for an answer."""
+        labels = self.labels
+        self.drafts.labels(**labels).inc(figures.steps if figures.drafted_tokens else 0)
+        self.draft_tokens.labels(**labels).inc(figures.drafted_tokens)
+        self.accepted_tokens.labels(**labels).inc(figures.accepted_tokens)
+        for position, count in enumerate(figures.accepted_per_depth):
+            self.accepted_at.labels(**labels, position=str(position)).inc(count)
+        for speculator, count in figures.accepted_by.items():
+            self.accepted_by.labels(**labels, speculator=speculator).inc(count)
+
+
+class Observed:
+    """One completion, as metrics see it; times are of one monotonic clock."""
+
+    def __init__(self, metrics: Metrics, begun: float) -> None:
+        self._metrics = metrics
+        self._begun = begun
+        self._first: float | None = None
+        self._last = begun
+        self._tokens = 0
+        self._reason = "abort"
+
+    def delta(self, delta: Delta, now: float) -> None:
+        """Take in a delta that arrived now."""
+        metrics, labels, count = self._metrics, self._metrics.labels, len(delta.token_ids)
+        if count:
+            metrics.generation_tokens.labels(**labels).inc(count)
+            if self._first is None:
+                self._first = now
+                metrics.first_token.labels(**labels).observe(now - self._begun)
+            else:
+                each = (now - self._last) / count
+                for _ in range(count):
+                    metrics.between.labels(**labels).observe(each)
+            self._tokens += count
+            self._last = now
+        if delta.finish_reason is not None:
+            self._reason = delta.finish_reason.value
+        if delta.figures is not None:
+            metrics.speculation(delta.figures)
+
+    def end(self, now: float) -> None:
+        """Count the completion as ended, in whichever way."""
+        metrics, labels = self._metrics, self._metrics.labels
+        metrics.success.labels(**labels, finished_reason=self._reason).inc()
+        metrics.whole.labels(**labels).observe(now - self._begun)
+        metrics.answer_length.labels(**labels).observe(self._tokens)
+        if self._first is not None and self._tokens > 1:
+            metrics.per_token.labels(**labels).observe((self._last - self._first) / (self._tokens - 1))

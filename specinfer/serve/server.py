@@ -1,0 +1,180 @@
+"""The server as a process: it starts the engine, listens, drains when it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from specinfer.config import EngineConfig
+from specinfer.errors import ConfigError, UserError
+from specinfer.hub.resolution import resolve
+from specinfer.progress import Progress
+from specinfer.serve.access import Keys
+from specinfer.serve.app import build_app
+from specinfer.serve.backend import BackendError
+from specinfer.serve.config import ServeConfig
+from specinfer.serve.metrics import Metrics
+from specinfer.serve.process_backend import ProcessBackend
+from specinfer.serve.service import Service
+from specinfer.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
+_FAREWELL_SECONDS: Final = 0.2  # for a load balancer to see that the server is not ready
+
+
+def serve(
+    config: ServeConfig, engine: EngineConfig, progress: Progress, ready: Callable[[str], None]
+) -> None:
+    """Serve until SIGTERM or SIGINT; `ready` gets the server's URL when it listens.
+
+    Raises UserError, before the port opens, for a port that is taken, a model that is missing, and whatever
+    else the engine cannot be started with.
+    """
+    keys = Keys(read_keys(config))
+    if not keys and not config.loopback:
+        _LOG.warning(
+            "%s can be reached from other machines, and anybody may use this server: give --api-key",
+            config.host,
+        )
+    listener = listen(config)
+    with listener:
+        files = resolve(engine.model, progress=progress)
+        asyncio.run(_serve(config, engine, keys, listener, Tokenizer.load(files), ready))
+
+
+def read_keys(config: ServeConfig) -> list[str]:
+    """The keys of the options and of their file; raises ConfigError where it cannot be read."""
+    keys = list(config.api_key)
+    if config.api_key_file is not None:
+        try:
+            lines = Path(config.api_key_file).read_text(encoding="ascii").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+            raise ConfigError(f"cannot read api_key_file {config.api_key_file}: {reason}") from None
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise ConfigError(f"api_key_file {config.api_key_file} has no key; write one to a line")
+        keys += found
+    return keys
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """A socket bound to the port, on which nobody is listened to yet; raises ConfigError."""
+    try:
+        [(family, _, _, _, address), *_] = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        bound = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"host {config.host!r} is no address: {error.strerror or error}") from None
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; give another --port"
+        ) from None
+    bound.set_inheritable(True)
+    return bound
+
+
+async def _serve(
+    config: ServeConfig,
+    engine: EngineConfig,
+    keys: Keys,
+    listener: socket.socket,
+    tokenizer: Tokenizer,
+    ready: Callable[[str], None],
+) -> None:
+    backend = ProcessBackend(engine)
+    try:
+        facts = await backend.start()
+    except BackendError as error:
+        raise UserError(str(error)) from None
+    try:
+        names = dict.fromkeys(
+            [*config.served_model_name, *([] if config.served_model_name else [engine.model])]
+        )
+        service = Service(
+            config,
+            backend,
+            tokenizer,
+            facts,
+            models=list(names),
+            batch=engine.scheduler.max_batch_size,
+            metrics=Metrics(next(iter(names))),
+        )
+        server = _Server(
+            uvicorn.Config(
+                build_app(service, keys),
+                http=_protocol(config.idle_timeout),
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=config.max_connections,
+                timeout_keep_alive=max(1, int(config.idle_timeout)),
+                timeout_graceful_shutdown=max(1, int(config.grace)),
+                root_path=config.root_path,
+            ),
+            service,
+        )
+        host, port = listener.getsockname()[:2]
+        server.on_ready = lambda: ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        await server.serve(sockets=[listener])
+    finally:
+        await backend.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which stops taking work first when it is told to end."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self.on_ready: Callable[[], None] = lambda: None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.draining = True
+        await asyncio.sleep(_FAREWELL_SECONDS)
+        await super().shutdown(sockets)
+
+
+def _protocol(idle: float) -> type[HttpToolsProtocol]:
+    """uvicorn's protocol, for a connection on which nobody has asked for anything in time."""
+
+    class Patient(HttpToolsProtocol):
+        _waiting: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._waiting = self.loop.call_later(idle, transport.close)
+
+        def on_headers_complete(self) -> None:
+            self._forget()
+            super().on_headers_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._forget()
+            super().connection_lost(exc)
+
+        def _forget(self) -> None:
+            if self._waiting is not None:
+                self._waiting.cancel()
+                self._waiting = None
+
+    return Patient

@@ -1,0 +1,165 @@
+"""Service: from what an endpoint asks to the deltas of its answers.
+
+What all endpoints share is here: whether there is room, how long an answer may be, seeds, ids of works, the
+figures of metrics. Endpoints know the fields of their requests and the shape of their answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+from specinfer.errors import RequestError, naming
+from specinfer.request import FinishReason
+from specinfer.sampling_params import SamplingParams
+from specinfer.serve.api_error import ApiError
+from specinfer.serve.backend import Backend, BackendError
+from specinfer.serve.config import ServeConfig
+from specinfer.serve.metrics import Metrics
+from specinfer.serve.work import Delta, EngineFacts, Work
+from specinfer.tokenizer import Tokenizer
+
+_AT_ONCE: Final = 20_000  # characters; longer texts are tokenized in a thread, and others answered meanwhile
+_MOST_CHARACTERS: Final = 64  # of a token, on average: a longer prompt cannot fit, and is not tokenized
+_Made = TypeVar("_Made")
+
+
+class Service:
+    """Makes works of prompts and hands on what the backend answers. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        facts: EngineFacts,
+        *,
+        models: Sequence[str],
+        batch: int,
+        metrics: Metrics,
+    ) -> None:
+        self.config = config
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.facts = facts
+        self.models = tuple(models)  # the names requests may use, the own one first
+        self.metrics = metrics
+        self._most = batch + config.max_waiting  # completions at once
+        self._busy = 0
+        self.draining = False
+
+    def check_model(self, name: str | None) -> str:
+        """The model's name as the answer says it; raises ApiError for another model."""
+        if name is not None and name not in self.models:
+            raise ApiError(
+                f"the model {name!r} is not served here; allowed: {', '.join(self.models)}",
+                param="model",
+                status=404,
+                code="model_not_found",
+            )
+        return name or self.models[0]
+
+    async def encode(self, text: str, param: str, *, add_special: bool = True) -> tuple[int, ...]:
+        """A prompt's token ids."""
+        if not text:
+            raise ApiError(f"{param} is empty; give at least one token of text", param=param)
+        self._check_length(len(text) // _MOST_CHARACTERS, param)
+        return await self._elsewhere(
+            len(text), param, lambda: tuple(self.tokenizer.encode(text, add_special=add_special))
+        )
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        """A conversation's token ids, through the chat template."""
+        size = sum(len(str(message)) for message in messages)
+        self._check_length(size // _MOST_CHARACTERS, "messages")
+        return await self._elsewhere(
+            size, "messages", lambda: tuple(self.tokenizer.encode_chat(messages, **variables))
+        )
+
+    def room(self, prompt: Sequence[int], param: str) -> int:
+        """How many tokens an answer to this prompt may have; raises ApiError where there is no room."""
+        self._check_length(len(prompt), param)
+        return self.facts.longest - len(prompt)
+
+    async def answer(
+        self, prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams], *, traced: bool = False
+    ) -> AsyncGenerator[tuple[int, Delta]]:
+        """The deltas of n completions of each prompt, each with its number: prompt * n + completion.
+
+        Raises ApiError: 429 where too many wait, what the engine refuses with the first delta, 500 where the
+        engine is gone.
+        """
+        works: dict[str, int] = {}
+        all_works: list[Work] = []
+        for prompt, own in zip(prompts, params, strict=True):
+            if own.seed is None:
+                own = replace(own, seed=secrets.randbits(63))
+            for index in range(own.n):
+                work = Work(uuid.uuid4().hex, prompt, own, index, traced=traced)
+                works[work.id] = len(all_works)
+                all_works.append(work)
+        with self._room_for(len(all_works)):
+            begun = time.monotonic()
+            observed = [self.metrics.request(len(work.prompt_token_ids), begun) for work in all_works]
+            try:
+                async with aclosing(self.backend.generate(all_works)) as deltas:
+                    async for delta in deltas:
+                        number = works[delta.id]
+                        observed[number].delta(delta, time.monotonic())
+                        if delta.finish_reason is FinishReason.ERROR:
+                            raise ApiError(delta.error or "the request failed", param=delta.parameter)
+                        yield number, delta
+            except BackendError as error:
+                raise ApiError(str(error), status=500, code="engine_died") from None
+            finally:
+                for one in observed:
+                    one.end(time.monotonic())
+
+    @contextmanager
+    def _room_for(self, count: int) -> Iterator[None]:
+        if self.draining:
+            raise ApiError("the server is shutting down", status=503, headers={"Retry-After": "5"})
+        if count > self.config.max_n * self.config.max_n or self._busy + count > self._most:
+            waiting = f"{self._busy} answers are in progress or wait, and {count} more are asked for"
+            raise ApiError(
+                f"{waiting}; allowed: {self._most} in all; try again soon",
+                status=429,
+                headers={"Retry-After": "1"},
+            )
+        self._busy += count
+        try:
+            yield
+        finally:
+            self._busy -= count
+
+    @property
+    def busy(self) -> int:
+        """Completions in progress or waiting."""
+        return self._busy
+
+    def _check_length(self, tokens: int, param: str) -> None:
+        most = self.facts.longest - 1
+        if self.config.max_prompt_tokens is not None:
+            most = min(most, self.config.max_prompt_tokens)
+        if tokens > most:
+            raise ApiError(
+                f"the prompt has {tokens} tokens or more; allowed: at most {most}; shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    async def _elsewhere(self, size: int, param: str, make: Callable[[], _Made]) -> _Made:
+        """What `make` makes, in a thread where it takes long."""
+        try:
+            with naming(param):
+                return make() if size < _AT_ONCE else await asyncio.to_thread(make)
+        except RequestError as error:
+            raise ApiError.of(error) from None
