@@ -22,7 +22,7 @@ DEV := $(VENV)/.installed-dev
 # spinning thread keeps the one it waits for from running (docs/log.md). The native kernels' own always sleep soon.
 test test-fast: export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help demo test test-fast test-aarch64 lint format wheel peers-env pin clean distclean
+.PHONY: help demo serve test test-fast test-aarch64 lint format wheel peers-env pin clean distclean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -30,6 +30,9 @@ help: ## this list
 
 demo: $(RUN) ## install, fetch a small model, and show speculation at work
 	@$(BIN)/specinfer demo $(ARGS)
+
+serve: $(RUN) ## serve that model to OpenAI clients, on http://127.0.0.1:8000
+	@$(BIN)/specinfer serve $(ARGS)
 
 test: lint test-fast ## lint, types and the whole test suite: what CI runs
 	$(BIN)/python -m pytest -m "slow or thorough" --numprocesses logical $(ARGS)
@@ -78,7 +81,7 @@ $(MADE):
 $(RUN): $(MADE) pyproject.toml constraints.txt tools/install_torch.py
 	@$(BIN)/python tools/install_torch.py
 	@echo "installing specinfer and what it needs"
-	@$(PIP) install --quiet $(CONSTRAIN) --editable .
+	@$(PIP) install --quiet $(CONSTRAIN) --editable '.[serve]'
 	@touch $@
 
 $(DEV): $(RUN)

@@ -1,4 +1,4 @@
-"""The command line: `specinfer generate | chat | pull | demo | bench | check | doctor`.
+"""The command line: `specinfer serve | generate | chat | pull | demo | bench | check | doctor`.
 
 Commands are imported when they are called, so `specinfer --help` answers before torch would have loaded.
 """
@@ -17,6 +17,7 @@ from specinfer.errors import IntegrityError, UserError
 from specinfer.version import VERSION
 
 COMMANDS: Final = {  # name -> module, which has a click command of that name; in the order --help shows
+    "serve": "Serve a model to OpenAI clients.",
     "generate": "Answer a prompt.",
     "chat": "Talk with a model.",
     "pull": "Fetch a model.",

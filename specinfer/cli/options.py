@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from specinfer.config import SWITCHES
+from specinfer.config import SWITCHES, EngineConfig
 from specinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,26 +93,28 @@ def speculation_options(command: _Command) -> _Command:
 
 
 def build_llm(options: dict[str, Any], **more: Any) -> LLM:
-    """An LLM from the model and speculation options, loaded with a progress bar.
+    """An LLM from the model and speculation options, loaded with a progress bar; raises UserError."""
+    config = engine_config({**options, **more})  # before torch is loaded: a slip is answered at once
+    from specinfer.llm import LLM
+    from specinfer.progress import ProgressBar
 
-    Where no speculator is named, the n-gram speculator is on. Raises UserError.
+    return LLM(config, progress=ProgressBar())
+
+
+def engine_config(options: dict[str, Any]) -> EngineConfig:
+    """The engine's config from the model and speculation options, of which None is not given.
+
+    Where no speculator is named, the n-gram speculator is on. Raises ConfigError.
     """
-    options = {**options, **more}
-    model = options.pop("model")
-    if (memory := options.pop("kv_cache_memory", None)) is not None:
-        options["kv_cache_memory"] = parse_size(memory)
-    if options.get("ngram") is None:
-        options["ngram"] = not any(options.get(name) for name in ("drafts", *SWITCHES))
     given = {name: value for name, value in options.items() if value is not None}
-    from specinfer.config import EngineConfig
-
-    EngineConfig.from_options(model, given)  # before torch is loaded: a slip is answered at once
+    model = given.pop("model")
+    if isinstance(memory := given.get("kv_cache_memory"), str):
+        given["kv_cache_memory"] = parse_size(memory)
+    given.setdefault("ngram", not any(given.get(name) for name in ("drafts", *SWITCHES)))
+    config = EngineConfig.from_options(model, given)
     for name in ("draft_quantization", "draft_vocabulary", "expansion", "draw"):
         if name in given and not given.get("drafts"):
             raise ConfigError(
                 f"--{name.replace('_', '-')} is for draft models, and none is named; add --draft MODEL"
             )
-    from specinfer.llm import LLM
-    from specinfer.progress import ProgressBar
-
-    return LLM(model, progress=ProgressBar(), **given)
+    return config

@@ -76,14 +76,17 @@ class Access:
                 await self._app(scope, self._bounded(scope, receive), tell)
         finally:
             client = scope["client"][0] if scope.get("client") else "-"
+            took = self._clock() - begun
+            told = {
+                "request_id": name,
+                "client": client,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "seconds": round(took, 3),
+            }
             _LOG.info(
-                "%s %s %s %s %d %.3fs",
-                name,
-                client,
-                scope["method"],
-                scope["path"],
-                status,
-                self._clock() - begun,
+                "%(method)s %(path)s %(status)d %(seconds).3fs %(client)s %(request_id)s", told, extra=told
             )
 
     def _refusal(self, scope: Scope) -> ApiError | None:

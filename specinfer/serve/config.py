@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from specinfer.errors import ConfigError
+from specinfer.serve.logs import LogFormat
 
+LogLevel = Literal["debug", "info", "warning", "error"]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -34,6 +37,8 @@ class ServeConfig:
     call_format: str = "auto"  # how the model writes tool calls; auto: as its chat template says
     log_traffic: str | None = None  # a file that gets prompts and answers, to tune drafts on
     log_traffic_size: int = 256 << 20  # bytes, after which the file is rotated; one old one is kept
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"  # json: an object a line
     otlp_endpoint: str | None = None  # where OpenTelemetry spans go
 
     def __post_init__(self) -> None:
@@ -48,6 +53,9 @@ class ServeConfig:
             raise ConfigError(f"port is {self.port}; allowed: 0 to 65535")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ConfigError(f"max_prompt_tokens is {self.max_prompt_tokens!r}; allowed: an integer >= 1")
+        for name, allowed in (("log_level", get_args(LogLevel)), ("log_format", get_args(LogFormat))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
         for name in ("idle_timeout", "grace"):
             if not 0 < getattr(self, name) < 1e6:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: seconds above 0")

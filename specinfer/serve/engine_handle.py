@@ -33,10 +33,12 @@ class EngineHandle:
         loop: asyncio.AbstractEventLoop,
         deliver: Callable[[EngineHandle, Message], None],
         died: Callable[[EngineHandle], None],
+        log: tuple[str, str] = ("info", "text"),
     ) -> None:
         self._loop = loop
         self._deliver = deliver
         self._died = died
+        self._log = log  # its level and its form
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._outbox: SimpleQueue[Message | None] = SimpleQueue()
@@ -85,7 +87,7 @@ class EngineHandle:
         ours, its = socket.socketpair()
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "specinfer.serve.engine_process", str(its.fileno())],
+                [sys.executable, "-m", "specinfer.serve.engine_process", str(its.fileno()), *self._log],
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the server, which lets it finish

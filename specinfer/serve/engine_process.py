@@ -1,4 +1,4 @@
-"""The process that owns the engine: `python -m specinfer.serve.engine_process FD`.
+"""The process that owns the engine: `python -m specinfer.serve.engine_process FD LEVEL FORMAT`.
 
 HTTP never waits for a step, nor a step for HTTP. Over the socket FD come an EngineConfig and then commands:
 
@@ -32,6 +32,7 @@ from specinfer.engine.trace import TreeEvent
 from specinfer.errors import RequestError, SpecInferError
 from specinfer.llm import LLM
 from specinfer.request import FinishReason, RequestOutput, SpeculationFigures
+from specinfer.serve.logs import configure
 from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
 
 _LOG = logging.getLogger(__name__)
@@ -204,7 +205,7 @@ class EngineProcess:
 def main() -> None:
     """Load what the config names, say so, and serve until the server hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which drains and hangs up
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
+    configure(sys.argv[3], sys.argv[2], "engine")
     connection = Connection(socket.socket(fileno=int(sys.argv[1])).detach())
     config: EngineConfig = connection.recv()
     try:

@@ -63,8 +63,9 @@ class ProcessBackend:
     All methods belong to one event loop. `start` returns when the engine takes work; `close` ends it.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, log: tuple[str, str] = ("info", "text")) -> None:
         self._config = config
+        self._log = log  # the level and the form of the engine's log
         self._live: dict[str, _Live] = {}
         self._engine: EngineHandle | None = None  # None while one starts
         self._facts: EngineFacts | None = None
@@ -77,7 +78,7 @@ class ProcessBackend:
 
     async def start(self) -> EngineFacts:
         """Start the engine; raises UserError with its own words where it cannot start."""
-        engine = EngineHandle(asyncio.get_running_loop(), self._deliver, self._died)
+        engine = EngineHandle(asyncio.get_running_loop(), self._deliver, self._died, self._log)
         try:
             self._facts = await engine.start(self._config)
         except BaseException:

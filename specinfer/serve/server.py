@@ -20,6 +20,7 @@ from specinfer.serve.access import Keys
 from specinfer.serve.app import build_app
 from specinfer.serve.backend import BackendError
 from specinfer.serve.config import ServeConfig
+from specinfer.serve.logs import configure
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.process_backend import ProcessBackend
 from specinfer.serve.service import Service
@@ -37,6 +38,7 @@ def serve(
     Raises UserError, before the port opens, for a port that is taken, a model that is missing, and whatever
     else the engine cannot be started with.
     """
+    configure(config.log_format, config.log_level, "server")
     keys = Keys(read_keys(config))
     if not keys and not config.loopback:
         _LOG.warning(
@@ -94,7 +96,7 @@ async def _serve(
     tokenizer: Tokenizer,
     ready: Callable[[str], None],
 ) -> None:
-    backend = ProcessBackend(engine)
+    backend = ProcessBackend(engine, (config.log_level, config.log_format))
     try:
         facts = await backend.start()
     except BackendError as error:

@@ -1,0 +1,40 @@
+"""`specinfer serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from specinfer.cli.every_option import configs, every_option
+from specinfer.cli.options import engine_config
+from specinfer.errors import ConfigError
+
+_KEY_VARIABLE: Final = "SPECINFER_API_KEY"
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--config", "file", type=Path, metavar="FILE", help="Options in YAML; flags go before it.")
+@click.option("--speculative-config", metavar="JSON", help="vLLM's: method, model, num_speculative_tokens.")
+@every_option
+def serve(model: str | None, file: Path | None, **flags: Any) -> None:
+    """Serve MODEL, the small default one when none is named, to any OpenAI client."""
+    from specinfer.progress import ProgressBar
+
+    if not flags["api_key"] and (key := os.environ.get(_KEY_VARIABLE)):
+        flags["api_key"] = (key,)
+    options, config = configs({"model": model, **flags}, file)
+    try:
+        from specinfer.serve.server import serve as serve_forever
+    except ImportError as error:
+        raise ConfigError(
+            f"{error.name} is not installed; the server needs it: pip install 'specinfer[serve]'"
+        ) from None
+    serve_forever(config, engine_config(options), ProgressBar(), _tell_ready)
+
+
+def _tell_ready(url: str) -> None:
+    click.echo(f"specinfer serves {url}/v1 (Ctrl-C ends it)", err=True)
