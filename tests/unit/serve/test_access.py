@@ -1,0 +1,115 @@
+"""Keys, bounds and ids, before any endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from specinfer.serve.access import Access, Keys
+from specinfer.serve.api_error import ApiError
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that answers with the size of the body."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+    await PlainTextResponse(str(size))(scope, receive, send)
+
+
+def ask(
+    access: Access, *pieces: bytes, path: str = "/v1/models", stall: bool = False, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of the answer to a POST whose body comes in these pieces."""
+    sent: list[Message] = []
+    left = list(pieces or [b""])
+
+    async def receive() -> Message:
+        if stall and not left:
+            await asyncio.sleep(60)
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left) or stall}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "client": ("10.0.0.1", 1),
+        "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()],
+    }
+
+    async def run() -> None:
+        try:
+            await access(scope, receive, send)
+        except ApiError as error:  # the framework's handler does this
+            await error.response()(scope, receive, send)
+
+    asyncio.run(run())
+    start, *bodies = sent
+    told = {k.decode(): v.decode() for k, v in start["headers"]}
+    return start["status"], told, b"".join(one.get("body", b"") for one in bodies)
+
+
+def guarded(*keys: str, max_body: int = 10, body_timeout: float = 5.0) -> Access:
+    return Access(echo, keys=Keys(keys), max_body=max_body, body_timeout=body_timeout)
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ({"authorization": "Bearer sesame"}, 200),
+        ({"authorization": "bearer other"}, 200),
+        ({"authorization": "Bearer sesam"}, 401),
+        ({"authorization": "Bearer sesame2"}, 401),
+        ({"authorization": "Basic sesame"}, 401),
+        ({"authorization": "Bearer "}, 401),
+        ({"authorization": ""}, 401),
+        ({}, 401),
+    ],
+)
+def test_only_a_known_key_gets_in(given: dict[str, str], status: int) -> None:
+    got, headers, body = ask(guarded("sesame", "other"), **given)
+    assert got == status
+    if status == 401:
+        assert headers["WWW-Authenticate".lower()] == "Bearer"
+        assert json.loads(body)["error"]["code"] == "invalid_api_key"
+
+
+def test_nobody_needs_a_key_where_there_is_none_or_for_what_load_balancers_ask() -> None:
+    assert ask(guarded())[0] == 200
+    assert ask(guarded("sesame"), path="/health")[0] == 200
+    assert ask(guarded("sesame"), path="/metrics")[0] == 401
+
+
+def test_a_body_is_bounded_whether_its_length_is_told_or_not() -> None:
+    assert ask(guarded(), b"0123456789")[2] == b"10"
+    assert ask(guarded(), b"01234", b"56789", b"!")[0] == 413
+    assert ask(guarded(), b"", content_length="11")[0] == 413
+    assert ask(guarded(), b"abc", content_length="-1")[2] == b"3"
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    status, _, body = ask(guarded(body_timeout=0.05), b"abc", stall=True)
+    assert status == 408
+    assert "did not come in time" in body.decode()
+
+
+def test_every_answer_has_an_id_that_the_log_knows_and_the_log_no_bodies(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    _, headers, _ = ask(guarded(max_body=100), b"my secret words")
+    [record] = caplog.records
+    assert headers["x-request-id"] in record.getMessage()
+    assert "POST /v1/models 200" in record.getMessage()
+    assert record.request_id == headers["x-request-id"]
+    assert "secret" not in caplog.text
