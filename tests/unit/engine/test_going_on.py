@@ -1,4 +1,4 @@
-"""An answer that goes on in another engine, behind the tokens it has: it becomes the text it would have been."""
+"""An answer goes on in another engine, behind the tokens it has: it is the text it would have been."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=256, max_context=128, eos_token_id=0)
 
 
-def answer(llm: LLM, params: SamplingParams, said: tuple[int, ...] = (), index: int = 0) -> list[RequestOutput]:
+def answer(
+    llm: LLM, params: SamplingParams, said: tuple[int, ...] = (), index: int = 0
+) -> list[RequestOutput]:
     """All outputs of one completion."""
     return list(llm.loop.stream([llm.intake.completion(PROMPT, params, index=index, said=said)]))
 
@@ -53,7 +55,9 @@ def test_the_rest_is_the_rest_of_the_same_text(tiny: Tiny, case: str) -> None:
                 assert rest[-1].logprobs is not None
                 assert last.logprobs is not None
                 since = len(output.token_ids)
-                assert [list(p) for p in rest[-1].logprobs[since:]] == [list(p) for p in last.logprobs[since:]]
+                assert [list(p) for p in rest[-1].logprobs[since:]] == [
+                    list(p) for p in last.logprobs[since:]
+                ]
         assert_idle(llm)
 
 

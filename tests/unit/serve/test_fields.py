@@ -19,10 +19,14 @@ HI = [{"role": "user", "content": "Hi"}]
 def error_of(kind: Any, body: Any) -> dict[str, Any]:
     """The error that a body gets, when its fields are read, checked and turned into parameters."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    with pytest.raises(ApiError) as caught:
+
+    def read() -> None:
         fields = parse(kind, raw)
         fields.check()
         fields.params()
+
+    with pytest.raises(ApiError) as caught:
+        read()
     assert caught.value.status == 400
     error: dict[str, Any] = caught.value.body["error"]
     assert error["type"] == "invalid_request_error"
@@ -77,11 +81,13 @@ def test_a_conversation_that_cannot_be_served(body: Any, param: str | None, said
     ],
 )
 def test_a_prompt_that_cannot_be_served(body: Any, param: str) -> None:
-    raw = json.dumps(body).encode()
-    with pytest.raises(ApiError) as caught:
-        fields = parse(CompletionFields, raw)
+    def read() -> None:
+        fields = parse(CompletionFields, json.dumps(body).encode())
         fields.check()
         fields.prompts()
+
+    with pytest.raises(ApiError) as caught:
+        read()
     assert caught.value.body["error"]["param"].startswith(param)
 
 
@@ -142,7 +148,10 @@ def test_what_fields_mean() -> None:
 
 def test_messages_are_what_templates_know() -> None:
     messages = [
-        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
+        },
         {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None},
     ]
     fields = parse(ChatFields, json.dumps({"messages": messages}).encode())

@@ -1,0 +1,105 @@
+"""A server as users start it: `specinfer serve` in a process of its own, on a port that is free."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import psutil
+
+_STARTING = 120.0  # seconds; machines that run tests are busy
+
+
+class Served:
+    """`specinfer serve MODEL FLAGS`, ready when the `with` block begins and ended behind it."""
+
+    def __init__(self, model: str | Path, *flags: str, env: dict[str, str] | None = None) -> None:
+        self._command = [sys.executable, "-m", "specinfer", "serve", str(model), "--port", "0", *flags]
+        self._env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **(env or {})}
+        self.log: list[str] = []
+        self.url = ""
+        self._listening = threading.Event()
+
+    def __enter__(self) -> Served:
+        self.process = subprocess.Popen(
+            self._command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=self._env
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._listening.wait(_STARTING) or not self.url:
+            self.process.kill()
+            raise AssertionError("the server did not start:\n" + "".join(self.log))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._reader.join(10)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if found := re.search(r"specinfer serves (\S+)/v1", line):
+                self.url = found[1]
+                self._listening.set()
+        self._listening.set()
+
+    def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
+        """The answer to a POST of a JSON body."""
+        return httpx.post(self.url + path, json=body, timeout=120, **more)
+
+    def get(self, path: str) -> httpx.Response:
+        """The answer to a GET."""
+        return httpx.get(self.url + path, timeout=60)
+
+    @property
+    def engine_pid(self) -> int | None:
+        """The engine process's id; None while there is none."""
+        found = [p.pid for p in psutil.Process(self.process.pid).children() if "engine_process" in _words(p)]
+        return found[0] if found else None
+
+    def kill_engine(self) -> None:
+        """SIGKILL for the engine, as soon as there is one."""
+        until = time.monotonic() + 60
+        while (pid := self.engine_pid) is None:
+            assert time.monotonic() < until, "no engine process is started"
+            time.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+
+    def metric(self, name: str) -> float:
+        """One number of /metrics."""
+        for line in self.get("/metrics").text.splitlines():
+            if line.startswith(f"specinfer:{name}{{"):
+                return float(line.rpartition(" ")[2])
+        raise AssertionError(f"/metrics has no {name}")
+
+    def wait_idle(self) -> None:
+        """Return when nothing runs and all blocks are free."""
+        until = time.monotonic() + 60
+        while self.metric("num_requests_running") + self.metric("kv_cache_usage_perc") > 0:
+            assert time.monotonic() < until, "the engine is not idle"
+            time.sleep(0.05)
+
+
+def _words(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""

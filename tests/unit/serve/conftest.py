@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.served import Served
+from tests.tiny_models import write_tiny_llama
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose tokens are bytes, with a chat template."""
+    made = write_tiny_llama(
+        tmp_path_factory.mktemp("served") / "tiny",
+        vocab_size=256,
+        max_context=512,
+        eos_token_id=0,
+        tokenizer=True,
+    )
+    (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return made
+
+
+FLAGS = ("--dtype", "float32", "--kv-cache-memory", "16MB", "--tree-size", "fixed")
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    with Served(folder, *FLAGS, "--served-model-name", "tiny") as server:
+        yield server
+
+
+@pytest.fixture
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0, timeout=120)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port on which somebody listens already."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]

@@ -1,0 +1,113 @@
+"""A server whose engine dies, that is full, that is told to end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from specinfer import LLM, SamplingParams
+from tests.served import Served
+from tests.unit.serve.conftest import FLAGS
+
+pytestmark = pytest.mark.thorough
+
+LONG = {"model": "tiny", "max_tokens": 450, "temperature": 1.0, "stream": True}
+
+
+def client_of(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0, timeout=120)
+
+
+def test_streams_go_on_where_they_were_when_the_engine_is_killed(folder: Path) -> None:
+    with LLM(folder, dtype="float32", kv_cache_memory=1 << 24) as llm:
+        params = [SamplingParams(temperature=1, seed=s, max_tokens=450, ignore_eos=True) for s in range(4)]
+        expected = [output.text for output in llm.generate([f"{s}abc" for s in range(4)], params)]
+    with Served(folder, *FLAGS, "--served-model-name", "tiny") as served:
+        client, texts, begun = client_of(served), ["", "", "", ""], threading.Barrier(5)
+
+        def listen(seed: int) -> None:
+            stream = client.completions.create(
+                prompt=f"{seed}abc", seed=seed, extra_body={"ignore_eos": True}, **LONG
+            )
+            for number, chunk in enumerate(stream):
+                texts[seed] += chunk.choices[0].text
+                if number == 1:
+                    begun.wait()
+
+        listeners = [threading.Thread(target=listen, args=(seed,)) for seed in range(4)]
+        for one in listeners:
+            one.start()
+        begun.wait()
+        for _ in range(2):
+            served.kill_engine()
+            time.sleep(0.5)
+        for one in listeners:
+            one.join(120)
+        assert texts == expected
+        assert served.metric("engine_restarts") >= 1
+        served.wait_idle()
+
+
+def test_under_mss_a_text_that_has_begun_ends_with_the_reason(folder: Path) -> None:
+    with Served(folder, *FLAGS, "--served-model-name", "tiny") as served:
+        stream = iter(
+            client_of(served).completions.create(
+                prompt="abc", extra_body={"speculation": {"verifier": "mss"}, "ignore_eos": True}, **LONG
+            )
+        )
+        next(stream)
+        served.kill_engine()
+        with pytest.raises(openai.APIError, match="under mss a text that has begun cannot go on"):
+            list(stream)
+        whole = client_of(served).completions.create(model="tiny", prompt="abc", max_tokens=5)
+        assert whole.usage.completion_tokens == 5
+
+
+def test_sigterm_lets_answers_end_and_takes_no_new_ones(folder: Path) -> None:
+    with Served(folder, *FLAGS, "--served-model-name", "tiny") as served:
+        stream = client_of(served).completions.create(prompt="abc", extra_body={"ignore_eos": True}, **LONG)
+        chunks = iter(stream)
+        next(chunks)
+        served.process.send_signal(signal.SIGTERM)
+        assert list(chunks)[-1].choices[0].finish_reason == "length"
+        assert served.process.wait(30) == 0
+        with pytest.raises(httpx.ConnectError):
+            served.get("/health")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--port", "PORT"], "cannot listen on 127.0.0.1:PORT"),
+        (["--kv-cache-memory", "10"], "KV cache"),
+        (["--max-context", "9999"], "max_context is 9999"),
+        (["--api-key-file", "/nowhere"], "cannot read api_key_file /nowhere"),
+    ],
+)
+def test_what_cannot_start_says_why_in_one_line(
+    folder: Path, flags: list[str], said: str, taken_port: int
+) -> None:
+    port = str(taken_port)
+    flags = [flag.replace("PORT", port) for flag in flags]
+    if "--port" not in flags:
+        flags += ["--port", "0"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "specinfer", "serve", str(folder), *FLAGS[:2], *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 2
+    complaints = [line for line in ended.stderr.splitlines() if line.startswith("specinfer: error:")]
+    assert len(complaints) == 1
+    assert said.replace("PORT", port) in complaints[0]
+    assert "Traceback" not in ended.stderr

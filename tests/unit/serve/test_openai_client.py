@@ -1,0 +1,186 @@
+"""The official client against a server as users start it; texts are those of the offline LLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from specinfer import LLM, SamplingParams
+from tests.served import Served
+
+pytestmark = pytest.mark.thorough
+
+HI = [{"role": "user", "content": "Hi there, hi there"}]
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", ngram=True) as made:
+        yield made
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_conversation_is_answered_as_offline(client: openai.OpenAI, llm: LLM, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=5, n=2, max_tokens=30)
+    [offline] = llm.chat(HI, params)
+    asked = {"model": "tiny", "messages": HI, "temperature": temperature, "seed": 5, "n": 2, "max_tokens": 30}
+    whole = client.chat.completions.create(**asked)
+    assert [choice.message.content or "" for choice in whole.choices] == [o.text for o in offline.outputs]
+    assert [choice.finish_reason for choice in whole.choices] == [o.finish_reason for o in offline.outputs]
+    assert whole.usage.prompt_tokens == len(offline.prompt_token_ids)
+    assert whole.usage.completion_tokens == sum(len(o.token_ids) for o in offline.outputs)
+
+    texts, reasons, last = ["", ""], [None, None], None
+    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+        last = chunk
+    assert texts == [o.text for o in offline.outputs]
+    assert reasons == [o.finish_reason for o in offline.outputs]
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    figures = last.model_extra["metrics"]["speculative_decoding"]
+    assert figures["num_spec_steps"] == sum(o.figures.steps for o in offline.outputs)
+    assert sum(figures["acceptance_histogram"]) == figures["num_spec_steps"]
+    assert sum(figures["per_step_accepted"]) == figures["num_accepted_draft_tokens"]
+    assert len(figures["per_step_drafted"]) == figures["num_spec_steps"]
+
+
+def test_prompts_are_gone_on_with_as_offline(client: openai.OpenAI, llm: LLM) -> None:
+    prompts = ["one two one two", "three"]
+    offline = llm.generate(prompts, SamplingParams(temperature=0.8, seed=9, n=2, max_tokens=12))
+    whole = client.completions.create(
+        model="tiny", prompt=prompts, temperature=0.8, seed=9, n=2, max_tokens=12, echo=True
+    )
+    assert [choice.text for choice in whole.choices] == [
+        prompt + output.text
+        for prompt, group in zip(prompts, offline, strict=True)
+        for output in group.outputs
+    ]
+    ids = [llm.tokenizer.encode(prompt) for prompt in prompts]
+    same = client.completions.create(model="tiny", prompt=ids, temperature=0.8, seed=9, n=2, max_tokens=12)
+    assert [choice.text for choice in same.choices] == [o.text for group in offline for o in group.outputs]
+
+
+def test_logprobs_are_those_of_the_model(client: openai.OpenAI, llm: LLM) -> None:
+    [offline] = llm.chat(HI, SamplingParams(temperature=0, max_tokens=6, logprobs=3))
+    assert offline.logprobs is not None
+    told = client.chat.completions.create(
+        model="tiny", messages=HI, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3
+    )
+    content = told.choices[0].logprobs.content
+    assert [t.logprob for t in content] == [next(iter(p.values())).logprob for p in offline.logprobs]
+    assert [bytes(t.bytes) for t in content] == [bytes([token]) for token in offline.token_ids]
+    assert all(len(t.top_logprobs) == 3 for t in content)
+    assert all(t.top_logprobs[0].logprob == max(x.logprob for x in t.top_logprobs) for t in content)
+    older = client.completions.create(model="tiny", prompt="Hi", temperature=0, max_tokens=6, logprobs=2)
+    lists = older.choices[0].logprobs
+    assert len(lists.tokens) == len(lists.token_logprobs) == len(lists.top_logprobs) == 6
+
+
+def test_a_form_a_stop_and_a_prediction(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        max_tokens=100,
+        response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
+    )
+    assert json.loads(answer.choices[0].message.content)["a"] in (True, False)
+    chosen = client.chat.completions.create(model="tiny", messages=HI, extra_body={"choice": ["red", "blue"]})
+    text = chosen.choices[0].message.content
+    assert text in ("red", "blue")
+    guessed = client.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        prediction={"type": "content", "content": text},
+        extra_body={"choice": [text]},
+    )
+    details = guessed.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
+    cut = client.completions.create(
+        model="tiny", prompt="x", max_tokens=9, stop=["d"], extra_body={"regex": "ab[cd]{3}"}
+    )
+    assert cut.choices[0].text in ("ab", "abc", "abcc", "abccc")
+
+
+def test_speculation_can_be_asked_for_and_left_out(client: openai.OpenAI) -> None:
+    def ask(**more: object) -> tuple[str, int]:
+        answer = client.chat.completions.create(
+            model="tiny", messages=HI, temperature=1, seed=3, max_tokens=40, extra_body=more
+        )
+        figures = answer.model_extra["metrics"]["speculative_decoding"]
+        return answer.choices[0].message.content, figures["num_draft_tokens"]
+
+    text, drafted = ask()
+    assert drafted > 0
+    assert ask(speculation=False) == (text, 0)
+    assert ask(speculation={"speculators": ["ngram"], "max_nodes": 2})[0] == text
+
+
+def test_models_tokens_and_what_is_not_offered(client: openai.OpenAI, served: Served) -> None:
+    assert [card.id for card in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    told = served.post("/tokenize", {"prompt": "abc", "return_token_strs": True}).json()
+    assert told["tokens"] == [97, 98, 99]
+    assert (told["count"], told["max_model_len"]) == (3, 512)
+    assert served.post("/tokenize", {"messages": HI}).json()["count"] > 10
+    assert served.post("/detokenize", {"tokens": [97, 98]}).json() == {"prompt": "ab"}
+    assert "ids of the vocabulary" in served.post("/detokenize", {"tokens": [300]}).json()["error"]["message"]
+    with pytest.raises(openai.NotFoundError, match="embeddings are not offered"):
+        client.embeddings.create(model="tiny", input="x")
+    with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here; allowed: tiny") as error:
+        client.chat.completions.create(model="gpt-5", messages=HI)
+    assert error.value.body["param"] == "model"
+
+
+def test_what_the_engine_refuses_is_an_error_of_its_own_also_of_a_stream(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="names 'eagle'; this engine has") as error:
+        client.chat.completions.create(
+            model="tiny", messages=HI, stream=True, extra_body={"speculation": {"speculators": ["eagle"]}}
+        )
+    assert error.value.body["param"] == "speculation"
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model="tiny", prompt="x" * 600)
+    assert error.value.body["code"] == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model="tiny", prompt="x", extra_body={"regex": "("})
+    assert error.value.body["param"] == "regex"
+
+
+def test_a_client_that_goes_away_frees_its_blocks(client: openai.OpenAI, served: Served) -> None:
+    with client.chat.completions.create(
+        model="tiny", messages=HI, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+    served.wait_idle()
+    assert served.get("/metrics").text.count('request_success_total{finished_reason="abort"') == 1
+
+
+def test_what_is_seen_from_outside(served: Served) -> None:
+    assert served.get("/health").json() == {"status": "ok"}
+    assert served.get("/ready").json()["status"] == "ready"
+    names = {line.split("{")[0].split(" ")[0] for line in served.get("/metrics").text.splitlines()}
+    assert {
+        f"specinfer:{name}"
+        for name in (
+            *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"),
+            *("spec_decode_num_accepted_tokens_total", "num_requests_running", "num_requests_waiting"),
+            *("prompt_tokens_total", "generation_tokens_total", "request_success_total"),
+            *("time_to_first_token_seconds_bucket", "time_per_output_token_seconds_bucket"),
+            *(
+                "inter_token_latency_seconds_bucket",
+                "e2e_request_latency_seconds_bucket",
+                "kv_cache_usage_perc",
+            ),
+        )
+    } <= names
