@@ -45,13 +45,13 @@ class Access:
         *,
         keys: Keys,
         max_body: int,
-        body_timeout: float,
+        idle_timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
         self._keys = keys
         self._max_body = max_body
-        self._body_timeout = body_timeout
+        self._idle_timeout = idle_timeout
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +66,9 @@ class Access:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
-            await send(message)
+            # A reader that takes nothing for so long is as good as gone; its connection is closed.
+            async with asyncio.timeout(self._idle_timeout):
+                await send(message)
 
         try:
             error = self._refusal(scope)
@@ -74,6 +76,8 @@ class Access:
                 await error.response()(scope, receive, tell)
             else:
                 await self._app(scope, self._bounded(scope, receive), tell)
+        except TimeoutError:
+            _LOG.info("%s reads nothing; its connection is closed", name)
         finally:
             client = scope["client"][0] if scope.get("client") else "-"
             took = self._clock() - begun
@@ -111,7 +115,7 @@ class Access:
             if whole:
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), self._body_timeout)
+                message = await asyncio.wait_for(receive(), self._idle_timeout)
             except TimeoutError:
                 raise ApiError("the body did not come in time", status=408) from None
             left -= len(message.get("body", b""))

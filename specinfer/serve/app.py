@@ -52,7 +52,7 @@ def build_app(service: Service, keys: Keys) -> FastAPI:
     _add_token_paths(app, service)
     _add_server_paths(app, service)
     # The last one added is the first one asked.
-    app.add_middleware(Access, keys=keys, max_body=config.max_body, body_timeout=config.idle_timeout)
+    app.add_middleware(Access, keys=keys, max_body=config.max_body, idle_timeout=config.idle_timeout)
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,

@@ -19,7 +19,6 @@ from specinfer.errors import ConfigError, UserError
 from specinfer.hub.resolution import resolve
 from specinfer.progress import Progress
 from specinfer.serve.access import Keys
-from specinfer.serve.app import build_app
 from specinfer.serve.backend import BackendError
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.logs import configure
@@ -99,8 +98,12 @@ async def _serve(
     ready: Callable[[str], None],
 ) -> None:
     backend = ProcessBackend(engine, (config.log_level, config.log_format))
+    starting = asyncio.ensure_future(backend.start())
+    await asyncio.sleep(0)
+    from specinfer.serve.app import build_app  # and the framework, while the engine starts
+
     try:
-        facts = await backend.start()
+        facts = await starting
     except BackendError as error:
         raise UserError(str(error)) from None
     try:

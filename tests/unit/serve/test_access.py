@@ -59,8 +59,8 @@ def ask(
     return start["status"], told, b"".join(one.get("body", b"") for one in bodies)
 
 
-def guarded(*keys: str, max_body: int = 10, body_timeout: float = 5.0) -> Access:
-    return Access(echo, keys=Keys(keys), max_body=max_body, body_timeout=body_timeout)
+def guarded(*keys: str, max_body: int = 10, idle_timeout: float = 5.0) -> Access:
+    return Access(echo, keys=Keys(keys), max_body=max_body, idle_timeout=idle_timeout)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,20 @@ def test_a_body_is_bounded_whether_its_length_is_told_or_not() -> None:
 
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
-    status, _, body = ask(guarded(body_timeout=0.05), b"abc", stall=True)
+    status, _, body = ask(guarded(idle_timeout=0.05), b"abc", stall=True)
     assert status == 408
     assert "did not come in time" in body.decode()
+
+
+def test_a_reader_that_takes_nothing_is_let_go() -> None:
+    async def never(message: Message) -> None:
+        await asyncio.sleep(60)
+
+    async def nothing() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {"type": "http", "method": "GET", "path": "/", "client": None, "headers": []}
+    asyncio.run(guarded(idle_timeout=0.05)(scope, nothing, never))
 
 
 def test_every_answer_has_an_id_that_the_log_knows_and_the_log_no_bodies(

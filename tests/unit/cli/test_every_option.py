@@ -1,0 +1,146 @@
+"""Every option of the engine and the server is a flag of `specinfer serve` and a key of its file."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from specinfer.cli.every_option import PURPOSES, configs, every_option, read_options, speculative_config
+from specinfer.cli.options import engine_config
+from specinfer.cli.serve import serve
+from specinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
+from specinfer.errors import ConfigError
+from specinfer.serve.config import ServeConfig
+
+# What users type: a flag that goes or changes its name breaks their scripts, so it needs a line in CHANGELOG.
+FLAGS = (
+    *("--api-key", "--api-key-file", "--block-size", "--call-format", "--config", "--cors-origin"),
+    *("--device", "--draft", "--draft-quantization", "--draft-vocabulary", "--draw", "--dtype"),
+    *("--expansion", "--forced-depth", "--grace", "--help", "--host", "--idle-timeout", "--kernels"),
+    *("--kv-cache-memory", "--log-format", "--log-level", "--log-traffic", "--log-traffic-size"),
+    *("--max-batch-size", "--max-body", "--max-connections", "--max-context", "--max-n"),
+    *("--max-nodes", "--max-prompt-tokens", "--max-step-tokens", "--max-waiting", "--ngram"),
+    *("--ngram-branches", "--ngram-depth", "--ngram-max", "--ngram-min", "--no-ngram", "--no-page"),
+    *("--no-prefix-reuse", "--no-suffix", "--otlp-endpoint", "--page", "--port"),
+    *("--prediction-branches", "--prediction-depth", "--prefix-reuse", "--quantization"),
+    *("--root-path", "--served-model-name", "--speculative-config", "--stored-responses", "--suffix"),
+    *("--suffix-depth", "--suffix-memory", "--suffix-nodes", "--threads", "--tree-size", "--verifier"),
+)
+
+
+@click.command()
+@every_option
+def told(**flags: Any) -> None:
+    """Print what was given."""
+    click.echo({name: value for name, value in flags.items() if value not in (None, ())})
+
+
+def test_the_flags_are_these() -> None:
+    context = click.Context(serve)
+    found = {
+        flag for p in serve.get_params(context) for flag in (*p.opts, *p.secondary_opts) if flag[:2] == "--"
+    }
+    assert sorted(found) == sorted(FLAGS)
+
+
+def test_every_field_has_a_purpose_and_a_flag() -> None:
+    own = {
+        f.name
+        for kind in (EngineConfig, SpeculationConfig, SchedulerConfig, ServeConfig)
+        for f in fields(kind)
+    }
+    own |= {"kv_cache_memory", *(f.name for f in fields(CacheConfig))}
+    assert set(PURPOSES) == own - {"speculation", "cache", "scheduler", "memory"}
+
+
+def test_what_is_not_given_is_left_to_the_file_and_the_defaults(tmp_path: Path) -> None:
+    assert CliRunner().invoke(told, ["--port", "1", "--no-ngram", "--api-key", "a"]).output.strip() == (
+        "{'port': 1, 'ngram': False, 'api_key': ('a',)}"
+    )
+    file = tmp_path / "options.yaml"
+    file.write_text("model: there\nport: 7\nmax-waiting: 3\napi_key: [x, y]\nsuffix: true\nmax_body: 1MB\n")
+    options, config = configs({"model": None, "port": 9, "suffix": None, "api_key": ()}, file)
+    assert options == {"model": "there", "suffix": True}
+    assert config == ServeConfig(port=9, max_waiting=3, api_key=("x", "y"), max_body=1 << 20)
+    assert engine_config(options).speculation.ngram is False
+    assert configs({}, None) == ({"model": "smollm2-135m"}, ServeConfig())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prot: 1", "unknown option 'prot'; did you mean port?"),
+        ("[1, 2]", "holds list; allowed: options"),
+        ("a: b: c", "cannot read the options"),
+        ("\x00", "cannot read the options"),
+    ],
+)
+def test_a_file_that_is_wrong(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"options\.yaml") as error:
+        read_options(file)
+    assert said in str(error.value)
+
+
+def test_a_file_that_is_not_there_and_one_that_is_empty(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_options(tmp_path / "none")
+    (tmp_path / "empty").write_text("")
+    assert read_options(tmp_path / "empty") == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"port": -1}, {"port": 70000}, {"port": True}, {"max_n": 0}, {"max_body": 10}, {"grace": 0}),
+        *({"idle_timeout": float("nan")}, {"max_prompt_tokens": 0}, {"log_format": "xml"}),
+        *({"log_level": "loud"}, {"api_key": (" a",)}, {"api_key": ("",)}, {"api_key": ("\u00e4",)}),
+    ],
+)
+def test_an_option_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ServeConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}', "ngram 5 4"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 9}, "suffix 9"),
+        ({"model": "small", "num_speculative_tokens": 3}, "draft small 1,1,1"),
+    ],
+)
+def test_vllms_config_is_understood(given: Any, meant: str) -> None:
+    options = speculative_config(given)
+    kind, *rest = meant.split()
+    if kind == "ngram":
+        assert options == {"ngram": True, "ngram_depth": int(rest[0]), "ngram_max": int(rest[1])}
+    elif kind == "suffix":
+        assert options == {"suffix": True, "suffix_depth": int(rest[0])}
+    else:
+        assert options == {"drafts": rest[0], "expansion": rest[1]}
+    EngineConfig.from_options("m", options)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("{", "not JSON"),
+        ([], "a mapping with a method"),
+        ({"method": "eagle3", "model": "x"}, "allowed here: ngram, suffix, draft_model"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
+        ({"method": "draft_model"}, "no model; name the draft"),
+        ({"method": "ngram", "disable_by_batch_size": 4}, "has disable_by_batch_size"),
+        ({"model": "x", "draft_tensor_parallel_size": 2}, "runs in one process here"),
+    ],
+)
+def test_what_of_vllms_is_not_here(given: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        speculative_config(given)
+    assert said in str(error.value)
