@@ -22,9 +22,9 @@ _STARTING = 120.0  # seconds; machines that run tests are busy
 class Served:
     """`specinfer serve MODEL FLAGS`, ready when the `with` block begins and ended behind it."""
 
-    def __init__(self, model: str | Path, *flags: str, env: dict[str, str] | None = None) -> None:
-        self._command = [sys.executable, "-m", "specinfer", "serve", str(model), "--port", "0", *flags]
-        self._env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **(env or {})}
+    def __init__(self, model: str | Path, *flags: str, python: str = sys.executable) -> None:
+        self._command = [python, "-m", "specinfer", "serve", str(model), "--port", "0", *flags]
+        self._env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
         self.log: list[str] = []
         self.url = ""
         self._listening = threading.Event()

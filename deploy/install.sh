@@ -1,0 +1,9 @@
+#!/bin/sh
+# install.sh WHEELS PREFIX: the server, from a wheel in the folder WHEELS, in a new environment PREFIX.
+set -eu
+source=$(cd "$(dirname "$0")/.." && pwd)
+python3 -m venv "$2"
+"$2/bin/python" "$source/tools/install_torch.py"
+wheel=$(ls "$1"/specinfer-*.whl)
+"$2/bin/python" -m pip install --no-cache-dir --constraint "$source/constraints.txt" "$wheel[serve]"
+"$2/bin/specinfer" serve --help > /dev/null
