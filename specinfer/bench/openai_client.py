@@ -105,7 +105,7 @@ async def first_model(http: httpx.AsyncClient, timeout: float) -> str:
     """The first model a server lists; raises ConfigError when it cannot be reached or lists none."""
     import httpx
 
-    where = f"{http.base_url}v1/models"
+    where = f"{str(http.base_url).rstrip('/')}/v1/models"
     try:
         answer = await http.get("/v1/models", timeout=timeout)
     except httpx.HTTPError as error:

@@ -36,6 +36,7 @@ from specinfer.errors import ConfigError
 @click.pass_context
 def bench(
     context: click.Context,
+    /,
     url: str | None,
     dataset: Path | None,
     limit: int | None,

@@ -54,6 +54,8 @@ WITHOUT_TORCH = (
         "kernels.faults",
         "kernels.native",
     ),
+    *("bench.event_stream", "bench.exchange", "bench.openai_client", "bench.traffic", "bench.load"),
+    *("bench.load_figures", "cli.bench", "cli.server_load"),
 )
 
 
