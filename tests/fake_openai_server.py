@@ -68,6 +68,7 @@ class FakeServer:
     answer: Callable[[Asked], Reply]
     together: int = 1  # completions are answered when so many are there
     models: Reply = MODELS
+    port: int = 0  # 0: a free one
     asked: list[Asked] = field(default_factory=list)
     url: str = ""
 
@@ -87,7 +88,7 @@ class FakeServer:
     async def _serve(self, ready: threading.Event) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         self._barrier = asyncio.Barrier(self.together)
-        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         ready.set()
         await self._over.wait()
