@@ -70,6 +70,7 @@ class FakeServer:
     models: Reply = MODELS
     port: int = 0  # 0: a free one
     asked: list[Asked] = field(default_factory=list)
+    connections: int = 0  # so far
     url: str = ""
 
     def __enter__(self) -> FakeServer:
@@ -95,6 +96,7 @@ class FakeServer:
         server.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
         try:
             while (asked := await self._read(reader)) is not None:
                 reply = await self._reply(asked)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -134,7 +135,7 @@ async def ask(
     exchange = Exchange(loop.time())
     try:
         async with (
-            asyncio.timeout(asking.timeout),
+            asyncio.timeout(asking.timeout) as limit,
             http.stream("POST", ENDPOINTS[asking.endpoint], json=body) as answer,
         ):
             if answer.status_code != 200:
@@ -143,7 +144,10 @@ async def ask(
             elif "event-stream" not in (kind := answer.headers.get("content-type", "nothing")):
                 exchange.error = f"the server answered {kind}, no event stream: it does not stream"
             else:
-                await _read(answer, exchange)
+                packets = answer.aiter_bytes()
+                await _read(packets, exchange)
+                limit.reschedule(None)
+                await _drain(packets)
     except TimeoutError:
         exchange.error = f"no whole answer within {asking.timeout:g} s"
     except (httpx.HTTPError, OSError) as error:
@@ -152,34 +156,42 @@ async def ask(
     return exchange
 
 
-async def _read(answer: httpx.Response, exchange: Exchange) -> None:
+async def _read(packets: AsyncIterator[bytes], exchange: Exchange) -> None:
     """Take chunks until the server says [DONE] or what it has to complain of, or ends the stream."""
     loop = asyncio.get_running_loop()
     events = EventStream()
-    async for packet in answer.aiter_bytes():
-        now = loop.time()
-        for data in events.feed(packet):
-            if data == "[DONE]":
-                return
-            _take(data, exchange, now)
-            if exchange.error:
-                return
-    now = loop.time()
-    for data in events.close():
-        if data == "[DONE]":
+    async for packet in packets:
+        if _take(events.feed(packet), exchange, loop.time()) or exchange.error:
             return
-        _take(data, exchange, now)
-    if not exchange.error and exchange.finish_reason is None:
+    done = _take(events.close(), exchange, loop.time())
+    if not done and not exchange.error and exchange.finish_reason is None:
         exchange.error = f"the stream ended after {len(exchange.arrivals)} chunks, before the answer did"
 
 
-def _take(data: str, exchange: Exchange, now: float) -> None:
-    try:
-        chunk = json.loads(data)
-    except ValueError:
-        exchange.error = f"a chunk is not JSON: {data!r:.80}"
-    else:
-        exchange.take(chunk, now)
+async def _drain(packets: AsyncIterator[bytes]) -> None:
+    """Read what follows: a connection is used again once its answer has been read to the end."""
+    import httpx
+
+    with suppress(TimeoutError, httpx.HTTPError):
+        async with asyncio.timeout(_IDLE_SECONDS):
+            async for _ in packets:
+                pass
+
+
+def _take(events: list[str], exchange: Exchange, now: float) -> bool:
+    """Add what arrived at `now`; returns whether it ends with [DONE]."""
+    for data in events:
+        if data == "[DONE]":
+            return True
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            exchange.error = f"a chunk is not JSON: {data!r:.80}"
+        else:
+            exchange.take(chunk, now)
+        if exchange.error:
+            break
+    return False
 
 
 def _refusal(answer: httpx.Response) -> str:

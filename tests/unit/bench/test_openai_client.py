@@ -83,6 +83,20 @@ def test_a_whole_answer_may_end_without_a_word(end: list[bytes]) -> None:
     assert (exchange.error, exchange.text) == ("", "Good day")
 
 
+def test_one_connection_serves_one_request_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_client, "_IDLE_SECONDS", 60.0)  # however slow the machine is
+    refused = error("429 Too Many Requests", "slow down")
+    replies = iter([Reply([*WHOLE, DONE]), refused, Reply([*WHOLE, DONE, chat("more")]), Reply([chat("a")])])
+
+    async def work(url: str) -> list[str]:
+        async with connect(url, None) as http:
+            return [(await ask(http, ASKING, "m", n, HELLO)).text for n in range(4)]
+
+    with FakeServer(lambda request: next(replies)) as server:
+        assert asyncio.run(work(server.url)) == ["Good day", "", "Good day", "a"]
+    assert server.connections == 1
+
+
 def test_a_server_that_is_not_there_is_an_error() -> None:
     with FakeServer(lambda request: Reply([])) as server:
         url = server.url
@@ -146,6 +160,8 @@ def test_an_answer_that_takes_too_long_is_failed() -> None:
     exchange = timed((1.0, chat("a")), (1.0, chat("b")), (1.0, DONE), asking=asking)
     assert (exchange.error, exchange.text) == ("no whole answer within 2 s", "a")
     assert timed((1.0, chat("a", "stop")), (0.25, DONE), asking=asking).error == ""
+    # What comes, or does not end, behind [DONE] is not waited for.
+    assert timed((1.0, chat("a", "stop")), (0.25, DONE), (99.0, b""), asking=asking).error == ""
 
 
 def test_what_is_asked() -> None:
