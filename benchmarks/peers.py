@@ -12,7 +12,6 @@ it was, and what failed is tried again.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ import psutil
 from peers.engines import ENGINES, Engine, select
 from peers.process import Worker, WorkerError
 from peers.report import answer, cell_key, made, page
-from peers.weights import INSTALL, Home, WeightsError
+from peers.weights import INSTALL, Home, WeightsError, default_home
 from study import Study, digest, in_turn, natural, parser, run
 
 from specinfer.hub import resolve
@@ -116,13 +115,6 @@ def arguments() -> argparse.Namespace:
     return options.parse_args()
 
 
-def default_home() -> Path:
-    """Where install.sh puts the others."""
-    named = os.environ.get("SPECINFER_PEERS")
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return Path(named) if named else (Path(cache) if cache else Path.home() / ".cache") / "specinfer-peers"
-
-
 def schedule(engines: Sequence[Engine], rounds: int, cells: dict[str, Any]) -> list[tuple[int, Engine]]:
     """Which engine runs when, every second round in reverse; what is finished does not run again."""
     cells_left = [
@@ -171,7 +163,7 @@ def converse(worker: Worker, setup: dict[str, Any], task: Task, round_: int) -> 
     loaded = time.perf_counter()
     dealt = task.dealt(round_)
     worker.ask({"prompt": task.prompts[dealt[0]], "max_tokens": WARM_UP_TOKENS})
-    measuring, busy = time.perf_counter(), busy_elsewhere(worker)
+    measuring, busy = time.perf_counter(), worker.busy_elsewhere()
     answers = []
     for index in dealt:
         reply = worker.ask({"prompt": task.prompts[index], "max_tokens": task.max_tokens})
@@ -182,16 +174,8 @@ def converse(worker: Worker, setup: dict[str, Any], task: Task, round_: int) -> 
         "versions": versions,
         "load_seconds": loaded - began,
         "peak_memory": worker.peak_memory(),
-        "busy_elsewhere": max(busy_elsewhere(worker) - busy, 0.0) / seconds,
+        "busy_elsewhere": max(worker.busy_elsewhere() - busy, 0.0) / seconds,
     }
-
-
-def busy_elsewhere(worker: Worker) -> float:
-    """CPU seconds so far that the worker did not use, those of other guests on the machine included."""
-    everybody = psutil.cpu_times()
-    idle = everybody.idle + getattr(everybody, "iowait", 0.0)
-    counted = sum(everybody) - getattr(everybody, "guest", 0.0) - getattr(everybody, "guest_nice", 0.0)
-    return float(counted - idle - worker.cpu_seconds())
 
 
 def outcome(cell: dict[str, Any]) -> str:

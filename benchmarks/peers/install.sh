@@ -19,7 +19,8 @@ recipe() {
     llama_cpp)
         # Built from source for this CPU. gcc 12 drops the AMX tile configuration as a dead store, and the
         # first AMX product then ends in SIGSEGV, unless those two passes are off.
-        CXXFLAGS="-fno-tree-dse -fno-dse" pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36 \
+        CXXFLAGS="-fno-tree-dse -fno-dse" pip install --no-binary llama-cpp-python \
+            'llama-cpp-python[server]==0.3.36' \
             'gguf>=0.17'
         ;;
     vllm)

@@ -1,4 +1,4 @@
-"""The parent's side of the protocol in worker.py: one engine as a child process."""
+"""One engine as a child process, and the parent's side of the protocol in worker.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -25,19 +25,17 @@ class WorkerError(Exception):
     """A worker cannot be started, ended, answered nonsense or nothing in time; the message is one line."""
 
 
-class Worker:
-    """A child process that answers one JSON line with one JSON line; used as a context, it ends with it."""
+class Child:
+    """A process, with those it starts; used as a context, they end with it."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], timeout: float) -> None:
-        """Start `command`; a reply may take `timeout` seconds. Raises WorkerError if it cannot be run."""
-        self._timeout = timeout
-        self._unread = b""
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], pipe: int) -> None:
+        """Start `command`; `pipe` is its stdin and stdout. Raises WorkerError if it cannot be run."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         try:
             self._process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=pipe,
+                stdout=pipe,
                 stderr=self._log,
                 env={**os.environ, **environment},
                 start_new_session=True,  # with the processes it starts, to be ended together
@@ -46,7 +44,7 @@ class Worker:
             self._log.close()
             raise WorkerError(f"{command[0]} cannot be run: {error.strerror}") from None
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -54,27 +52,12 @@ class Worker:
     ) -> None:
         self.close()
 
-    def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply to `message`; raises WorkerError when there is none, with the worker's last words."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended; reading says how
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-        line = self._read_line()
-        try:
-            reply = json.loads(line)
-        except ValueError:
-            reply = None
-        if not isinstance(reply, dict):
-            raise WorkerError(f"answered {line[:80]!r}, which is not a JSON object")
-        return reply
-
     def peak_memory(self) -> int:
-        """The most bytes that were resident so far, the sum over the worker and its children."""
+        """The most bytes that were resident so far, the sum over the process and its children."""
         return sum(_peak_memory(process) for process in self._tree())
 
     def cpu_seconds(self) -> float:
-        """CPU time used so far by the worker and its living children."""
+        """CPU time used so far by the process and its living children."""
         total = 0.0
         for process in self._tree():
             with suppress(psutil.NoSuchProcess):
@@ -82,32 +65,19 @@ class Worker:
                 total += times.user + times.system
         return total
 
+    def busy_elsewhere(self) -> float:
+        """CPU seconds so far that these did not use, those of other guests on the machine included."""
+        everybody = psutil.cpu_times()
+        idle = everybody.idle + getattr(everybody, "iowait", 0.0)
+        counted = sum(everybody) - getattr(everybody, "guest", 0.0) - getattr(everybody, "guest_nice", 0.0)
+        return float(counted - idle - self.cpu_seconds())
+
     def close(self) -> None:
-        """End the worker and all it started; nothing of it runs when this returns."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
+        """End the process and all it started; nothing of it runs when this returns."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE)
         self._kill()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
         self._log.close()
-
-    def _read_line(self) -> bytes:
-        assert self._process.stdout is not None
-        file = self._process.stdout.fileno()
-        end = time.monotonic() + self._timeout
-        while b"\n" not in self._unread:
-            if not select.select([file], [], [], max(end - time.monotonic(), 0))[0]:
-                self._kill()
-                raise WorkerError(f"no answer within {self._timeout:.0f} s")
-            chunk = os.read(file, 1 << 16)
-            if not chunk:
-                raise WorkerError(self._how_it_ended())
-            self._unread += chunk
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
 
     def _how_it_ended(self) -> str:
         code = self._process.wait()
@@ -128,6 +98,55 @@ class Worker:
             return [process, *process.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
+
+
+class Worker(Child):
+    """A child process that answers one JSON line with one JSON line."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], timeout: float) -> None:
+        """Start `command`; a reply may take `timeout` seconds. Raises WorkerError if it cannot be run."""
+        super().__init__(command, environment, subprocess.PIPE)
+        self._timeout = timeout
+        self._unread = b""
+
+    def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply to `message`; raises WorkerError when there is none, with the worker's last words."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended; reading says how
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+        line = self._read_line()
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            reply = None
+        if not isinstance(reply, dict):
+            raise WorkerError(f"answered {line[:80]!r}, which is not a JSON object")
+        return reply
+
+    def close(self) -> None:
+        """End the worker, which does so by itself when nothing can be asked any more."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        super().close()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _read_line(self) -> bytes:
+        assert self._process.stdout is not None
+        file = self._process.stdout.fileno()
+        end = time.monotonic() + self._timeout
+        while b"\n" not in self._unread:
+            if not select.select([file], [], [], max(end - time.monotonic(), 0))[0]:
+                self._kill()
+                raise WorkerError(f"no answer within {self._timeout:.0f} s")
+            chunk = os.read(file, 1 << 16)
+            if not chunk:
+                raise WorkerError(self._how_it_ended())
+            self._unread += chunk
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
 
 
 def _peak_memory(process: psutil.Process) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -56,6 +57,13 @@ class Home:
             raise WeightsError(f"{script} failed: {words[-1] if words else f'exit code {done.returncode}'}")
         partial.rename(target)
         return target
+
+
+def default_home() -> Path:
+    """Where install.sh puts the others."""
+    named = os.environ.get("SPECINFER_PEERS")
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return Path(named) if named else (Path(cache) if cache else Path.home() / ".cache") / "specinfer-peers"
 
 
 INSTALL = "run: make peers-env"

@@ -1,4 +1,4 @@
-"""`specinfer bench`: a model without and with speculation, on the same prompts."""
+"""`specinfer bench`: a model without and with speculation, on the same prompts, or a server under load."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 import click
 
 from specinfer.cli.options import build_llm, model_options, speculation_options
+from specinfer.cli.server_load import bench_server, load_options, take_load_options
 from specinfer.config import NO_SPECULATION
 from specinfer.errors import ConfigError
 
 
 @click.command()
+@click.option("--url", metavar="URL", help="Put a load on this OpenAI-compatible server instead.")
+@load_options
 @click.option("--dataset", type=Path, metavar="FILE.jsonl", help='Rows with "prompt" or "turns".')
 @click.option("--limit", type=int, metavar="N", help="The first N conversations of the data set.")
 @click.option("--batch-size", type=int, default=1, show_default=True, help="Requests in flight.")
@@ -24,11 +27,17 @@ from specinfer.errors import ConfigError
 @click.option("--top-p", type=float, default=1.0, help="Keep the likeliest with this mass.")
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Of each answer.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the first request; the next: + 1.")
-@click.option("--json", "json_file", type=Path, metavar="FILE", help="Write all figures; - prints them.")
+@click.option(
+    "--json", "--out", "json_file", type=Path, metavar="FILE", help="Write all figures; - prints them."
+)
 @click.option("--plot", type=Path, metavar="FILE.png", help="Draw acceptance and time per stage.")
 @model_options
 @speculation_options
+@click.pass_context
 def bench(
+    context: click.Context,
+    /,
+    url: str | None,
     dataset: Path | None,
     limit: int | None,
     batch_size: int,
@@ -46,7 +55,14 @@ def bench(
 
     The two take turns, so that a machine that slows down slows both. Without --dataset the built-in prompts
     are used; without --draft the speculator is the n-gram one.
+
+    With --url the model is one that a server serves, ours or any other that speaks OpenAI's API: figures are
+    of requests over HTTP, named as `vllm bench serve` names them. --concurrency N has N users wait for their
+    answers, --rate R lets conversations arrive at random; default is one user. --model is the server's name
+    of it, by default the first it lists. --endpoint and what follows it up to --save-texts is for servers,
+    and what a server is told when it starts (--draft, --dtype, ...) is refused.
     """
+    of_server = take_load_options(context, options)
     from specinfer.report.dataset import built_in, read_dataset
     from specinfer.report.json_file import check_writable, write_json
     from specinfer.sampling_params import SamplingParams
@@ -57,6 +73,9 @@ def bench(
     prompts = (built_in() if dataset is None else read_dataset(dataset)).head(limit)
     if json_file is not None and str(json_file) != "-":
         check_writable(json_file)
+    if url is not None:
+        bench_server(url, of_server, prompts, params, json_file)
+        return
     if plot is not None:
         from specinfer.bench.plot import check_plot
 

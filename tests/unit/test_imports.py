@@ -55,6 +55,8 @@ WITHOUT_TORCH = (
         "kernels.faults",
         "kernels.native",
     ),
+    *("bench.event_stream", "bench.exchange", "bench.openai_client", "bench.traffic", "bench.load"),
+    *("bench.load_figures", "cli.bench", "cli.server_load"),
 )
 
 

@@ -61,7 +61,17 @@ def _parameters(module: ModuleType, settings: Any, cells: Any) -> list[str]:
     return [module.row_of(name, cell) for name, cell in cells.items()]
 
 
-ROWS = {"peers": _peers, "table2": _table2, "prediction": _prediction, "parameters": _parameters}
+def _serving(module: ModuleType, settings: Any, cells: Any) -> list[str]:
+    return _table(module.page(module.shown([], cells), cells, settings))
+
+
+ROWS = {
+    "serving": _serving,
+    "peers": _peers,
+    "table2": _table2,
+    "prediction": _prediction,
+    "parameters": _parameters,
+}
 
 
 def _table(page: list[str]) -> list[str]:

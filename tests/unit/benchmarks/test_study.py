@@ -18,7 +18,16 @@ from specinfer.report.dataset import Conversation, Dataset
 SETTINGS = {"model": "small.gguf", "modes": ("a", "b")}
 SCRIPTS = (
     *("grammar", "identity", "kernels", "neighbour", "overhead", "parameters"),
-    *("parity_transformers", "peers", "perplexity", "prediction", "structured", "suffix", "table2"),
+    *(
+        "parity_transformers",
+        "peers",
+        "perplexity",
+        "prediction",
+        "serving",
+        "structured",
+        "suffix",
+        "table2",
+    ),
 )
 
 

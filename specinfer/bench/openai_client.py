@@ -1,0 +1,206 @@
+"""Streamed requests to a server that speaks OpenAI's API, each timed chunk by chunk."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from specinfer.bench.event_stream import EventStream
+from specinfer.bench.exchange import Exchange, error_message
+from specinfer.errors import ConfigError
+from specinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import httpx
+
+ENDPOINTS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+# A connection that lay idle for long may be closed by the server just when it is used again.
+_IDLE_SECONDS = 1.0
+_OURS = ("model", "messages", "prompt", "stream")  # fields of a request that --body may not replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """What every request of a run has in common."""
+
+    params: SamplingParams  # its seed is the first request's; the next have one more each
+    endpoint: str = "chat"
+    ignore_eos: bool = False
+    body: Mapping[str, Any] = field(default_factory=dict)  # more fields; None leaves one of ours out
+    timeout: float = 600.0  # seconds for a whole answer
+
+    def __post_init__(self) -> None:
+        if self.endpoint not in ENDPOINTS:
+            raise ConfigError(f"endpoint is {self.endpoint!r}; allowed: {', '.join(ENDPOINTS)}")
+        if not 0 < self.timeout < float("inf"):
+            raise ConfigError(f"timeout is {self.timeout}; allowed: a number of seconds above 0")
+        if taken := [name for name in _OURS if name in self.body]:
+            raise ConfigError(f"body has {', '.join(taken)}, which the benchmark sets itself; leave it out")
+        if self.body.get("n") not in (None, 1):
+            raise ConfigError(
+                f"body has n = {self.body['n']!r}; one text per request is measured: leave it out"
+            )
+
+    def request(self, number: int, model: str, messages: list[dict[str, str]]) -> dict[str, Any]:
+        """The JSON body of one request; without a template its texts are joined by empty lines."""
+        params = self.params
+        asked: dict[str, Any] = {"model": model}
+        if self.endpoint == "chat":
+            asked["messages"] = messages
+        else:
+            asked["prompt"] = "\n\n".join(message["content"] for message in messages)
+        asked["max_tokens"] = params.max_tokens
+        asked["temperature"] = params.temperature
+        asked["seed"] = (params.seed or 0) + number
+        asked["stream"] = True
+        asked["stream_options"] = {"include_usage": True}
+        # Not every server knows these; one that does not may refuse the request.
+        if params.top_p != 1:
+            asked["top_p"] = params.top_p
+        if params.top_k:
+            asked["top_k"] = params.top_k
+        if self.ignore_eos:
+            asked["ignore_eos"] = True
+        return {name: value for name, value in (asked | dict(self.body)).items() if value is not None}
+
+
+def server_root(url: str) -> str:
+    """What stands before /v1 in a server's URL; raises ConfigError for what is no URL."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"URL is {url!r}; allowed: like http://localhost:8000 or https://host/v1")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def connect(url: str, api_key: str | None) -> httpx.AsyncClient:
+    """A client for a server, with as many connections as there are requests; to be closed by the caller.
+
+    Raises ConfigError where httpx is not installed, or `url` is none.
+    """
+    root = server_root(url)
+    if find_spec("httpx") is None:
+        raise ConfigError("--url needs httpx; install it with: pip install 'specinfer[serve]'")
+    import httpx
+
+    headers = {"Accept-Encoding": "identity"}  # compressed chunks would wait for one another
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    return httpx.AsyncClient(
+        base_url=root,
+        headers=headers,
+        timeout=None,  # requests have one of their own, for the whole answer
+        limits=httpx.Limits(
+            max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_SECONDS
+        ),
+        trust_env=urlsplit(root).hostname not in ("localhost", "127.0.0.1", "::1"),  # no proxy to ourselves
+    )
+
+
+async def first_model(http: httpx.AsyncClient, timeout: float) -> str:
+    """The first model a server lists; raises ConfigError when it cannot be reached or lists none."""
+    import httpx
+
+    where = f"{str(http.base_url).rstrip('/')}/v1/models"
+    try:
+        answer = await http.get("/v1/models", timeout=timeout)
+    except httpx.HTTPError as error:
+        raise ConfigError(f"no answer from {where}: {_reason(error)}; is the server running?") from None
+    if answer.status_code != 200:
+        raise ConfigError(
+            f"{where} answered {_refusal(answer)}; give --model, or --api-key if it asks for one"
+        )
+    try:
+        return str(answer.json()["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise ConfigError(f"{where} lists no model; give --model") from None
+
+
+async def ask(
+    http: httpx.AsyncClient, asking: Asking, model: str, number: int, messages: list[dict[str, str]]
+) -> Exchange:
+    """Send one request and read its answer to the end; whatever goes wrong is the exchange's error.
+
+    The clock is the event loop's.
+    """
+    import httpx
+
+    loop = asyncio.get_running_loop()
+    body = asking.request(number, model, messages)
+    exchange = Exchange(loop.time())
+    try:
+        async with (
+            asyncio.timeout(asking.timeout) as limit,
+            http.stream("POST", ENDPOINTS[asking.endpoint], json=body) as answer,
+        ):
+            if answer.status_code != 200:
+                await answer.aread()
+                exchange.error = _refusal(answer)
+            elif "event-stream" not in (kind := answer.headers.get("content-type", "nothing")):
+                exchange.error = f"the server answered {kind}, no event stream: it does not stream"
+            else:
+                packets = answer.aiter_bytes()
+                await _read(packets, exchange)
+                limit.reschedule(None)
+                await _drain(packets)
+    except TimeoutError:
+        exchange.error = f"no whole answer within {asking.timeout:g} s"
+    except (httpx.HTTPError, OSError) as error:
+        exchange.error = f"the connection failed after {len(exchange.arrivals)} chunks: {_reason(error)}"
+    exchange.ended = exchange.ended or loop.time()
+    return exchange
+
+
+async def _read(packets: AsyncIterator[bytes], exchange: Exchange) -> None:
+    """Take chunks until the server says [DONE] or what it has to complain of, or ends the stream."""
+    loop = asyncio.get_running_loop()
+    events = EventStream()
+    async for packet in packets:
+        if _take(events.feed(packet), exchange, loop.time()) or exchange.error:
+            return
+    done = _take(events.close(), exchange, loop.time())
+    if not done and not exchange.error and exchange.finish_reason is None:
+        exchange.error = f"the stream ended after {len(exchange.arrivals)} chunks, before the answer did"
+
+
+async def _drain(packets: AsyncIterator[bytes]) -> None:
+    """Read what follows: a connection is used again once its answer has been read to the end."""
+    import httpx
+
+    with suppress(TimeoutError, httpx.HTTPError):
+        async with asyncio.timeout(_IDLE_SECONDS):
+            async for _ in packets:
+                pass
+
+
+def _take(events: list[str], exchange: Exchange, now: float) -> bool:
+    """Add what arrived at `now`; returns whether it ends with [DONE]."""
+    for data in events:
+        if data == "[DONE]":
+            return True
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            exchange.error = f"a chunk is not JSON: {data!r:.80}"
+        else:
+            exchange.take(chunk, now)
+        if exchange.error:
+            break
+    return False
+
+
+def _refusal(answer: httpx.Response) -> str:
+    try:
+        said = error_message(answer.json())
+    except ValueError:
+        said = error_message(answer.text) or answer.reason_phrase
+    return f"HTTP {answer.status_code}: {said}"
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__

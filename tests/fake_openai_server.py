@@ -1,0 +1,130 @@
+"""A server of OpenAI's API over raw sockets that answers as a test says, byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request as it came in."""
+
+    path: str
+    headers: dict[str, str]
+    body: Any  # None where there is none
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the server sends: packets, one chunk of the transfer each."""
+
+    packets: Sequence[bytes]
+    status: str = "200 OK"
+    kind: str = "text/event-stream"
+    cut: bool = False  # the connection ends without the transfer's end
+
+
+def event(chunk: Any) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+def chat(text: str, finish_reason: str | None = None) -> bytes:
+    """A chunk of a chat completion."""
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish_reason}
+    return event({"object": "chat.completion.chunk", "choices": [choice]})
+
+
+def usage(prompt: int, completion: int, **speculation: Any) -> bytes:
+    """The last chunk of a stream, with what vLLM says of speculation."""
+    chunk: dict[str, Any] = {
+        "choices": [],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": completion},
+    }
+    if speculation:
+        chunk["metrics"] = {"speculative_decoding": speculation}
+    return event(chunk)
+
+
+def error(status: str, message: str) -> Reply:
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+    return Reply([json.dumps(body).encode()], status, "application/json")
+
+
+MODELS = Reply([b'{"object": "list", "data": [{"id": "fake-model"}]}'], kind="application/json")
+
+
+@dataclass
+class FakeServer:
+    """Used as a context; `asked` holds the completions asked for, in order of arrival."""
+
+    answer: Callable[[Asked], Reply]
+    together: int = 1  # completions are answered when so many are there
+    models: Reply = MODELS
+    port: int = 0  # 0: a free one
+    asked: list[Asked] = field(default_factory=list)
+    connections: int = 0  # so far
+    url: str = ""
+
+    def __enter__(self) -> FakeServer:
+        ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), daemon=True)
+        self._thread.start()
+        assert ready.wait(20)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(20)
+
+    async def _serve(self, ready: threading.Event) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        self._barrier = asyncio.Barrier(self.together)
+        server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        ready.set()
+        await self._over.wait()
+        server.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while (asked := await self._read(reader)) is not None:
+                reply = await self._reply(asked)
+                head = f"HTTP/1.1 {reply.status}\r\nContent-Type: {reply.kind}\r\nTransfer-Encoding: chunked"
+                writer.write(head.encode() + b"\r\n\r\n")
+                for packet in reply.packets:
+                    writer.write(f"{len(packet):x}\r\n".encode() + packet + b"\r\n")
+                    await writer.drain()
+                if reply.cut:
+                    break
+                writer.write(b"0\r\n\r\n")
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the client has gone
+        finally:
+            writer.close()
+
+    async def _reply(self, asked: Asked) -> Reply:
+        if asked.path == "/v1/models":
+            return self.models
+        self.asked.append(asked)
+        await self._barrier.wait()
+        return self.answer(asked)
+
+    async def _read(self, reader: asyncio.StreamReader) -> Asked | None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = {
+            name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])
+        }
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        return Asked(head[0].split()[1], headers, json.loads(body) if body else None)

@@ -1,0 +1,87 @@
+"""What is read out of the chunks of an answer, and when it arrived."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specinfer.bench.exchange import Exchange
+
+
+def chat(reason: str | None = None, **delta: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+
+
+def text(said: str, reason: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": said, "finish_reason": reason}]}
+
+
+def use(prompt: Any, completion: Any) -> dict[str, Any]:
+    return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion}}
+
+
+def taken(*chunks: Any) -> Exchange:
+    """An exchange sent at 10 with a chunk a second later, and every second."""
+    exchange = Exchange(10.0)
+    for now, chunk in enumerate(chunks, start=11):
+        exchange.take(chunk, float(now))
+    return exchange
+
+
+CHAT = [chat(role="assistant", content=""), chat(content="Good "), chat(content="day"), chat("stop")]
+READ = {  # chunks -> text, arrivals, end, tokens, finish_reason
+    "chat": (CHAT, "Good day", [12, 13], 14, 2, "stop"),
+    "usage at the end": ([*CHAT, {"choices": [], **use(7, 5)}], "Good day", [12, 13], 14, 5, "stop"),
+    "usage, last choice": ([text("a"), {**text("b", "stop"), **use(3, 4)}], "ab", [11, 12], 12, 4, "stop"),
+    "usage so far": ([{**text("a"), **use(3, 1)}, {**text("b"), **use(3, 2)}], "ab", [11, 12], 12, 2, None),
+    "completions": ([text("a"), text(""), text("b"), text("", "stop")], "ab", [11, 13], 14, 2, "stop"),
+    "reasoning": ([chat(reasoning_content="hm"), chat(content="a")], "a", [11, 12], 12, 2, None),
+    "tool calls": ([chat(tool_calls=[{"index": 0}]), chat("tool_calls")], "", [11], 12, 1, "tool_calls"),
+    "no text": ([chat(role="assistant"), {**chat("stop"), **use(4, 1)}], "", [], 12, 1, "stop"),
+    "no count": ([text("a"), {"choices": [], **use("?", None)}], "a", [11], 11, 1, None),
+    "null usage": ([{**text("a"), "usage": None, "metrics": None, "error": None}], "a", [11], 11, 1, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_chunks_are_read(name: str) -> None:
+    chunks, said, arrivals, ended, tokens, reason = READ[name]
+    exchange = taken(*chunks)
+    assert exchange.text == said
+    assert exchange.arrivals == arrivals
+    assert exchange.ended == ended
+    assert exchange.output_tokens == tokens
+    assert exchange.finish_reason == reason
+    assert exchange.error == ""
+
+
+def test_what_a_server_says_of_speculation_is_kept() -> None:
+    report = {"num_spec_steps": 3}
+    assert (
+        taken(text("a"), {"choices": [], "metrics": {"speculative_decoding": report}}).speculation == report
+    )
+    assert taken(text("a"), {"choices": [], "metrics": {"speculative_decoding": None}}).speculation is None
+
+
+@pytest.mark.parametrize(
+    ("chunk", "error"),
+    [
+        ({"error": {"message": "out of\n blocks", "code": 500}}, "the server gave up: out of blocks"),
+        ({"error": "too long"}, "the server gave up: too long"),
+        ({"object": "error", "message": "too long"}, "the server gave up: too long"),
+        ([1], "a chunk is [1]; a JSON object was expected"),
+    ],
+)
+def test_an_error_in_the_stream_is_the_exchanges(chunk: Any, error: str) -> None:
+    assert taken(text("a"), chunk).error == error
+
+
+def test_times_of_an_answer() -> None:
+    exchange = Exchange(10.0, arrivals=[10.5, 10.75, 11.75], ended=12.0, completion_tokens=7)
+    assert exchange.ttft == 0.5
+    assert exchange.itls == [0.25, 1.0]
+    assert exchange.e2el == 2.0
+    assert exchange.tpot == 0.25  # six tokens in the second and a half behind the first chunk
+    silent = Exchange(10.0, ended=10.5, completion_tokens=1)
+    assert (silent.ttft, silent.itls, silent.tpot) == (0.5, [], None)
