@@ -52,6 +52,11 @@ class Child:
     ) -> None:
         self.close()
 
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
     def peak_memory(self) -> int:
         """The most bytes that were resident so far, the sum over the process and its children."""
         return sum(_peak_memory(process) for process in self._tree())
