@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -14,11 +14,12 @@ from starlette.responses import StreamingResponse
 from specinfer.serve.api_error import ApiError
 
 _Answer = TypeVar("_Answer")
+_ENCODED: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def event(value: object) -> str:
     """A JSON value as an event."""
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {_ENCODED(value)}\n\n"
 
 
 async def stream(events: AsyncGenerator[str], *, done: str = "data: [DONE]\n\n") -> StreamingResponse:

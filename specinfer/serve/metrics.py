@@ -25,27 +25,31 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = model
 
-        def counter(name: str, purpose: str, *labels: str) -> Counter:
-            return Counter(f"specinfer:{name}", purpose, ["model_name", *labels], registry=self.registry)
+        def labelled(name: str, purpose: str, label: str) -> Counter:
+            return Counter(f"specinfer:{name}", purpose, ["model_name", label], registry=self.registry)
+
+        # Of the others there is one series each, which is looked up once.
+        def counter(name: str, purpose: str) -> Counter:
+            return Counter(f"specinfer:{name}", purpose, ["model_name"], registry=self.registry).labels(model)
 
         def gauge(name: str, purpose: str) -> Gauge:
-            return Gauge(f"specinfer:{name}", purpose, ["model_name"], registry=self.registry)
+            return Gauge(f"specinfer:{name}", purpose, ["model_name"], registry=self.registry).labels(model)
 
         def histogram(name: str, purpose: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(
                 f"specinfer:{name}", purpose, ["model_name"], buckets=buckets, registry=self.registry
-            )
+            ).labels(model)
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began.")
         self.generation_tokens = counter("generation_tokens", "Tokens of answers.")
-        self.success = counter("request_success", "Requests that ended.", "finished_reason")
+        self.success = labelled("request_success", "Requests that ended.", "finished_reason")
         self.drafts = counter("spec_decode_num_drafts", "Trees that were verified.")
         self.draft_tokens = counter("spec_decode_num_draft_tokens", "Guessed tokens that were verified.")
         self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Guessed tokens that became text.")
-        self.accepted_at = counter(
+        self.accepted_at = labelled(
             "spec_decode_num_accepted_tokens_per_pos", "The same by depth in the tree, from 0.", "position"
         )
-        self.accepted_by = counter("accepted_tokens", "The same by speculator.", "speculator")
+        self.accepted_by = labelled("accepted_tokens", "The same by speculator.", "speculator")
         self.preemptions = gauge("num_preemptions", "How often a request gave up its KV blocks.")
         self.restarts = gauge("engine_restarts", "How often the engine process was started again.")
         self.running = gauge("num_requests_running", "Requests in the engine's batch.")
@@ -61,40 +65,38 @@ class Metrics:
         self.prompt_length = histogram("request_prompt_tokens", "Of each request.", _TOKENS)
         self.answer_length = histogram("request_generation_tokens", "Of each answer.", _TOKENS)
 
-    @property
-    def labels(self) -> dict[str, str]:
-        """What every series is labelled with."""
-        return {"model_name": self._model}
-
     def request(self, prompt_tokens: int, now: float) -> Observed:
         """Count a completion that begins."""
-        self.prompt_tokens.labels(**self.labels).inc(prompt_tokens)
-        self.prompt_length.labels(**self.labels).observe(prompt_tokens)
+        self.prompt_tokens.inc(prompt_tokens)
+        self.prompt_length.observe(prompt_tokens)
         return Observed(self, now)
 
     def text(self, health: Health) -> bytes:
         """All of it as Prometheus reads it, with the engine's state as it is."""
-        state, labels = health.state, self.labels
-        self.restarts.labels(**labels).set(health.restarts)
+        state = health.state
+        self.restarts.set(health.restarts)
         if state is not None:
-            self.running.labels(**labels).set(state.running)
-            self.waiting.labels(**labels).set(state.waiting)
-            self.cache.labels(**labels).set(state.kv_cache_usage)
-            self.preemptions.labels(**labels).set(state.preemptions)
+            self.running.set(state.running)
+            self.waiting.set(state.waiting)
+            self.cache.set(state.kv_cache_usage)
+            self.preemptions.set(state.preemptions)
             if state.prefix_queries:
-                self.hit_rate.labels(**labels).set(state.prefix_hits / state.prefix_queries)
+                self.hit_rate.set(state.prefix_hits / state.prefix_queries)
         return generate_latest(self.registry)
+
+    def ended(self, reason: str) -> None:
+        """Count a completion that ended."""
+        self.success.labels(self._model, reason).inc()
 
     def speculation(self, figures: SpeculationFigures) -> None:
         """Count what speculation did for an answer."""
-        labels = self.labels
-        self.drafts.labels(**labels).inc(figures.steps if figures.drafted_tokens else 0)
-        self.draft_tokens.labels(**labels).inc(figures.drafted_tokens)
-        self.accepted_tokens.labels(**labels).inc(figures.accepted_tokens)
+        self.drafts.inc(figures.steps if figures.drafted_tokens else 0)
+        self.draft_tokens.inc(figures.drafted_tokens)
+        self.accepted_tokens.inc(figures.accepted_tokens)
         for position, count in enumerate(figures.accepted_per_depth):
-            self.accepted_at.labels(**labels, position=str(position)).inc(count)
+            self.accepted_at.labels(self._model, str(position)).inc(count)
         for speculator, count in figures.accepted_by.items():
-            self.accepted_by.labels(**labels, speculator=speculator).inc(count)
+            self.accepted_by.labels(self._model, speculator).inc(count)
 
 
 class Observed:
@@ -110,16 +112,16 @@ class Observed:
 
     def delta(self, delta: Delta, now: float) -> None:
         """Take in a delta that arrived now."""
-        metrics, labels, count = self._metrics, self._metrics.labels, len(delta.token_ids)
+        metrics, count = self._metrics, len(delta.token_ids)
         if count:
-            metrics.generation_tokens.labels(**labels).inc(count)
+            metrics.generation_tokens.inc(count)
             if self._first is None:
                 self._first = now
-                metrics.first_token.labels(**labels).observe(now - self._begun)
+                metrics.first_token.observe(now - self._begun)
             else:
                 each = (now - self._last) / count
                 for _ in range(count):
-                    metrics.between.labels(**labels).observe(each)
+                    metrics.between.observe(each)
             self._tokens += count
             self._last = now
         if delta.finish_reason is not None:
@@ -129,9 +131,9 @@ class Observed:
 
     def end(self, now: float) -> None:
         """Count the completion as ended, in whichever way."""
-        metrics, labels = self._metrics, self._metrics.labels
-        metrics.success.labels(**labels, finished_reason=self._reason).inc()
-        metrics.whole.labels(**labels).observe(now - self._begun)
-        metrics.answer_length.labels(**labels).observe(self._tokens)
+        metrics = self._metrics
+        metrics.ended(self._reason)
+        metrics.whole.observe(now - self._begun)
+        metrics.answer_length.observe(self._tokens)
         if self._first is not None and self._tokens > 1:
-            metrics.per_token.labels(**labels).observe((self._last - self._first) / (self._tokens - 1))
+            metrics.per_token.observe((self._last - self._first) / (self._tokens - 1))
