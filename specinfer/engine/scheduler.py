@@ -4,7 +4,8 @@ The one idea: there is no prefill phase and no speculation phase. Each step has 
 in this order:
 
     1. a row for every running request, so that none stands still
-    2. the tokens whose KV is missing, of running requests and then of waiting ones, oldest first: prompts
+    2. the tokens whose KV is missing, of running requests and of those admitted now: prompts; half of the
+       rows to those that miss fewest, the rest to the oldest
     3. nodes of trees, one after the other to every request that wants more, while there are rows
 
 Trees come last: a caller waits for the first token behind a prompt, and a tree may bring no token. When
@@ -82,33 +83,40 @@ class Scheduler:
         """
         for sequence in self.running:
             self._publish(sequence)
-        rows, before = self._config.max_step_tokens, self.preemptions
-        running = [s for s in self.running if alone is None or s is alone]
-        ends: list[int] = []  # of the text that each of `running` computes
-        while len(ends) < len(running):
-            sequence = running[len(ends)]
-            later = len(running) - len(ends) - 1  # each of them is sure of one row
-            end = self._text_end(sequence, rows - later)
-            if not self._pool.extend(sequence.block_table, end):
-                gone = self.running[-1]
-                self._preempt(gone)
-                running = [s for s in running if s is not gone]
-                continue  # the same sequence tries again, unless it was the one to go
-            rows -= end - sequence.computed
-            ends.append(end)
+        before = self.preemptions
+        running = self._with_a_row(alone)
+        rows = self._config.max_step_tokens - len(running)
         short = self.preemptions > before  # whoever just gave up its blocks does not take them back at once
         while not short and rows > 0 and len(self.running) < self._config.max_batch_size:
-            admitted = self._admit(rows, alone)
+            admitted = self._admit(alone)
             if admitted is None:
                 break
-            sequence, end = admitted
-            rows -= end - sequence.computed
-            running.append(sequence)
-            ends.append(end)
+            running.append(admitted)
+            rows -= 1
+        ends = self._text_ends(running, rows)
+        rows -= sum(end - sequence.computed - 1 for sequence, end in zip(running, ends, strict=True))
         return StepPlan(self._with_trees(running, ends, rows))
 
-    def _admit(self, rows: int, alone: SequenceState | None) -> tuple[SequenceState, int] | None:
-        """Let the next waiting request run, with blocks up to where its text ends in this step."""
+    def _with_a_row(self, alone: SequenceState | None) -> list[SequenceState]:
+        """Those of the running requests that take part, oldest first, each with blocks for a row.
+
+        Where there are too few the newest gives way.
+        """
+        done = 0
+        while True:
+            running = [s for s in self.running if alone is None or s is alone]
+            if done == len(running):
+                return running
+            sequence = running[done]
+            # A step writes from `computed` on, and a path moves to places behind the end: none is published.
+            sequence.check_published(self._pool.block_size)
+            if self._pool.extend(sequence.block_table, sequence.computed + 1):
+                done += 1
+            else:
+                self._preempt(self.running[-1])  # and the same one tries again, unless it was the one to go
+
+    def _admit(self, alone: SequenceState | None) -> SequenceState | None:
+        """Let the next waiting request run, with blocks for all of its text, where there are so many."""
         waiting = (
             alone if alone in self.waiting else self.waiting[0] if alone is None and self.waiting else None
         )
@@ -121,19 +129,26 @@ class Scheduler:
         if needed > self._pool.num_free - self._pool.unowned(found):
             return None
         self._begin(waiting, found)
-        end = self._text_end(waiting, rows)
-        ensure(self._pool.extend(waiting.block_table, end), "blocks for the whole text are free")
+        ensure(self._pool.extend(waiting.block_table, len(waiting.token_ids)), "so many blocks are free")
         self.waiting.remove(waiting)
         self.running.append(waiting)
-        return waiting, end
+        return waiting
 
-    def _text_end(self, sequence: SequenceState, rows: int) -> int:
-        """Where the text that the sequence computes with at most `rows` rows ends."""
-        # A step writes from `computed` on, and a path moves to places behind the end: none is published.
-        sequence.check_published(self._pool.block_size)
-        if sequence.request.params.prompt_logprobs is not None:
-            rows = min(rows, _SCORED_ROWS)
-        return min(sequence.computed + rows, len(sequence.token_ids))
+    def _text_ends(self, running: Sequence[SequenceState], rows: int) -> list[int]:
+        """Where the text ends that each computes in this step, with `rows` beside the one that each has.
+
+        A text for which there are no blocks now goes on by its one row; nobody gives way to a prompt.
+        """
+        missing = [min(sequence.uncomputed, self._most_rows(sequence)) - 1 for sequence in running]
+        ends: list[int] = []
+        for sequence, more in zip(running, prompt_rows(rows, missing), strict=True):
+            end = sequence.computed + 1 + more
+            ends.append(end if self._pool.extend(sequence.block_table, end) else sequence.computed + 1)
+        return ends
+
+    def _most_rows(self, sequence: SequenceState) -> int:
+        scored = sequence.request.params.prompt_logprobs is not None
+        return _SCORED_ROWS if scored else self._config.max_step_tokens
 
     def _with_trees(
         self, running: Sequence[SequenceState], ends: Sequence[int], rows: int
@@ -247,6 +262,22 @@ class Scheduler:
             ensure(not self._pool.any_published(behind), "a block that is to be written can be found")
         for sequence in self.waiting:
             ensure(not sequence.block_table, f"{sequence.request.request_id} waits and owns blocks")
+
+
+def prompt_rows(rows: int, missing: Sequence[int]) -> list[int]:
+    """How many of `rows` each prompt gets, given oldest first with the rows it misses.
+
+    Half of them go to the prompts that miss fewest, the rest to the oldest. So a short prompt does not wait
+    for a long one that came before, and a long one goes on, however many short ones come after it.
+    """
+    given, used = [0] * len(missing), 0
+    oldest = range(len(missing))
+    for budget, order in ((rows // 2, sorted(oldest, key=missing.__getitem__)), (rows, oldest)):
+        for i in order:
+            more = min(budget - used, missing[i] - given[i])
+            given[i] += more
+            used += more
+    return given
 
 
 def share(rows: int, wanted: Sequence[int]) -> list[int]:
