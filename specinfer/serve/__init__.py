@@ -1,0 +1,1 @@
+"""The server: HTTP in, tokens of an engine process out."""
