@@ -56,6 +56,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # cut before the first of these strings
     stop_token_ids: tuple[int, ...] = ()  # end after one of these; the token is kept out of the text
     ignore_eos: bool = False
+    visible_token_ids: tuple[int, ...] = ()  # special tokens whose names stand in the text
 
     logprobs: int | None = None  # per output token: the chosen one's and this many likeliest ones'
     prompt_logprobs: int | None = None  # the same for the prompt's tokens, the first excepted
@@ -142,7 +143,8 @@ class SamplingParams:
 
     def _check_end(self) -> None:
         self._set("stop", _strings("stop", self.stop))
-        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        for name in ("stop_token_ids", "visible_token_ids"):
+            self._set(name, _token_ids(name, getattr(self, name)))
         self._integer("max_tokens", lambda n: n > 0, "an integer >= 1")
         self._integer("min_tokens", lambda n: n >= 0, "an integer >= 0")
         if not isinstance(self.ignore_eos, bool):

@@ -107,17 +107,24 @@ def _from_json_schema(value: object) -> StructuredOutput:
         raise RequestError(f"{name}.description is {_short(description)}; allowed: a string, or leave it out")
     if strict is not None and not isinstance(strict, bool):
         raise RequestError(f"{name}.strict is {_short(strict)}; allowed: true or false, or leave it out")
-    schema = value.get("schema")
+    return StructuredOutput(OutputKind.JSON_SCHEMA, schema_source(f"{name}.schema", value.get("schema")))
+
+
+def schema_source(name: str, schema: object) -> str:
+    """A JSON schema as JSON text; raises RequestError, which calls it `name`, when it is none.
+
+    The keywords are not looked at: whether the schema can be followed shows when it is compiled.
+    """
     if not isinstance(schema, Mapping):
-        raise RequestError(f"{name}.schema is {_short(schema)}; allowed: a JSON schema, as an object")
+        raise RequestError(f"{name} is {_short(schema)}; allowed: a JSON schema, as an object")
     if "x-guidance" in schema:
-        raise RequestError(f'{name}.schema has the key "x-guidance", which is no JSON schema; take it out')
+        raise RequestError(f'{name} has the key "x-guidance", which is no JSON schema; take it out')
     try:
         # Neither sorted nor spaced: the order of the properties is the order in which they are written.
         source = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"{name}.schema cannot be written as JSON ({error}); give plain values") from None
-    return StructuredOutput(OutputKind.JSON_SCHEMA, _source(f"{name}.schema", source, "a JSON schema"))
+        raise RequestError(f"{name} cannot be written as JSON ({error}); give plain values") from None
+    return _source(name, source, "a JSON schema")
 
 
 @naming("choice")

@@ -67,6 +67,7 @@ class Admission:
         params = request.params
         for parameter, token_ids in (
             ("stop_token_ids", params.stop_token_ids),
+            ("visible_token_ids", params.visible_token_ids),
             ("allowed_token_ids", params.allowed_token_ids or ()),
             ("logit_bias", params.logit_bias or ()),
             ("prediction", request.prediction),

@@ -21,7 +21,7 @@ class Transcript:
         self.request = request
         self._ending = ending  # end-of-text (unless ignored) and stop token ids
         self._max_context = max_context
-        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids)
+        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params.visible_token_ids)
         self._stop = request.params.stop
         self._longest_stop = max((len(s) for s in self._stop), default=0)
         self._text = ""  # final text; a stop string's beginning may be held back at its end

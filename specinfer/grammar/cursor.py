@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from specinfer.errors import RequestError
+from specinfer.grammar.complaint import complaint
 from specinfer.grammar.library_vocabulary import LibraryVocabulary
 
 if TYPE_CHECKING:
@@ -120,14 +121,3 @@ class Cursor:
         self._path.clear()
         if self._base:
             self._matcher.consume_tokens(self.committed[: self._base])
-
-
-def complaint(matcher: LLMatcher) -> str:
-    """What the library says, in one line, without the excerpt of our own notation below it."""
-    said = matcher.get_error().replace("<non-verbose/>", "").partition("\n   1 |")[0]
-    return shortened(" ".join(said.split()))
-
-
-def shortened(text: str) -> str:
-    """A text that is short enough for a message."""
-    return text if len(text) <= 160 else text[:157] + "..."

@@ -14,7 +14,6 @@ grammar is compiled.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.errors import RequestError
-from specinfer.grammar.cursor import Cursor, MatcherSource, complaint, shortened
+from specinfer.grammar.complaint import complaint, shortened, without_places
+from specinfer.grammar.cursor import Cursor, MatcherSource
 from specinfer.grammar.lark import lark_of
 from specinfer.grammar.library_vocabulary import LibraryVocabulary
 from specinfer.structured_output import OutputKind, StructuredOutput
@@ -41,7 +41,6 @@ TRIAL_TOKENS = 32  # how far a new grammar is tried, each of TRIALS times
 TRIALS = 2
 
 _NO_FORCING = '%llguidance {"no_forcing": true}'
-_OURS = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?")  # places in what we wrote
 _HINTS = {
     OutputKind.REGEX: "allowed: Rust's regex syntax without look-around, back-references and \\b",
     OutputKind.GRAMMAR: "allowed: a Lark grammar with a rule start, or GBNF rules with a rule root",
@@ -110,7 +109,7 @@ class Grammar:
         if self.exact.first.is_error():
             said = complaint(self.exact.first)
             if spec.kind is not OutputKind.GRAMMAR:
-                said = _OURS.sub("", said)
+                said = without_places(said)
             raise RequestError(f"{spec.parameter} cannot be used: {said}; {_HINTS[spec.kind]}")
         self.guide = MatcherSource(lark, vocabulary, spec.parameter)
         self._try_out()

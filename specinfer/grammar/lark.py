@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from specinfer.errors import RequestError
@@ -48,8 +49,17 @@ def lark_of(spec: StructuredOutput) -> str:
             schema: Any = {"type": "object"}
         case OutputKind.JSON_SCHEMA:
             schema = json.loads(spec.source)
-    options = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
-    return f"start: %json {json.dumps(schema | {'x-guidance': options})}"
+    return f"start: {json_rule(schema)}"
+
+
+def json_rule(schema: Mapping[str, Any], *, strict: bool = True) -> str:
+    """The body of a Lark rule for the JSON texts of a schema, in one line.
+
+    What of the schema the library cannot follow is refused when the rule is compiled, or passed over where
+    `strict` is False: the texts then follow the rest of it.
+    """
+    options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def _one_regex(regex: str) -> str:

@@ -86,6 +86,16 @@ class LibraryVocabulary:
         return b"" if found.startswith(_SPECIAL) else found  # 0xFF is in no UTF-8 text
 
 
+def fault_of(grammar: str) -> str:
+    """What the library says against a Lark grammar, whatever the vocabulary; empty when it is good.
+
+    Any thread may ask. How large the grammar becomes, and where it leads, shows when it is compiled.
+    """
+    from llguidance import LLMatcher
+
+    return _DEEP.run(lambda: LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar)))
+
+
 def _packed(flags: list[bool]) -> NDArray[np.uint8]:
     """A bit a token, the first lowest, as in the library's masks."""
     return np.packbits(flags, bitorder="little")

@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specinfer.errors import ModelFileError, RequestError
+from specinfer.tokenizer.chat_messages import messages_for_template
 
 
 class ChatTemplate:
@@ -29,28 +30,30 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)  # bos_token, eos_token, ... as the template names them
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The conversation as the model wants to read it.
 
-        Raises RequestError when a message has no role or the template refuses the conversation, and
-        ModelFileError when the template itself does not parse.
+        `tools` are what the assistant may call, in OpenAI's shape; `variables` are switches of the template's
+        own (`enable_thinking`, say), none of which may have the name of what is given anyway. Raises
+        RequestError when a message has no role or the template refuses the conversation, and ModelFileError
+        when the template itself does not parse.
         """
-        if not messages:
-            raise RequestError("messages is empty; give at least one message with a role and content")
-        for index, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise RequestError(
-                    f"messages[{index}] is {message!r}; "
-                    "allowed: a mapping with 'role' (a string) and 'content'"
-                )
+        given = messages_for_template(messages)
         template = self._compiled
         try:
             return template.render(
-                messages=[dict(message) for message in messages],
+                messages=given,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=[dict(tool) for tool in tools] or None,
                 documents=None,
                 **self._special_tokens,
+                **(variables or {}),
             )
         # A template is the model author's program: given messages it does not expect (content that is
         # None, say) it fails with the plain Python errors of its expressions.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from specinfer.tokenizer.token_bytes import TokenBytes
     from specinfer.tokenizer.tokenizer import Tokenizer
 
 _DECODER = codecs.getincrementaldecoder("utf-8")
@@ -17,11 +18,14 @@ class Detokenizer:
 
     Whatever the pieces, they add up to what `Tokenizer.decode` makes of the prompt and the ids together,
     less the prompt's own text. A character that is only half there is held back until it is whole, or
-    until the next bytes show that it never will be (then it is U+FFFD), or until `flush`.
+    until the next bytes show that it never will be (then it is U+FFFD), or until `flush`. Of the special
+    tokens, which `decode` leaves out, those in `visible` stand in the text by their names.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
-        self._bytes = tokenizer.token_bytes
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), visible: Iterable[int] = ()
+    ) -> None:
+        self._bytes: dict[int, bytes] = tokenizer.token_bytes
         self._decoder = _DECODER("replace")
         self._parts: list[str] = []
         # All that the prompt decides is an unfinished character at its end (3 bytes at most), and
@@ -32,7 +36,11 @@ class Detokenizer:
             if len(tail) >= 4:
                 break
         self._decoder.decode(tail)
-        self._drops_space = self._bytes.strips_first_space and not tail
+        self._drops_space = tokenizer.token_bytes.strips_first_space and not tail
+        special = filter(tokenizer.is_special, visible)
+        shown = {token_id: tokenizer.text_of(token_id).encode() for token_id in special}
+        if shown:
+            self._bytes = _WithNames(tokenizer.token_bytes, shown)
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that is final now and was not before; often that of `ids`, sometimes empty."""
@@ -57,3 +65,14 @@ class Detokenizer:
         if text:
             self._parts.append(text)
         return text
+
+
+class _WithNames(dict[int, bytes]):
+    """The bytes of tokens, where some special ones have their names for bytes."""
+
+    def __init__(self, others: TokenBytes, names: dict[int, bytes]) -> None:
+        super().__init__(names)
+        self._others = others
+
+    def __missing__(self, token_id: int) -> bytes:
+        return self._others[token_id]

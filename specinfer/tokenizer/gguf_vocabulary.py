@@ -97,6 +97,7 @@ class GgufVocabulary:
     eos_token_ids: frozenset[int]
     special_tokens: dict[str, str]
     chat_template: str | None
+    tool_template: str | None  # for conversations with tools, where it is another one
 
 
 def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
@@ -134,15 +135,18 @@ def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
             single=[*(tokens[i] for i in prefix), "$A", *(tokens[i] for i in suffix)],
             special_tokens=[(tokens[i], i) for i in {*prefix, *suffix}],
         )
-    template = header.metadata.get("tokenizer.chat_template")
-    if not isinstance(template, str | None):
-        raise odd_value(header, "tokenizer.chat_template", template, "a text")
+    templates = []
+    for key in ("tokenizer.chat_template", "tokenizer.chat_template.tool_use"):
+        templates.append(template := header.metadata.get(key))
+        if not isinstance(template, str | None):
+            raise odd_value(header, key, template, "a text")
     return GgufVocabulary(
         backend=backend,
         bos_token_id=bos,
         eos_token_ids=frozenset(i for i in ends if i is not None),
         special_tokens={name: tokens[i] for name, i in names.items() if i is not None},
-        chat_template=template,
+        chat_template=templates[0],
+        tool_template=templates[1],
     )
 
 

@@ -25,7 +25,8 @@ class Tokenizer:
     """A model's tokenizer. Immutable and safe to share between threads.
 
     `backend` does the encoding, its post-processor adds the special tokens a plain prompt starts with;
-    `special_tokens` are the names a chat template uses (bos_token, ...) with their text.
+    `special_tokens` are the names a chat template uses (bos_token, ...) with their text; `tool_template` is
+    for conversations with tools, where a model has a template of their own for them.
     """
 
     def __init__(
@@ -36,13 +37,15 @@ class Tokenizer:
         bos_token_id: int | None = None,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
+        tool_template: str | None = None,
     ) -> None:
         self._backend = backend
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = frozenset(eos_token_ids)
         self.token_bytes = TokenBytes(backend)
-        self._template_source = chat_template
+        self.chat_template = chat_template  # its source
+        self.tool_template = tool_template or chat_template
         self._special_tokens = dict(special_tokens or {})
 
     @classmethod
@@ -81,30 +84,50 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether the model came with a chat template."""
-        return bool(self._template_source)
+        return bool(self.chat_template)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as text, ready for the assistant's turn.
 
-        Raises RequestError when the model has no chat template or its template refuses the messages.
+        `tools` are what the assistant may call, in OpenAI's shape; `variables` are switches of the template's
+        own. Raises RequestError when the model has no chat template or its template refuses the messages.
         """
-        if not self._template_source:
+        if not self.chat_template:
             raise RequestError("the model has no chat template; use generate with a plain prompt")
-        return self._template.render(messages, add_generation_prompt)
+        template = self._tool_template if tools else self._template
+        return template.render(messages, add_generation_prompt, tools, variables)
 
     @cached_property
     def _template(self) -> ChatTemplate:
         from specinfer.tokenizer.chat_template import ChatTemplate  # and Jinja, for those who chat
 
-        return ChatTemplate(self._template_source or "", self._special_tokens)
+        return ChatTemplate(self.chat_template or "", self._special_tokens)
+
+    @cached_property
+    def _tool_template(self) -> ChatTemplate:
+        from specinfer.tokenizer.chat_template import ChatTemplate
+
+        return ChatTemplate(self.tool_template or "", self._special_tokens)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The conversation as token ids; begin-of-text only where the template writes it."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        text = self.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+        )
         return self.encode(text, add_special=False)
 
     def id_to_token(self, token_id: int) -> str | None:
@@ -122,6 +145,11 @@ class Tokenizer:
         """Whether the token is one that `decode` leaves out."""
         return token_id in self.token_bytes.special_ids
 
+    def special_id(self, name: str) -> int | None:
+        """The id of the special token of that name; None when it is text to `decode`, or no token."""
+        token_id: int | None = self._backend.token_to_id(name)
+        return token_id if token_id in self.token_bytes.special_ids else None
+
     @classmethod
     def _from_gguf(cls, header: GgufHeader) -> Tokenizer:
         from specinfer.tokenizer.gguf_vocabulary import read_vocabulary
@@ -133,6 +161,7 @@ class Tokenizer:
             bos_token_id=vocabulary.bos_token_id,
             special_tokens=vocabulary.special_tokens,
             chat_template=vocabulary.chat_template,
+            tool_template=vocabulary.tool_template,
         )
 
     @classmethod
@@ -147,12 +176,14 @@ class Tokenizer:
                 special_tokens[name] = text
         eos_ids = _eos_ids(folder / "generation_config.json") | _eos_ids(folder / "config.json")
         eos_id = backend.token_to_id(special_tokens.get("eos_token", ""))
+        templates = _folder_templates(folder)
         return cls(
             backend,
             eos_token_ids=eos_ids if eos_id is None else eos_ids | {eos_id},
             bos_token_id=backend.token_to_id(special_tokens.get("bos_token", "")),
             special_tokens=special_tokens,
-            chat_template=_folder_template(folder),
+            chat_template=templates.get("default"),
+            tool_template=templates.get("tool_use"),
         )
 
 
@@ -181,11 +212,12 @@ def _eos_ids(file: Path) -> set[int]:
     return set(ids)
 
 
-def _folder_template(folder: Path) -> str | None:
+def _folder_templates(folder: Path) -> dict[str, str]:
+    """The chat templates of a model by name; the only one is "default"."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:
-            return file.read_text(encoding="utf-8")
+            return {"default": file.read_text(encoding="utf-8")}
         except UnicodeDecodeError as error:
             raise ModelFileError(f"{file} is not UTF-8 text ({error}); fetch the model again") from error
     for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
@@ -193,11 +225,11 @@ def _folder_template(folder: Path) -> str | None:
             case None:
                 continue
             case str():
-                return template
+                return {"default": template}
             case [*named] if all(_is_named_template(entry) for entry in named):
-                return {entry["name"]: entry["template"] for entry in named}.get("default")
+                return {entry["name"]: entry["template"] for entry in named}
         raise _odd(file, "chat_template", template, "a text, or a list of texts with names")
-    return None
+    return {}
 
 
 def _is_named_template(value: object) -> bool:

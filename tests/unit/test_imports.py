@@ -44,6 +44,7 @@ WITHOUT_TORCH = (
     *("tokenizer", "hub", "progress", "tree", "grammar", "processors", "plan", "verify", "speculate.limits"),
     *("engine.scheduler", "engine.kv_blocks", "engine.sequence", "engine.transcript", "engine.trace"),
     *("engine.metrics", "engine.admission", "engine.intake", "engine.loop"),
+    *("serve.reader", "serve.reasoning", "serve.tools"),
     *(
         "kernels.cgroups",
         "kernels.machine",

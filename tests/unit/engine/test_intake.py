@@ -30,7 +30,7 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import limits
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.table import AFTER_DRAFTS, BEFORE_DRAFTS, build_speculators
-from specinfer.tokenizer import Tokenizer, chat_template, tokenizer
+from specinfer.tokenizer import Tokenizer, chat_messages, chat_template, tokenizer
 from specinfer.verify.noise import completion_seed
 from tests.tiny_models import write_byte_tokenizer
 from tests.unit.tokenizer.made_up import write_folder
@@ -186,6 +186,8 @@ REFUSALS: dict[str, list[Ask]] = {
     "messages": [
         *map(chat, [None, 5, "hi", [5], {"role": "user"}, [[]], [{"role": 1}], [HI, 5]]),
         chat([{"role": "robot", "content": ""}]),
+        *(chat([{"role": "user", "tool_calls": calls}]) for calls in ("f", ["f"], [{"function": {}}])),
+        chat([{"role": "user", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]),
         chat([{"role": "user", "content": "\ud800"}]),
         chat([{"role": "user", "content": "x" * 64}]),
     ],
@@ -209,6 +211,7 @@ REFUSALS: dict[str, list[Ask]] = {
     "allowed_token_ids": [prompt("a", allowed_token_ids=value) for value in ([], "12", [-1], [VOCAB])],
     "stop": [prompt("a", stop=""), prompt("a", stop=[1])],
     "stop_token_ids": [prompt("a", stop_token_ids=[-1]), prompt("a", stop_token_ids=[VOCAB])],
+    "visible_token_ids": [prompt("a", visible_token_ids=value) for value in ([-1], [VOCAB])],
     "ignore_eos": [prompt("a", ignore_eos=1), prompt("a", ignore_eos=True, regex="a")],
     "logprobs": [prompt("a", logprobs=-1)],
     "prompt_logprobs": [prompt("a", prompt_logprobs=1001)],
@@ -276,7 +279,7 @@ def test_the_parameters_are_those_there_are() -> None:
 def test_every_line_that_refuses_is_in_the_table(models: dict[str, Intake]) -> None:
     modules: list[ModuleType] = [
         *(sampling_params, structured_output, speculation_params, limits, bad_words),
-        *(admission, intake, chat_template, tokenizer),
+        *(admission, intake, chat_messages, chat_template, tokenizer),
     ]
     raised: set[tuple[str, int]] = set()
     for model, _, ask in refusals():

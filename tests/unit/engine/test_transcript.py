@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.token_tree import single_node
 from specinfer.verify.acceptance import Acceptance
 from tests.tiny_models import write_tiny_llama
+from tests.unit.tokenizer.made_up import write_folder
 
 END = 3  # the byte that ends the text in these tests
 
@@ -74,6 +76,18 @@ def test_a_stream_holds_back_what_a_stop_string_may_still_take(tokenizer: Tokeni
 
 def test_a_stream_never_shows_half_a_character(tokenizer: Tokenizer) -> None:
     assert say(transcript(tokenizer), "né") == ["n", "", "é"]
+
+
+def test_a_special_token_is_shown_to_whom_asked(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path))
+    token = tokenizer.special_id("<s>")
+    texts = []
+    for visible in ((), (token,)):
+        t = transcript(tokenizer, visible_token_ids=visible)
+        for said in (ord("a"), token, ord("b")):
+            t.commit(single_node(0), Acceptance((), said), now=1.0)
+        texts.append(t.output().text)
+    assert texts == ["ab", "a<s>b"]
 
 
 def test_tokens_after_the_end_are_dropped(tokenizer: Tokenizer) -> None:

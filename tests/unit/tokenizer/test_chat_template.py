@@ -9,8 +9,8 @@ from specinfer.tokenizer.chat_template import ChatTemplate
 HI = [{"role": "user", "content": "hi"}]
 
 
-def render(source, messages=HI, **special_tokens):
-    return ChatTemplate(source, special_tokens).render(messages, add_generation_prompt=True)
+def render(source, messages=HI, tools=(), variables=None, **special_tokens):
+    return ChatTemplate(source, special_tokens).render(messages, True, tools, variables)
 
 
 def test_blocks_are_trimmed_as_model_authors_expect():
@@ -46,6 +46,14 @@ def test_generation_marks_are_passed_over():
 
 def test_tools_are_there_and_empty():
     assert render("{% if tools %}T{% endif %}{% if not documents %}D{% endif %}") == "D"
+
+
+def test_tools_and_variables_reach_the_template():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert render("{{ tools | tojson }}", tools=tools) == '[{"type": "function", "function": {"name": "f"}}]'
+    assert render("{{ enable_thinking is false }}", variables={"enable_thinking": False}) == "True"
+    with pytest.raises(RequestError, match=r"refuses the messages: .*multiple values .*'tools'"):
+        render("", variables={"tools": tools})
 
 
 def test_what_the_template_refuses_comes_with_its_own_words():

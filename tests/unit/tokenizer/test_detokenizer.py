@@ -40,6 +40,16 @@ def test_special_tokens_and_unknown_ids_are_silent():
     assert Detokenizer(BYTES).push([65, im_end, 10**6, 66]) == "AB"
 
 
+def test_special_tokens_that_are_visible_stand_in_the_text_by_their_names():
+    bos, im_end = BYTES.encode("<|bos|><|im_end|>")
+    ids = [65, im_end, bos, 0xE2, im_end, *"\u20ac".encode()]
+    detokenizer = Detokenizer(BYTES, visible=[im_end, 0xE2, 10**6])
+    assert "".join(detokenizer.push([i]) for i in ids) == "A<|im_end|>\ufffd<|im_end|>\u20ac"
+    assert Detokenizer(BYTES).push(ids) == "A\ufffd\u20ac"  # what is visible is so for one text
+    spaced = Detokenizer(PREFIXED, visible=[2])
+    assert spaced.push([2, *PREFIXED.encode("a", add_special=False)]) == "</s> a"
+
+
 def test_byte_fallback_tokens_join_into_characters():
     detokenizer = Detokenizer(SPACED)
     ids = SPACED.encode("\u00e9  a", add_special=False)

@@ -15,6 +15,7 @@ def load(made_up_header):
         bos_token_id=vocabulary.bos_token_id,
         special_tokens=vocabulary.special_tokens,
         chat_template=vocabulary.chat_template,
+        tool_template=vocabulary.tool_template,
     )
 
 

@@ -78,10 +78,26 @@ def test_the_template_is_found_wherever_models_keep_it(tmp_path):
     folder = write_folder(tmp_path, tokenizer_config={"chat_template": named})
     message = [{"role": "user", "content": "hi"}]
     assert Tokenizer.load(folder).render_chat(message) == "D"
+    assert Tokenizer.load(folder).render_chat(message, tools=[{"type": "function"}]) == "T"
     (folder / "chat_template.json").write_text('{"chat_template": "J"}')
     assert Tokenizer.load(folder).render_chat(message) == "J"
     (folder / "chat_template.jinja").write_text("F")
     assert Tokenizer.load(folder).render_chat(message) == "F"
+
+
+def test_a_gguf_file_has_a_template_for_tools_too():
+    header = byte_level_header(chat_template="D{{ (tools or [{}])[0].type }}")
+    message = [{"role": "user", "content": "hi"}]
+    assert load(header).render_chat(message, tools=[{"type": "function"}]) == "Dfunction"
+    header.metadata["tokenizer.chat_template.tool_use"] = "T{{ tools[0].type }}"
+    assert load(header).render_chat(message, tools=[{"type": "function"}]) == "Tfunction"
+    assert load(header).render_chat(message) == "D"
+
+
+def test_special_tokens_have_ids_and_others_are_text():
+    tokenizer = load(byte_level_header(words=["word"]))
+    assert tokenizer.special_id("<|im_end|>") == tokenizer.encode("<|im_end|>")[0]
+    assert [tokenizer.special_id(name) for name in ("<tool>", "word", "nothing")] == [None] * 3
 
 
 def test_without_a_template_chat_points_to_generate(tmp_path):

@@ -1,0 +1,70 @@
+"""Reader: a text that comes in pieces, read character by character by rules that wait for the next one.
+
+A rule is a generator that looks at `char` and yields when it has taken it. So a rule reads as if the whole
+text were there, and however the text is cut into pieces, the rules see the same characters.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
+Rule = Generator[None, None, _Result]  # yields for each character it took
+
+
+class Reader(ABC):
+    """Reads a text once, in time that grows with its length.
+
+    What a rule takes is held until it shows what it belongs to: it is dropped, or released as text.
+    """
+
+    def __init__(self) -> None:
+        self.char = ""  # the next character, which no rule has taken yet; "" at the end of the text
+        self._held: list[str] = []
+        self._rules = self._text()
+
+    @abstractmethod
+    def _text(self) -> Rule[None]:
+        """The rule for the whole text; it comes to its end when `char` is ""."""
+
+    def _read(self, text: str) -> None:
+        for self.char in text:
+            next(self._rules)
+
+    def _end(self) -> None:
+        self.char = ""
+        for _ in self._rules:
+            raise AssertionError("a rule took a character after the last one")
+
+    def _hold(self) -> Rule[None]:
+        """Take a character, whose meaning is not known yet."""
+        self._held.append(self.char)
+        yield
+
+    def _drop(self) -> None:
+        """What is held belongs to the form of the text."""
+        self._held.clear()
+
+    def _release(self) -> str:
+        """What is held turned out to be text."""
+        text = "".join(self._held)
+        self._held.clear()
+        return text
+
+    def _spaces(self) -> Rule[None]:
+        while self.char.isspace():
+            yield from self._hold()
+
+    def _newlines(self) -> Rule[None]:
+        while self.char == "\n":
+            yield from self._hold()
+
+    def _literal(self, text: str) -> Rule[bool]:
+        """Take `text`, as much of it as is there; whether all of it was."""
+        for wanted in text:
+            if self.char != wanted:
+                return False
+            yield from self._hold()
+        return True

@@ -1,0 +1,124 @@
+"""CallFormat: how a model writes the calls it makes.
+
+    hermes        <tool_call>\n{"name": "f", "arguments": {...}}\n</tool_call>, one below the other; text may
+                  come before (Hermes, Qwen2.5, Qwen3)
+    llama3        {"name": "f", "parameters": {...}} as the whole answer, several with ";" between them
+    mistral       [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...] at the end of the answer
+    mistral_args  [TOOL_CALLS]f[ARGS]{...}, one after the other, at the end of the answer
+
+A chat template that writes calls shows which of them the model was trained on.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from specinfer.errors import RequestError
+
+if TYPE_CHECKING:
+    from specinfer.tokenizer import Tokenizer
+
+FormatName = Literal["hermes", "llama3", "mistral", "mistral_args"]
+FORMAT_NAMES: tuple[FormatName, ...] = get_args(FormatName)
+ALIASES: Mapping[str, FormatName] = {"qwen": "hermes"}
+
+TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_MARKS: Mapping[FormatName, tuple[str, ...]] = {
+    "hermes": (TOOL_CALL, TOOL_CALL_END),
+    "llama3": (PYTHON_TAG,),
+    "mistral": (TOOL_CALLS,),
+    "mistral_args": (TOOL_CALLS, CALL_ID, ARGS),
+}
+
+_KNOWS_TOOLS = re.compile(r"(?<![\w.])tools\b")
+_PARAMETERS = re.compile(r'\\?"parameters\\?": ')  # in a template, its quotes escaped or not
+_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """The form of the calls of one model, and what of it the model's own template takes part in.
+
+    `native`: the template tells the model of tools in this form; otherwise a system message has to
+    (conversation.py). `single`: it writes earlier answers with one call only, so that an answer may not have
+    more. `with_ids`: it puts a call's id before its arguments. `special` are the ids of those marks that are
+    special tokens of the model; the others are text.
+    """
+
+    name: FormatName
+    native: bool
+    single: bool
+    with_ids: bool
+    special: Mapping[str, int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, name: str = "auto") -> CallFormat:
+        """The form the model's chat template writes calls in ("auto"), or the one of that name.
+
+        Raises RequestError when there is no form of that name, or the template shows none that is known here.
+        """
+        template = tokenizer.tool_template or ""
+        found = format_in(template)
+        chosen = ALIASES.get(name, name)
+        if chosen == "auto":
+            if found is None:
+                raise RequestError(_why_none(template), "tools")
+            chosen = found
+        if chosen not in FORMAT_NAMES:
+            names = ", ".join(("auto", *FORMAT_NAMES, *ALIASES))
+            raise RequestError(f"the tool format is {name!r}; allowed: {names}", "tools")
+        native = chosen == found
+        marks = ((mark, tokenizer.special_id(mark)) for mark in _MARKS[chosen])
+        return cls(
+            name=chosen,
+            native=native,
+            single=native and "single tool-call" in template,
+            with_ids=native and CALL_ID in template,
+            special={mark: token for mark, token in marks if token is not None},
+        )
+
+    @property
+    def visible_token_ids(self) -> tuple[int, ...]:
+        """Special tokens that have to stand in a text for its calls to be found."""
+        return tuple(self.special.values())
+
+    def new_id(self) -> str:
+        """A random id for a call, such as the model's template accepts."""
+        if self.name in ("mistral", "mistral_args"):  # nine letters and digits, or the template refuses it
+            return "".join(secrets.choice(_LETTERS) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+
+def format_in(template: str) -> FormatName | None:
+    """The form in which a chat template writes calls; None when it knows no tools, or another form."""
+    if not _KNOWS_TOOLS.search(template):
+        return None
+    if TOOL_CALLS in template:
+        return "mistral_args" if ARGS in template else "mistral"
+    if TOOL_CALL in template and "arguments" in template:
+        written_as_tags = "<function=" in template or "<arg_key>" in template
+        return None if written_as_tags else "hermes"
+    if "<|start_header_id|>" in template and _PARAMETERS.search(template):
+        return "llama3"
+    return None
+
+
+def _why_none(template: str) -> str:
+    if not template:
+        return "the model has no chat template, by which it could learn of tools; leave tools out"
+    shown = (
+        "writes tool calls in a form that is not supported"
+        if _KNOWS_TOOLS.search(template)
+        else "knows no tools"
+    )
+    return (
+        f"the model's chat template {shown}; leave tools out, or choose a tool format "
+        f"({', '.join(FORMAT_NAMES)}): a system message then tells the model of tools"
+    )

@@ -1,0 +1,137 @@
+"""What requests may say of tools."""
+
+import json
+import re
+
+import pytest
+
+from specinfer.errors import RequestError
+from specinfer.serve.tools.tool import Tool, ToolChoice, read_tool_choice, read_tools
+
+from .families import TOOLS, WEATHER
+
+
+def function(**parts):
+    return {"type": "function", "function": {"name": "f"} | parts}
+
+
+def test_tools_are_read():
+    assert read_tools(None) == ()
+    assert read_tools([]) == ()
+    assert (
+        Tool("get", WEATHER, "Weather."),
+        Tool("get_time", {"type": "object", "properties": {}, "additionalProperties": False}),
+    ) == TOOLS
+    assert read_tools([function(strict=True, parameters=WEATHER)]) == (Tool("f", WEATHER, strict=True),)
+
+
+def test_tools_are_shown_to_models_without_what_is_for_the_server():
+    [tool] = read_tools([function(strict=False, parameters=WEATHER, description="d")])
+    assert tool.described() == function(description="d", parameters=WEATHER)
+    assert TOOLS[1].described()["function"] == {"name": "get_time", "parameters": TOOLS[1].parameters}
+
+
+@pytest.mark.parametrize(
+    ("schema", "read"),
+    [
+        ({}, {"type": "object"}),
+        ({"properties": {"a": {}}}, {"properties": {"a": {}}, "type": "object"}),
+        ({"type": ["object", "null"]}, {"type": "object"}),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, None),
+    ],
+)
+def test_arguments_are_always_an_object(schema, read):
+    [tool] = read_tools([function(parameters=schema)])
+    assert tool.parameters == (read or schema | {"type": "object"})
+
+
+PARAMETERS = "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize(
+    ("given", "message", "parameter"),
+    [
+        ("f", "tools is 'f'; allowed: a list of tools", "tools"),
+        ({"f": 1}, "tools is {'f': 1}; allowed: a list", "tools"),
+        (["f"], 'tools[0] is \'f\'; allowed: {"type": "function"', "tools"),
+        ([function(), {"type": "web_search"}], "tools[1] is {'type': 'web_search'}; allowed", "tools"),
+        ([{"type": "function"}], "tools[0].function is None; allowed: an object with a name", "tools"),
+        ([function(name="")], "tools[0].function.name is ''; allowed: 1 to 128 letters", "tools"),
+        ([function(name='a"b')], "tools[0].function.name is 'a\"b'; allowed", "tools"),
+        ([function(name=3)], "tools[0].function.name is 3; allowed", "tools"),
+        ([function(description=3)], "tools[0].function.description is 3; allowed: a string", "tools"),
+        ([function(strict=1)], "tools[0].function.strict is 1; allowed: true or false", "tools"),
+        (
+            [function(), function()],
+            "tools[1].function.name is 'f', like an earlier one's; rename it",
+            "tools",
+        ),
+        ([function(parameters=[])], f"{PARAMETERS} is []; allowed: a JSON schema", PARAMETERS),
+        ([function(parameters={"x-guidance": {}})], f'{PARAMETERS} has the key "x-guidance"', PARAMETERS),
+        ([function(parameters={"const": {1}})], f"{PARAMETERS} cannot be written as JSON", PARAMETERS),
+        ([function(parameters={"type": "string"})], f"{PARAMETERS} has the type 'string'; al", PARAMETERS),
+        (
+            [function(parameters={"properties": {"a": {"type": "text"}}, "required": ["a"]})],
+            f"{PARAMETERS} cannot be used: Invalid type: text; change or drop that part of the schema",
+            PARAMETERS,
+        ),
+        (
+            [function(parameters={"properties": {"a": False}, "required": ["a"]})],
+            f"{PARAMETERS} cannot be used: Unsatisfiable schema: required property 'a' is unsatisfiable",
+            PARAMETERS,
+        ),
+        (
+            [function(parameters={"properties": {"a": {"format": "poem", "type": "string"}}}, strict=True)],
+            f"{PARAMETERS} cannot be used: Unknown format: poem",
+            PARAMETERS,
+        ),
+        (
+            [function(parameters=json.loads('{"properties":{"a":' * 150 + "{}" + "}}" * 150))],
+            f'{PARAMETERS} cannot be used: failed to parse "%json": recursion limit',
+            PARAMETERS,
+        ),
+    ],
+)
+def test_what_is_no_tool_is_refused(given, message, parameter):
+    with pytest.raises(RequestError, match=re.escape(message)) as caught:
+        read_tools(given)
+    assert caught.value.parameter == parameter
+    assert "\n" not in str(caught.value)
+
+
+def test_the_place_of_a_schema_is_named():
+    with pytest.raises(RequestError) as caught:
+        read_tools([function(), function(name="g", parameters={"required": 3})])
+    assert caught.value.parameter == "tools[1].function.parameters"
+    assert str(caught.value).startswith("tools[1].function.parameters cannot be used: ")
+
+
+def test_choices_are_read():
+    assert read_tool_choice(None, TOOLS) == ToolChoice("auto")
+    assert read_tool_choice(None, ()) == ToolChoice("none")
+    assert read_tool_choice("none", ()) == ToolChoice("none")
+    assert read_tool_choice("auto", TOOLS).among(TOOLS) == TOOLS
+    assert read_tool_choice("required", TOOLS) == ToolChoice("required")
+    named = read_tool_choice({"type": "function", "function": {"name": "get_time"}}, TOOLS)
+    assert named == ToolChoice("required", "get_time")
+    assert named.among(TOOLS) == TOOLS[1:]
+
+
+@pytest.mark.parametrize(
+    ("given", "tools", "message"),
+    [
+        ("any", TOOLS, 'tool_choice is \'any\'; allowed: "none", "auto", "required" or {'),
+        (3, TOOLS, "tool_choice is 3; allowed"),
+        ({"type": "function"}, TOOLS, "tool_choice is {'type': 'function'}; allowed"),
+        ("required", (), "tool_choice is 'required' without tools; give some, or leave it out"),
+        (
+            {"type": "function", "function": {"name": "put"}},
+            TOOLS,
+            "tool_choice names 'put', which is none of the tools: get, get_time",
+        ),
+    ],
+)
+def test_other_choices_are_refused(given, tools, message):
+    with pytest.raises(RequestError, match=re.escape(message)) as caught:
+        read_tool_choice(given, tools)
+    assert caught.value.parameter == "tool_choice"
