@@ -8,9 +8,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from specinfer.request import FinishReason
 from specinfer.sampling_params import SamplingParams
+from specinfer.serve.api_error import ApiError
 from specinfer.serve.chat_fields import ChatFields
+from specinfer.serve.chat_prompt import ChatPrompt
 from specinfer.serve.completions import FINGERPRINT, reported_prompt
+from specinfer.serve.dialect import AnswerReader
 from specinfer.serve.event_stream import event
 from specinfer.serve.reported_logprobs import chat_logprobs
 from specinfer.serve.service import Service
@@ -60,32 +64,46 @@ class Chat:
     async def _pieces(self) -> AsyncGenerator[tuple[int, dict[str, Any]]]:
         """What each delta adds: the number of its choice, and the choice's fields as streams have them."""
         fields, service = self._fields, self._service
-        messages = [message.rendered() for message in fields.messages]
-        prompt = await service.encode_chat(messages, {})
-        self._tally.prompt_tokens = len(prompt)
-        answers = service.answer([prompt], [self._params(prompt)], traced=bool(fields.trace))
-        async with aclosing(answers):
-            async for number, delta in answers:
-                self._tally.add(delta, number)
-                yield number, self._piece(delta)
+        prompt = await ChatPrompt.of(service, fields)
+        self._tally.prompt_tokens = len(prompt.token_ids)
+        readers = [prompt.reader() for _ in range(fields.n or 1)]
+        answers = service.answer([prompt.token_ids], [self._params(prompt)], traced=bool(fields.trace))
+        try:
+            async with aclosing(answers):
+                async for number, delta in answers:
+                    self._tally.add(delta, number)
+                    piece = self._piece(delta, readers[number])
+                    if piece["delta"] or piece["finish_reason"] or piece["logprobs"] or fields.trace:
+                        yield number, piece
+        except ApiError as error:  # the grammar is ours, made of the tools
+            if prompt.tools and error.body["error"]["param"] == "grammar":
+                error.body["error"]["param"] = "tools"
+            raise
+        finally:
+            self._tally.reasoning_tokens = sum(reader.reasoning_tokens for reader in readers)
 
-    def _params(self, prompt: tuple[int, ...]) -> SamplingParams:
+    def _params(self, prompt: ChatPrompt) -> SamplingParams:
         fields = self._fields
-        room = self._service.room(prompt, "messages")
+        room = self._service.room(prompt.token_ids, "messages")
         wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+        more = {} if prompt.grammar is None else {"grammar": prompt.grammar}
         return fields.params(
             max_tokens=room if wanted is None else wanted,
             logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
             prediction=None if fields.prediction is None else fields.prediction.text or None,
+            visible_token_ids=prompt.visible_token_ids,
+            **more,
         )
 
-    def _piece(self, delta: Delta) -> dict[str, Any]:
+    def _piece(self, delta: Delta, reader: AnswerReader) -> dict[str, Any]:
         fields = self._fields
         reason = delta.finish_reason
+        message = reader.read(delta.text, len(delta.token_ids), last=reason is not None)
+        called = reason is FinishReason.STOP and reader.called
         piece: dict[str, Any] = {
-            "delta": {"content": delta.text} if delta.text else {},
+            "delta": message,
+            "finish_reason": "tool_calls" if called else None if reason is None else reason.value,
             "logprobs": None,
-            "finish_reason": None if reason is None else reason.value,
         }
         if fields.logprobs:
             told = chat_logprobs(delta.logprobs, fields.top_logprobs or 0, self._service.tokenizer)
@@ -116,7 +134,14 @@ class _Message:
 
     def add(self, piece: dict[str, Any]) -> None:
         """Take in the next piece."""
-        for name, text in piece.pop("delta").items():
+        delta = piece.pop("delta")
+        for call in delta.pop("tool_calls", ()):
+            calls = self._message.setdefault("tool_calls", [])
+            if call.pop("index") == len(calls):
+                calls.append(call)
+            else:
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+        for name, text in delta.items():
             self._message[name] = (self._message.get(name) or "") + text
         told = piece.pop("logprobs")
         if told is not None:

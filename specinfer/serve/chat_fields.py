@@ -147,14 +147,6 @@ class ChatFields(SamplingFields):
                 if getattr(self, name) not in (None, "none"):
                     raise ApiError(f"{name} needs tools; add them", param=name)
             return
-        names = [tool.function.name for tool in self.tools]
-        if len(set(names)) < len(names):
-            raise ApiError("two tools have one name; give each its own", param="tools")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ApiError(
-                f"tool_choice names {self.tool_choice.function.name!r}; tools has {', '.join(names)}",
-                param="tool_choice",
-            )
         for name in ("response_format", "regex", "choice", "grammar"):
             value = getattr(self, name)
             if value is not None and self.tool_choice != "none" and value != {"type": "text"}:

@@ -21,6 +21,7 @@ from specinfer.progress import Progress
 from specinfer.serve.access import Keys
 from specinfer.serve.backend import BackendError
 from specinfer.serve.config import ServeConfig
+from specinfer.serve.dialect import Dialect
 from specinfer.serve.logs import configure
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.process_backend import ProcessBackend
@@ -48,8 +49,9 @@ def serve(
         )
     listener = listen(config)
     with listener:
-        files = resolve(engine.model, progress=progress)
-        asyncio.run(_serve(config, engine, keys, listener, Tokenizer.load(files), ready))
+        tokenizer = Tokenizer.load(resolve(engine.model, progress=progress))
+        dialect = Dialect.of(tokenizer, config.call_format)
+        asyncio.run(_serve(config, engine, keys, listener, tokenizer, dialect, ready))
 
 
 def read_keys(config: ServeConfig) -> list[str]:
@@ -95,6 +97,7 @@ async def _serve(
     keys: Keys,
     listener: socket.socket,
     tokenizer: Tokenizer,
+    dialect: Dialect,
     ready: Callable[[str], None],
 ) -> None:
     backend = ProcessBackend(engine, (config.log_level, config.log_format))
@@ -115,6 +118,7 @@ async def _serve(
             backend,
             tokenizer,
             facts,
+            dialect,
             models=list(names),
             batch=engine.scheduler.max_batch_size,
             metrics=Metrics(next(iter(names))),

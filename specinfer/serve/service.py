@@ -21,6 +21,7 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.backend import Backend, BackendError
 from specinfer.serve.config import ServeConfig
+from specinfer.serve.dialect import Dialect
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.work import Delta, EngineFacts, Work
 from specinfer.tokenizer import Tokenizer
@@ -39,6 +40,7 @@ class Service:
         backend: Backend,
         tokenizer: Tokenizer,
         facts: EngineFacts,
+        dialect: Dialect,
         *,
         models: Sequence[str],
         batch: int,
@@ -48,6 +50,7 @@ class Service:
         self.backend = backend
         self.tokenizer = tokenizer
         self.facts = facts
+        self.dialect = dialect
         self.models = tuple(models)  # the names requests may use, the own one first
         self.metrics = metrics
         self._most = batch + config.max_waiting  # completions at once
@@ -74,15 +77,24 @@ class Service:
             len(text), param, lambda: tuple(self.tokenizer.encode(text, add_special=add_special))
         )
 
-    async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> tuple[int, ...]:
-        """A conversation's token ids, through the chat template."""
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """A conversation as the model reads it, through the chat template."""
         size = sum(len(str(message)) for message in messages)
         self._check_length(size // _MOST_CHARACTERS, "messages")
-        return await self._elsewhere(
-            size, "messages", lambda: tuple(self.tokenizer.encode_chat(messages, **variables))
-        )
+
+        def make() -> str:
+            return self.tokenizer.render_chat(
+                messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+            )
+
+        return await self._elsewhere(size, "messages", make)
 
     def room(self, prompt: Sequence[int], param: str) -> int:
         """How many tokens an answer to this prompt may have; raises ApiError where there is no room."""

@@ -39,7 +39,8 @@ async def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
     else:
         messages = [message.rendered() for message in fields.messages]
         prompted = fields.add_generation_prompt is not False
-        tokens = await service.encode_chat(messages, {"add_generation_prompt": prompted})
+        text = await service.render(messages, add_generation_prompt=prompted)
+        tokens = await service.encode(text, "messages", add_special=False)
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": service.facts.max_context,

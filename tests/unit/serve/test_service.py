@@ -14,6 +14,7 @@ from specinfer.request import FinishReason
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.backend import BackendError, Health
 from specinfer.serve.config import ServeConfig
+from specinfer.serve.dialect import Dialect
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.service import Service
 from specinfer.serve.work import Delta, EngineFacts, Work
@@ -59,7 +60,8 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 def service_of(backend: Slow, tokenizer: Tokenizer, **options: int) -> Service:
     config = ServeConfig(**{"max_waiting": 2, **options})
-    return Service(config, backend, tokenizer, FACTS, models=["m"], batch=1, metrics=Metrics("m"))
+    dialect = Dialect.of(tokenizer)
+    return Service(config, backend, tokenizer, FACTS, dialect, models=["m"], batch=1, metrics=Metrics("m"))
 
 
 def test_more_than_may_wait_are_told_to_come_again(tokenizer: Tokenizer) -> None:
