@@ -70,7 +70,7 @@ class ChatMessage(Fields):
 class Function(Fields):
     """A function that the model may call."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
     strict: bool | None = None  # arguments are held to the schema in any case

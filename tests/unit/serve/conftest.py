@@ -11,9 +11,14 @@ import pytest
 from tests.served import Served
 from tests.tiny_models import write_tiny_llama
 
+# It writes calls as Hermes does, and reasoning between marks.
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking %}<think>{% endif %}{% endif %}"
 )
 
 
@@ -23,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = write_tiny_llama(
         tmp_path_factory.mktemp("served") / "tiny",
         vocab_size=256,
-        max_context=512,
+        max_context=2048,
         eos_token_id=0,
         tokenizer=True,
     )

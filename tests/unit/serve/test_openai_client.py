@@ -132,7 +132,7 @@ def test_models_tokens_and_what_is_not_offered(client: openai.OpenAI, served: Se
     assert client.models.retrieve("tiny").id == "tiny"
     told = served.post("/tokenize", {"prompt": "abc", "return_token_strs": True}).json()
     assert told["tokens"] == [97, 98, 99]
-    assert (told["count"], told["max_model_len"]) == (3, 512)
+    assert (told["count"], told["max_model_len"]) == (3, 2048)
     assert served.post("/tokenize", {"messages": HI}).json()["count"] > 10
     assert served.post("/detokenize", {"tokens": [97, 98]}).json() == {"prompt": "ab"}
     assert "ids of the vocabulary" in served.post("/detokenize", {"tokens": [300]}).json()["error"]["message"]
@@ -150,7 +150,7 @@ def test_what_the_engine_refuses_is_an_error_of_its_own_also_of_a_stream(client:
         )
     assert error.value.body["param"] == "speculation"
     with pytest.raises(openai.BadRequestError) as error:
-        client.completions.create(model="tiny", prompt="x" * 600)
+        client.completions.create(model="tiny", prompt="x" * 2100)
     assert error.value.body["code"] == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError) as error:
         client.completions.create(model="tiny", prompt="x", extra_body={"regex": "("})

@@ -1,0 +1,170 @@
+"""Tools and reasoning through the official client: the model is random, so all that holds is what must."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+pytestmark = pytest.mark.thorough
+
+HI = [{"role": "user", "content": "Is it warm in Lisbon?"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Lisbon", "Porto"]}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+# A model that says anything would think for ever, which may come before a call that is required, and may
+# begin with any kind of blank.
+BLANKS = (9, 10, 11, 12, 13, 28, 29, 30, 31, 32, 194, 225, 226, 227)
+NO_THOUGHTS = {"bad_words": ["<th"], "logit_bias": {str(byte): -100 for byte in BLANKS}}
+TIME = {"type": "function", "function": {"name": "time", "description": "What time it is."}}
+
+
+def check_call(name: str, arguments: str) -> None:
+    given = json.loads(arguments)
+    if name == "weather":
+        assert given["city"] in ("Lisbon", "Porto")
+        assert given["unit"] in ("C", "F")
+        assert len(given) == 2
+    else:
+        assert (name, given) == ("time", {})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_call_that_is_required_is_made_and_its_arguments_follow_the_schema(
+    client: openai.OpenAI, seed: int
+) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": HI,
+        "tools": [WEATHER, TIME],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "seed": seed,
+        "max_tokens": 300,
+        "extra_body": NO_THOUGHTS,
+    }
+    choice = client.chat.completions.create(**asked).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls
+    check_call(call.function.name, call.function.arguments)
+    assert not (choice.message.content or "").strip()
+
+    name = arguments = call_id = ""
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for piece in chunk.choices[0].delta.tool_calls or ():
+            assert piece.index == 0
+            name += piece.function.name or ""
+            arguments += piece.function.arguments or ""
+            call_id += piece.id or ""
+        assert "tool_call" not in (chunk.choices[0].delta.content or "")
+    assert (name, arguments) == (call.function.name, call.function.arguments)
+    assert call_id.startswith("call_")
+    assert chunk.choices[0].finish_reason == "tool_calls"
+
+
+def test_a_named_tool_is_called_and_its_result_can_be_told(client: openai.OpenAI) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        tools=[WEATHER, TIME],
+        tool_choice=named,
+        max_tokens=300,
+        extra_body=NO_THOUGHTS,
+    ).choices[0]
+    [call] = answer.message.tool_calls
+    assert call.function.name == "weather"
+    told = [*HI, answer.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "21 C"}]
+    after = client.chat.completions.create(
+        model="tiny", messages=told, tools=[WEATHER], tool_choice="none", max_tokens=5
+    )
+    assert after.choices[0].message.tool_calls is None
+
+
+def test_a_model_that_may_call_may_as_well_talk(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=HI, tools=[WEATHER], max_tokens=10)
+    assert answer.choices[0].finish_reason in ("length", "stop", "tool_calls")
+    assert answer.usage.completion_tokens <= 10
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_comes_in_a_field_of_its_own(client: openai.OpenAI, stream: bool) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": HI,
+        "max_tokens": 60,
+        "extra_body": {"regex": "<think>\nhm, let me see\n</think>\n\nYes[.]"},
+    }
+    if stream:
+        said = {"reasoning_content": "", "content": ""}
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            delta = chunk.choices[0].delta.model_dump()
+            for name in said:
+                said[name] += delta.get(name) or ""
+    else:
+        answer = client.chat.completions.create(**asked)
+        said = answer.choices[0].message.model_dump()
+        assert 0 < answer.usage.completion_tokens_details.reasoning_tokens < answer.usage.completion_tokens
+    assert said["reasoning_content"] == "hm, let me see"
+    assert said["content"] == "Yes."
+
+
+def test_a_template_may_open_the_reasoning(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        max_tokens=30,
+        extra_body={"regex": "hm</think>Yes", "chat_template_kwargs": {"enable_thinking": True}},
+    )
+    message = answer.choices[0].message.model_dump()
+    assert (message["reasoning_content"], message["content"]) == ("hm", "Yes")
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "said"),
+    [
+        ({"tools": [WEATHER, WEATHER]}, "tools", "like an earlier one's"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "a b"),
+        ({"tools": [WEATHER], "tool_choice": "must"}, "tool_choice", "must"),
+        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format", "one of them"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "knows no reasoning_effort"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+            "tools[0].function.parameters",
+            "allowed: object",
+        ),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {
+                            "name": "f",
+                            "parameters": {
+                                "type": "object",
+                                "properties": {"n": {"type": "integer", "minimum": 5, "maximum": 4}},
+                                "required": ["n"],
+                            },
+                        },
+                    }
+                ]
+            },
+            "tools[0].function.parameters",
+            "cannot be used",
+        ),
+    ],
+)
+def test_tools_that_cannot_be_had(
+    client: openai.OpenAI, asked: dict[str, Any], param: str, said: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model="tiny", messages=HI, **asked)
+    assert said in error.value.body["message"] or param == "tool_choice"
+    assert error.value.body["param"].startswith(param)
