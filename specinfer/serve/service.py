@@ -75,13 +75,13 @@ class Service:
         )
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], param: str = "messages"
     ) -> tuple[int, ...]:
         """A conversation's token ids, through the chat template."""
         size = sum(len(str(message)) for message in messages)
-        self._check_length(size // _MOST_CHARACTERS, "messages")
+        self._check_length(size // _MOST_CHARACTERS, param)
         return await self._elsewhere(
-            size, "messages", lambda: tuple(self.tokenizer.encode_chat(messages, **variables))
+            size, param, lambda: tuple(self.tokenizer.encode_chat(messages, **variables))
         )
 
     def room(self, prompt: Sequence[int], param: str) -> int:
