@@ -16,6 +16,7 @@ from specinfer.serve.app import build_app
 from specinfer.serve.backend import Health
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.metrics import Metrics
+from specinfer.serve.observer import Observer
 from specinfer.serve.service import Service
 from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
 from specinfer.tokenizer import Tokenizer
@@ -72,10 +73,19 @@ def says(
     return [*deltas[:-1], ended]
 
 
-def scripted_app(tokenizer: Tokenizer, backend: ScriptedBackend, **options: Any) -> FastAPI:
+def scripted_app(
+    tokenizer: Tokenizer, backend: ScriptedBackend, observers: Sequence[Observer] = (), **options: Any
+) -> FastAPI:
     """The server's application over that backend; options are of ServeConfig."""
     service = Service(
-        ServeConfig(**options), backend, tokenizer, FACTS, models=[MODEL], batch=4, metrics=Metrics(MODEL)
+        ServeConfig(**options),
+        backend,
+        tokenizer,
+        FACTS,
+        models=[MODEL],
+        batch=4,
+        metrics=Metrics(MODEL),
+        observers=observers,
     )
     return build_app(service, Keys([]))
 

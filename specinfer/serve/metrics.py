@@ -46,6 +46,7 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "The same by depth in the tree, from 0.", "position"
         )
         self.accepted_by = counter("accepted_tokens", "The same by speculator.", "speculator")
+        self.traffic_log_lost = counter("traffic_log_lost", "Completions that log_traffic has not got.")
         self.preemptions = gauge("num_preemptions", "How often a request gave up its KV blocks.")
         self.restarts = gauge("engine_restarts", "How often the engine process was started again.")
         self.running = gauge("num_requests_running", "Requests in the engine's batch.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from specinfer.serve.app import build_app
 from specinfer.serve.backend import BackendError
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.metrics import Metrics
+from specinfer.serve.observer import Observer, observers
 from specinfer.serve.process_backend import ProcessBackend
 from specinfer.serve.service import Service
 from specinfer.tokenizer import Tokenizer
@@ -46,7 +47,9 @@ def serve(
     listener = listen(config)
     with listener:
         files = resolve(engine.model, progress=progress)
-        asyncio.run(_serve(config, engine, keys, listener, Tokenizer.load(files), ready))
+        tokenizer, metrics = Tokenizer.load(files), Metrics(_names(config, engine)[0])
+        with observers(config, metrics, tokenizer) as observing:
+            asyncio.run(_serve(config, engine, keys, listener, tokenizer, metrics, observing, ready))
 
 
 def read_keys(config: ServeConfig) -> list[str]:
@@ -92,6 +95,8 @@ async def _serve(
     keys: Keys,
     listener: socket.socket,
     tokenizer: Tokenizer,
+    metrics: Metrics,
+    observing: Sequence[Observer],
     ready: Callable[[str], None],
 ) -> None:
     backend = ProcessBackend(engine)
@@ -100,17 +105,15 @@ async def _serve(
     except BackendError as error:
         raise UserError(str(error)) from None
     try:
-        names = dict.fromkeys(
-            [*config.served_model_name, *([] if config.served_model_name else [engine.model])]
-        )
         service = Service(
             config,
             backend,
             tokenizer,
             facts,
-            models=list(names),
+            models=_names(config, engine),
             batch=engine.scheduler.max_batch_size,
-            metrics=Metrics(next(iter(names))),
+            metrics=metrics,
+            observers=observing,
         )
         server = _Server(
             uvicorn.Config(
@@ -133,6 +136,11 @@ async def _serve(
         await server.serve(sockets=[listener])
     finally:
         await backend.close()
+
+
+def _names(config: ServeConfig, engine: EngineConfig) -> list[str]:
+    """What requests may call the model, its usual name first."""
+    return list(dict.fromkeys(config.served_model_name or [engine.model]))
 
 
 class _Server(uvicorn.Server):

@@ -18,15 +18,10 @@ from specinfer.serve.backend import BackendError
 from specinfer.serve.response_store import ResponseStore
 from specinfer.serve.work import Delta
 from specinfer.tokenizer import Tokenizer
-from tests.serving import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+from tests.serving import MODEL, ScriptedBackend, http_client, says, scripted_app
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 Answers = list[list[Delta | Exception]]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 class Asking:
