@@ -18,10 +18,15 @@ from specinfer.serve.backend import BackendError
 from specinfer.serve.response_store import ResponseStore
 from specinfer.serve.work import Delta
 from specinfer.tokenizer import Tokenizer
-from tests.serving import MODEL, ScriptedBackend, http_client, says, scripted_app
+from tests.serving import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 Answers = list[list[Delta | Exception]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 class Asking:
@@ -294,6 +299,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
     ({"input": [{"role": "user", "content": "x", "odd": 1}]}, "input[0].odd"),
     ({"odd": 1}, "odd"),
+    ({"Odd": 1}, "Odd"),
+    ({"": 1}, ""),
     ({"model": "other"}, "model"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"background": True}, "background"),

@@ -24,10 +24,15 @@ from specinfer.serve.observer import observers
 from specinfer.serve.spans import Spans, open_spans
 from specinfer.serve.work import Delta, Work
 from specinfer.tokenizer import Tokenizer
-from tests.serving import MODEL, ScriptedBackend, http_client, says, scripted_app
+from tests.serving import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
 
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def spans_of(

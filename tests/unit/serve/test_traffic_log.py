@@ -24,9 +24,14 @@ from specinfer.serve.private_lines import PrivateLines
 from specinfer.serve.traffic_log import TrafficLog
 from specinfer.serve.work import Delta, Work
 from specinfer.tokenizer import Tokenizer
-from tests.serving import MODEL, ScriptedBackend, http_client, says, scripted_app
+from tests.serving import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
 
 SECRET = "my secret"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 class Logged:
