@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from specinfer.serve.chat import Chat
 from specinfer.serve.chat_fields import ChatFields
 from specinfer.serve.completion_fields import CompletionFields
 from specinfer.serve.completions import Completions
-from specinfer.serve.event_stream import DONE, stream, unless_gone
+from specinfer.serve.event_stream import stream, unless_gone
 from specinfer.serve.fields import parse
 from specinfer.serve.metrics import TEXT_TYPE
 from specinfer.serve.response_fields import ResponseFields
@@ -71,15 +71,18 @@ def _add_openai_paths(app: FastAPI, service: Service) -> None:
     bodies: dict[str, type[BaseModel]] = {}
 
     def answering(
-        path: str, kind: type[BaseModel], make: Callable[[Service, Any], _Answering], *, done: str = DONE
+        path: str,
+        kind: type[BaseModel],
+        make: Callable[[Service, Any], _Answering],
+        streamed: Callable[[AsyncGenerator[str]], Coroutine[Any, Any, Response]] = stream,
     ) -> None:
-        """A path that answers in one piece or as a stream, which ends with `done`."""
+        """A path that answers in one piece or as a stream."""
 
         async def endpoint(request: Request) -> Response:
             fields = parse(kind, await request.body())
             answer = make(service, fields)
             if getattr(fields, "stream", None):
-                return await unless_gone(request, stream(answer.events(), done=done))
+                return await unless_gone(request, streamed(answer.events()))
             return JSONResponse(await unless_gone(request, answer.whole()))
 
         _add(app, path, endpoint, kind, bodies)
@@ -88,7 +91,7 @@ def _add_openai_paths(app: FastAPI, service: Service) -> None:
     answering("/v1/chat/completions", ChatFields, Chat)
     kept = ResponseStore(service.config.stored_responses)
     # Its streams end with an event that says so, and with no other sign.
-    answering("/v1/responses", ResponseFields, partial(Responses, store=kept), done="")
+    answering("/v1/responses", ResponseFields, partial(Responses, store=kept), partial(stream, done=""))
     _add_kept_responses(app, kept)
 
     created = int(time.time())

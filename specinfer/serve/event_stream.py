@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -14,7 +14,6 @@ from starlette.responses import StreamingResponse
 from specinfer.serve.api_error import ApiError
 
 _Answer = TypeVar("_Answer")
-DONE: Final = "data: [DONE]\n\n"
 
 
 def event(value: object) -> str:
@@ -22,7 +21,7 @@ def event(value: object) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-async def stream(events: AsyncGenerator[str], *, done: str = DONE) -> StreamingResponse:
+async def stream(events: AsyncGenerator[str], *, done: str = "data: [DONE]\n\n") -> StreamingResponse:
     """Events as a response, which begins with the first one: an error before it is an error of its own.
 
     One behind it is an event, the last; `done` comes at the end of a stream without.

@@ -86,6 +86,10 @@ class Metrics:
                 self.hit_rate.labels(**labels).set(state.prefix_hits / state.prefix_queries)
         return generate_latest(self.registry)
 
+    def lose_traffic(self) -> None:
+        """Count a completion that the traffic log has not got."""
+        self.traffic_log_lost.labels(**self.labels).inc()
+
     def speculation(self, figures: SpeculationFigures) -> None:
         """Count what speculation did for an answer."""
         labels = self.labels

@@ -41,11 +41,12 @@ class Observer(Protocol):
 
 
 @contextmanager
-def observers(config: ServeConfig, metrics: Metrics, tokenizer: Tokenizer) -> Iterator[Sequence[Observer]]:
+def observers(
+    config: ServeConfig, model: str, metrics: Metrics, tokenizer: Tokenizer
+) -> Iterator[Sequence[Observer]]:
     """The observers that the options ask for, until the block ends; raises ConfigError."""
     found: list[Observer] = []
     with ExitStack() as opened:
-        model = metrics.labels["model_name"]
         if config.log_traffic is not None:
             from specinfer.serve.traffic_log import TrafficLog
 
@@ -54,7 +55,7 @@ def observers(config: ServeConfig, metrics: Metrics, tokenizer: Tokenizer) -> It
                 config.log_traffic_size,
                 model=model,
                 tokenizer=tokenizer,
-                lost=metrics.traffic_log_lost.labels(**metrics.labels).inc,
+                lost=metrics.lose_traffic,
             )
             found.append(opened.enter_context(closing(log)))
         if config.otlp_endpoint is not None:

@@ -103,7 +103,7 @@ class Responses:
         fields, service = self._fields, self._service
         instructions = [] if not fields.instructions else [{"role": "system", "content": fields.instructions}]
         try:
-            prompt = await service.encode_chat([*instructions, *self._conversation], {}, "input")
+            prompt = await service.encode_chat([*instructions, *self._conversation], {})
             self._tally.prompt_tokens = len(prompt)
             self._params = fields.sampling_params(service.room(prompt, "input"))
             answers = service.answer([prompt], [self._params], traced=bool(fields.trace))
@@ -210,7 +210,7 @@ def _in_own_words(error: ApiError) -> ApiError:
     def own(text: str) -> str:
         return _FOREIGN.sub(lambda found: _OWN_NAMES[found[1]], text)
 
-    param = told["param"] and own(told["param"])
+    param = "input" if told["param"] == "messages" else told["param"] and own(told["param"])
     # A complaint about the input may say what the input says.
     message = told["message"] if param in (None, "input") else own(told["message"])
     return ApiError(message, param=param, status=error.status, code=told["code"], headers=error.headers)

@@ -47,8 +47,9 @@ def serve(
     listener = listen(config)
     with listener:
         files = resolve(engine.model, progress=progress)
-        tokenizer, metrics = Tokenizer.load(files), Metrics(_names(config, engine)[0])
-        with observers(config, metrics, tokenizer) as observing:
+        tokenizer, model = Tokenizer.load(files), _names(config, engine)[0]
+        metrics = Metrics(model)
+        with observers(config, model, metrics, tokenizer) as observing:
             asyncio.run(_serve(config, engine, keys, listener, tokenizer, metrics, observing, ready))
 
 

@@ -79,13 +79,13 @@ class Service:
         )
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], param: str = "messages"
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> tuple[int, ...]:
         """A conversation's token ids, through the chat template."""
         size = sum(len(str(message)) for message in messages)
-        self._check_length(size // _MOST_CHARACTERS, param)
+        self._check_length(size // _MOST_CHARACTERS, "messages")
         return await self._elsewhere(
-            size, param, lambda: tuple(self.tokenizer.encode_chat(messages, **variables))
+            size, "messages", lambda: tuple(self.tokenizer.encode_chat(messages, **variables))
         )
 
     def room(self, prompt: Sequence[int], param: str) -> int:

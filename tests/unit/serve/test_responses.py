@@ -387,6 +387,16 @@ def test_the_engines_complaint_names_this_endpoints_field(tokenizer: Tokenizer) 
     ask(tokenizer, [[complaint]], do)
 
 
+@pytest.mark.parametrize("size", [5_000, 300_000])
+def test_an_input_that_is_too_long_is_named(tokenizer: Tokenizer, size: int) -> None:
+    async def do(server: Asking) -> None:
+        status, param, message = await server.refusal(input="x" * size)
+        assert (status, param) == (400, "input")
+        assert "allowed: at most 4095" in message
+
+    ask(tokenizer, [], do)
+
+
 def test_the_oldest_leave_where_all_are_too_large() -> None:
     store = ResponseStore(10, most_bytes=100)
     for name, size in (("a", 30), ("b", 30), ("c", 30), ("d", 300)):

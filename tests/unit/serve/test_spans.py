@@ -166,7 +166,7 @@ def test_what_is_left_is_sent_at_the_end(
     module.OTLPSpanExporter = exporter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, EXPORTER, module)
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
-    with observers(ServeConfig(otlp_endpoint=endpoint), Metrics(MODEL), tokenizer) as [spans]:
+    with observers(ServeConfig(otlp_endpoint=endpoint), MODEL, Metrics(MODEL), tokenizer) as [spans]:
         span = spans.observe(Work("a", (65,), SamplingParams(seed=1)), 0.0)
         span.delta(says("b")[0], 1.0)
         span.end(2.0)
@@ -196,7 +196,7 @@ def test_what_is_missing_is_named_with_what_installs_it(
         pytest.raises(
             ConfigError, match=r"opentelemetry\..* is not installed; .*pip install 'specinfer\[otel\]'"
         ),
-        observers(wanted, Metrics(MODEL), tokenizer),
+        observers(wanted, MODEL, Metrics(MODEL), tokenizer),
     ):
         pass
 

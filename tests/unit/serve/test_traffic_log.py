@@ -279,18 +279,18 @@ def test_a_line_that_cannot_be_made_costs_itself(
 
 def test_the_option_opens_it_and_metrics_count_what_it_loses(tmp_path: Path, tokenizer: Tokenizer) -> None:
     metrics, path = Metrics(MODEL), tmp_path / "traffic.jsonl"
-    with observers(ServeConfig(log_traffic=str(path)), metrics, tokenizer) as found:
+    with observers(ServeConfig(log_traffic=str(path)), MODEL, metrics, tokenizer) as found:
         [log] = found
         assert isinstance(log, TrafficLog)
         log._lose("a reason")
     assert path.exists()
     told = metrics.text(Health(True, None, None)).decode()
     assert f'specinfer:traffic_log_lost_total{{model_name="{MODEL}"}} 1.0' in told
-    with observers(ServeConfig(), metrics, tokenizer) as found:
+    with observers(ServeConfig(), MODEL, metrics, tokenizer) as found:
         assert found == []
     nowhere = ServeConfig(log_traffic=str(tmp_path / "no" / "file"))
     with (
         pytest.raises(ConfigError, match=r"cannot write log_traffic .*No such file"),
-        observers(nowhere, metrics, tokenizer),
+        observers(nowhere, MODEL, metrics, tokenizer),
     ):
         pass
