@@ -13,6 +13,7 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specinfer.serve.api_error import ApiError
+from specinfer.serve.caller import CALLER, Caller
 
 _LOG = logging.getLogger("specinfer.serve.access")
 OPEN_PATHS: Final = ("/health", "/ready", "/version", "/")  # nobody's secret, and asked for by load balancers
@@ -60,6 +61,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         name, begun, status = f"req-{uuid.uuid4().hex}", self._clock(), 0
+        caller = CALLER.set(_caller(name, scope))
 
         async def tell(message: Message) -> None:
             nonlocal status
@@ -79,6 +81,7 @@ class Access:
         except TimeoutError:
             _LOG.info("%s reads nothing; its connection is closed", name)
         finally:
+            CALLER.reset(caller)
             client = scope["client"][0] if scope.get("client") else "-"
             took = self._clock() - begun
             told = {
@@ -128,3 +131,9 @@ class Access:
 
     def _too_large(self) -> ApiError:
         return ApiError(f"the body has more than {self._max_body} bytes; shorten it", status=413)
+
+
+def _caller(name: str, scope: Scope) -> Caller:
+    headers = dict(scope["headers"])
+    trace = [headers.get(one, b"").decode("latin-1") for one in (b"traceparent", b"tracestate")]
+    return Caller(name, scope["path"], *trace)

@@ -52,16 +52,19 @@ class ApiError(Exception):
     def of_validation(cls, error: ValidationError) -> ApiError:
         """The first thing that is wrong with a body, and where it is."""
         first, *_ = error.errors(include_url=False, include_context=False)
+        message, kind, last = first["msg"], first["type"], len(first["loc"]) - 1
         where = ""
-        for part in first["loc"]:
+        for number, part in enumerate(first["loc"]):
+            named = kind == "extra_forbidden" and number == last  # by the caller, like a tag perhaps
             if isinstance(part, int):
                 where += f"[{part}]"
-            elif not _is_tag(part):
+            elif named or not _is_tag(part):
                 where += f".{part}" if where else part
-        message, kind = first["msg"], first["type"]
         if kind == "extra_forbidden":
             return cls(
-                f"{where} is no field of this endpoint; drop it", param=where, code="unknown_parameter"
+                f"{where or repr(where)} is no field of this endpoint; drop it",
+                param=where,
+                code="unknown_parameter",
             )
         if kind == "json_invalid":
             return cls(f"the body is not JSON: {message}")
@@ -105,4 +108,6 @@ async def tell_bug(request: Request, error: Exception) -> Response:
 
 def _is_tag(part: str) -> bool:
     """Whether a part of a place names a kind of value, where several are allowed, and no field."""
-    return "[" in part or part in ("str", "int", "float", "bool", "list", "dict", "none") or part[0].isupper()
+    return (
+        "[" in part or part in ("str", "int", "float", "bool", "list", "dict", "none") or part[:1].isupper()
+    )

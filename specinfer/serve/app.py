@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
@@ -22,13 +23,16 @@ from specinfer.serve.completions import Completions
 from specinfer.serve.event_stream import stream, unless_gone
 from specinfer.serve.fields import parse
 from specinfer.serve.metrics import TEXT_TYPE
+from specinfer.serve.response_fields import ResponseFields
+from specinfer.serve.response_store import ResponseStore
+from specinfer.serve.responses import Responses
 from specinfer.serve.service import Service
 from specinfer.serve.token_fields import DetokenizeFields, TokenizeFields, detokenize, tokenize
 from specinfer.version import VERSION
 
 
 class _Answering(Protocol):
-    """A request's answers, as `Chat` and `Completions` are."""
+    """A request's answers, as `Chat`, `Completions` and `Responses` are."""
 
     async def whole(self) -> dict[str, Any]: ...
 
@@ -57,7 +61,7 @@ def build_app(service: Service, keys: Keys) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origin),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["Authorization", "Content-Type"],
         )
     return app
@@ -66,20 +70,29 @@ def build_app(service: Service, keys: Keys) -> FastAPI:
 def _add_openai_paths(app: FastAPI, service: Service) -> None:
     bodies: dict[str, type[BaseModel]] = {}
 
-    def answering(path: str, kind: type[BaseModel], make: Callable[[Service, Any], _Answering]) -> None:
+    def answering(
+        path: str,
+        kind: type[BaseModel],
+        make: Callable[[Service, Any], _Answering],
+        streamed: Callable[[AsyncGenerator[str]], Coroutine[Any, Any, Response]] = stream,
+    ) -> None:
         """A path that answers in one piece or as a stream."""
 
         async def endpoint(request: Request) -> Response:
             fields = parse(kind, await request.body())
             answer = make(service, fields)
             if getattr(fields, "stream", None):
-                return await unless_gone(request, stream(answer.events()))
+                return await unless_gone(request, streamed(answer.events()))
             return JSONResponse(await unless_gone(request, answer.whole()))
 
         _add(app, path, endpoint, kind, bodies)
 
     answering("/v1/completions", CompletionFields, Completions)
     answering("/v1/chat/completions", ChatFields, Chat)
+    kept = ResponseStore(service.config.stored_responses)
+    # Its streams end with an event that says so, and with no other sign.
+    answering("/v1/responses", ResponseFields, partial(Responses, store=kept), partial(stream, done=""))
+    _add_kept_responses(app, kept)
 
     created = int(time.time())
 
@@ -110,6 +123,21 @@ def _add_openai_paths(app: FastAPI, service: Service) -> None:
         )
 
     _describe(app, bodies)
+
+
+def _add_kept_responses(app: FastAPI, kept: ResponseStore) -> None:
+    @app.get("/v1/responses/{name}")
+    async def response(name: str, request: Request) -> Response:
+        """A response that was kept, in one piece."""
+        for param in request.query_params:
+            raise ApiError(f"{param} is no parameter here; drop it", param=param)
+        return Response(kept.body(name), media_type="application/json")
+
+    @app.delete("/v1/responses/{name}")
+    async def forget(name: str) -> dict[str, Any]:
+        """Forget a response; those that went on from it stay."""
+        kept.forget(name)
+        return {"id": name, "object": "response", "deleted": True}
 
 
 def _add_token_paths(app: FastAPI, service: Service) -> None:

@@ -50,6 +50,7 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "The same by depth in the tree, from 0.", "position"
         )
         self.accepted_by = labelled("accepted_tokens", "The same by speculator.", "speculator")
+        self.traffic_log_lost = counter("traffic_log_lost", "Completions that log_traffic has not got.")
         self.preemptions = gauge("num_preemptions", "How often a request gave up its KV blocks.")
         self.restarts = gauge("engine_restarts", "How often the engine process was started again.")
         self.running = gauge("num_requests_running", "Requests in the engine's batch.")
@@ -87,6 +88,10 @@ class Metrics:
     def ended(self, reason: str) -> None:
         """Count a completion that ended."""
         self.success.labels(self._model, reason).inc()
+
+    def lose_traffic(self) -> None:
+        """Count a completion that the traffic log has not got."""
+        self.traffic_log_lost.inc()
 
     def speculation(self, figures: SpeculationFigures) -> None:
         """Count what speculation did for an answer."""

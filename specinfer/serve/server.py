@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,7 @@ from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
 from specinfer.serve.logs import configure
 from specinfer.serve.metrics import Metrics
+from specinfer.serve.observer import Observer, observers
 from specinfer.serve.process_backend import ProcessBackend
 from specinfer.serve.service import Service
 from specinfer.tokenizer import Tokenizer
@@ -51,7 +52,10 @@ def serve(
     with listener:
         tokenizer = Tokenizer.load(resolve(engine.model, progress=progress))
         dialect = Dialect.of(tokenizer, config.call_format)
-        asyncio.run(_serve(config, engine, keys, listener, tokenizer, dialect, ready))
+        model = _names(config, engine)[0]
+        metrics = Metrics(model)
+        with observers(config, model, metrics, tokenizer) as observing:
+            asyncio.run(_serve(config, engine, keys, listener, tokenizer, dialect, metrics, observing, ready))
 
 
 def read_keys(config: ServeConfig) -> list[str]:
@@ -98,6 +102,8 @@ async def _serve(
     listener: socket.socket,
     tokenizer: Tokenizer,
     dialect: Dialect,
+    metrics: Metrics,
+    observing: Sequence[Observer],
     ready: Callable[[str], None],
 ) -> None:
     backend = ProcessBackend(engine, (config.log_level, config.log_format))
@@ -110,18 +116,16 @@ async def _serve(
     except BackendError as error:
         raise UserError(str(error)) from None
     try:
-        names = dict.fromkeys(
-            [*config.served_model_name, *([] if config.served_model_name else [engine.model])]
-        )
         service = Service(
             config,
             backend,
             tokenizer,
             facts,
             dialect,
-            models=list(names),
+            models=_names(config, engine),
             batch=engine.scheduler.max_batch_size,
-            metrics=Metrics(next(iter(names))),
+            metrics=metrics,
+            observers=observing,
         )
         server = _Server(
             uvicorn.Config(
@@ -144,6 +148,11 @@ async def _serve(
         await server.serve(sockets=[listener])
     finally:
         await backend.close()
+
+
+def _names(config: ServeConfig, engine: EngineConfig) -> list[str]:
+    """What requests may call the model, its usual name first."""
+    return list(dict.fromkeys(config.served_model_name or [engine.model]))
 
 
 class _Server(uvicorn.Server):

@@ -7,6 +7,7 @@ figures of metrics. Endpoints know the fields of their requests and the shape of
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import time
 import uuid
@@ -23,6 +24,7 @@ from specinfer.serve.backend import Backend, BackendError
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
 from specinfer.serve.metrics import Metrics
+from specinfer.serve.observer import Observation, Observer
 from specinfer.serve.work import Delta, EngineFacts, Work
 from specinfer.tokenizer import Tokenizer
 
@@ -45,6 +47,7 @@ class Service:
         models: Sequence[str],
         batch: int,
         metrics: Metrics,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.config = config
         self.backend = backend
@@ -53,6 +56,7 @@ class Service:
         self.dialect = dialect
         self.models = tuple(models)  # the names requests may use, the own one first
         self.metrics = metrics
+        self._observers = observers
         self._most = batch + config.max_waiting  # completions at once
         self._busy = 0
         self.draining = False
@@ -120,20 +124,27 @@ class Service:
                 all_works.append(work)
         with self._room_for(len(all_works)):
             begun = time.monotonic()
-            observed = [self.metrics.request(len(work.prompt_token_ids), begun) for work in all_works]
+            observed = [self._observe(work, begun) for work in all_works]
             try:
                 async with aclosing(self.backend.generate(all_works)) as deltas:
                     async for delta in deltas:
                         number = works[delta.id]
-                        observed[number].delta(delta, time.monotonic())
+                        now = time.monotonic()
+                        for one in observed[number]:
+                            one.delta(delta, now)
                         if delta.finish_reason is FinishReason.ERROR:
                             raise ApiError(delta.error or "the request failed", param=delta.parameter)
                         yield number, delta
             except BackendError as error:
                 raise ApiError(str(error), status=500, code="engine_died") from None
             finally:
-                for one in observed:
-                    one.end(time.monotonic())
+                now = time.monotonic()
+                for one in itertools.chain(*observed):
+                    one.end(now)
+
+    def _observe(self, work: Work, now: float) -> list[Observation]:
+        own = self.metrics.request(len(work.prompt_token_ids), now)
+        return [own, *(observer.observe(work, now) for observer in self._observers)]
 
     @contextmanager
     def _room_for(self, count: int) -> Iterator[None]:

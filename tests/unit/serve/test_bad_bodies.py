@@ -19,7 +19,7 @@ from tests.served import Served
 
 pytestmark = pytest.mark.thorough
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
 GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 FIELDS = (
     *("messages", "prompt", "tokens", "model", "stream", "stream_options", "temperature", "top_p", "top_k"),

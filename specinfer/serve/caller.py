@@ -1,0 +1,21 @@
+"""Who asks: what of a request's HTTP is wanted where its answers are made."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The request that an answer belongs to."""
+
+    request_id: str = ""  # of the server's making; "" where nobody asks over HTTP
+    path: str = ""
+    traceparent: str = ""  # the W3C header, as it came
+    tracestate: str = ""
+
+
+# Each request is answered in a context of its own, so endpoints need not hand this on.
+CALLER: Final[ContextVar[Caller]] = ContextVar("caller", default=Caller())  # noqa: B039 - it is frozen

@@ -1,0 +1,77 @@
+"""ResponseStore: the last responses, by id, for the requests that go on from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from specinfer.serve.api_error import ApiError
+
+_MOST_BYTES: Final = 256 << 20  # of all responses together, about
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    body: bytes  # the response, as JSON
+    messages: tuple[Mapping[str, Any], ...]  # the conversation with its answer, without instructions
+    size: int
+
+
+class ResponseStore:
+    """Keeps up to `most` responses, in memory; the oldest leave first. Belongs to one event loop.
+
+    They leave as well when all of them have more than `most_bytes`, but for the newest.
+    """
+
+    def __init__(self, most: int, most_bytes: int = _MOST_BYTES) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._kept: dict[str, _Kept] = {}  # the oldest first
+        self._size = 0
+
+    def wants(self, asked: bool | None) -> bool:
+        """Whether a response is kept whose request says so of `store`; raises ApiError where it cannot be."""
+        if asked and not self._most:
+            raise ApiError("store is true, and this server keeps no responses; drop it", param="store")
+        return asked is not False and bool(self._most)
+
+    def keep(self, name: str, response: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
+        """Keep a response that has ended, with the conversation it belongs to."""
+        body = json.dumps(response, ensure_ascii=False).encode()
+        # Messages are shared with the responses before: they are counted once too often, not too rarely.
+        size = len(body) + sum(len(message["content"]) for message in messages)
+        self._kept[name] = _Kept(body, tuple(messages), size)
+        self._size += size
+        while len(self._kept) > self._most or (self._size > self._most_bytes and len(self._kept) > 1):
+            self.forget(next(iter(self._kept)))
+
+    def conversation(self, name: str) -> tuple[Mapping[str, Any], ...]:
+        """The messages that a response with this `previous_response_id` goes on from."""
+        if name not in self._kept:
+            raise ApiError(
+                f"there is no response {name!r}: it was not stored, or has left; send the whole conversation "
+                "as input",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return self._kept[name].messages
+
+    def body(self, name: str) -> bytes:
+        """The response as JSON; raises ApiError where there is none of that id."""
+        self._check(name)
+        return self._kept[name].body
+
+    def forget(self, name: str) -> None:
+        """Let a response go; raises ApiError where there is none of that id."""
+        self._check(name)
+        self._size -= self._kept.pop(name).size
+
+    def _check(self, name: str) -> None:
+        if name not in self._kept:
+            raise ApiError(
+                f"there is no response {name!r}: it was not stored, or has left",
+                status=404,
+                code="response_not_found",
+            )

@@ -1,0 +1,217 @@
+"""POST /v1/responses: input that is answered, and may be gone on from by the answer's id."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Any, Final, Literal
+
+from specinfer.request import FinishReason
+from specinfer.sampling_params import SamplingParams
+from specinfer.serve.api_error import ApiError
+from specinfer.serve.event_stream import event
+from specinfer.serve.reported_logprobs import chat_logprobs
+from specinfer.serve.response_fields import ResponseFields
+from specinfer.serve.response_items import Event, OutputMessage
+from specinfer.serve.response_store import ResponseStore
+from specinfer.serve.service import Service
+from specinfer.serve.usage import Tally
+from specinfer.serve.work import Delta
+
+_Ended = Literal["completed", "incomplete"]
+# What this endpoint calls fields of SamplingParams, longest name first.
+_OWN_NAMES: Final = {
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+}
+_FOREIGN: Final = re.compile(rf"\b({'|'.join(map(re.escape, _OWN_NAMES))})\b")
+
+
+class Responses:
+    """One response, as it is made."""
+
+    def __init__(self, service: Service, fields: ResponseFields, store: ResponseStore) -> None:
+        fields.check()
+        self._service = service
+        self._fields = fields
+        self._store = store
+        self._stored = store.wants(fields.store)
+        earlier = fields.previous_response_id
+        before = () if earlier is None else store.conversation(earlier)
+        self._conversation = [*before, *fields.messages]
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = service.check_model(fields.model)
+        self._tally = Tally(0)
+        self._params = SamplingParams()  # until the prompt's length is known
+        self._message = OutputMessage(0, logprobs=fields.logprobs)
+        self._trees: list[Any] = []
+        self._ended: _Ended = "completed"
+
+    async def whole(self) -> dict[str, Any]:
+        """The response in one piece."""
+        async with aclosing(self._growth()) as growth:
+            async for _ in growth:
+                pass
+        return self._finish()
+
+    async def events(self) -> AsyncGenerator[str]:
+        """The response as the events of a stream.
+
+        They begin when the engine has taken the work: what it refuses is an error of its own, not an event.
+        """
+        numbers = itertools.count()
+
+        def told(events: Iterable[Event]) -> str:
+            return "".join(
+                f"event: {one['type']}\n{event(one | {'sequence_number': next(numbers)})}" for one in events
+            )
+
+        begun = False
+        try:
+            async with aclosing(self._growth()) as growth:
+                async for grown in growth:
+                    if not begun:
+                        begun = True
+                        yield told(self._opening())
+                    if grown is not None:
+                        yield told([grown])
+        except ApiError as error:
+            if not begun:
+                raise
+            yield told([{"type": "response.failed", "response": self._failed(error)}])
+            return
+        closing = self._message.closing(self._ended)
+        yield told([*closing, {"type": f"response.{self._ended}", "response": self._finish()}])
+
+    def _opening(self) -> list[Event]:
+        response = self._object("in_progress", [])
+        return [
+            {"type": "response.created", "response": response},
+            {"type": "response.in_progress", "response": response},
+            *self._message.opening(),
+        ]
+
+    async def _growth(self) -> AsyncGenerator[Event | None]:
+        """An event for each delta of the engine's; None for one that shows nothing."""
+        fields, service = self._fields, self._service
+        instructions = [] if not fields.instructions else [{"role": "system", "content": fields.instructions}]
+        try:
+            text = await service.render([*instructions, *self._conversation])
+            prompt = await service.encode(text, "input", add_special=False)
+            self._tally.prompt_tokens = len(prompt)
+            self._params = fields.sampling_params(service.room(prompt, "input"))
+            answers = service.answer([prompt], [self._params], traced=bool(fields.trace))
+            async with aclosing(answers):
+                async for _, delta in answers:
+                    yield self._grown(delta)
+        except ApiError as error:
+            raise _in_own_words(error) from None
+
+    def _grown(self, delta: Delta) -> Event | None:
+        fields = self._fields
+        self._tally.add(delta)
+        if delta.finish_reason is FinishReason.ABORT:
+            raise ApiError("the answer was cut off before its end", status=500)
+        if delta.finish_reason is FinishReason.LENGTH:
+            self._ended = "incomplete"
+        logprobs = []
+        if fields.logprobs:
+            logprobs = chat_logprobs(delta.logprobs, fields.top_logprobs or 0, self._service.tokenizer)
+        if not (delta.text or logprobs or delta.trees):
+            return None
+        grown = self._message.grow(delta.text, logprobs)
+        if fields.trace:
+            self._trees.extend(delta.trees)
+            grown["trees"] = list(delta.trees)
+        return grown
+
+    def _finish(self) -> dict[str, Any]:
+        """The response with its answer; kept, where it is to be."""
+        response = self._object(self._ended, [self._message.item(self._ended)])
+        if self._ended == "completed":
+            response["completed_at"] = int(time.time())
+        else:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if self._stored:
+            answer = {"role": "assistant", "content": self._message.text}
+            self._store.keep(self._id, response, [*self._conversation, answer])
+        return response
+
+    def _failed(self, error: ApiError) -> dict[str, Any]:
+        told = error.body["error"]
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        response = self._object("failed", [self._message.item("incomplete")])
+        return response | {"error": {"code": code, "message": told["message"]}, "store": False}
+
+    def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        fields, params = self._fields, self._params
+        response: dict[str, Any] = {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": None,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "background": False,
+            "instructions": fields.instructions,
+            "max_output_tokens": fields.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": fields.metadata or {},
+            "model": self._model,
+            "output": output,
+            "parallel_tool_calls": fields.parallel_tool_calls is not False,
+            "previous_response_id": fields.previous_response_id,
+            "prompt_cache_key": fields.prompt_cache_key,
+            "reasoning": {"effort": None, "summary": None},
+            "safety_identifier": fields.safety_identifier,
+            "service_tier": "default",
+            "store": self._stored,
+            "temperature": params.temperature,
+            "text": {"format": fields.text_format, "verbosity": "medium"},
+            "tool_choice": fields.tool_choice or "auto",
+            "tools": [],
+            "top_logprobs": fields.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": fields.user,
+        }
+        if status != "in_progress":
+            response |= {"usage": self._usage(), "metrics": self._tally.metrics()}
+            if fields.trace:
+                response["trees"] = self._trees
+        return response
+
+    def _usage(self) -> dict[str, Any]:
+        tally = self._tally
+        return {
+            "input_tokens": tally.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": tally.cached_tokens,
+                "cache_write_tokens": 0,  # counted where a caller pays to write; here nobody does
+            },
+            "output_tokens": tally.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": tally.reasoning_tokens},
+            "total_tokens": tally.prompt_tokens + tally.completion_tokens,
+        }
+
+
+def _in_own_words(error: ApiError) -> ApiError:
+    """The same complaint, with the names that fields have at this endpoint."""
+    told = error.body["error"]
+
+    def own(text: str) -> str:
+        return _FOREIGN.sub(lambda found: _OWN_NAMES[found[1]], text)
+
+    param = "input" if told["param"] == "messages" else told["param"] and own(told["param"])
+    # A complaint about the input may say what the input says.
+    message = told["message"] if param in (None, "input") else own(told["message"])
+    return ApiError(message, param=param, status=error.status, code=told["code"], headers=error.headers)

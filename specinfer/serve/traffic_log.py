@@ -1,0 +1,205 @@
+"""TrafficLog: prompts and answers in a file, one JSON object a line, to tune drafts on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from specinfer.errors import ConfigError
+from specinfer.request import FinishReason, SpeculationFigures
+from specinfer.sampling_params import SamplingParams
+from specinfer.serve.caller import CALLER
+from specinfer.serve.private_lines import PrivateLines
+from specinfer.serve.work import Delta, Work
+from specinfer.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
+_MOST_WAITING: Final = 1024  # completions that are not in the file yet; more are left out
+_RETRY_SECONDS: Final = 5.0  # after which a file that could not be written is tried again
+_CLOSE_SECONDS: Final = 10.0  # that the end of the server waits for a disk
+_FINISHED: Final = (FinishReason.STOP, FinishReason.LENGTH)
+# Parameters that say nothing about the text, and one that keeps callers apart.
+_UNTOLD: Final = frozenset(
+    {"n", "best_of", "structured_output", "logprobs", "prompt_logprobs", "logprobs_mode", "cache_salt"}
+)
+_ALWAYS_TOLD: Final = frozenset({"temperature", "seed", "max_tokens"})
+
+
+class TrafficLog:
+    """Writes each completion that came to its end into the file `path`, in a thread of its own.
+
+    Only the file's owner may read it. Before it grows beyond `most` bytes it becomes PATH.1, in place of an
+    earlier one. Serving never waits: where the disk is full or slow, lines are left out, `lost` is called for
+    each, and the server's log says when it begins and how many there were. Raises ConfigError where the file
+    cannot be written at the start.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        most: int,
+        *,
+        model: str,
+        tokenizer: Tokenizer,
+        lost: Callable[[], None],
+        retry: float = _RETRY_SECONDS,
+    ) -> None:
+        try:
+            self._lines = PrivateLines(path, most)
+        except OSError as error:
+            raise ConfigError(f"cannot write log_traffic {path}: {error.strerror}; name another") from None
+        self._path = path
+        self._model = model
+        self._tokenizer = tokenizer
+        self._tell_lost = lost
+        self._retry = retry
+        self._next_try = 0.0  # on the monotonic clock; nothing is written before
+        self._lost = 0  # since the last line that was written
+        self._counting = threading.Lock()
+        self._waiting: queue.Queue[Traffic | None] = queue.Queue(_MOST_WAITING)
+        self._writer = threading.Thread(target=self._write_all, name="traffic-log", daemon=True)
+        self._writer.start()
+
+    def observe(self, work: Work, now: float) -> Traffic:
+        """As Observer says."""
+        return Traffic(work, now, self._put)
+
+    def close(self) -> None:
+        """Write what waits, and close the file."""
+        try:
+            self._waiting.put(None, timeout=_CLOSE_SECONDS)
+        except queue.Full:
+            pass
+        else:
+            self._writer.join(_CLOSE_SECONDS)
+        if self._writer.is_alive():
+            _LOG.warning("%s: the disk does not answer; the last completions are not in it", self._path)
+            return
+        self._lines.close()
+        if self._lost:
+            _LOG.warning("%s ends without the last %d completions", self._path, self._lost)
+
+    def _put(self, traffic: Traffic) -> None:
+        try:
+            self._waiting.put_nowait(traffic)
+        except queue.Full:
+            self._lose("more completions end than can be written")
+
+    def _lose(self, reason: str) -> None:
+        with self._counting:
+            self._lost += 1
+            first = self._lost == 1
+        if first:
+            _LOG.warning("cannot write %s: %s; completions are left out of it meanwhile", self._path, reason)
+        self._tell_lost()
+
+    def _write_all(self) -> None:
+        while (traffic := self._waiting.get()) is not None:
+            if time.monotonic() < self._next_try:
+                self._lose("it is tried again soon")
+                continue
+            try:
+                self._lines.append(self._line(traffic))
+            except OSError as error:
+                self._next_try = time.monotonic() + self._retry
+                self._lose(error.strerror or type(error).__name__)
+            except Exception as error:  # a bug of ours; its own words may be those of a prompt
+                self._lose(type(error).__name__)
+            else:
+                self._tell_again()
+
+    def _tell_again(self) -> None:
+        with self._counting:
+            lost, self._lost = self._lost, 0
+        if lost:
+            _LOG.warning("%s is written again; %d completions were left out", self._path, lost)
+
+    def _line(self, traffic: Traffic) -> bytes:
+        work = traffic.work
+        ended = datetime.fromtimestamp(traffic.ended_at, UTC).isoformat(timespec="milliseconds")
+        line = {
+            "time": ended.replace("+00:00", "Z"),
+            "request_id": traffic.request_id,
+            "index": work.index,
+            "model": self._model,
+            "prompt": self._text_of(work.prompt_token_ids),
+            "prompt_token_ids": work.prompt_token_ids,
+            "params": _told(work.params),
+            "text": "".join(traffic.texts),
+            "token_ids": traffic.token_ids,
+            "finish_reason": traffic.finish_reason,
+            "cached_tokens": traffic.cached_tokens,
+            "first_token_seconds": traffic.first_token_seconds,
+            "seconds": traffic.seconds,
+            "figures": traffic.figures,
+        }
+        text = json.dumps(line, ensure_ascii=False, separators=(",", ":"), default=_plain)
+        return text.encode("utf-8", "replace")
+
+    def _text_of(self, ids: tuple[int, ...]) -> str:
+        """The prompt as the model read it: special tokens stand in it by their names."""
+        known = self._tokenizer
+        pieces = [known.text_of(i).encode() if known.is_special(i) else known.token_bytes[i] for i in ids]
+        return b"".join(pieces).decode("utf-8", "replace")
+
+
+class Traffic:
+    """One completion, as the log is going to have it."""
+
+    def __init__(self, work: Work, now: float, put: Callable[[Traffic], None]) -> None:
+        self.work = work
+        self.request_id = CALLER.get().request_id
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.figures: SpeculationFigures | None = None
+        self.cached_tokens = 0
+        self.first_token_seconds: float | None = None
+        self.seconds = 0.0
+        self.ended_at = 0.0  # since 1970
+        self._begun = now
+        self._put = put
+
+    def delta(self, delta: Delta, now: float) -> None:
+        """As Observation says."""
+        if delta.token_ids and self.first_token_seconds is None:
+            self.first_token_seconds = round(now - self._begun, 4)
+        self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        self.figures = delta.figures or self.figures
+        self.finish_reason = delta.finish_reason
+
+    def end(self, now: float) -> None:
+        """As Observation says; what did not come to its end is no text to learn from."""
+        if self.finish_reason in _FINISHED:
+            self.seconds = round(now - self._begun, 4)
+            self.ended_at = time.time()
+            self._put(self)
+
+
+def _told(params: SamplingParams) -> dict[str, Any]:
+    """What was asked for beyond the usual."""
+    told = {}
+    for one in fields(params):
+        usual = one.default if one.default_factory is MISSING else one.default_factory()
+        value = getattr(params, one.name)
+        if one.name in _ALWAYS_TOLD or (value != usual and one.name not in _UNTOLD):
+            told[one.name] = value
+    return told
+
+
+def _plain(value: object) -> object:
+    """What JSON has no word for, as an object."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} cannot be written")

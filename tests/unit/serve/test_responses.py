@@ -1,0 +1,412 @@
+"""POST /v1/responses, as OpenAI's own client reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from specinfer.request import FinishReason
+from specinfer.serve.api_error import ApiError
+from specinfer.serve.backend import BackendError
+from specinfer.serve.response_store import ResponseStore
+from specinfer.serve.work import Delta
+from specinfer.tokenizer import Tokenizer
+from tests.serving import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+Answers = list[list[Delta | Exception]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+class Asking:
+    """A server, OpenAI's client and a plain one, and what the engine was asked."""
+
+    def __init__(self, tokenizer: Tokenizer, answers: Answers, options: dict[str, Any]) -> None:
+        self.backend = ScriptedBackend(*answers)
+        app = scripted_app(tokenizer, self.backend, **options)
+        self.http = http_client(app)
+        client = openai.AsyncOpenAI(
+            api_key="none", base_url="http://server/v1", http_client=http_client(app), max_retries=0
+        )
+        self.responses = client.responses
+
+    @property
+    def prompts(self) -> list[str]:
+        return [bytes(work.prompt_token_ids).decode() for work in self.backend.works]
+
+    async def events(self, **body: Any) -> list[dict[str, Any]]:
+        """The events of a stream as they stand on the wire; each has the name that its line says."""
+        answer = await self.http.post("/responses", json=body | {"stream": True})
+        assert answer.status_code == 200, answer.text
+        found = []
+        for block in answer.text.removesuffix("\n\n").split("\n\n"):
+            named, data = block.split("\n")
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert named == f"event: {found[-1]['type']}"
+        return found
+
+    async def refusal(self, **body: Any) -> tuple[int, str | None, str]:
+        answer = await self.http.post("/responses", json=body)
+        error = answer.json()["error"]
+        return answer.status_code, error["param"], error["message"]
+
+
+def ask(
+    tokenizer: Tokenizer, answers: Answers, do: Callable[[Asking], Awaitable[None]], **options: Any
+) -> None:
+    async def run() -> None:
+        await do(Asking(tokenizer, answers, options))
+
+    asyncio.run(run())
+
+
+def test_an_answer_in_one_piece_is_what_the_client_takes_for_one(tokenizer: Tokenizer) -> None:
+    async def do(server: Asking) -> None:
+        answer = await server.responses.create(
+            model=MODEL,
+            input="Hi",
+            instructions="Be brief.",
+            metadata={"a": "b"},
+            temperature=0,
+            extra_body={"seed": 7, "top_k": 3},
+        )
+        told = answer.model_dump()
+        Response.model_validate(told)
+        assert answer.output_text == "Hello"
+        assert answer.status == "completed"
+        assert (answer.metadata, answer.instructions, answer.temperature) == ({"a": "b"}, "Be brief.", 0)
+        assert answer.usage is not None
+        assert answer.usage.to_dict() == {
+            "input_tokens": 38,
+            "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
+            "output_tokens": 5,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": 43,
+        }
+        assert told["metrics"]["speculative_decoding"]["num_spec_steps"] == 0
+        assert server.prompts == ["system: Be brief.\nuser: Hi\nassistant: "]
+        params = server.backend.works[0].params
+        assert (params.temperature, params.seed, params.top_k) == (0, 7, 3)
+        assert params.max_tokens == 4096 - 38
+
+    ask(tokenizer, [says("Hel", "lo", cached_tokens=4)], do)
+
+
+def test_a_stream_has_the_events_that_the_client_knows(tokenizer: Tokenizer) -> None:
+    async def do(server: Asking) -> None:
+        events = await server.events(model=MODEL, input="Hi")
+        for one in events:
+            EVENT.validate_python(one)
+        assert [one["sequence_number"] for one in events] == list(range(len(events)))
+        assert [one["type"].removeprefix("response.") for one in events] == [
+            "created",
+            "in_progress",
+            "output_item.added",
+            "content_part.added",
+            "output_text.delta",
+            "output_text.delta",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+            "completed",
+        ]
+        assert [one["delta"] for one in events if "delta" in one] == ["Hel", "lo"]
+        assert events[3]["part"]["text"] == ""
+        created, last = events[0]["response"], events[-1]["response"]
+        assert (created["status"], created["output"], created["usage"]) == ("in_progress", [], None)
+        [item] = last["output"]
+        assert item == events[-2]["item"]
+        assert item["content"][0] == events[-3]["part"]
+        assert item["content"][0]["text"] == events[-4]["text"] == "Hello"
+        assert {one["item_id"] for one in events if "item_id" in one} == {item["id"]}
+        assert (await server.http.get(f"/responses/{last['id']}")).json() == last
+
+    ask(tokenizer, [says("Hel", "lo")], do)
+
+
+def test_the_clients_own_accumulation_gives_the_answer(tokenizer: Tokenizer) -> None:
+    class Place(BaseModel):
+        city: str
+
+    async def do(server: Asking) -> None:
+        async with server.responses.stream(model=MODEL, input="Hi") as stream:
+            snapshots = [one.snapshot async for one in stream if one.type == "response.output_text.delta"]
+            final = await stream.get_final_response()
+        assert snapshots == ["Hel", "Hello"]
+        assert final.output_text == "Hello"
+        parsed = await server.responses.parse(model=MODEL, input="Where?", text_format=Place)
+        assert parsed.output_parsed == Place(city="Rome")
+        form = server.backend.works[1].params.structured_output
+        assert form is not None
+        assert json.loads(form.source)["properties"] == {"city": {"title": "City", "type": "string"}}
+        assert parsed.text is not None
+        assert parsed.text.format is not None
+        assert parsed.text.format.type == "json_schema"
+
+    ask(tokenizer, [says("Hel", "lo"), says('{"city": "Rome"}')], do)
+
+
+def test_an_answer_that_is_cut_is_incomplete(tokenizer: Tokenizer) -> None:
+    cut = FinishReason.LENGTH
+
+    async def do(server: Asking) -> None:
+        answer = await server.responses.create(model=MODEL, input="Hi", max_output_tokens=3)
+        assert answer.status == "incomplete"
+        assert answer.incomplete_details is not None
+        assert answer.incomplete_details.reason == "max_output_tokens"
+        assert answer.output[0].status == "incomplete"  # type: ignore[union-attr]
+        events = await server.events(model=MODEL, input="Hi", max_output_tokens=3)
+        assert EVENT.validate_python(events[-1]).type == "response.incomplete"
+        await server.responses.create(model=MODEL, input="Go on.", previous_response_id=answer.id)
+        assert server.prompts[-1] == "user: Hi\nassistant: Hel\nuser: Go on.\nassistant: "
+
+    ask(tokenizer, [says("Hel", reason=cut), says("Hel", reason=cut), says("lo")], do)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "status", "code"),
+    [
+        (BackendError("the engine died"), 500, "server_error"),
+        (Delta("", finish_reason=FinishReason.ERROR, error="no token is left"), 400, "invalid_prompt"),
+        (Delta("", finish_reason=FinishReason.ABORT), 500, "server_error"),
+    ],
+)
+def test_an_answer_that_fails_says_so_and_is_not_kept(
+    tokenizer: Tokenizer, trouble: Delta | Exception, status: int, code: str
+) -> None:
+    async def do(server: Asking) -> None:
+        assert (await server.refusal(input="Hi"))[0] == status
+        assert (await server.refusal(input="Hi", stream=True))[0] == status  # nothing has been said yet
+        *_, last = await server.events(input="Hi")
+        failed = EVENT.validate_python(last)
+        assert (failed.type, failed.response.status) == ("response.failed", "failed")
+        assert failed.response.error.code == code
+        assert failed.response.output_text == "Hel"
+        assert (await server.http.get(f"/responses/{failed.response.id}")).status_code == 404
+
+    ask(tokenizer, [[trouble], [trouble], [Delta("", "Hel", (72, 101, 108)), trouble]], do)
+
+
+def test_a_conversation_goes_on_by_the_answers_id(tokenizer: Tokenizer) -> None:
+    async def do(server: Asking) -> None:
+        first = await server.responses.create(model=MODEL, input="One", instructions="Count.")
+        second = await server.responses.create(model=MODEL, input="Three", previous_response_id=first.id)
+        await server.responses.delete(first.id)
+        parts = [{"type": "input_text", "text": "Fi"}, {"type": "input_text", "text": "ve"}]
+        third = await server.responses.create(
+            model=MODEL,
+            instructions="Shout.",
+            input=[{"role": "developer", "content": "Odd."}, {"role": "user", "content": parts}],  # type: ignore[list-item,misc]
+            previous_response_id=second.id,
+        )
+        assert third.previous_response_id == second.id
+        assert server.prompts == [
+            "system: Count.\nuser: One\nassistant: ",
+            "user: One\nassistant: two\nuser: Three\nassistant: ",
+            "system: Shout.\nuser: One\nassistant: two\nuser: Three\nassistant: four\n"
+            "system: Odd.\nuser: Five\nassistant: ",
+        ]
+        gone = await server.refusal(input="x", previous_response_id=first.id)
+        assert gone[:2] == (400, "previous_response_id")
+        with pytest.raises(openai.NotFoundError):
+            await server.responses.retrieve(first.id)
+        assert (await server.responses.retrieve(second.id)).output_text == "four"
+        odd = await server.http.get(f"/responses/{second.id}?stream=true")
+        assert (odd.status_code, odd.json()["error"]["param"]) == (400, "stream")
+
+    ask(tokenizer, [says("two"), says("four"), says("SIX")], do)
+
+
+def test_items_of_an_answer_may_be_sent_back(tokenizer: Tokenizer) -> None:
+    async def do(server: Asking) -> None:
+        first = await server.responses.create(
+            model=MODEL, input="One", include=["message.output_text.logprobs"], store=False
+        )
+        back = [item.model_dump() for item in first.output]
+        items: Any = [{"role": "user", "content": "One"}, *back, {"role": "user", "content": "Three"}]
+        await server.responses.create(model=MODEL, input=items)
+        assert server.prompts[-1] == "user: One\nassistant: two\nuser: Three\nassistant: "
+
+    ask(tokenizer, [says("two", logprobs=True), says("four")], do)
+
+
+def test_what_is_not_to_be_stored_is_not(tokenizer: Tokenizer) -> None:
+    async def do(server: Asking) -> None:
+        names = []
+        for store in (True, False, None, None):
+            answer = await server.responses.create(model=MODEL, input="Hi", store=store)
+            names.append(answer.id)
+        found = [(await server.http.get(f"/responses/{name}")).status_code for name in names]
+        assert found == [404, 404, 200, 200]  # two have room
+
+    ask(tokenizer, [says("a") for _ in range(4)], do, stored_responses=2)
+
+    async def without(server: Asking) -> None:
+        answer = await server.responses.create(model=MODEL, input="Hi")
+        assert answer.to_dict()["store"] is False
+        assert (await server.refusal(input="Hi", store=True))[:2] == (400, "store")
+
+    ask(tokenizer, [says("a")], without, stored_responses=0)
+
+
+def test_log_probabilities_come_with_the_text(tokenizer: Tokenizer) -> None:
+    wanted: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+
+    async def do(server: Asking) -> None:
+        events = await server.events(input="Hi", **wanted)
+        deltas = [EVENT.validate_python(one) for one in events if one["type"] == "response.output_text.delta"]
+        assert [[p.token for p in one.logprobs] for one in deltas] == [["o"], ["k"]]
+        assert [p.logprob for p in deltas[0].logprobs[0].top_logprobs] == [-0.5]
+        answer = Response.model_validate(events[-1]["response"])
+        told = answer.output[0].content[0].logprobs  # type: ignore[union-attr]
+        assert [(p.token, p.bytes, len(p.top_logprobs)) for p in told] == [("o", [111], 1), ("k", [107], 1)]
+        assert server.backend.works[0].params.logprobs == 1
+
+    ask(tokenizer, [says("o", "k", logprobs=True)], do)
+
+
+def test_trees_come_where_they_are_asked_for(tokenizer: Tokenizer) -> None:
+    tree = {"tokens": [1, 2]}
+
+    async def do(server: Asking) -> None:
+        events = await server.events(input="Hi", trace=True)
+        assert [one["trees"] for one in events if "trees" in one] == [[tree]]
+        assert events[-1]["response"]["trees"] == [tree]
+        assert server.backend.works[0].traced
+
+    ask(tokenizer, [says("ok", trees=(tree,))], do)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"input": []}, "input"),
+    ({"input": ""}, "input"),
+    ({}, "input"),
+    ({"input": [{"id": "msg_1"}]}, "input[0]"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": ""}]}, "input[0]"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+    ({"input": [{"role": "user", "content": "x", "odd": 1}]}, "input[0].odd"),
+    ({"odd": 1}, "odd"),
+    ({"Odd": 1}, "Odd"),
+    ({"": 1}, ""),
+    ({"model": "other"}, "model"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"background": True}, "background"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"max_tool_calls": 2}, "max_tool_calls"),
+    ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"n": 2}, "n"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format"),
+    ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "text.format"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    tokenizer: Tokenizer, body: dict[str, Any], param: str
+) -> None:
+    async def do(server: Asking) -> None:
+        whole = {"input": "Hi"} | body if body else {}
+        status, named, message = await server.refusal(**whole)
+        assert (status, named) == (404 if param == "model" else 400, param)
+        assert "response_format.json" not in message
+        assert server.backend.works == []
+
+    ask(tokenizer, [], do)
+
+
+def test_what_asks_for_nothing_is_taken(tokenizer: Tokenizer) -> None:
+    nothing: dict[str, Any] = {
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "background": False,
+        "reasoning": {"effort": None},
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "service_tier": "default",
+        "n": 1,
+        "user": "u",
+        "prompt_cache_key": "k",
+        "top_logprobs": 0,
+        "include": [],
+        "conversation": None,
+    }
+
+    async def do(server: Asking) -> None:
+        answer = await server.http.post("/responses", json=nothing | {"input": "Hi"})
+        assert answer.status_code == 200, answer.text
+        Response.model_validate(answer.json())
+        assert server.backend.works[0].params.structured_output is None
+        assert server.backend.works[0].params.logprobs is None
+
+    ask(tokenizer, [says("a")], do)
+
+
+def test_the_engines_complaint_names_this_endpoints_field(tokenizer: Tokenizer) -> None:
+    complaint = Delta(
+        "",
+        finish_reason=FinishReason.ERROR,
+        error="7 prompt tokens and max_tokens 9 need 16 KV cache positions; lower max_tokens",
+        parameter="max_tokens",
+    )
+
+    async def do(server: Asking) -> None:
+        _, param, message = await server.refusal(input="Hi")
+        assert param == "max_output_tokens"
+        assert message.endswith("lower max_output_tokens")
+
+    ask(tokenizer, [[complaint]], do)
+
+
+@pytest.mark.parametrize("size", [5_000, 300_000])
+def test_an_input_that_is_too_long_is_named(tokenizer: Tokenizer, size: int) -> None:
+    async def do(server: Asking) -> None:
+        status, param, message = await server.refusal(input="x" * size)
+        assert (status, param) == (400, "input")
+        assert "allowed: at most 4095" in message
+
+    ask(tokenizer, [], do)
+
+
+def test_the_oldest_leave_where_all_are_too_large() -> None:
+    store = ResponseStore(10, most_bytes=100)
+    for name, size in (("a", 30), ("b", 30), ("c", 30), ("d", 300)):
+        store.keep(name, {}, [{"role": "user", "content": "x" * size}])
+        if name == "c":
+            assert store.body("a") == b"{}"
+    for gone in "abc":
+        with pytest.raises(ApiError):
+            store.body(gone)
+    assert store.body("d") == b"{}"  # the newest stays, whatever its size
+    store.forget("d")
+    store.keep("e", {}, [])
+    assert store.conversation("e") == ()
