@@ -6,7 +6,7 @@ import pytest
 
 from specinfer.config import SchedulerConfig
 from specinfer.engine.kv_blocks import BlockPool
-from specinfer.engine.scheduler import Scheduler, share
+from specinfer.engine.scheduler import Scheduler, prompt_rows, share
 from specinfer.engine.sequence import SequenceState
 from specinfer.errors import IntegrityError
 from specinfer.plan import StepPlan
@@ -105,6 +105,51 @@ def test_a_prompt_does_not_wait_for_trees_that_others_may_grow(nodes: int) -> No
 )
 def test_rows_are_shared_fairly(rows: int, wanted: list[int], given: list[int]) -> None:
     assert share(rows, wanted) == given
+
+
+@pytest.mark.parametrize(
+    ("rows", "missing", "given"),
+    [
+        (0, [3, 3], [0, 0]),
+        (10, [30], [10]),
+        (10, [3, 3], [3, 3]),
+        (10, [30, 30], [10, 0]),  # equal ones are read one after the other
+        (10, [30, 3], [7, 3]),  # a short one does not wait for the long one before it
+        (10, [30, 4, 2], [5, 3, 2]),  # however many come, the oldest gets half
+        (10, [4, 30], [4, 6]),
+        (10, [0, 0, 5], [0, 0, 5]),
+        (7, [], []),
+    ],
+)
+def test_rows_of_prompts_go_to_the_shortest_and_the_oldest(
+    rows: int, missing: list[int], given: list[int]
+) -> None:
+    assert prompt_rows(rows, missing) == given
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_that_came_before() -> None:
+    s = scheduler(rows=20, blocks=1000)
+    long, short = sequence("a", 1000), sequence("b", 8)
+    s.add(long)
+    commit(s.schedule(), [long])
+    s.add(short)
+    steps = 0
+    while short.num_output == 0:
+        before = long.computed
+        commit(s.schedule(), [long, short])
+        steps += 1
+        assert long.computed >= before + 9
+    assert steps == 1
+
+
+def test_a_prompt_has_its_blocks_from_the_start_so_that_later_ones_do_not_take_them() -> None:
+    s = scheduler(rows=8, blocks=10)  # 40 positions
+    long, other = sequence("a", 30), sequence("b", 12)
+    s.add(long)
+    s.add(other)
+    assert shares(s.schedule()) == [("a", 0, 8, 0)]
+    assert len(long.block_table) == 8
+    assert list(s.waiting) == [other]
 
 
 def test_waiting_requests_join_when_there_is_room_and_in_order() -> None:
