@@ -6,16 +6,17 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError, UserError
+from specinfer.hub.model_files import ModelFiles
 from specinfer.hub.resolution import resolve
 from specinfer.progress import Progress
 from specinfer.serve.access import Keys
@@ -24,10 +25,13 @@ from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
 from specinfer.serve.logs import configure
 from specinfer.serve.metrics import Metrics
-from specinfer.serve.observer import Observer, observers
+from specinfer.serve.observer import observers
 from specinfer.serve.process_backend import ProcessBackend
 from specinfer.serve.service import Service
 from specinfer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 _LOG = logging.getLogger(__name__)
 _FAREWELL_SECONDS: Final = 0.2  # for a load balancer to see that the server is not ready
@@ -48,14 +52,9 @@ def serve(
             "%s can be reached from other machines, and anybody may use this server: give --api-key",
             config.host,
         )
-    listener = listen(config)
-    with listener:
-        tokenizer = Tokenizer.load(resolve(engine.model, progress=progress))
-        dialect = Dialect.of(tokenizer, config.call_format)
-        model = _names(config, engine)[0]
-        metrics = Metrics(model)
-        with observers(config, model, metrics, tokenizer) as observing:
-            asyncio.run(_serve(config, engine, keys, listener, tokenizer, dialect, metrics, observing, ready))
+    with listen(config) as listener:
+        files = resolve(engine.model, progress=progress)
+        asyncio.run(_serve(config, engine, keys, listener, files, ready))
 
 
 def read_keys(config: ServeConfig) -> list[str]:
@@ -100,59 +99,57 @@ async def _serve(
     engine: EngineConfig,
     keys: Keys,
     listener: socket.socket,
-    tokenizer: Tokenizer,
-    dialect: Dialect,
-    metrics: Metrics,
-    observing: Sequence[Observer],
+    files: ModelFiles,
     ready: Callable[[str], None],
 ) -> None:
+    names = list(dict.fromkeys(config.served_model_name or [engine.model]))  # the usual one first
+    metrics = Metrics(names[0])
     backend = ProcessBackend(engine, (config.log_level, config.log_format))
     starting = asyncio.ensure_future(backend.start())
-    await asyncio.sleep(0)
-    from specinfer.serve.app import build_app  # and the framework, while the engine starts
-
     try:
-        facts = await starting
+        await asyncio.sleep(0)  # it takes seconds, and these are loaded meanwhile
+        from specinfer.serve.app import build_app
+
+        tokenizer = Tokenizer.load(files)
+        dialect = Dialect.of(tokenizer, config.call_format)
+        with observers(config, names[0], metrics, tokenizer) as observing:
+            service = Service(
+                config,
+                backend,
+                tokenizer,
+                await starting,
+                dialect,
+                models=names,
+                batch=engine.scheduler.max_batch_size,
+                metrics=metrics,
+                observers=observing,
+            )
+            server = _Server(_uvicorn_config(config, build_app(service, keys)), service)
+            host, port = listener.getsockname()[:2]
+            server.on_ready = lambda: ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            await server.serve(sockets=[listener])
     except BackendError as error:
         raise UserError(str(error)) from None
-    try:
-        service = Service(
-            config,
-            backend,
-            tokenizer,
-            facts,
-            dialect,
-            models=_names(config, engine),
-            batch=engine.scheduler.max_batch_size,
-            metrics=metrics,
-            observers=observing,
-        )
-        server = _Server(
-            uvicorn.Config(
-                build_app(service, keys),
-                http=_protocol(config.idle_timeout),
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                limit_concurrency=config.max_connections,
-                timeout_keep_alive=max(1, int(config.idle_timeout)),
-                timeout_graceful_shutdown=max(1, int(config.grace)),
-                root_path=config.root_path,
-            ),
-            service,
-        )
-        host, port = listener.getsockname()[:2]
-        server.on_ready = lambda: ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-        await server.serve(sockets=[listener])
     finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
         await backend.close()
 
 
-def _names(config: ServeConfig, engine: EngineConfig) -> list[str]:
-    """What requests may call the model, its usual name first."""
-    return list(dict.fromkeys(config.served_model_name or [engine.model]))
+def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=_protocol(config.idle_timeout),
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=config.max_connections,
+        timeout_keep_alive=max(1, int(config.idle_timeout)),
+        timeout_graceful_shutdown=max(1, int(config.grace)),
+        root_path=config.root_path,
+    )
 
 
 class _Server(uvicorn.Server):
