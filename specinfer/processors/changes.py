@@ -12,6 +12,7 @@ bits. A term that changes nothing is one of UNCHANGED: a bias of -0.0 leaves eve
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -52,7 +53,7 @@ class Changes(NamedTuple):
         return cls(
             np.concatenate([row.ids for row in rows]),
             np.concatenate([row.terms for row in rows]),
-            np.cumsum([len(row.ids) for row in rows], dtype=np.int64),
+            np.array(list(accumulate(len(row.ids) for row in rows)), dtype=np.int64),
         )
 
     def row(self, place: int) -> RowChanges:
@@ -95,9 +96,12 @@ def change_each(logits_V: NDArray[np.float32], changes: RowChanges) -> None:
     """Change `logits_V`, [vocab], in place, where no two changes of an id differ."""
     ids, terms = changes
     bias, repetition, frequency, presence = terms.T
-    with np.errstate(invalid="ignore", over="ignore"):  # infinities, as they may be: none is new
-        logits = np.where(bias == -np.inf, bias, logits_V[ids] + bias)
-        logits = np.where(logits > 0, logits / repetition, logits * repetition)
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite and huge logits are the model's affair
+        biased = logits_V[ids]
+        biased += bias
+        np.copyto(biased, bias, where=bias == -np.inf)
+        logits = biased * repetition
+        np.divide(biased, repetition, out=logits, where=biased > 0)
         logits -= frequency
         logits -= presence
     logits_V[ids] = logits

@@ -24,7 +24,7 @@ constexpr double kFar = 1e-9;             // of a number: what rounding does not
 constexpr double kFarFromMass = 0x1p-16;  // twice MASS_ERROR
 constexpr double kSmallest = 1e-290;      // of a min_p: weights below it have few digits
 constexpr int64_t kMostSummed = 1 << 20;  // weights
-constexpr int64_t kFirstPool = 64;        // likely ids that are looked at first, then eight times as many, ...
+constexpr int64_t kFirstPool = 64;        // likely ids that are looked at first, then four times as many, ...
 
 int64_t winner(const std::vector<Racer>& racers, const int64_t* ids) {
   if (racers.size() != 1) return kUndecided;
@@ -39,7 +39,7 @@ class Filters {
 
   int64_t choose() {
     const bool few = 0 < ask_.top_k && ask_.top_k < size_;
-    for (int64_t pool = few ? ask_.top_k : std::min(kFirstPool, size_);; pool = std::min(8 * pool, size_)) {
+    for (int64_t pool = few ? ask_.top_k : std::min(kFirstPool, size_);; pool = std::min(4 * pool, size_)) {
       bool numbers = true;
       best_ = likeliest_of(row_, size_, pool, &numbers);
       if (!numbers || best_.empty() || best_[0].value == kInfinity) return kNone;
