@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from specinfer.errors import DrawRuleError, IntegrityError, LogitsError, RequestError, UserError
 from specinfer.plan import PlanEntry
+from specinfer.processors.changes import NOTHING, RowChanges
 from specinfer.runtime.flight import Flight
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
@@ -41,10 +42,11 @@ class TargetLaws:
         self._ending = entry.processors.ending if entry.processors is not None else frozenset[int]()
         self.asked = 0  # the node being decided
 
-    @property
-    def plain(self) -> bool:
-        """Whether the target's logits are used as they are at every node."""
-        return self._processors is None
+    def changes(self, node: int) -> RowChanges | None:
+        """What the processors change of the row at `node`; None where only `write_logits` can tell."""
+        if self._processors is None:
+            return NOTHING
+        return self._processors.changes(self.tree.path_tokens(node))
 
     def row(self, node: int) -> int:
         """The row of the flight's logits that is the node's."""
@@ -125,10 +127,13 @@ class _Walk:
         return None
 
     def error(self) -> UserError:
-        """What the request is told where no choice can be made: its largest logit is no finite number."""
+        """What the request is told where no choice can be made: its largest logit is no finite number.
+
+        That is the model's doing, or the processors' that have left no token.
+        """
         try:
             self.laws.law(self.node)
-        except LogitsError as error:
+        except (LogitsError, RequestError) as error:
             return error
         raise IntegrityError(f"no choice was made at node {self.node}, whose logits are good")
 
@@ -169,28 +174,32 @@ def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int | U
     NO_TOKEN where the largest logit is not finite.
     """
     found: list[tuple[int, int | UserError]] = []
-    plain: list[int] = []
-    processed: list[int] = []
+    changes: dict[int, RowChanges] = {}
+    whole: list[int] = []
     for i, walk in walks.items():
         if walk.laws.is_over(walk.node):  # nobody will see what follows the last token of a text
             found.append((i, walk.laws.tree.token_ids[walk.node]))
+        elif (changed := walk.laws.changes(walk.node)) is not None:
+            changes[i] = changed
         else:
-            (plain if walk.laws.plain else processed).append(i)
-    if plain:
-        rows = [walks[i].laws.row(walks[i].node) for i in plain]
-        found.extend(zip(plain, flight.choices(rows, [walks[i].ask() for i in plain]), strict=True))
-    if processed:
-        block_RV = np.empty((len(processed), flight.vocab), dtype=np.float32)
+            whole.append(i)
+    if changes:
+        rows = [walks[i].laws.row(walks[i].node) for i in changes]
+        asked = [walks[i].ask() for i in changes]
+        tokens = flight.choices(rows, asked, list(changes.values()))
+        found.extend(zip(changes, tokens, strict=True))
+    if whole:  # masks over all of a row
+        block_RV = np.empty((len(whole), flight.vocab), dtype=np.float32)
         there: list[int] = []
-        for i in processed:
+        for i in whole:
             try:
                 walks[i].laws.write_logits(walks[i].node, block_RV[len(there)])
                 there.append(i)
             except UserError as error:  # the request's parameters leave no token
                 found.append((i, error))
         asks = np.array([walks[i].ask() for i in there], dtype=ASK)
-        tokens = flight.scan.choices(LogitBlock(block_RV[: len(there)]), np.arange(len(there)), asks)
-        found.extend(zip(there, tokens.tolist(), strict=True))
+        chosen = flight.scan.choices(LogitBlock(block_RV[: len(there)]), np.arange(len(there)), asks)
+        found.extend(zip(there, chosen.tolist(), strict=True))
     return found
 
 

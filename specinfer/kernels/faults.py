@@ -30,6 +30,7 @@ from specinfer.kernels.library import (
     num_blocks,
     padded_inner,
 )
+from specinfer.processors.changes import NOTHING, UNCHANGED, Changes, RowChanges
 from specinfer.verify.scan import ASK
 
 WRONG, REFUSED = 1, 2  # exit statuses
@@ -295,14 +296,33 @@ def _faults_of_scans(library: Library, logits: Array) -> Iterator[str]:
             masses, weighed, rtol=1e-4
         ):
             yield f"the logits of the likeliest tokens of rows of {name}, or the masses beside them, differ"
-        for temperature, top_k, top_p, min_p in ways:
-            asks = np.array([(temperature, top_k, top_p, min_p, 3, 4)] * 3, dtype=ASK)
-            chosen = np.empty(3, dtype=np.int64)
-            library.choices(*told, asks.ctypes.data, chosen.ctypes.data)
-            most = 1 if temperature == 0 else top_k or size
-            known = chosen != _UNDECIDED  # a rounding may leave it to the twin
-            if any(token not in ordered[i, :most] for i, token in enumerate(chosen) if known[i]):
-                yield f"the choices in rows of {name} differ"
+        changes = Changes.of([_changes_of(seen[0]), NOTHING, _changes_of(seen[2])])
+        changed, at = seen.copy(), [array.ctypes.data for array in changes]
+        for i in range(3):
+            changes.row(i).apply(changed[i])
+        for what, order, where in (
+            ("rows", ordered, [None] * 3),
+            ("changed rows", np.argsort(-changed, axis=1, kind="stable"), at),
+        ):
+            for temperature, top_k, top_p, min_p in ways:
+                asks = np.array([(temperature, top_k, top_p, min_p, 3, 4)] * 3, dtype=ASK)
+                chosen = np.empty(3, dtype=np.int64)
+                library.choices(*told, asks.ctypes.data, *where, chosen.ctypes.data)
+                most = 1 if temperature == 0 else top_k or size
+                known = chosen != _UNDECIDED  # a rounding may leave it to the twin
+                if any(token not in order[i, :most] for i, token in enumerate(chosen) if known[i]):
+                    yield f"the choices in {what} of {name} differ"
+        changes.ids[-1] = size
+        if library.choices(*told, asks.ctypes.data, *at, chosen.ctypes.data) != -1:
+            yield f"a change of what rows of {name} lack is none to refuse"
+
+
+def _changes_of(row: Array) -> RowChanges:
+    """Changes after which others are the likeliest: bans, a bias, and penalties of one of these and more."""
+    first = np.argsort(-row, kind="stable")
+    terms = np.tile(UNCHANGED, (53, 1))
+    terms[:2, 0], terms[2, 0], terms[3:, 1:] = -np.inf, 0.37, (1.3, 0.11, 0.07)
+    return RowChanges(np.concatenate([first[:3], first[1:51]]), terms)
 
 
 def main(path: str, level: str) -> int:

@@ -161,7 +161,9 @@ class Library:
             *(library.specinfer_likeliest, c_int32, *block, address, count, count, address),
             *[address] * 4,
         )
-        self.choices = _function(library.specinfer_choices, c_int64, *block, address, count, address, address)
+        self.choices = _function(
+            library.specinfer_choices, c_int64, *block, address, count, address, *[address] * 4
+        )
         self.stream = _function(library.specinfer_stream, c_double, address, count)
         self.profile = _function(library.specinfer_profile, None, flag, address)
 

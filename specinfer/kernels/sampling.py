@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 
 from specinfer.errors import ensure
 from specinfer.kernels.library import TYPES, Library
+from specinfer.processors.changes import Changes
 from specinfer.verify.law import Law
 from specinfer.verify.logit_block import LogitBlock
 from specinfer.verify.row_scan import HOTTEST, NUMPY_ROW
-from specinfer.verify.scan import ASK, Likeliest, check_rows, choice
+from specinfer.verify.scan import ASK, Likeliest, changed_row, check_rows, choice
 
 _UNDECIDED: Final = -2  # as in cpu/sampling.h
 
@@ -52,16 +53,23 @@ class NativeScan:
         )
 
     def choices(
-        self, logits: LogitBlock, rows: NDArray[np.int64], asks: NDArray[np.void]
+        self,
+        logits: LogitBlock,
+        rows: NDArray[np.int64],
+        asks: NDArray[np.void],
+        changes: Changes | None = None,
     ) -> NDArray[np.int64]:
         """As Scan says; where rounding may decide, `verify.scan.choice` says how."""
         _check("asks", asks, ASK, len(rows))
         ids = np.empty(len(rows), dtype=np.int64)
-        undecided = self._library.choices(*_told(logits, rows), asks.ctypes.data, ids.ctypes.data)
+        undecided = self._library.choices(
+            *_told(logits, rows), asks.ctypes.data, *_changed(changes, len(rows)), ids.ctypes.data
+        )
         if undecided:
-            check_rows(logits, rows)
+            check_rows(logits, rows, changes)
             for place in np.flatnonzero(ids == _UNDECIDED).tolist():
-                ids[place] = choice(logits[int(rows[place])], asks[place], self)
+                row = changed_row(logits, int(rows[place]), changes, place)
+                ids[place] = choice(row, asks[place], self)
         return ids
 
     def most_likely(self, logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
@@ -106,9 +114,22 @@ def _told(logits: LogitBlock, rows: NDArray[np.int64]) -> tuple[int, int, int, i
     return code, logits.address, len(logits), logits.vocab, logits.stride, rows.ctypes.data, len(rows)
 
 
-def _check(name: str, array: NDArray[np.generic], dtype: np.dtype[np.generic], count: int) -> None:
-    if array.dtype != dtype or array.shape != (count,) or not array.flags.c_contiguous:
-        raise TypeError(f"{name} must be contiguous {dtype} [{count}], got {array.dtype} {list(array.shape)}")
+def _changed(changes: Changes | None, rows: int) -> tuple[int | None, int | None, int | None]:
+    """The changes of so many rows as the library is told of them."""
+    if changes is None or not rows:
+        return None, None, None
+    ids, terms, ends = changes
+    _check("the ends of changes", ends, np.dtype(np.int64), rows)
+    _check("the tokens of changes", ids, np.dtype(np.int64), int(ends[-1]))
+    _check("the terms of changes", terms, np.dtype(np.float32), len(ids), 4)
+    return ids.ctypes.data, terms.ctypes.data, ends.ctypes.data
+
+
+def _check(name: str, array: NDArray[np.generic], dtype: np.dtype[np.generic], *shape: int) -> None:
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+        raise TypeError(
+            f"{name} must be contiguous {dtype} {list(shape)}, got {array.dtype} {list(array.shape)}"
+        )
 
 
 def _row(logits: NDArray[np.float32]) -> NDArray[np.float32]:

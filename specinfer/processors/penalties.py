@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specinfer.processors.changes import UNCHANGED, RowChanges
 from specinfer.sampling_params import SamplingParams
 
 
@@ -24,7 +24,8 @@ class Penalties:
         self._frequency = np.float32(frequency)
         self._presence = np.float32(presence)
         # A token of the prompt alone occurs zero times: repetition_penalty is the one that sees it.
-        self._seen = _Occurrences(dict.fromkeys(prompt, 0) if repetition != 1 else {})
+        self._seen = _Occurrences(dict.fromkeys(prompt) if repetition != 1 else ())
+        self._terms = self._terms_up_to(16)
 
     @classmethod
     def of(cls, params: SamplingParams, prompt: Sequence[int]) -> Penalties | None:
@@ -34,54 +35,59 @@ class Penalties:
             return None
         return cls(prompt, repetition=repetition, frequency=frequency, presence=params.presence_penalty)
 
-    def apply(self, logits_V: NDArray[np.float32], path: Sequence[int]) -> None:
-        """Penalise `logits_V` in place, as after the output so far and then the token ids `path`."""
+    def changes(self, path: Sequence[int]) -> RowChanges:
+        """The changes of a row as after the output so far and then the token ids `path`, each id once."""
         ids, counts = self._seen.with_path(path)
-        logits = logits_V[ids]
-        if self._repetition != 1:
-            logits = np.where(logits > 0, logits / self._repetition, logits * self._repetition)
-        logits -= self._frequency * counts
-        logits -= self._presence * (counts > 0)
-        logits_V[ids] = logits
+        while len(self._terms) <= self._seen.most + len(path):
+            self._terms = self._terms_up_to(2 * len(self._terms))
+        return RowChanges(ids, self._terms.take(counts, axis=0))
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Take in output tokens, in order."""
         self._seen.add(tokens)
 
+    def _terms_up_to(self, count: int) -> NDArray[np.float32]:
+        """The terms of tokens that occurred 0, 1, ... times, [count, 4]."""
+        counts = np.arange(count, dtype=np.float32)
+        terms = np.tile(UNCHANGED, (count, 1))
+        terms[:, 1] = self._repetition
+        terms[:, 2] = self._frequency * counts
+        terms[:, 3] = self._presence * (counts > 0)
+        return terms
+
 
 class _Occurrences:
     """How often each token occurred, as arrays that grow."""
 
-    def __init__(self, counts: dict[int, int]) -> None:
-        self._index = {token: index for index, token in enumerate(counts)}
-        self._ids = np.fromiter(counts.keys(), np.int64, len(counts))
-        self._counts = np.fromiter(counts.values(), np.float32, len(counts))
+    def __init__(self, tokens: Iterable[int]) -> None:
+        """Begin with distinct tokens that occurred zero times."""
+        self._index = {token: index for index, token in enumerate(tokens)}
+        self._ids = np.fromiter(self._index, np.int64, len(self._index))
+        self._counts = np.zeros(len(self._index), dtype=np.int64)
+        self.most = 0  # that a token occurred
 
     def add(self, tokens: Sequence[int]) -> None:
         """Count tokens that occurred."""
         for token in tokens:
             index = self._index.setdefault(token, len(self._index))
             if index == len(self._ids):
-                spare = max(64, index)
-                self._ids = np.concatenate([self._ids, np.zeros(spare, dtype=np.int64)])
-                self._counts = np.concatenate([self._counts, np.zeros(spare, dtype=np.float32)])
+                spare = np.zeros(max(64, index), dtype=np.int64)
+                self._ids = np.concatenate([self._ids, spare])
+                self._counts = np.concatenate([self._counts, spare])
             self._ids[index] = token
             self._counts[index] += 1
+            self.most = max(self.most, int(self._counts[index]))
 
-    def with_path(self, path: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def with_path(self, path: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The distinct ids, [n], of the tokens counted and those of `path`, and their counts, [n]."""
         size = len(self._index)
         ids, counts = self._ids[:size], self._counts[:size]
         if not path:
             return ids, counts
-        counts = counts.copy()
+        counts = np.concatenate([counts, np.zeros(len(path), dtype=np.int64)])
         new: dict[int, int] = {}
-        for token, times in Counter(path).items():
-            if (index := self._index.get(token)) is None:
-                new[token] = times
-            else:
-                counts[index] += times
-        return (
-            np.concatenate([ids, np.fromiter(new.keys(), np.int64, len(new))]),
-            np.concatenate([counts, np.fromiter(new.values(), np.float32, len(new))]),
-        )
+        for token in path:
+            index = self._index.get(token)
+            counts[new.setdefault(token, size + len(new)) if index is None else index] += 1
+        ids = np.concatenate([ids, np.fromiter(new, np.int64, len(new))])
+        return ids, counts[: len(ids)]

@@ -11,13 +11,14 @@ docs/losslessness.md). The order and the meaning of each are vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.grammar.grammar import GrammarState
 from specinfer.processors.bad_words import BadWords
+from specinfer.processors.changes import RowChanges, bans, biases, change_each, joined
 from specinfer.processors.penalties import Penalties
 from specinfer.sampling_params import SamplingParams
 
@@ -42,7 +43,7 @@ class Processors:
         self._num_output = 0
         self._min_tokens = params.min_tokens
         self.ending = frozenset(ending)  # after one of these no text follows; barred before min_tokens
-        self._barred = np.array([token for token in sorted(self.ending) if token < vocab], dtype=np.int64)
+        self._barred = bans([token for token in sorted(self.ending) if token < vocab])
         self._grammar = grammar
         form = params.structured_output
         self._form = "" if form is None else form.parameter
@@ -51,9 +52,7 @@ class Processors:
             self._allowed = np.zeros(vocab, dtype=np.bool_)
             self._allowed[list(params.allowed_token_ids)] = True
         self._bad_words = BadWords(bad_words) if bad_words else None
-        biases = params.logit_bias or {}
-        self._biased = np.fromiter(biases.keys(), np.int64, len(biases))
-        self._biases = np.fromiter(biases.values(), np.float32, len(biases))
+        self._biases = biases(params.logit_bias) if params.logit_bias else None
         self._penalties = Penalties.of(params, prompt)
 
     @property
@@ -69,7 +68,7 @@ class Processors:
             and self._allowed is None
             and self._bad_words is None
             and self._penalties is None
-            and not self._biased.size
+            and self._biases is None
             and self._num_output >= self._min_tokens
         )
 
@@ -102,13 +101,25 @@ class Processors:
             logits_V[~self._grammar.allowed(path)] = -np.inf
         if self._allowed is not None:
             logits_V[~self._allowed] = -np.inf
-        if self._bad_words is not None:
-            logits_V[self._bad_words.completions(path)] = -np.inf
+        for part in self._parts(path):
+            change_each(logits_V, part)
+
+    def changes(self, path: Sequence[int]) -> RowChanges | None:
+        """What `change` does, as changes of single logits; None where a mask covers the whole row."""
+        if self._grammar is not None or self._allowed is not None:
+            return None
+        return joined(list(self._parts(path)))
+
+    def _parts(self, path: Sequence[int]) -> Iterator[RowChanges]:
+        """The changes of single logits, in which no two of an id differ, part after part."""
+        if self._bad_words is not None and (completions := self._bad_words.completions(path)):
+            yield bans(completions)
         if self._num_output + len(path) < self._min_tokens:
-            logits_V[self._barred] = -np.inf
-        logits_V[self._biased] += self._biases
+            yield self._barred
+        if self._biases is not None:
+            yield self._biases
         if self._penalties is not None:
-            self._penalties.apply(logits_V, path)
+            yield self._penalties.changes(path)
 
     def permits(self, path: Sequence[int], token: int) -> bool:
         """Whether `token` may follow the text and `path` at all: cheaper than a row of logits."""

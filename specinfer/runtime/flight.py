@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specinfer.processors.changes import Changes, RowChanges
 from specinfer.verify.logit_block import LogitBlock
 from specinfer.verify.scan import ASK, Ask, Likeliest, Scan, no_likeliest
 
@@ -87,15 +88,19 @@ class Flight:
         """Write one row of logits to `into`, [vocab]."""
         self._ask(np.array([row]), lambda _, block, there: block.copy(int(there[0]), into))
 
-    def choices(self, rows: Sequence[int], asks: Sequence[Ask]) -> list[int]:
-        """The model's own choice at each row, as `verify.scan.choice` makes it.
+    def choices(
+        self, rows: Sequence[int], asks: Sequence[Ask], changes: Sequence[RowChanges] | None = None
+    ) -> list[int]:
+        """The model's own choice at each row, as `verify.scan.choice` makes it of the row with its changes.
 
         `verify.scan.NO_TOKEN` where the largest logit is not finite.
         """
         asked, chosen = np.array(asks, dtype=ASK), np.empty(len(rows), dtype=np.int64)
+        changed = changes if changes is not None and any(len(row.ids) for row in changes) else None
 
         def choose(places: NDArray[np.int64], block: LogitBlock, there: NDArray[np.int64]) -> None:
-            chosen[places] = self.scan.choices(block, there, asked[places])
+            here = None if changed is None else Changes.of([changed[place] for place in places.tolist()])
+            chosen[places] = self.scan.choices(block, there, asked[places], here)
 
         self._ask(np.array(rows, dtype=np.int64), choose)
         return chosen.tolist()

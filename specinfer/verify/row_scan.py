@@ -18,7 +18,7 @@ from specinfer.verify import noise
 from specinfer.verify.law import Law, most_likely
 
 # float32 arithmetic: 3 roundings of an exponent of at most 30 in size (smaller weights add up to less than
-# 1e-8 of the mass), and an exp that is off by 3e-7.
+# 1e-8 of the mass), an exp that is off by 3e-7, and sums of a few weights that are off by as much.
 MASS_ERROR: Final = 2.0**-17
 # Of temperatures that float32 is for: it has their inverses, and where it has no difference of two logits,
 # the weight of the lesser one is nothing.

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.errors import LogitsError
+from specinfer.processors.changes import Changes
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.logit_block import LogitBlock
@@ -57,11 +58,16 @@ class Scan(RowScan, Protocol):
         ...
 
     def choices(
-        self, logits: LogitBlock, rows: NDArray[np.int64], asks: NDArray[np.void]
+        self,
+        logits: LogitBlock,
+        rows: NDArray[np.int64],
+        asks: NDArray[np.void],
+        changes: Changes | None = None,
     ) -> NDArray[np.int64]:
         """The target's own choice in each row, [R], as `choice` makes it; NO_TOKEN where there is none.
 
-        `asks` are of dtype ASK, [R].
+        `asks` are of dtype ASK, [R]; `changes` are made of R rows before their choices, and not seen by
+        others. Raises IndexError where they change a token the rows lack.
         """
         ...
 
@@ -90,11 +96,18 @@ class NumpyScan(NumpyRowScan):
         return found
 
     def choices(
-        self, logits: LogitBlock, rows: NDArray[np.int64], asks: NDArray[np.void]
+        self,
+        logits: LogitBlock,
+        rows: NDArray[np.int64],
+        asks: NDArray[np.void],
+        changes: Changes | None = None,
     ) -> NDArray[np.int64]:
         """As Scan says."""
-        check_rows(logits, rows)
-        chosen = [choice(logits[row], one, self) for row, one in zip(rows.tolist(), asks, strict=True)]
+        check_rows(logits, rows, changes)
+        chosen = [
+            choice(changed_row(logits, row, changes, place), one, self)
+            for place, (row, one) in enumerate(zip(rows.tolist(), asks, strict=True))
+        ]
         return np.array(chosen, dtype=np.int64)
 
 
@@ -118,6 +131,16 @@ def choice(logits_V: NDArray[np.float32], one: np.void, scan: RowScan) -> int:
     return coupled_choice(law, seed, position, scan)
 
 
+def changed_row(logits: LogitBlock, row: int, changes: Changes | None, place: int) -> NDArray[np.float32]:
+    """The row as the changes at that place leave it, [vocab]; not to be written to."""
+    if changes is None or not len((own := changes.row(place)).ids):
+        return logits[row]
+    changed = np.empty(logits.vocab, dtype=np.float32)
+    logits.copy(row, changed)
+    own.apply(changed)
+    return changed
+
+
 def no_likeliest(rows: int, n: int) -> Likeliest:
     """Nothing found in any row, yet."""
     return Likeliest(
@@ -128,7 +151,9 @@ def no_likeliest(rows: int, n: int) -> Likeliest:
     )
 
 
-def check_rows(logits: LogitBlock, rows: NDArray[np.int64]) -> None:
-    """Raise IndexError where the block lacks a row."""
+def check_rows(logits: LogitBlock, rows: NDArray[np.int64], changes: Changes | None = None) -> None:
+    """Raise IndexError where the block lacks a row, or a token that is to change."""
     if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(logits):
         raise IndexError(f"got rows {rows.min()} .. {rows.max()} of a block of {len(logits)}")
+    if changes is not None:
+        changes.check(logits.vocab)

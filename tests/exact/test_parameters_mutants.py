@@ -27,9 +27,9 @@ def with_root_path(method):
 
 
 MUTANTS = {
-    "penalties of the root at every node": (Penalties, "apply", ["presence_penalty", "repetition_penalty"]),
+    "penalties of the root at every node": (Penalties, "changes", ["presence_penalty", "repetition_penalty"]),
     "bad words of the root at every node": (BadWords, "completions", ["bad_words"]),
-    "bans of the root at every node": (Processors, "change", ["min_tokens", "frequency_penalty"]),
+    "bans of the root at every node": (Processors, "_parts", ["min_tokens", "frequency_penalty"]),
     "a form of the root at every node": (WordList, "allowed", ["structured output"]),
 }
 

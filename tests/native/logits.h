@@ -128,6 +128,33 @@ void prove_rows_of_logits(const Library& library, Chance& chance) {
     check(std::fabs(masses[at] / total - 1) < 1e-5, "the mass" + name + " is off");
   }
   const Ask kinds[] = {{0, 0, 1, 0}, {0.8, 0, 1, 0}, {1, 40, 1, 0}, {1, 0, 0.9, 0}, {1, 0, 1, 0.02}, {1.5, 300, 0.8, 0.01}};
+  // The likeliest of each chosen row but one is banned, and some penalised, the banned one among them.
+  std::vector<int64_t> changed_ids, ends;
+  std::vector<Terms> terms;
+  std::vector<std::vector<float>> changed;
+  std::vector<std::vector<int64_t>> changed_orders;
+  for (size_t at = 0; at < rows.size(); ++at) {
+    auto row = logits[rows[at]];
+    const auto& order = orders[rows[at]];
+    const auto change = [&](int64_t id, const Terms& by) {
+      changed_ids.push_back(id);
+      terms.push_back(by);
+      float v = std::isinf(by.bias) ? by.bias : row[id] + by.bias;
+      v = v > 0 ? v / by.repetition : v * by.repetition;
+      v = v - by.frequency;
+      row[id] = v - by.presence;
+    };
+    if (at != 1) {
+      change(order[0], {-INFINITY, 1, 0, 0});
+      change(order[1], {-0.4f, 1, 0, 0});
+      for (int64_t i = 0; i < size; i += at + 1) change(order[i], {-0.0f, 1.1f, 0.3f * (i % 3), 0.7f});
+    }
+    ends.push_back(static_cast<int64_t>(changed_ids.size()));
+    auto& sorted = changed_orders.emplace_back(order);
+    std::sort(sorted.begin(), sorted.end());
+    std::stable_sort(sorted.begin(), sorted.end(), [&](int64_t a, int64_t b) { return row[a] > row[b]; });
+    changed.push_back(std::move(row));
+  }
   for (const Ask& kind : kinds) {
     std::vector<Ask> asks(rows.size(), kind);
     for (uint64_t trial = 0; trial < 50; ++trial) {
@@ -135,12 +162,16 @@ void prove_rows_of_logits(const Library& library, Chance& chance) {
         asks[at].seed = trial * 0xD1342543DE82EF95ull;
         asks[at].position = static_cast<int64_t>(at + trial);
       }
-      const int64_t undecided = library.choices(kType<T>, block.data(), count, size, stride, rows.data(), rows.size(),
-                                                asks.data(), ids.data());
-      check(undecided < static_cast<int64_t>(rows.size()), "choices" + name + " are left to others");
-      for (size_t at = 0; at < rows.size(); ++at) {
-        check(ids[at] == kUndecided || ids[at] == chosen(logits[rows[at]], orders[rows[at]], asks[at]),
-              "a choice" + name + " differs");
+      for (const bool change : {false, true}) {
+        const int64_t undecided = library.choices(
+            kType<T>, block.data(), count, size, stride, rows.data(), rows.size(), asks.data(), changed_ids.data(),
+            terms.data(), change ? ends.data() : nullptr, ids.data());
+        check(undecided < static_cast<int64_t>(rows.size()), "choices" + name + " are left to others");
+        for (size_t at = 0; at < rows.size(); ++at) {
+          const auto& row = change ? changed[at] : logits[rows[at]];
+          const auto& order = change ? changed_orders[at] : orders[rows[at]];
+          check(ids[at] == kUndecided || ids[at] == chosen(row, order, asks[at]), "a choice" + name + " differs");
+        }
       }
     }
   }

@@ -24,7 +24,7 @@ constexpr double kFar = 1e-9;             // of a number: what rounding does not
 constexpr double kFarFromMass = 0x1p-16;  // twice MASS_ERROR
 constexpr double kSmallest = 1e-290;      // of a min_p: weights below it have few digits
 constexpr int64_t kMostSummed = 1 << 20;  // weights
-constexpr int64_t kFirstPool = 64;        // likely ids that are looked at first, then eight times as many, ...
+constexpr int64_t kFirstPool = 64;        // likely ids that are looked at first, then four times as many, ...
 
 int64_t winner(const std::vector<Racer>& racers, const int64_t* ids) {
   if (racers.size() != 1) return kUndecided;
@@ -39,7 +39,7 @@ class Filters {
 
   int64_t choose() {
     const bool few = 0 < ask_.top_k && ask_.top_k < size_;
-    for (int64_t pool = few ? ask_.top_k : std::min(kFirstPool, size_);; pool = std::min(8 * pool, size_)) {
+    for (int64_t pool = few ? ask_.top_k : std::min(kFirstPool, size_);; pool = std::min(4 * pool, size_)) {
       bool numbers = true;
       best_ = likeliest_of(row_, size_, pool, &numbers);
       if (!numbers || best_.empty() || best_[0].value == kInfinity) return kNone;
@@ -141,13 +141,51 @@ int64_t choose(const T* row, int64_t size, const Ask& ask) {
   return winner(race(row, size, nullptr, top.id, ask.temperature, noise), nullptr);
 }
 
+int64_t begin_of(const Changes& changes, int64_t n) { return n == 0 ? 0 : changes.ends[n - 1]; }
+
+// Whether `count` rows of `size` logits have what is to change.
+bool there(const Changes& changes, int64_t count, int64_t size) {
+  for (int64_t n = 0; n < count; ++n) {
+    if (begin_of(changes, n) > changes.ends[n]) return false;
+  }
+  const int64_t all = count == 0 ? 0 : changes.ends[count - 1];
+  return std::all_of(changes.ids, changes.ids + all, [&](int64_t id) { return 0 <= id && id < size; });
+}
+
+float changed(float logit, const Terms& terms) {
+  float v = terms.bias == -kInfinity ? -kInfinity : logit + terms.bias;
+  v = v > 0 ? v / terms.repetition : v * terms.repetition;
+  v -= terms.frequency;
+  return v - terms.presence;
+}
+
+// The n-th row with its changes: a copy of this thread's own, until the next one.
+template <typename T>
+const float* changed_row(const T* row, int64_t size, const Changes& changes, int64_t n) {
+  thread_local std::vector<float> copy;
+  if (static_cast<int64_t>(copy.size()) < size) copy.resize(size);
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) store(copy.data() + i, load(row + i));
+  for (; i < size; ++i) copy[i] = value_of(row[i]);
+  for (int64_t at = begin_of(changes, n); at < changes.ends[n]; ++at) {
+    float& logit = copy[changes.ids[at]];
+    logit = changed(logit, changes.terms[at]);
+  }
+  return copy.data();
+}
+
 }  // namespace
 
-int64_t choices(const LogitBlock& block, const ChosenRows& rows, const Ask* asks, int64_t* ids) {
-  const bool there = for_rows(block, rows, [&](const auto* row, int64_t n) {
-    ids[n] = choose(row, block.size, asks[n]);
+int64_t choices(const LogitBlock& block, const ChosenRows& rows, const Ask* asks, const Changes& changes,
+                int64_t* ids) {
+  const bool any = changes.ends != nullptr;
+  if (any && !there(changes, rows.count, block.size)) return -1;
+  const bool done = for_rows(block, rows, [&](const auto* row, int64_t n) {
+    const bool as_it_lies = !any || begin_of(changes, n) == changes.ends[n];
+    ids[n] = as_it_lies ? choose(row, block.size, asks[n])
+                        : choose(changed_row(row, block.size, changes, n), block.size, asks[n]);
   });
-  return there ? std::count(ids, ids + rows.count, kUndecided) : -1;
+  return done ? std::count(ids, ids + rows.count, kUndecided) : -1;
 }
 
 }  // namespace specinfer

@@ -114,10 +114,11 @@ int32_t specinfer_likeliest(int32_t type, const void* logits, int64_t block_rows
 }
 
 int64_t specinfer_choices(int32_t type, const void* logits, int64_t block_rows, int64_t size, int64_t stride,
-                          const int64_t* rows, int64_t count, const Ask* asks, int64_t* ids) {
+                          const int64_t* rows, int64_t count, const Ask* asks, const int64_t* changed,
+                          const Terms* terms, const int64_t* ends, int64_t* ids) {
   const Claim claim;
   const LogitBlock block{logits, block_rows, size, stride, static_cast<Type>(type)};
-  return choices(block, {rows, count}, asks, ids);
+  return choices(block, {rows, count}, asks, {changed, terms, ends}, ids);
 }
 
 // Bytes per second at which `bytes` of memory are read once by all threads.

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -71,11 +72,35 @@ Candidate highest(const T* row, int64_t size) {
   return {top, i};
 }
 
+// What the n-th largest logit is at the least: n parts of the row have a largest one that is no smaller. Where that
+// would take long, no more than -inf.
+template <typename T>
+float least_of(const T* row, int64_t size, int64_t n) {
+  constexpr int kAtOnce = 4;  // vectors, of which each lane has a part of its own
+  constexpr int64_t kFewest = 256, kStep = kAtOnce * kLanes;
+  const int64_t deep = size / std::max(4 * n, kFewest), parts = deep < 2 ? 0 : size / (kStep * deep) * kStep;
+  if (parts < n) return -kInfinity;
+  std::vector<float> tops(parts);
+  for (int64_t at = 0; at < parts; at += kStep) {
+    Floats best[kAtOnce];
+    each<kAtOnce>([&](auto k) { best[k] = Floats(-kInfinity); });
+    for (int64_t i = at * deep; i < (at + kStep) * deep; i += kStep) {
+      each<kAtOnce>([&](auto k) { best[k] = max(load(row + i + k * kLanes), best[k]); });
+    }
+    each<kAtOnce>([&](auto k) { store(&tops[at + k * kLanes], best[k]); });
+  }
+  std::nth_element(tops.begin(), tops.begin() + (n - 1), tops.end(), std::greater<float>());
+  return tops[n - 1];
+}
+
 // The n best so far; `bound` is what a later value must exceed to be among them. Equal values come in the
 // order of their ids, so a later one never replaces an earlier one.
 class Best {
  public:
-  explicit Best(size_t n) : n_(n), capacity_(4 * n + 256) { found_.reserve(capacity_ + kLanes); }
+  // least: what the n-th of all is at the least.
+  Best(size_t n, float least) : n_(n), capacity_(4 * n + 256), bound_(std::nextafter(least, -kInfinity)) {
+    found_.reserve(capacity_ + kLanes);
+  }
 
   float bound() const { return bound_; }
 
@@ -100,14 +125,15 @@ class Best {
 
   size_t n_;
   size_t capacity_;
-  float bound_ = -kInfinity;
+  float bound_;
   std::vector<Candidate> found_;
 };
 
 // The n >= 1 largest logits, largest first, ties lowest id first; never one of -inf. `numbers`: whether all are.
 template <typename T>
 std::vector<Candidate> likeliest_of(const T* row, int64_t size, int64_t n, bool* numbers = nullptr) {
-  Best best(std::min(n, size));
+  n = std::min(n, size);
+  Best best(n, least_of(row, size, n));
   Ints wrong = 0;
   bool wrong_number = false;
   int64_t i = 0;
@@ -143,13 +169,25 @@ double mass_of(const T* row, int64_t size, double highest, double temperature) {
     return sum;
   }
   const auto top = static_cast<float>(highest), scale = static_cast<float>(1.0 / temperature);
+  constexpr int kAtOnce = 4, kSteps = 4;  // vectors that are added up in float32: five roundings, 3e-7 of their sum
   double sums[kLanes] = {}, sum = 0.0;
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
-    float weights[kLanes];
-    store(weights, exp((load(row + i) - top) * scale));
-    for (int lane = 0; lane < kLanes; ++lane) sums[lane] += weights[lane];
+  const auto weight = [&](int64_t at) { return exp((load(row + at) - top) * scale); };
+  const auto add = [&](Floats weights) {
+    float parts[kLanes];
+    store(parts, weights);
+    for (int lane = 0; lane < kLanes; ++lane) sums[lane] += parts[lane];
+  };
+  while (i + kSteps * kAtOnce * kLanes <= size) {
+    Floats some[kAtOnce];
+    each<kAtOnce>([&](auto k) { some[k] = weight(i + k * kLanes); });
+    i += kAtOnce * kLanes;
+    for (int step = 1; step < kSteps; ++step, i += kAtOnce * kLanes) {
+      each<kAtOnce>([&](auto k) { some[k] = some[k] + weight(i + k * kLanes); });
+    }
+    add((some[0] + some[1]) + (some[2] + some[3]));
   }
+  for (; i + kLanes <= size; i += kLanes) add(weight(i));
   for (; i < size; ++i) sum += std::exp((value_of(row[i]) - top) * scale);
   for (const double part : sums) sum += part;
   return sum;

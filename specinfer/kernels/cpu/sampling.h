@@ -51,11 +51,24 @@ struct Ask {
   int64_t position;
 };
 
-// Of each row the token that verify/coupled.py chooses from verify/target_law.py's law: its id; kNone where the
-// largest logit is not finite; kUndecided where rounding may decide, which is for the twin to say. Returns how many
-// rows are undecided, or -1, and nothing done, where the block lacks a row.
+// What becomes of a logit, each step rounded to float32. As processors/changes.py has it.
+struct Terms {
+  float bias, repetition, frequency, presence;
+};
+
+// Changes of single logits of chosen rows: those of the n-th row, in order, end at ends[n], where those of the next one
+// begin. Without `ends` there are none.
+struct Changes {
+  const int64_t* ids;
+  const Terms* terms;
+  const int64_t* ends;
+};
+
+// Of each row, with its changes, the token that verify/coupled.py chooses from verify/target_law.py's law: its id;
+// kNone where the largest logit is not finite; kUndecided where rounding may decide, which is for the twin to say.
+// Returns how many rows are undecided, or -1, and nothing done, where the block lacks a row or a logit to change.
 constexpr int64_t kNone = -1, kUndecided = -2;
-int64_t choices(const LogitBlock& block, const ChosenRows& rows, const Ask* asks, int64_t* ids);
+int64_t choices(const LogitBlock& block, const ChosenRows& rows, const Ask* asks, const Changes& changes, int64_t* ids);
 
 // ---- for those that implement it ----
 

@@ -80,6 +80,7 @@ def test_parameters(
     rows = table(page)
     assert [row[:4] for row in rows] == [[name, "3 of 3", "0", "0"] for name in few]
     assert all(float(row[6].strip("%")) > 0 for row in rows)
+    assert all(float(row[7]) > 0 for row in rows), "rows were counted"
     # Another setting under a known name is measured again, the others are not.
     monkeypatch.setattr(
         module,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from specinfer.check.parameters import LEAST, ProcessedTarget, check_parameters,
 from specinfer.check.promise import Effort
 from specinfer.check.target_alone import TargetAlone
 from specinfer.check.verdict import Verdict
+from specinfer.processors.changes import RowChanges
 from specinfer.processors.penalties import Penalties
 from specinfer.sampling_params import SamplingParams
 from tests.engines import Tiny, write_tiny
@@ -53,12 +53,12 @@ def test_texts_with_and_without_speculation_are_compared(tiny: Tiny, monkeypatch
 
 
 def test_a_penalty_that_forgets_a_trees_path_is_found(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Penalties.apply
+    honest = Penalties.changes
 
-    def without_the_path(self: Penalties, logits: Any, path: Sequence[int]) -> None:
-        honest(self, logits, ())
+    def without_the_path(self: Penalties, path: Sequence[int]) -> RowChanges:
+        return honest(self, ())
 
-    monkeypatch.setattr(Penalties, "apply", without_the_path)
+    monkeypatch.setattr(Penalties, "changes", without_the_path)
     found = check(tiny, monkeypatch, "repetition_penalty, greedy", "temperature 0")
     assert not found["repetition_penalty, greedy"].passed
     assert found["temperature 0"].passed

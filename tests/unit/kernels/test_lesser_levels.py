@@ -14,7 +14,7 @@ from specinfer.kernels.levels import VARIABLE, levels_here
 ROOT = Path(__file__).parents[3]
 TESTS = [
     *(f"tests/unit/kernels/test_{name}.py" for name in ("floats", "quantized", "ops", "layers")),
-    *(f"tests/unit/kernels/test_{name}.py" for name in ("sampling", "scans")),
+    *(f"tests/unit/kernels/test_{name}.py" for name in ("sampling", "scans", "changed_rows")),
     "tests/unit/attention",
     "tests/unit/runtime/test_row_independence.py",
 ]

@@ -24,7 +24,7 @@ def penalised(
     assert penalties is not None
     penalties.commit(output)
     row = np.array(ROW, dtype=np.float32)
-    penalties.apply(row, path)
+    penalties.changes(path).apply(row)
     return [float(x) for x in row]
 
 
@@ -63,7 +63,7 @@ def test_nothing_asked_is_nothing_to_do() -> None:
 def test_a_banned_token_stays_banned() -> None:
     penalties = Penalties([1], repetition=0.5, frequency=-2, presence=-2)
     row = np.array([0, -np.inf], dtype=np.float32)
-    penalties.apply(row, [1])
+    penalties.changes([1]).apply(row)
     assert row.tolist() == [0, -np.inf]
 
 
@@ -72,7 +72,7 @@ def test_looking_at_a_path_leaves_no_trace() -> None:
     penalties.commit([2])
     for path, expected in [([], 1), ([2, 2], 3), ([5], 1), ([], 1), ([2], 2)]:
         row = np.zeros(8, dtype=np.float32)
-        penalties.apply(row, path)
+        penalties.changes(path).apply(row)
         assert row[2] == -expected
 
 
@@ -82,8 +82,26 @@ def test_more_distinct_tokens_than_were_expected() -> None:
     for start in range(0, 600, 7):
         penalties.commit(tokens[start : start + 7])
     row = np.zeros(400, dtype=np.float32)
-    penalties.apply(row, [0, 399, 399])
+    penalties.changes([0, 399, 399]).apply(row)
     assert row.tolist() == [-3.0, *[-2.0] * 299, *[0.0] * 99, -2.0]
+
+
+@pytest.mark.parametrize("committed", [0, 14, 15, 16, 40])
+def test_a_token_that_occurs_often(committed: int) -> None:
+    penalties = Penalties([2], repetition=2, frequency=0.5, presence=1)
+    penalties.commit([3] * committed)
+    for more in (1, 2, 30):
+        row = np.zeros(8, dtype=np.float32)
+        penalties.changes([3] * more).apply(row)
+        assert row.tolist() == [0, 0, 0, -0.5 * (committed + more) - 1, 0, 0, 0, 0]
+
+
+def test_what_was_given_out_stays_when_the_text_goes_on() -> None:
+    penalties = Penalties([2], repetition=2, frequency=0.5, presence=1)
+    before = penalties.changes([])
+    ids, terms = before.ids.copy(), before.terms.copy()
+    penalties.commit([2, 2, *range(5, 8)])
+    assert (before.ids.tolist(), before.terms.tolist()) == (ids.tolist(), terms.tolist())
 
 
 TOKENS = st.lists(st.integers(0, 7), max_size=12)
@@ -108,7 +126,7 @@ def test_bit_for_bit_the_oracle(
     penalties = Penalties(prompt, repetition=repetition, frequency=frequency, presence=presence)
     penalties.commit(output)
     row = np.array(ROW, dtype=np.float32)
-    penalties.apply(row, path)
+    penalties.changes(path).apply(row)
     params = SamplingParams(
         repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence
     )

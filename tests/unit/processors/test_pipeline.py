@@ -69,6 +69,12 @@ def test_logits_after_a_path(asked: dict[str, Any], path: tuple[int, ...], expec
     fresh = processors(**asked)
     assert fresh.apply(row, path).tolist() == expected
     assert row.tolist() == ROW.tolist(), "the model's own row stays as it is"
+    changes = fresh.changes(path)
+    assert (changes is None) == any(name in asked for name in ("form", "allowed_token_ids"))
+    if changes is not None:
+        changed = row.copy()
+        changes.apply(changed)
+        assert changed.tolist() == expected, "single logits change as in the whole row"
     assert [fresh.permits(path, token) for token in range(6)] == [x > NO for x in expected]
     moved = processors(**asked)
     for token in path:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specinfer.processors.changes import NOTHING, bans
 from specinfer.runtime import flight as flight_module
 from specinfer.runtime.flight import Flight
 from specinfer.sampling_params import SamplingParams
@@ -107,6 +108,14 @@ def test_answers_are_those_of_the_rows_wherever_they_are() -> None:
         assert flight.choices(rows, asks) == [
             choice(want[r], a, NUMPY) for r, a in zip(rows, as_array, strict=True)
         ]
+        changes = [NOTHING if r % 3 else bans([int(want[r].argmax()), r]) for r in rows]
+        changed = [want[r].copy() for r in rows]
+        for row, own in zip(changed, changes, strict=True):
+            own.apply(row)
+        assert flight.choices(rows, asks, changes) == [
+            choice(row, a, NUMPY) for row, a in zip(changed, as_array, strict=True)
+        ]
+        assert flight.choices(rows, asks, [NOTHING] * size) == flight.choices(rows, asks)
         found = flight.likeliest(rows, 3, [0.5 + r % 3 for r in rows])
         assert found.ids.tolist() == [NUMPY.most_likely(want[r], 3).tolist() for r in rows]
         assert found.values.tolist() == [

@@ -1,0 +1,291 @@
+"""Native choices in changed rows: those of the law in the row that NumPy changes, to the last bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from specinfer.kernels import sampling
+from specinfer.kernels.sampling import NativeScan
+from specinfer.processors.changes import NOTHING, Changes, RowChanges, bans, biases, joined
+from specinfer.processors.pipeline import Processors
+from specinfer.sampling_params import SamplingParams
+from specinfer.verify.logit_block import LogitBlock
+from specinfer.verify.row_scan import NUMPY_ROW
+from specinfer.verify.scan import ASK, NO_TOKEN, NUMPY, ask, choice
+from tests.kernels import kernels
+from tests.unit.kernels.logit_rows import PARAMS, Row, rows
+
+ALL_PARAMS = {
+    **PARAMS,
+    "greedy": SamplingParams(temperature=0),
+    "hot top_p": SamplingParams(temperature=30.0, top_p=0.9),
+}
+
+
+@pytest.fixture(scope="module")
+def native() -> NativeScan:
+    return native_scan()
+
+
+def native_scan() -> NativeScan:
+    scan = kernels("native").scan
+    assert isinstance(scan, NativeScan)
+    return scan
+
+
+def blocks(lines: Sequence[Row]) -> dict[str, LogitBlock]:
+    """The same rows in both dtypes, cut off, with gaps between them."""
+    vocab = len(lines[0])
+    wide = np.full((len(lines), vocab + 5), 0x7F7F, dtype=np.uint16)
+    wide[:, :vocab] = [(line.view(np.uint32) >> 16).astype(np.uint16) for line in lines]
+    return {"float32": LogitBlock(np.stack(lines)), "bfloat16": LogitBlock(wide[:, :vocab])}
+
+
+def check(
+    native: NativeScan,
+    block: LogitBlock,
+    numbers: Sequence[int],
+    asks: NDArray[Any],
+    of: Sequence[RowChanges],
+) -> list[int]:
+    """Ask natively, the twin, and the law in rows that are changed beforehand; what they choose."""
+    before = block.rows_RV.copy()
+    where, changes = np.array(numbers, dtype=np.int64), Changes.of(of)
+    got = native.choices(block, where, asks, changes).tolist()
+    assert got == NUMPY.choices(block, where, asks, changes).tolist()
+    changed = [block[row].copy() for row in numbers]
+    for row, own in zip(changed, of, strict=True):
+        own.apply(row)
+    assert got == [choice(row, one, NUMPY_ROW) for row, one in zip(changed, asks, strict=True)]
+    assert block.rows_RV.tobytes() == before.tobytes(), "a row is not written to"
+    return got
+
+
+def some_changes(rng: np.random.Generator, row: Row) -> RowChanges:
+    """Bans, biases and penalties of likely tokens and others, ids more than once."""
+    vocab = len(row)
+    likely = np.argsort(-row, kind="stable")[:40]
+    ids = np.concatenate([likely, rng.integers(0, vocab, 60), likely[::-1]])
+    terms = np.array([-0.0, 1.3, 0.4, 0.7], dtype=np.float32) * np.ones((len(ids), 1), dtype=np.float32)
+    terms[:, 2] *= rng.integers(0, 5, len(ids))
+    return joined([bans(likely[:2]), biases({int(likely[-1]): 3.3, 0: -1.7}), RowChanges(ids, terms)])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("params", ALL_PARAMS.values(), ids=ALL_PARAMS)
+@pytest.mark.parametrize("vocab", [41, 257, 1025, 40_003])
+def test_choices_in_changed_rows_are_those_of_the_law(
+    native: NativeScan, vocab: int, params: SamplingParams
+) -> None:
+    lines, rng = list(rows(vocab).values()), np.random.default_rng(vocab)
+    for block in blocks(lines).values():
+        numbers = [*range(len(lines)), *range(len(lines))]
+        of = [some_changes(rng, block[row]) if n % 3 else NOTHING for n, row in enumerate(numbers)]
+        asks = np.array([ask(params, 7 + n, n) for n in range(len(numbers))], dtype=ASK)
+        check(native, block, numbers, asks, of)
+
+
+VOCAB = 40
+LOGIT = st.one_of(
+    st.sampled_from(
+        [0.0, -0.0, 1.0, 1.0000001, -1.0, -math.inf, 3e38, -3e38, 1e-45, -1e-40, math.nan, math.inf]
+    ),
+    st.floats(-30, 30, width=32),
+)
+TERMS = st.tuples(
+    st.integers(0, VOCAB - 1),
+    st.one_of(st.sampled_from([-0.0, 0.0, -math.inf]), st.floats(-100, 100, width=32)),
+    st.one_of(st.just(1.0), st.floats(0.125, 10, width=32)),
+    st.floats(-20, 20, width=32),
+    st.floats(-2, 2, width=32),
+)
+
+
+def row_changes(entries: Sequence[tuple[int, float, float, float, float]]) -> RowChanges:
+    ids = np.array([token for token, *_ in entries], dtype=np.int64)
+    return RowChanges(ids, np.array([terms for _, *terms in entries], dtype=np.float32).reshape(-1, 4))
+
+
+@settings(max_examples=100)
+@given(
+    lines=st.lists(st.lists(LOGIT, min_size=VOCAB, max_size=VOCAB), min_size=1, max_size=3),
+    entries=st.lists(st.lists(TERMS, max_size=12), min_size=4, max_size=4),
+    params=st.sampled_from([*ALL_PARAMS.values(), SamplingParams(top_k=3, min_p=0.2)]),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_choices_of_any_rows_with_any_changes(
+    lines: list[list[float]],
+    entries: list[list[tuple[int, float, float, float, float]]],
+    params: SamplingParams,
+    seed: int,
+) -> None:
+    native, of = native_scan(), [row_changes(own) for own in entries]
+    asks = np.array([ask(params, seed, n) for n in range(4)], dtype=ASK)
+    with np.errstate(over="ignore", invalid="ignore"):  # the law's, of differences that float32 does not have
+        for block in blocks([np.array(line, dtype=np.float32) for line in lines]).values():
+            check(native, block, [n % len(lines) for n in range(4)], asks, of)
+
+
+@settings(max_examples=100)
+@given(
+    pairs=st.lists(
+        st.tuples(LOGIT.filter(math.isfinite), TERMS.filter(lambda terms: terms[1] > -math.inf)),
+        min_size=8,
+        max_size=8,
+    )
+)
+def test_a_changed_logit_has_the_bits_that_numpy_gives_it(
+    pairs: list[tuple[float, tuple[int, float, float, float, float]]],
+) -> None:
+    assert_same_bits(
+        np.array([x for x, _ in pairs], dtype=np.float32),
+        np.array([terms for _, (_, *terms) in pairs], dtype=np.float32),
+    )
+
+
+def test_a_product_is_rounded_before_something_is_taken_from_it() -> None:
+    rng = np.random.default_rng(4)
+    logits = -np.abs(rng.normal(size=4000) * 5).astype(np.float32)
+    terms = np.tile(np.array([-0.0, 1.1, 0, 0], dtype=np.float32), (4000, 1))
+    terms[:, 2] = rng.normal(size=4000)
+    apart = logits * terms[:, 1] - terms[:, 2]
+    at_once = (logits.astype(np.float64) * terms[:, 1] - terms[:, 2]).astype(np.float32)
+    assert (apart != at_once).mean() > 0.1, "a fused multiply and subtract would be seen"
+    assert_same_bits(logits, terms)
+
+
+def assert_same_bits(logits: Row, terms: NDArray[np.float32]) -> None:
+    """Each changed logit, [N], ties with what NumPy makes of it: the first of two equal ones is chosen."""
+    native, count = native_scan(), len(logits)
+    expected = logits.copy()
+    RowChanges(np.arange(count), terms).apply(expected)
+    finite = np.isfinite(expected)
+    logits, terms, expected = logits[finite], terms[finite], expected[finite]
+    asks = np.array([ask(SamplingParams(temperature=0), 0, 0)] * len(logits), dtype=ASK)
+    for changed in (0, 1):
+        lines = np.stack([logits, expected] if changed == 0 else [expected, logits], axis=1)
+        own = [RowChanges(np.array([changed]), term[None]) for term in terms]
+        if own:
+            got = native.choices(LogitBlock(lines), np.arange(len(own)), asks, Changes.of(own))
+            assert not got.any(), (logits[got > 0], terms[got > 0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_processors_ask_for_is_chosen_from_what_they_make_of_the_row(
+    native: NativeScan, dtype: str
+) -> None:
+    line = rows(1025)["like a model's"]
+    block, rng = blocks([line])[dtype], np.random.default_rng(3)
+    likely = np.argsort(-line)[:30].tolist()
+    for params in (
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.6},
+        {"logit_bias": {likely[0]: -100, likely[3]: 4.5}, "presence_penalty": -1.1},
+        {"min_tokens": 50, "logit_bias": {likely[0]: 8.0}},
+    ):
+        asked = SamplingParams(temperature=0.8, top_p=0.95, **params)  # type: ignore[arg-type]
+        words = [[token] for token in likely[1:3]]
+        processors = Processors(asked, likely[5:9], vocab=1025, ending=likely[:1], bad_words=words)
+        for seed in range(20):
+            path = rng.choice(likely, 4).tolist()
+            changes = processors.changes(path)
+            assert changes is not None
+            asks = np.array([ask(asked, seed, 9)], dtype=ASK)
+            got = native.choices(block, np.array([0]), asks, Changes.of([changes]))
+            assert got[0] == choice(processors.apply(block[0], path), asks[0], NUMPY)
+            processors.commit(path[:1])
+
+
+def test_a_row_that_is_left_to_the_law_is_changed_there_too(
+    native: NativeScan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for: list[Row] = []
+    decide = sampling.choice
+
+    def counted(row: Row, *args: Any) -> int:
+        asked_for.append(row)
+        return decide(row, *args)
+
+    monkeypatch.setattr(sampling, "choice", counted)
+    for block in blocks([np.array([5, 0, 0], dtype=np.float32), np.zeros(3, dtype=np.float32)]).values():
+        asks = np.array([ask(SamplingParams(top_p=0.5), seed, 3) for seed in range(30)], dtype=ASK)
+        # Half of two equal ones is a matter of rounding.
+        of = [bans([0]) if n % 2 else bans([2]) for n in range(30)]
+        check(native, block, [0 if n % 2 else 1 for n in range(30)], asks, of)
+        assert len(asked_for) == 30
+        assert {tuple(row.tolist()) for row in asked_for} == {(-math.inf, 0, 0), (0, 0, -math.inf)}
+        asked_for.clear()
+
+
+@pytest.mark.parametrize("params", ALL_PARAMS.values(), ids=ALL_PARAMS)
+def test_changes_that_leave_no_token_cost_no_other_row(native: NativeScan, params: SamplingParams) -> None:
+    block = blocks([rows(70)["wide"], np.full(70, np.nan, dtype=np.float32)])
+    asks = np.array([ask(params, 1, n) for n in range(4)], dtype=ASK)
+    for lying in block.values():
+        got = check(native, lying, [0, 0, 1, 1], asks, [bans(range(70)), bans(range(69)), NOTHING, bans([3])])
+        assert got == [NO_TOKEN, 69, NO_TOKEN, NO_TOKEN]
+        # Where what is no number is banned, there are numbers.
+        [got_behind] = check(native, lying, [1], asks[:1], [joined([bans(range(70)), biases({4: 1.0})])])
+        assert got_behind == NO_TOKEN
+
+
+def test_with_any_number_of_threads(native: NativeScan) -> None:
+    library = kernels("native").library
+    assert library is not None
+    lines, rng = list(rows(40_003).values()), np.random.default_rng(0)
+    numbers = np.arange(60) % len(lines)
+    of = Changes.of([some_changes(rng, lines[row]) for row in numbers])
+    asks = np.array([ask(ALL_PARAMS["top_p"], n, n) for n in range(60)], dtype=ASK)
+    before = library.threads()
+    try:
+        answers = []
+        for threads in (1, 2, 8):
+            library.set_threads(threads)
+            answers.append(native.choices(LogitBlock(np.stack(lines)), numbers, asks, of).tolist())
+    finally:
+        library.set_threads(before)
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_tokens_that_rows_lack_are_refused(native: NativeScan) -> None:
+    block = LogitBlock(np.zeros((3, 20), dtype=np.float32))
+    asks = np.array([ask(SamplingParams(), 1, n) for n in range(2)], dtype=ASK)
+    for scan in (native, NUMPY):
+        for wrong in (20, 2**62, -1, -(2**62)):
+            for of in ([bans([3]), bans([3, wrong])], [bans([wrong]), NOTHING]):
+                with pytest.raises(IndexError, match=r"got changes of tokens .* in rows of 20 logits"):
+                    scan.choices(block, np.array([0, 2]), asks, Changes.of(of))
+        with pytest.raises(IndexError, match=r"got rows 0 \.\. 3 of a block of 3"):
+            scan.choices(block, np.array([0, 3]), asks, Changes.of([bans([1]), NOTHING]))
+
+
+def test_arrays_of_another_kind_are_refused(native: NativeScan) -> None:
+    block, numbers = LogitBlock(np.zeros((3, 20), dtype=np.float32)), np.arange(2, dtype=np.int64)
+    asks = np.array([ask(SamplingParams(), 1, n) for n in range(2)], dtype=ASK)
+    good = Changes.of([bans([3, 4]), bans([5])])
+    for wrong, said in (
+        (
+            good._replace(ends=good.ends[:1]),
+            r"the ends of changes must be contiguous int64 \[2\], got int64 \[1\]",
+        ),
+        (
+            good._replace(ends=good.ends + 1),
+            r"the tokens of changes must be contiguous int64 \[4\], got int64 \[3\]",
+        ),
+        (
+            good._replace(terms=good.terms[:, :3]),
+            r"the terms of changes must be .* \[3, 4\], got float32 \[3, 3\]",
+        ),
+        (good._replace(terms=good.terms.T.copy().T), r"the terms of changes must be contiguous"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            native.choices(block, numbers, asks, wrong)
+    with pytest.raises(IndexError, match=r"changes of rows that end at \[4, 3\]"):
+        native.choices(block, numbers, asks, good._replace(ends=np.array([4, 3])))
