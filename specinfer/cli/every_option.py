@@ -24,6 +24,9 @@ from specinfer.serve.config import ServeConfig
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _PARTS: Final = (SpeculationConfig, CacheConfig, SchedulerConfig)
 _SIZES: Final = ("kv_cache_memory", "suffix_memory", "max_body", "log_traffic_size")
+_STEP_TOKENS: Final = (
+    128  # a step of more keeps whoever comes meanwhile waiting; of fewer reads prompts slowly
+)
 _FLAGS: Final = {"drafts": "draft"}  # one is given at a time
 
 PURPOSES: Final = {
@@ -57,7 +60,7 @@ PURPOSES: Final = {
     "kv_cache_memory": "For all KV caches, like 2GB.",
     "prefix_reuse": "Whether requests that begin alike share blocks.",
     "max_batch_size": "Requests that run in one step.",
-    "max_step_tokens": "Rows of one pass: prompt chunks and tree nodes together.",
+    "max_step_tokens": "Rows of one pass, of prompts and trees together; for a server 128.",
     "max_context": "Prompt and output tokens at most.",
     "host": "Address to listen on; only this machine reaches the default.",
     "port": "Port to listen on; 0 picks a free one.",
@@ -110,6 +113,7 @@ def configs(flags: Mapping[str, Any], file: Path | None) -> tuple[dict[str, Any]
         if isinstance(value, list):
             of_server[name] = tuple(value)
     given.setdefault("model", DEFAULT_MODEL)
+    given.setdefault("max_step_tokens", max(_STEP_TOKENS, int(given.get("max_batch_size", 0))))
     return given, ServeConfig(**of_server)
 
 

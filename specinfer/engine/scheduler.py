@@ -5,7 +5,8 @@ in this order:
 
     1. a row for every running request, so that none stands still
     2. the tokens whose KV is missing, of running requests and of those admitted now: prompts; half of the
-       rows to those that miss fewest, the rest to the oldest
+       rows to those that miss fewest, the rest to the oldest; short ones beside long ones have every second
+       step for themselves, which is over soon
     3. nodes of trees, one after the other to every request that wants more, while there are rows
 
 Trees come last: a caller waits for the first token behind a prompt, and a tree may bring no token. When
@@ -27,6 +28,7 @@ from specinfer.engine.sequence import SequenceState
 from specinfer.errors import ensure
 from specinfer.plan import PlanEntry, StepPlan
 
+_QUICK = 4  # a prompt that misses at most a fourth of a step's rows is a short one
 _SCORED_ROWS = 64  # of a prompt that wants log-probabilities: each row yields a whole vocabulary of logits
 
 
@@ -49,6 +51,7 @@ class Scheduler:
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []  # oldest first
         self._prefix_reuse = prefix_reuse
+        self._quick_alone = False  # whether the last step read short prompts and left long ones
         self.preemptions = 0
         self.prefix_queries = 0  # tokens of texts that were looked up in the cache
         self.prefix_hits = 0  # tokens of these that were there
@@ -140,8 +143,11 @@ class Scheduler:
         A text for which there are no blocks now goes on by its one row; nobody gives way to a prompt.
         """
         missing = [min(sequence.uncomputed, self._most_rows(sequence)) - 1 for sequence in running]
+        quick = [rows_missed if rows_missed <= rows // _QUICK else 0 for rows_missed in missing]
+        self._quick_alone = any(quick) and quick != missing and not self._quick_alone
+        given = prompt_rows(rows, quick if self._quick_alone else missing)
         ends: list[int] = []
-        for sequence, more in zip(running, prompt_rows(rows, missing), strict=True):
+        for sequence, more in zip(running, given, strict=True):
             end = sequence.computed + 1 + more
             ends.append(end if self._pool.extend(sequence.block_table, end) else sequence.computed + 1)
         return ends

@@ -65,10 +65,11 @@ def test_what_is_not_given_is_left_to_the_file_and_the_defaults(tmp_path: Path) 
     file = tmp_path / "options.yaml"
     file.write_text("model: there\nport: 7\nmax-waiting: 3\napi_key: [x, y]\nsuffix: true\nmax_body: 1MB\n")
     options, config = configs({"model": None, "port": 9, "suffix": None, "api_key": ()}, file)
-    assert options == {"model": "there", "suffix": True}
+    assert options == {"model": "there", "suffix": True, "max_step_tokens": 128}
     assert config == ServeConfig(port=9, max_waiting=3, api_key=("x", "y"), max_body=1 << 20)
     assert engine_config(options).speculation.ngram is False
-    assert configs({}, None) == ({"model": "smollm2-135m"}, ServeConfig())
+    assert configs({}, None) == ({"model": "smollm2-135m", "max_step_tokens": 128}, ServeConfig())
+    assert configs({"max_batch_size": 200}, None)[0]["max_step_tokens"] == 200
 
 
 @pytest.mark.parametrize(
