@@ -28,6 +28,7 @@ ORDER: list[set[str]] = [
     {"llm"},
     {"check"},
     {"bench"},
+    {"serve"},
     {"cli"},
     {"__main__"},
 ]
