@@ -16,8 +16,8 @@ import click
 def view(trace: Path, port: int, browser: bool) -> None:
     """Show the trees of TRACE on a page of this machine, until Ctrl-C.
 
-    TRACE is what `specinfer generate --trace TRACE` wrote, or what the page of `specinfer serve` saved. Nobody
-    else's machine reaches the page, and it asks for nothing from anywhere else.
+    TRACE is what `specinfer generate --trace TRACE` wrote, or what the page of `specinfer serve` saved. No
+    other machine reaches the page, and it asks for nothing from anywhere else.
     """
     from specinfer.engine.trace_file import read_trace
     from specinfer.serve.trace_server import TraceServer

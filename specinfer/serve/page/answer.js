@@ -130,12 +130,14 @@ export class Answer {
       into.append(text);
       return;
     }
-    const span = element("span", { class: `token ${speculators.mark(token.by)}`, text });
+    // The space before a word is nobody's: underlined, it would hang at the ends of lines.
+    const word = text.trimStart() || text;
+    const span = element("span", { class: `token ${speculators.mark(token.by)}`, text: word });
     span.mark = this.marks.length;
     const mark = { span, token };
     this.marks.push(mark);
     (this.#byStep[token.at] ??= []).push(mark);
-    into.append(span);
+    into.append(text.slice(0, text.length - word.length), span);
   }
 
   #thoughts() {
@@ -158,7 +160,7 @@ export class Answer {
       const name = element("code", { class: "name" });
       const given = element("code", { class: "arguments" });
       this.#calls.set(index, { name, given });
-      this.#end.before(element("p", { class: "call" }, "calls ", name, given));
+      this.#end.before(element("p", { class: "call" }, "calls ", name, " ", given));
     }
     const { name, given } = this.#calls.get(index);
     name.append(called.name ?? "");

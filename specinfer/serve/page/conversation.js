@@ -41,12 +41,13 @@ export class Conversation {
     const turn = { text };
     turn.words = element("p", { class: "words", text });
     turn.edit = button("Edit", () => this.#edit(turn));
-    turn.said = element("div", { class: "said" }, turn.words, element("div", { class: "actions" }, turn.edit));
+    turn.said = element("div", { class: "said" }, turn.words);
     turn.element = element(
       "article",
       { class: "turn user", "aria-label": "You" },
       element("h2", { class: "who", text: "You" }),
       turn.said,
+      element("div", { class: "actions" }, turn.edit),
     );
     this.#turns.push(turn);
     this.#page.element.append(turn.element);
@@ -61,7 +62,7 @@ export class Conversation {
     const leave = () => {
       turn.form.remove();
       turn.form = null;
-      turn.said.hidden = false;
+      turn.said.hidden = turn.edit.hidden = false;
       turn.edit.focus();
     };
     turn.form = element(
@@ -80,8 +81,8 @@ export class Conversation {
       this.#page.focus();
       this.send(text);
     });
-    turn.said.hidden = true;
-    turn.element.append(turn.form);
+    turn.said.hidden = turn.edit.hidden = true;
+    turn.said.after(turn.form);
     words.focus();
   }
 

@@ -12,8 +12,7 @@ export async function* events(response) {
       rest = whole.pop();
       for (const event of whole) {
         const data = dataOf(event);
-        if (data === "[DONE]") return;
-        if (data) yield JSON.parse(data);
+        if (data && data !== "[DONE]") yield JSON.parse(data);
       }
     }
   } finally {

@@ -19,7 +19,7 @@ export class Figures {
     const list = element("dl", { class: "numbers" });
     const names = { rate: "tokens per step", speed: timed ? "tokens/s" : "ms per step", tokens: "tokens" };
     for (const [name, caption] of Object.entries(names)) {
-      this.#values[name] = element("dd", { class: name, text: "\u2013" });
+      this.#values[name] = element("dd", { class: `figure-${name}`, text: "\u2013" });
       list.append(element("div", {}, element("dt", { text: caption }), this.#values[name]));
     }
     this.element = element("aside", { class: "figures", "aria-label": "Figures" }, list, this.#legend);
@@ -84,7 +84,7 @@ export class Figures {
       const item = element(
         "li",
         { title: name ? `Tokens of the text that ${name} guessed, of all it guessed.` : "The target's own tokens." },
-        element("span", { class: `sample ${speculators.mark(name ? [name] : [])}`, text: sample, "aria-hidden": "true" }),
+        element("span", { class: `sample ${speculators.mark(name ? [name] : [])}`, text: `${sample}\u00a0\u00a0`, "aria-hidden": "true" }),
         element("span", { text: name || "target" }),
         row,
       );

@@ -119,7 +119,7 @@ export class Settings {
       if (!field.name || field.name === "speculator") continue;
       if (field.name === "key") field.value = this.#server.key;
       else if (field.type === "checkbox") field.checked = kept[field.name] ?? field.defaultChecked;
-      else field.value = kept[field.name] ?? field.defaultValue;
+      else if (field.name in kept) field.value = kept[field.name];
     }
   }
 

@@ -61,10 +61,9 @@ export class TokenText {
       const unit = this.#units[0];
       if (!unit) return this.#take(this.#text.length, null);
       if (!unit.whole && !last) return;
-      const start = this.#begun ? unit.text : unit.text.trimStart() || unit.text;
-      if (this.#text.startsWith(unit.text)) this.#take(unit.text.length, unit);
-      else if (this.#text.startsWith(start)) this.#take(start.length, unit);
-      else if (unit.text.startsWith(this.#text)) {
+      const shown = this.#shown(unit);
+      if (this.#text.startsWith(shown)) this.#take(shown.length, unit);
+      else if (shown.startsWith(this.#text)) {
         if (!last) return;
         this.#take(this.#text.length, unit);
       } else {
@@ -77,10 +76,16 @@ export class TokenText {
 
   // How many tokens stand before the first one that the text may begin with; 0: there is none.
   #hidden() {
-    const found = this.#units
-      .slice(0, FAR)
-      .findIndex(({ text }) => text && (this.#text.startsWith(text) || text.startsWith(this.#text)));
+    const found = this.#units.slice(0, FAR).findIndex((unit) => {
+      const shown = this.#shown(unit);
+      return shown && (this.#text.startsWith(shown) || shown.startsWith(this.#text));
+    });
     return Math.max(found, 0);
+  }
+
+  // A unit as the text would show it: a text's first word may have lost the space before it.
+  #shown({ text }) {
+    return this.#begun || this.#text.startsWith(text) ? text : text.trimStart() || text;
   }
 
   #take(length, unit) {

@@ -17,23 +17,35 @@ export function shortened(text) {
 
 // `step` with `width(token)` in pixels gives places {token, x, y, width, parent}: a place's parent is a place,
 // null for the root's, which comes first. The target's own token hangs below the last node of the path.
+//
+// A node stands in the row of its first child, so a path without branches is a straight line; branches go as
+// far up as what stands there already lets them, and no line crosses another.
 export function layout(step, width, { gap, pitch }) {
   const places = [];
   const children = step.children;
   const last = step.path.at(-1) ?? 0;
-  let rows = 0;
+  const free = []; // of each depth the first row that is free
 
-  const visit = (token, depth, parent) => {
-    const place = { token, depth, parent, row: rows, width: width(token) };
-    places.push(place);
-    const below = token.node === null ? [] : children[token.node].map((node) => step.nodes[node]);
-    if (token.node === last) below.unshift(step.next);
-    below.forEach((child, number) => {
-      if (number) rows += 1;
-      visit(child, depth + 1, place);
-    });
+  const below = (token) => {
+    if (token.node === null) return [];
+    const found = children[token.node].map((node) => step.nodes[node]);
+    return token.node === last ? [step.next, ...found] : found;
   };
-  visit(step.nodes[0], 0, null);
+  const grow = (first, depth, parent) => {
+    const line = [];
+    for (let token = first; token; [token] = below(token)) line.push(token);
+    const row = Math.max(0, (parent?.row ?? -1) + 1, ...line.map((_, place) => free[depth + place] ?? 0));
+    let above = parent;
+    const placed = line.map((token, place) => {
+      above = { token, depth: depth + place, parent: above, row, width: width(token) };
+      free[above.depth] = row + 1;
+      places.push(above);
+      return above;
+    });
+    for (const place of placed.reverse())
+      for (const child of below(place.token).slice(1)) grow(child, place.depth + 1, place);
+  };
+  grow(step.nodes[0], 0, null);
 
   const widest = [];
   for (const { depth, width } of places) widest[depth] = Math.max(widest[depth] ?? 0, width);
@@ -42,5 +54,5 @@ export function layout(step, width, { gap, pitch }) {
     place.x = left[place.depth];
     place.y = place.row * pitch;
   }
-  return { places, width: left.at(-1) + widest.at(-1), height: (rows + 1) * pitch };
+  return { places, width: left.at(-1) + widest.at(-1), height: Math.max(...free) * pitch };
 }
