@@ -24,7 +24,7 @@ def view(trace: Path, port: int, browser: bool) -> None:
 
     with TraceServer(read_trace(trace), trace.name, port) as server:
         click.echo(f"{trace}: {server.url}  (Ctrl-C ends)")
-        if browser:
-            webbrowser.open(server.url)
         with contextlib.suppress(KeyboardInterrupt):
+            if browser:
+                webbrowser.open(server.url)
             server.serve_forever()

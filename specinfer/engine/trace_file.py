@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from specinfer.errors import UserError
 
@@ -77,5 +77,5 @@ def _is(value: object, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _are(values: object, kind: type | tuple[type, ...]) -> bool:
+def _are(values: object, kind: type | tuple[type, ...]) -> TypeGuard[list[Any]]:
     return isinstance(values, list) and all(_is(value, kind) for value in values)

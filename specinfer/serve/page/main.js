@@ -42,8 +42,11 @@ function announce(text) {
 // Keep the end of the text in sight, unless somebody reads further up.
 let followed = true;
 let due = false;
+let top = 0;
 room.addEventListener("scroll", () => {
-  followed = room.scrollHeight - room.scrollTop - room.clientHeight < NEAR;
+  if (room.scrollHeight - room.scrollTop - room.clientHeight < NEAR) followed = true;
+  else if (room.scrollTop < top) followed = false; // not where the text merely grew meanwhile
+  top = room.scrollTop;
 });
 function follow(always = false) {
   if (always) followed = true;

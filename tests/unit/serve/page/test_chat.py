@@ -41,7 +41,9 @@ def test_an_answer_is_streamed_and_each_token_marked_by_who_guessed_it(page: Pag
     page.wait_for_selector(DONE)
     assert said(page) == TEXT
     assert prompts(server) == ["<user>Tell me of the fox.<assistant>"]
-    marks = page.eval_on_selector_all(".answer .token", "all => all.map(one => [one.textContent, one.className])")
+    marks = page.eval_on_selector_all(
+        ".answer .token", "all => all.map(one => [one.textContent, one.className])"
+    )
     steps = [tree for _, tree in steps_of(TEXT, nodes=9)]
     places = {"draft": 0, "ngram": 1, "suffix": 2, "prediction": 3, "grammar": 4}
     expected = []
@@ -167,9 +169,7 @@ def test_a_setting_out_of_range_is_shown_before_anything_is_sent(page: Page, ser
     assert server.backend.works == []
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab(
-    page: Page, serving: Serving, complaints: list[str]
-) -> None:
+def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page, serving: Serving, complaints: list[str]) -> None:
     server = serving(says("Welcome."), keys=["sesame"])
     page.goto(server.url)
     page.get_by_text("The server asks for an API key").wait_for()

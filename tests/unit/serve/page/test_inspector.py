@@ -34,8 +34,12 @@ def title(page: Page) -> str:
 
 
 def nodes(page: Page, kind: str) -> list[str]:
-    found = page.locator(f"#inspector .node.{kind} .text").all_inner_texts()
-    return [text.replace("\u00b7", " ") for text in found]
+    return [plain(text) for text in page.locator(f"#inspector .node.{kind} .text").all_inner_texts()]
+
+
+def plain(shown: str) -> str:
+    """A node's text with its spaces as spaces."""
+    return shown.replace("\u00b7", " ")
 
 
 def lit(page: Page) -> list[str]:
@@ -68,18 +72,15 @@ def test_the_tree_is_nested_as_it_grew(answered: Page) -> None:
     parents = answered.eval_on_selector_all(
         "#inspector .tree li",
         """items => items.map(item => {
-            const text = (one) => one?.querySelector(':scope > .node .text').textContent.replaceAll('\\u00b7', ' ');
-            return [text(item), text(item.parentElement.closest('li')) ?? null];
+            const text = (one) => one?.querySelector(':scope > .node .text').textContent ?? null;
+            return [text(item), text(item.parentElement.closest('li'))];
         })""",
     )
     tree = next(tree for tree in STEPS if " over" in tree["texts"][1:])
     texts, last = tree["texts"], [0, *tree["path"]][-1]
-    expected = {texts[node]: texts[parent] for node, parent in enumerate(tree["parents"]) if node}
-    assert {text: parent for text, parent in parents} == {
-        texts[0]: None,
-        tree["next_text"]: texts[last],
-        **expected,
-    }
+    expected: dict[str, str | None] = {texts[0]: None, tree["next_text"]: texts[last]}
+    expected |= {texts[node]: texts[parent] for node, parent in enumerate(tree["parents"]) if node}
+    assert {plain(text): parent and plain(parent) for text, parent in parents} == expected
 
 
 def test_every_step_is_reached_by_the_keyboard_alone(answered: Page) -> None:

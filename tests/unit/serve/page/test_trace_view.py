@@ -118,8 +118,8 @@ def test_a_file_can_be_dropped(page: Page, serving: Serving) -> None:
         """text => {
             const dataTransfer = new DataTransfer();
             dataTransfer.items.add(new File([text], "dropped.jsonl"));
-            for (const name of ["dragover", "drop"])
-                document.body.dispatchEvent(new DragEvent(name, { dataTransfer, bubbles: true, cancelable: true }));
+            const how = { dataTransfer, bubbles: true, cancelable: true };
+            for (const name of ["dragover", "drop"]) document.body.dispatchEvent(new DragEvent(name, how));
         }""",
         trace(TEXT),
     )
