@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final
 from urllib.parse import quote, urlsplit
@@ -10,6 +11,7 @@ from specinfer.errors import ConfigError
 from specinfer.serve.page_files import PAGE_HEADERS, PageFile, page_files
 
 _HOST: Final = "127.0.0.1"
+_NAMES: Final = (_HOST, "localhost")  # and any port: one may be forwarded
 _TRACE: Final = "/trace.jsonl"  # where the page looks for it
 
 
@@ -40,6 +42,11 @@ class TraceServer(ThreadingHTTPServer):
         """The page's address, which says that there is a trace, and its name."""
         return f"http://{self.authority}/?trace={quote(self._name)}"
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of browsers that went away."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: TraceServer
@@ -47,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         # A page elsewhere whose name suddenly means this machine would be let in by its browser, not by us.
-        if self.headers.get("Host") != self.server.authority:
+        if self.headers.get("Host", "").rpartition(":")[0] not in _NAMES:
             self._answer(403, b"this server is asked by the address it printed\n")
             return
         file = self.server.files.get(urlsplit(self.path).path)

@@ -231,7 +231,8 @@ function cost(step) {
 
 function duration(seconds) {
   const thousandths = 1000 * seconds;
-  return thousandths >= 100 ? `${thousandths.toFixed(0)} ms` : `${thousandths.toPrecision(2)} ms`;
+  if (thousandths >= 10) return `${thousandths.toFixed(0)} ms`;
+  return `${thousandths >= 1 ? thousandths.toFixed(1) : Number(thousandths.toPrecision(2))} ms`;
 }
 
 // The width of a character of the tree's font, in pixels.

@@ -29,10 +29,7 @@ export class Speculators {
   }
 
   #place(name) {
-    if (!this.#places.has(name)) {
-      const taken = this.#places.size;
-      this.#places.set(name, taken < PLACES ? taken : taken % PLACES);
-    }
+    if (!this.#places.has(name)) this.#places.set(name, this.#places.size % PLACES);
     return this.#places.get(name);
   }
 }

@@ -45,7 +45,13 @@ def test_it_serves_the_page_and_the_trace(server: TraceServer) -> None:
 
 
 def test_a_page_elsewhere_cannot_read_the_trace(server: TraceServer) -> None:
-    assert ask(server, "/trace.jsonl", Host="evil.example")[0] == 403
+    for host, status in {
+        "evil.example": 403,
+        "127.0.0.1.evil.example": 403,
+        "[": 403,
+        "localhost:99": 200,
+    }.items():
+        assert ask(server, "/trace.jsonl", Host=host)[0] == status
 
 
 def test_it_is_reached_from_this_machine_alone(server: TraceServer) -> None:
