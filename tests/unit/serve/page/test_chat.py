@@ -75,7 +75,7 @@ def test_an_answer_can_be_stopped(page: Page, serving: Serving) -> None:
     assert said(page) == begun
     assert page.evaluate("document.activeElement.id") == "words"
     ask(page, "And now?")
-    page.wait_for_function("document.querySelectorAll('.answer[aria-busy=false]').length == 2")
+    page.wait_for_selector(f"{DONE} >> nth=1")
     assert server.backend.gone == [server.backend.works[0].id]
     assert prompts(server)[1] == f"<user>Go on.<assistant>{begun}<user>And now?<assistant>"
 
@@ -95,9 +95,9 @@ def test_an_answer_can_be_made_again(page: Page, serving: Serving) -> None:
 def test_a_question_can_be_edited_and_what_followed_is_dropped(page: Page, serving: Serving) -> None:
     server = serving(says("One."), says("Two."), says("Three."))
     page.goto(server.url)
-    for words in ("First?", "Second?"):
+    for place, words in enumerate(("First?", "Second?")):
         ask(page, words)
-        page.wait_for_function("!document.body.classList.contains('busy')")
+        page.wait_for_selector(f"{DONE} >> nth={place}")
     page.get_by_role("button", name="Edit").first.click()
     box = page.get_by_label("Your message")
     assert box.input_value() == "First?"

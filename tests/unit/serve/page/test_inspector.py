@@ -174,7 +174,7 @@ def test_an_answer_that_still_grows_can_be_inspected(page: Page, serving: Servin
     page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
     page.keyboard.press("Enter")
     page.locator(".answer .token").nth(1).click()
-    page.wait_for_function("document.querySelector('#inspector h2').textContent == 'Step 2 of 3'")
+    page.get_by_role("heading", name="Step 2 of 3").wait_for()
     page.get_by_role("button", name="Stop").click()
     page.wait_for_selector(".answer[aria-busy=false]")
     page.get_by_role("button", name="Regenerate").click()
