@@ -1,4 +1,4 @@
-"""The command line: `specinfer serve | generate | chat | pull | demo | bench | check | doctor`.
+"""The command line: `specinfer serve | generate | chat | pull | demo | bench | check | doctor | view`.
 
 Commands are imported when they are called, so `specinfer --help` answers before torch would have loaded.
 """
@@ -25,6 +25,7 @@ COMMANDS: Final = {  # name -> module, which has a click command of that name; i
     "bench": "Measure a model without and with speculation.",
     "check": "Test on your own models that speculation does not change the output.",
     "doctor": "Print what a bug report needs: versions, CPU, kernels and how fast they are.",
+    "view": "Look at the token trees of a trace file, in a browser.",
 }
 BUG: Final = 70  # the exit status of an internal error, as in sysexits.h
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells have it

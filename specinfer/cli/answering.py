@@ -51,17 +51,12 @@ class Listener:
         except OSError as error:
             raise ConfigError(f"cannot write the trace to {self._trace}: {error.strerror}") from None
 
-    def _text(self, token: int) -> str:
-        if self._tokenizer.is_special(token):
-            return self._tokenizer.id_to_token(token) or ""
-        return self._tokenizer.token_bytes[token].decode("utf-8", "replace")
-
     def _hear(self, event: TreeEvent) -> None:
         if self._file is not None:
             with self._writing():
-                self._file.write(json.dumps(event.to_json()) + "\n")
+                self._file.write(json.dumps(event.to_json(self._tokenizer)) + "\n")
         if self.show:
-            for line in draw_tree(event, self._text):
+            for line in draw_tree(event, self._tokenizer.text_of):
                 click.echo(line.coloured() if self._colour else line.plain())
             click.echo()
 

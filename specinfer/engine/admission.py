@@ -54,6 +54,11 @@ class Admission:
         """The most tokens, prompt and output together, for which there is a context and a cache."""
         return min(self.max_context, self._capacity)
 
+    @property
+    def speculators(self) -> tuple[str, ...]:
+        """The names of the engine's speculators, in the order they are asked."""
+        return self._limits.names
+
     def admit(self, request: Request, source: str = "prompt", said: Sequence[int] = ()) -> Admitted:
         """Check a request, compile its grammar and make its processors.
 

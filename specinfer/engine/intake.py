@@ -50,6 +50,11 @@ class Intake:
         """The most tokens, prompt and output together, that one request can be served with here."""
         return self._admission.longest
 
+    @property
+    def speculators(self) -> tuple[str, ...]:
+        """The names of the engine's speculators, in the order they are asked."""
+        return self._admission.speculators
+
     def prompts(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[list[Admitted]]:
         """For one prompt or for each of several its n requests."""
         with naming("prompt"):

@@ -29,15 +29,10 @@ class TreeEvent:
         """The event as plain JSON values.
 
         `proposed_by[i]` names the speculators that drew node i, `likelihoods[i]` is how likely they thought
-        it to become text. With a tokenizer, `texts[i]` is the node's token as text, `next_text` the bonus's.
+        it to become text. With a tokenizer, `texts[i]` is the node's token as text, `next_text` the bonus's,
+        and `bytes` has, in hexadecimal and by id, the bytes of tokens that are no whole characters.
         """
-        texts = {}
-        if tokenizer is not None:
-            texts = {
-                "texts": [tokenizer.text_of(token) for token in self.tree.token_ids],
-                "next_text": tokenizer.text_of(self.acceptance.next_token),
-            }
-        return texts | {
+        return (self._texts(tokenizer) if tokenizer is not None else {}) | {
             "step": self.step,
             "request_id": self.request_id,
             "token_ids": list(self.tree.token_ids),
@@ -48,3 +43,13 @@ class TreeEvent:
             "likelihoods": [round(likely, 6) for likely in self.tree.likelihoods()],
             "seconds": {stage: round(seconds, 6) for stage, seconds in self.seconds.items()},
         }
+
+    def _texts(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        tokens = [*self.tree.token_ids, self.acceptance.next_token]
+        *texts, last = map(tokenizer.text_of, tokens)
+        parts = {
+            str(token): tokenizer.token_bytes[token].hex()
+            for token, text in zip(tokens, [*texts, last], strict=True)
+            if "\ufffd" in text and not tokenizer.is_special(token)
+        }
+        return {"texts": texts, "next_text": last} | ({"bytes": parts} if parts else {})

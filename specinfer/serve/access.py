@@ -17,6 +17,7 @@ from specinfer.serve.caller import CALLER, Caller
 
 _LOG = logging.getLogger("specinfer.serve.access")
 OPEN_PATHS: Final = ("/health", "/ready", "/version", "/")  # nobody's secret, and asked for by load balancers
+_OPEN_FOLDER: Final = "/page/"  # what the page at / is made of; it asks for the key itself
 
 
 class Keys:
@@ -98,7 +99,9 @@ class Access:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = dict(scope["headers"])
-        asked = bool(self._keys) and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS"
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        is_open = path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+        asked = bool(self._keys) and not is_open and scope["method"] != "OPTIONS"
         if asked and not self._keys.admit(headers.get(b"authorization", b"")):
             return ApiError(
                 "no API key that is known; send Authorization: Bearer KEY",

@@ -23,11 +23,13 @@ from specinfer.serve.completions import Completions
 from specinfer.serve.event_stream import stream, unless_gone
 from specinfer.serve.fields import parse
 from specinfer.serve.metrics import TEXT_TYPE
+from specinfer.serve.page_files import PAGE_HEADERS, page_files
 from specinfer.serve.response_fields import ResponseFields
 from specinfer.serve.response_store import ResponseStore
 from specinfer.serve.responses import Responses
 from specinfer.serve.service import Service
 from specinfer.serve.token_fields import DetokenizeFields, TokenizeFields, detokenize, tokenize
+from specinfer.serve.work import EngineFacts
 from specinfer.version import VERSION
 
 
@@ -55,6 +57,8 @@ def build_app(service: Service, keys: Keys) -> FastAPI:
     _add_openai_paths(app, service)
     _add_token_paths(app, service)
     _add_server_paths(app, service)
+    if config.page:
+        _add_page(app)
     # The last one added is the first one asked.
     app.add_middleware(Access, keys=keys, max_body=config.max_body, idle_timeout=config.idle_timeout)
     if config.cors_origin:
@@ -104,6 +108,7 @@ def _add_openai_paths(app: FastAPI, service: Service) -> None:
             "owned_by": "specinfer",
             "root": service.models[-1],
             "max_model_len": service.facts.max_context,
+            "speculation": _speculation(service.facts),
         }
 
     @app.get("/v1/models")
@@ -176,6 +181,31 @@ def _add_server_paths(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(await service.backend.health()), media_type=TEXT_TYPE)
+
+
+def _add_page(app: FastAPI) -> None:
+    files = page_files()
+
+    async def page(request: Request) -> Response:
+        name = request.path_params.get("name")
+        file = files.get("/" if name is None else f"/page/{name}")
+        if file is None:
+            raise HTTPException(404)
+        return Response(file.body, media_type=file.media_type, headers=PAGE_HEADERS)
+
+    app.add_route("/", page, include_in_schema=False)
+    app.add_route("/page/{name}", page, include_in_schema=False)
+
+
+def _speculation(facts: EngineFacts) -> dict[str, Any]:
+    """What requests may ask of speculation here, and what they get without asking."""
+    usual = facts.speculation
+    return {
+        "speculators": list(facts.speculators),
+        "max_nodes": usual.max_nodes,
+        "expansion": str(usual.expansion) if usual.drafts else None,  # the shape of a draft model's trees
+        "verifier": usual.verifier,
+    }
 
 
 def _add(

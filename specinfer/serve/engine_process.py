@@ -94,7 +94,13 @@ class EngineProcess:
         llm = self._llm
         llm.loop.start()
         threading.Thread(target=self._send, name="outbox", daemon=True).start()
-        facts = EngineFacts(llm.max_context, llm.intake.longest, os.getpid())
+        facts = EngineFacts(
+            llm.max_context,
+            llm.intake.longest,
+            os.getpid(),
+            llm.intake.speculators,
+            llm.config.speculation,
+        )
         self._outbox.put(("ready", facts))
         commands: dict[str, Callable[[Any], None]] = {
             "add": self._add,

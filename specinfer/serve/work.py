@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from specinfer.config import SpeculationConfig
 from specinfer.request import FinishReason, Logprobs, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 
@@ -69,6 +70,8 @@ class EngineFacts:
     max_context: int  # prompt and output tokens of a request
     longest: int  # the same, with the KV cache counted
     pid: int
+    speculators: tuple[str, ...] = ()  # whom a request may name
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ WITHOUT_TORCH = (
     *("errors", "files", "config", "structured_output", "speculation_params", "sampling_params", "request"),
     *("tokenizer", "hub", "progress", "tree", "grammar", "processors", "plan", "verify", "speculate.limits"),
     *("engine.scheduler", "engine.kv_blocks", "engine.sequence", "engine.transcript", "engine.trace"),
+    *("engine.trace_file", "serve.page_files", "serve.trace_server", "cli.view"),
     *("engine.metrics", "engine.admission", "engine.intake", "engine.loop"),
     *("serve.reader", "serve.reasoning", "serve.tools"),
     *(

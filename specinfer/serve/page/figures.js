@@ -1,0 +1,101 @@
+// Figures: what stands beside an answer: tokens per step, tokens per second, and who guessed how much.
+
+import { element } from "./dom.js";
+import { speculators } from "./speculators.js";
+
+export class Figures {
+  #values = {};
+  #legend = element("ul", { class: "legend", role: "list", "aria-label": "Who guessed these tokens" });
+  #counts = new Map(); // speculator -> {accepted, proposed}; "" is the target itself
+  #rows = new Map();
+  #steps = 0;
+  #tokens = 0; // since the first step, which only reads the prompt
+  #seconds = 0; // that steps say they took
+  #first = null; // when the first step was told
+  #asked;
+
+  constructor({ timed }) {
+    this.#asked = timed ? performance.now() : null;
+    const list = element("dl", { class: "numbers" });
+    const names = { rate: "tokens per step", speed: timed ? "tokens/s" : "ms per step", tokens: "tokens" };
+    for (const [name, caption] of Object.entries(names)) {
+      this.#values[name] = element("dd", { class: `figure-${name}`, text: "\u2013" });
+      list.append(element("div", {}, element("dt", { text: caption }), this.#values[name]));
+    }
+    this.element = element("aside", { class: "figures", "aria-label": "Figures" }, list, this.#legend);
+  }
+
+  add(step) {
+    const now = performance.now();
+    this.#first ??= now;
+    if (this.#steps) {
+      this.#tokens += step.tokens.length;
+      this.#seconds += step.total;
+    }
+    this.#steps += 1;
+    for (const { by } of step.nodes.slice(1)) for (const name of by) this.#count(name).proposed += 1;
+    for (const { by } of step.tokens) for (const name of by.length ? by : [""]) this.#count(name).accepted += 1;
+    this.#show(now);
+  }
+
+  // The server's own figures, where it told them.
+  finish(usage, speculation) {
+    const now = performance.now();
+    const tokens = usage?.completion_tokens;
+    if (speculation?.mean_acceptance_length) this.#set("rate", speculation.mean_acceptance_length.toFixed(2));
+    if (tokens === undefined) return;
+    this.#set("tokens", tokens);
+    if (this.#first !== null && tokens > 1 && now > this.#first)
+      this.#set("speed", round((1000 * (tokens - 1)) / (now - this.#first)));
+    if (this.#first !== null)
+      this.element.title = `The first token came after ${((this.#first - this.#asked) / 1000).toFixed(2)} s.`;
+  }
+
+  get tokensPerStep() {
+    return this.#values.rate.textContent;
+  }
+
+  get tokens() {
+    return this.#values.tokens.textContent;
+  }
+
+  #show(now) {
+    const steps = this.#steps - 1;
+    this.#set("tokens", this.#tokens + 1);
+    if (steps) this.#set("rate", (this.#tokens / steps).toFixed(2));
+    if (this.#asked === null) {
+      if (steps && this.#seconds) this.#set("speed", round((1000 * this.#seconds) / steps));
+    } else if (now - this.#first > 250) this.#set("speed", round((1000 * this.#tokens) / (now - this.#first)));
+    for (const [name, { row }] of this.#rows) {
+      const { accepted, proposed } = this.#counts.get(name);
+      row.textContent = name ? `${accepted} of ${proposed}` : `${accepted}`;
+    }
+  }
+
+  #set(name, value) {
+    this.#values[name].textContent = value;
+  }
+
+  #count(name) {
+    if (!this.#counts.has(name)) {
+      this.#counts.set(name, { accepted: 0, proposed: 0 });
+      const row = element("span", { class: "count" });
+      const sample = name ? speculators.letter(name) : "T";
+      const item = element(
+        "li",
+        { title: name ? `Tokens of the text that ${name} guessed, of all it guessed.` : "The target's own tokens." },
+        element("span", { class: `sample ${speculators.mark(name ? [name] : [])}`, text: `${sample}\u00a0\u00a0`, "aria-hidden": "true" }),
+        element("span", { text: name || "target" }),
+        row,
+      );
+      this.#rows.set(name, { row, item });
+      if (name) this.#legend.insertBefore(item, this.#rows.get("")?.item ?? null);
+      else this.#legend.append(item);
+    }
+    return this.#counts.get(name);
+  }
+}
+
+function round(value) {
+  return value >= 100 ? value.toFixed(0) : value.toFixed(1);
+}

@@ -1,0 +1,182 @@
+"""A server without a model: its backend says what a script says, with the trees of each step."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+
+from specinfer.config import SpeculationConfig
+from specinfer.request import FinishReason, SpeculationFigures
+from specinfer.serve.access import Keys
+from specinfer.serve.app import build_app
+from specinfer.serve.backend import Health
+from specinfer.serve.config import ServeConfig
+from specinfer.serve.dialect import Dialect
+from specinfer.serve.metrics import Metrics
+from specinfer.serve.server import listen
+from specinfer.serve.service import Service
+from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
+from specinfer.tokenizer import Tokenizer
+
+Script = Callable[[Work], Iterable[Delta | None]]  # None: say no more until the work is given up
+TEMPLATE: Final = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+FACTS: Final = EngineFacts(
+    max_context=100_000,
+    longest=100_000,
+    pid=1,
+    speculators=("grammar", "prediction", "draft", "suffix", "ngram"),
+    speculation=SpeculationConfig(drafts=("small",), max_nodes=64),
+)
+_ACCEPTED: Final = (3, 0, 5, 1, 2)  # tokens, step by step
+_NAMES: Final = (["draft"], ["ngram"], ["draft", "ngram"], ["suffix"], ["prediction"], ["grammar"])
+
+
+class ScriptedBackend:
+    """A Backend that gives each work the next script, the last one again and again."""
+
+    def __init__(self, *scripts: Script) -> None:
+        self.scripts = list(scripts)
+        self.works: list[Work] = []
+        self.gone: list[str] = []  # works that were given up
+
+    async def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
+        left = {work.id for work in works}
+        try:
+            for work in works:
+                self.works.append(work)
+                script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+                for delta in script(work):
+                    if delta is None:
+                        await asyncio.Event().wait()
+                    else:
+                        await asyncio.sleep(0)  # the server hands on what there is
+                        yield delta
+                left.discard(work.id)
+        finally:
+            self.abort(left)
+
+    def abort(self, ids: Iterable[str]) -> None:
+        self.gone += ids
+
+    async def health(self) -> Health:
+        return Health(True, FACTS, EngineState())
+
+
+def says(
+    text: str, *, nodes: int = 6, stops_after: int | None = None, end: FinishReason = FinishReason.STOP
+) -> Script:
+    """An answer with that text, in steps of one to six tokens; it stops after so many steps, if told to."""
+
+    def script(work: Work) -> Iterator[Delta | None]:
+        figures = SpeculationFigures()
+        steps = list(steps_of(text, nodes=nodes))
+        for number, (said, tree) in enumerate(steps):
+            if number == stops_after:
+                yield None
+            drafted, accepted = len(tree["token_ids"]) - 1, len(tree["path"])
+            if number:
+                figures.steps += 1
+                figures.output_tokens += accepted + 1
+                figures.drafted_tokens += drafted
+                figures.accepted_tokens += accepted
+            last = number == len(steps) - 1
+            tokens = (*[tree["token_ids"][node] for node in tree["path"]], tree["next_token"])
+            yield Delta(
+                work.id,
+                said,
+                tokens,
+                trees=(tree,) if work.traced else (),
+                steps=((drafted, accepted),) if number else (),
+                finish_reason=end if last else None,
+                figures=figures if last else None,
+            )
+
+    return script
+
+
+def steps_of(text: str, *, nodes: int = 6) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A text in steps: what each adds, and its tree of about so many nodes, in the form of a trace."""
+    words = re.findall(r"\s*[\w']+|\s*[^\w\s]|\s+", text)
+    ids = {word: 100 + i for i, word in enumerate(dict.fromkeys(words))}
+    before, at, number = "<assistant>", 0, 0
+    while at < len(words):
+        wanted = _ACCEPTED[(number - 1) % len(_ACCEPTED)] if number else 0
+        said = words[at : at + wanted + 1]
+        tree = _tree(before, said, number, nodes if number else 1)
+        tree["token_ids"] = [ids.get(word, 10 + place) for place, word in enumerate(tree["texts"])]
+        tree["next_token"] = ids[said[-1]]
+        yield "".join(said), tree
+        before, at, number = said[-1], at + len(said), number + 1
+
+
+def _tree(root: str, said: list[str], step: int, nodes: int) -> dict[str, Any]:
+    """A tree with the path `said`, its last token the target's own, and guesses beside it."""
+    texts, parents, path = [root], [-1], list(range(1, len(said)))
+    texts += said[:-1]
+    parents += range(len(path))
+    while len(texts) < nodes:
+        parents.append(len(texts) // 2 if len(texts) % 3 else len(texts) - 1)
+        texts.append(f" other{len(texts)}")
+    return {
+        "step": step + 1,
+        "request_id": "scripted",
+        "texts": texts,
+        "parents": parents,
+        "proposed_by": [[], *(_NAMES[(step + node) % len(_NAMES)] for node in range(1, len(texts)))],
+        "likelihoods": [1.0, *(round(0.9 / (1 + parents[node]), 6) for node in range(1, len(texts)))],
+        "path": path,
+        "next_text": said[-1],
+        "seconds": {"schedule": 0.0001, "propose": 0.004, "target_forward": 0.02, "verify": 0.001},
+    }
+
+
+@dataclass(frozen=True)
+class ScriptedServer:
+    """Where it listens, and who answers there."""
+
+    url: str
+    backend: ScriptedBackend
+
+
+@contextmanager
+def scripted_server(folder: Path, *scripts: Script, keys: Sequence[str] = ()) -> Iterator[ScriptedServer]:
+    """The real application over a ScriptedBackend, on a free port of this machine.
+
+    `folder` has a tokenizer with the chat template above.
+    """
+    config = ServeConfig(port=0)
+    backend = ScriptedBackend(*scripts)
+    tokenizer = Tokenizer.load(folder)
+    service = Service(
+        config,
+        backend,
+        tokenizer,
+        FACTS,
+        Dialect.of(tokenizer),
+        models=["scripted"],
+        batch=16,
+        metrics=Metrics("scripted"),
+    )
+    app = build_app(service, Keys(list(keys)))
+    listener = listen(config)
+    listener.listen(16)  # who asks before the server runs waits for it
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+    thread.start()
+    try:
+        yield ScriptedServer(f"http://127.0.0.1:{listener.getsockname()[1]}", backend)
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(10)
+        listener.close()

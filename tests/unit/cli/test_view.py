@@ -1,0 +1,75 @@
+"""`specinfer view`."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from click.testing import CliRunner
+
+from specinfer.cli import cli
+from specinfer.errors import UserError
+
+EVENT = {
+    "step": 1,
+    "token_ids": [5, 6],
+    "parents": [-1, 0],
+    "proposed_by": [[], ["ngram"]],
+    "path": [1],
+    "next_token": 8,
+}
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(json.dumps(EVENT) + "\n")
+    return file
+
+
+def test_it_shows_the_trace_until_it_is_interrupted_without_torch_or_a_web_framework(trace: Path) -> None:
+    program = (
+        "import sys\n"
+        "for name in ('torch', 'fastapi', 'uvicorn'): sys.modules[name] = None\n"  # importing them fails
+        "from specinfer.cli import main\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-u", "-c", program, "view", str(trace), "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        [address] = re.findall(r"http://127\.0\.0\.1:\d+/\?trace=trace\.jsonl", line)
+        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=10)
+        connection.request("GET", "/trace.jsonl")
+        assert connection.getresponse().read() == trace.read_bytes()
+        connection.close()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_it_opens_the_browser(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def stop(url: str) -> None:
+        opened.append(url)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("webbrowser.open", stop)
+    done = CliRunner().invoke(cli, ["view", str(trace)])
+    [url] = opened
+    assert (done.exit_code, done.output) == (0, f"{trace}: {url}  (Ctrl-C ends)\n")
+
+
+def test_a_file_that_is_no_trace_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "prose.txt").write_text("hello")
+    done = CliRunner().invoke(cli, ["view", str(tmp_path / "prose.txt"), "--no-browser"])
+    assert isinstance(done.exception, UserError)
+    assert "prose.txt, line 1: it is not JSON; give a file" in str(done.exception)

@@ -1,0 +1,56 @@
+"""A step's tree as JSON values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specinfer.engine.trace import TreeEvent
+from specinfer.tokenizer import Tokenizer
+from specinfer.tree import TreeBuilder
+from specinfer.verify.acceptance import Acceptance
+from tests.tiny_models import write_byte_tokenizer
+
+A, B = b"AB"
+E_ACUTE = "\u00e9".encode()  # two bytes, and each is a token
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    write_byte_tokenizer(tmp_path, 256)
+    return Tokenizer.load(tmp_path)
+
+
+def step(root: int, guess: int, bonus: int) -> TreeEvent:
+    builder = TreeBuilder(root=root)
+    builder.add(0, guess, "ngram")
+    return TreeEvent(2, "r", builder.build(), Acceptance((1,), bonus), {"propose": 0.25})
+
+
+def test_an_event_says_all_of_its_step(tokenizer: Tokenizer) -> None:
+    assert step(A, B, A).to_json(tokenizer) == {
+        "step": 2,
+        "request_id": "r",
+        "token_ids": [A, B],
+        "parents": [-1, 0],
+        "proposed_by": [[], ["ngram"]],
+        "path": [1],
+        "next_token": A,
+        "likelihoods": [1.0, 0.5],
+        "seconds": {"propose": 0.25},
+        "texts": ["A", "B"],
+        "next_text": "A",
+    }
+
+
+def test_parts_of_characters_have_their_bytes(tokenizer: Tokenizer) -> None:
+    first, second = E_ACUTE
+    told = step(A, first, second).to_json(tokenizer)
+    assert told["texts"] == ["A", "\ufffd"]
+    assert told["next_text"] == "\ufffd"
+    assert told["bytes"] == {str(first): "c3", str(second): "a9"}
+
+
+def test_without_a_tokenizer_there_are_ids_alone(tokenizer: Tokenizer) -> None:
+    assert not {"texts", "next_text", "bytes"} & set(step(A, B, A).to_json())

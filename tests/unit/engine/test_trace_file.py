@@ -1,0 +1,92 @@
+"""Trace files: what is one, and what is said of what is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer.engine.trace import TreeEvent
+from specinfer.engine.trace_file import complaint, read_trace
+from specinfer.errors import UserError
+from specinfer.tree import TreeBuilder
+from specinfer.verify.acceptance import Acceptance
+
+EVENT: dict[str, Any] = {
+    "step": 1,
+    "token_ids": [5, 6, 7],
+    "parents": [-1, 0, 1],
+    "proposed_by": [[], ["ngram"], ["ngram", "draft"]],
+    "path": [1],
+    "next_token": 8,
+}
+
+
+def event() -> dict[str, Any]:
+    """What an engine tells of a step."""
+    builder = TreeBuilder(root=0)
+    cat = builder.add(0, 1, "draft") or 0
+    builder.add(cat, 3, "ngram")
+    return TreeEvent(3, "r", builder.build(), Acceptance((1, 2), 5), {"propose": 0.5}).to_json()
+
+
+def test_what_an_engine_tells_is_a_trace(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(json.dumps(event()) + "\n\n" + json.dumps(EVENT) + "\r\n")
+    assert read_trace(file) == file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"token_ids": []}, "token_ids is no list of integers"),
+        ({"token_ids": [1, True, 3]}, "token_ids is no list of integers"),
+        ({"parents": [-1, 0]}, "parents is no list of as many integers as token_ids"),
+        ({"parents": [-1, 0, 2]}, "parents is no tree: the first is -1, and each other one an earlier node"),
+        ({"parents": [0, 0, 1]}, "parents is no tree: the first is -1, and each other one an earlier node"),
+        ({"path": [3]}, "path is no list of nodes"),
+        ({"path": [2]}, "path does not lead down the tree from its root"),
+        ({"next_token": "x"}, "step and next_token are integers"),
+        ({"step": None}, "step and next_token are integers"),
+        ({"proposed_by": [[], []]}, "proposed_by is no list of lists of names, one for each node"),
+        ({"proposed_by": [[], [1], []]}, "proposed_by is no list of lists of names, one for each node"),
+        ({"texts": ["a"]}, "texts has not one value for each node"),
+        ({"likelihoods": [1.0, "x", 0.5]}, "likelihoods has not one value for each node"),
+        ({"seconds": {"propose": "x"}}, "seconds is no object of numbers"),
+        ({"bytes": {"5": 1}}, "bytes is no object of texts"),
+        ({"next_text": 1}, "next_text and request_id are texts"),
+    ],
+)
+def test_what_is_wrong_with_a_step_is_said(change: dict[str, Any], said: str) -> None:
+    assert complaint(EVENT) == ""
+    assert complaint(EVENT | change) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "line 1: token_ids is no list of integers"),
+        ("[]", "line 1: it is no JSON object"),
+        (json.dumps(EVENT) + "\nhello", "line 2: it is not JSON"),
+        (json.dumps(EVENT | {"likelihoods": [1, float("nan"), 0]}), "line 1: it is not JSON"),
+        ("[" * 100_000, "line 1: it is not JSON"),
+        ("\n \n", "has no steps"),
+        ("", "has no steps"),
+    ],
+)
+def test_a_file_that_is_none_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(text)
+    with pytest.raises(UserError, match=said) as error:
+        read_trace(file)
+    assert "generate --trace FILE" in str(error.value)
+
+
+def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read .*none: No such file"):
+        read_trace(tmp_path / "none")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="line 1: it is not JSON"):
+        read_trace(tmp_path / "bytes")

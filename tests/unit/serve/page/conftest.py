@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.scripted_backend import TEMPLATE, Script, ScriptedServer, scripted_server
+from tests.tiny_models import write_byte_tokenizer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+CHROMIUM = os.environ.get("SPECINFER_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+Serving = Callable[..., ScriptedServer]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of bytes with a chat template."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder, 256)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture
+def serving(tokenizer_folder: Path) -> Iterator[Serving]:
+    """Starts a server that answers by these scripts; it ends with the test."""
+    with ExitStack() as stack:
+
+        def start(*scripts: Script, keys: Sequence[str] = ()) -> ScriptedServer:
+            return stack.enter_context(scripted_server(tokenizer_folder, *scripts, keys=keys))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A headless Chromium; skips where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not Path(CHROMIUM).exists():
+        pytest.skip(f"there is no {CHROMIUM}; SPECINFER_CHROMIUM names another")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def complaints() -> list[str]:
+    """What the page's console says; what a test expects of it, the test takes away."""
+    return []
+
+
+@pytest.fixture
+def page(browser: Browser, complaints: list[str]) -> Iterator[Page]:
+    """A page of its own, which may neither complain nor ask another host for anything."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, accept_downloads=True)
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    hosts: set[str] = set()
+    page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: hosts.add(urlsplit(request.url).hostname or ""))
+    yield page
+    context.close()
+    assert complaints == []
+    assert hosts <= {"127.0.0.1", ""}, "the page asks other hosts"

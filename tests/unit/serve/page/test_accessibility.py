@@ -1,0 +1,215 @@
+"""The page for people who hear it, use keys alone, want no motion, have small screens, or sit in the dark."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.scripted_backend import ScriptedServer, says
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = pytest.mark.thorough
+Serving = Callable[..., ScriptedServer]
+TEXT = "The fox ran over the hill, and the dog stayed."
+
+
+@pytest.fixture
+def answered(page: Page, serving: Serving) -> Page:
+    """A page with an answer, whose first tree is shown."""
+    page.goto(serving(says(TEXT)).url)
+    page.wait_for_selector("#model option", state="attached")
+    page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".answer[aria-busy=false]")
+    return page
+
+
+def tabbed(page: Page, count: int) -> list[str]:
+    """What the tab key reaches behind the page's first control, which has the focus: names, texts or ids."""
+    page.get_by_role("combobox", name="Model").focus()
+    found = []
+    for _ in range(count):
+        page.keyboard.press("Tab")
+        found.append(
+            page.evaluate(
+                "(one => one.getAttribute('aria-label') || one.textContent.trim().slice(0, 30) || one.id)"
+                "(document.activeElement)"
+            )
+        )
+    return found
+
+
+def test_the_page_reads_well(answered: Page) -> None:
+    snapshot = answered.locator("body").aria_snapshot()
+    for line in (
+        "- banner:",
+        '- heading "specinfer" [level=1]',
+        '- combobox "Model":',
+        '- navigation "Page":',
+        "- main:",
+        '- article "You":',
+        '- article "Answer":',
+        '- group "Answer. Arrow keys go from token to token, Enter shows the token\'s step.": ' + TEXT,
+        '- button "Inspect steps"',
+        '- button "Regenerate"',
+        '- complementary "Figures":',
+        '- list "Who guessed these tokens":',
+        '- textbox "Message":',
+        '- button "Send"',
+    ):
+        assert line in snapshot, f"{line} is not in\n{snapshot}"
+    # Each token is text among text, and no button of its own.
+    assert snapshot.count("button") < 12
+
+
+def test_the_inspector_reads_well(answered: Page) -> None:
+    answered.get_by_role("button", name="Inspect steps").click()
+    snapshot = answered.locator("#inspector").aria_snapshot()
+    for pattern in (
+        r'- region "Step 2 of \d+":',
+        r'- group "Steps":',
+        r'- button "Previous step"',
+        r'- button "Play"',
+        r'- slider "Step"',
+        r'- region "Tree of the step":',
+        r"- list:\n\s+- listitem:",
+        r'"The", the last token of the text before this step',
+        r'" fox", guessed by draft and ngram, 90% likely, accepted',
+        r'" the", the target\'s own token',
+        r'- region "What the step cost":',
+    ):
+        assert re.search(pattern, snapshot.replace('\\"', '"')), f"{pattern} is not in\n{snapshot}"
+
+
+def test_tab_goes_through_the_page_in_reading_order(answered: Page) -> None:
+    *top, edit, answer = tabbed(answered, 5)
+    assert [*top, edit] == ["New chat", "Open trace", "Settings", "Edit"]
+    assert answer.startswith("Answer. Arrow keys")
+    order = tabbed(answered, 11)[5:]
+    assert order == ["Inspect steps", "Regenerate", "Copy", "Save trace", "words", "Send"]
+
+
+def test_everything_that_can_be_operated_has_a_name(answered: Page) -> None:
+    answered.get_by_role("button", name="Inspect steps").click()
+    answered.get_by_role("button", name="Settings").click()
+    nameless = answered.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, textarea, [tabindex='0']")]
+            .filter(one => !one.hidden && !(one.ariaLabel || one.textContent.trim() || one.labels?.length))
+            .map(one => one.outerHTML)"""
+    )
+    assert nameless == []
+
+
+def test_the_end_is_announced_once_and_no_token_is(page: Page, serving: Serving) -> None:
+    page.goto(serving(says(TEXT)).url)
+    page.evaluate(
+        """() => {
+            window.said = [];
+            const status = document.querySelector("[role=status]");
+            const listen = () => said.push(status.textContent);
+            const all = { childList: true, characterData: true, subtree: true };
+            new MutationObserver(listen).observe(status, all);
+        }"""
+    )
+    page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
+    page.keyboard.press("Enter")
+    page.get_by_role("status").filter(has_text="finished").wait_for(state="attached")
+    page.wait_for_timeout(100)
+    [said] = page.evaluate("said")
+    assert re.fullmatch(r"Answer finished: \d+ tokens, \d\.\d\d tokens per step\.", said)
+    assert page.locator(".answer").evaluate("one => one.closest('[aria-live]')") is None
+
+
+def test_a_dialog_gives_the_focus_back(answered: Page) -> None:
+    settings = answered.get_by_role("button", name="Settings")
+    settings.focus()
+    answered.keyboard.press("Enter")
+    assert answered.get_by_role("dialog", name="Settings").is_visible()
+    answered.keyboard.press("Escape")
+    assert answered.evaluate("document.activeElement.id") == "open-settings"
+
+
+def test_nothing_moves_for_those_who_want_no_motion(page: Page, serving: Serving) -> None:
+    moving = "document.getAnimations().length"
+    page.goto(serving(says(TEXT, stops_after=2), says(TEXT, stops_after=2)).url)
+    page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".answer .token")
+    assert page.evaluate(moving) == 1
+    page.emulate_media(reduced_motion="reduce")
+    assert page.evaluate(moving) == 0
+    page.get_by_role("button", name="Stop").click()
+    page.wait_for_selector(".answer[aria-busy=false]")
+
+
+@pytest.mark.parametrize("width", [360, 768, 1280])
+def test_no_width_needs_scrolling_sideways(answered: Page, width: int) -> None:
+    answered.set_viewport_size({"width": width, "height": 740})
+    for act in ("", "Inspect steps", "Settings"):
+        if act:
+            answered.get_by_role("button", name=act).click()
+        for place in ("document.documentElement", "document.querySelector('main')"):
+            wide, there = answered.evaluate(f"[{place}.scrollWidth, {place}.clientWidth]")
+            assert wide <= there, f"{place} is {wide} pixels wide in {there} after {act}"
+    dialog = answered.get_by_role("dialog").bounding_box()
+    assert dialog is not None
+    assert dialog["x"] >= 0
+    assert dialog["x"] + dialog["width"] <= width
+
+
+CONTRASTS = """() => {
+    const seen = (color) => {  // any notation, as red, green and blue
+        const canvas = new OffscreenCanvas(1, 1).getContext("2d");
+        canvas.fillStyle = color;
+        canvas.fillRect(0, 0, 1, 1);
+        return [...canvas.getImageData(0, 0, 1, 1).data];
+    };
+    const light = (color) => color.slice(0, 3).map(c => c / 255)
+        .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+    const behind = (one) => {
+        for (; one; one = one.parentElement) {
+            const color = seen(getComputedStyle(one).backgroundColor);
+            if (color[3] === 255) return color;
+        }
+        return seen(getComputedStyle(document.documentElement).backgroundColor);
+    };
+    const found = {};
+    for (const one of document.querySelectorAll("body *")) {
+        const own = [...one.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
+        if (!own || !one.checkVisibility() || one.disabled || one.closest(".visually-hidden")) continue;
+        const [a, b] = [light(seen(getComputedStyle(one).color)), light(behind(one))];
+        const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+        found[`${one.tagName} ${one.className} ${one.textContent.slice(0, 20)}`] = ratio;
+    }
+    return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_contrast_in_the_light_and_in_the_dark(answered: Page, scheme: str) -> None:
+    answered.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    answered.get_by_role("button", name="Inspect steps").click()
+    found = answered.evaluate(CONTRASTS)
+    assert len(found) > 40
+    assert {what: ratio for what, ratio in found.items() if ratio < 4.5} == {}
+
+
+def test_the_appearance_can_be_chosen(answered: Page) -> None:
+    paper = "getComputedStyle(document.documentElement).backgroundColor"
+    light = answered.evaluate(paper)
+    answered.get_by_role("button", name="Settings").click()
+    answered.select_option("[name=appearance]", "dark")
+    dark = answered.evaluate(paper)
+    assert dark != light
+    answered.reload()
+    assert answered.evaluate(paper) == dark
+    answered.emulate_media(color_scheme="dark")
+    answered.get_by_role("button", name="Settings").click()
+    answered.select_option("[name=appearance]", "light")
+    assert answered.evaluate(paper) == light

@@ -1,0 +1,260 @@
+"""Chatting on the page: what is streamed, marked, stopped, asked again, edited and set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from specinfer.request import FinishReason
+from specinfer.serve.work import Delta, Work
+from tests.scripted_backend import Script, ScriptedServer, says, steps_of
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page, Route
+
+pytestmark = pytest.mark.thorough
+Serving = Callable[..., ScriptedServer]
+TEXT = "The fox ran over the hill, and the dog, which was old, stayed where it was: under the tree."
+DONE = ".answer[aria-busy=false]"
+
+
+def ask(page: Page, words: str) -> None:
+    page.get_by_label("Message", exact=True).fill(words)
+    page.keyboard.press("Enter")
+
+
+def said(page: Page) -> str:
+    return page.locator(".answer .tokens").last.inner_text()
+
+
+def prompts(server: ScriptedServer) -> list[str]:
+    return [bytes(work.prompt_token_ids).decode() for work in server.backend.works]
+
+
+def test_an_answer_is_streamed_and_each_token_marked_by_who_guessed_it(page: Page, serving: Serving) -> None:
+    server = serving(says(TEXT, nodes=9))
+    page.goto(server.url)
+    ask(page, "Tell me of the fox.")
+    page.wait_for_selector(DONE)
+    assert said(page) == TEXT
+    assert prompts(server) == ["<user>Tell me of the fox.<assistant>"]
+    marks = page.eval_on_selector_all(
+        ".answer .token", "all => all.map(one => [one.textContent, one.className])"
+    )
+    steps = [tree for _, tree in steps_of(TEXT, nodes=9)]
+    places = {"draft": 0, "ngram": 1, "suffix": 2, "prediction": 3, "grammar": 4}
+    expected = []
+    for tree in steps:
+        for node in tree["path"]:
+            by = tree["proposed_by"][node]
+            several = " by-several" if len(by) > 1 else ""
+            expected.append([tree["texts"][node].strip(), f"token by-{places[by[0]]}{several}"])
+        expected.append([tree["next_text"].strip(), "token by-target"])
+    assert marks == expected
+    tokens = sum(len(tree["path"]) + 1 for tree in steps)
+    assert page.locator(".figure-rate").inner_text() == f"{(tokens - 1) / (len(steps) - 1):.2f}"
+    assert page.locator(".figure-tokens").inner_text() == str(tokens)
+    guessed = sum("ngram" in names for tree in steps for names in tree["proposed_by"])
+    right = sum("ngram" in tree["proposed_by"][node] for tree in steps for node in tree["path"])
+    assert f"{right} of {guessed}" in page.locator(".legend li", has_text="ngram").inner_text()
+    assert page.locator(".answer > .said > .strip g").count() == len(steps)
+
+
+def test_an_answer_can_be_stopped(page: Page, serving: Serving) -> None:
+    server = serving(says(TEXT, stops_after=3), says("Again."))
+    page.goto(server.url)
+    ask(page, "Go on.")
+    page.wait_for_selector(".answer .token >> nth=4")
+    page.get_by_role("button", name="Stop").click()
+    page.wait_for_selector(DONE)
+    assert page.get_by_text("You stopped it.").is_visible()
+    begun = "".join(text for text, _ in list(steps_of(TEXT))[:3])
+    assert said(page) == begun
+    assert page.evaluate("document.activeElement.id") == "words"
+    ask(page, "And now?")
+    page.wait_for_selector(f"{DONE} >> nth=1")
+    assert server.backend.gone == [server.backend.works[0].id]
+    assert prompts(server)[1] == f"<user>Go on.<assistant>{begun}<user>And now?<assistant>"
+
+
+def test_an_answer_can_be_made_again(page: Page, serving: Serving) -> None:
+    server = serving(says("It is one."), says("It is two."))
+    page.goto(server.url)
+    ask(page, "Which?")
+    page.wait_for_selector(DONE)
+    page.get_by_role("button", name="Regenerate").click()
+    page.get_by_text("two").wait_for()
+    page.wait_for_selector(DONE)
+    assert page.locator(".answer").count() == 1
+    assert prompts(server) == ["<user>Which?<assistant>"] * 2
+
+
+def test_a_question_can_be_edited_and_what_followed_is_dropped(page: Page, serving: Serving) -> None:
+    server = serving(says("One."), says("Two."), says("Three."))
+    page.goto(server.url)
+    for place, words in enumerate(("First?", "Second?")):
+        ask(page, words)
+        page.wait_for_selector(f"{DONE} >> nth={place}")
+    page.get_by_role("button", name="Edit").first.click()
+    box = page.get_by_label("Your message")
+    assert box.input_value() == "First?"
+    box.press("Escape")
+    assert page.locator(".turn").count() == 4
+    page.get_by_role("button", name="Edit").first.click()
+    box.fill("Another?")
+    page.locator(".edit").get_by_role("button", name="Send").click()
+    page.get_by_text("Three").wait_for()
+    page.wait_for_selector(DONE)
+    assert page.locator(".turn").count() == 2
+    assert prompts(server)[2] == "<user>Another?<assistant>"
+
+
+def test_settings_go_with_the_request_and_outlive_the_page(page: Page, serving: Serving) -> None:
+    server = serving(says("Yes."))
+    page.goto(server.url)
+    page.wait_for_selector("[name=speculator]", state="attached")
+    page.get_by_role("button", name="Settings").click()
+    for name, value in {
+        "system": "Be brief.",
+        "temperature": "0.5",
+        "top_p": "0.9",
+        "top_k": "40",
+        "min_p": "0.05",
+        "seed": "7",
+        "max_tokens": "33",
+        "stop": "\\n\\n\nEnd",
+        "max_nodes": "12",
+        "expansion": "2, 2, 1",
+    }.items():
+        page.fill(f"[name={name}]", value)
+    page.select_option("[name=verifier]", "mss")
+    page.get_by_label("ngram", exact=True).uncheck()
+    page.get_by_role("button", name="Done").click()
+    page.reload()
+    page.wait_for_selector("[name=speculator]", state="attached")
+    ask(page, "Well?")
+    page.wait_for_selector(DONE)
+    assert prompts(server) == ["<system>Be brief.<user>Well?<assistant>"]
+    params = server.backend.works[0].params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 40, 0.05)
+    assert (params.seed, params.max_tokens, params.stop) == (7, 33, ("\n\n", "End"))
+    asked = params.speculation
+    assert asked.speculators == ("grammar", "prediction", "draft", "suffix")
+    assert (asked.max_nodes, str(asked.expansion), asked.verifier) == (12, "2,2,1", "mss")
+
+
+def test_speculation_can_be_switched_off(page: Page, serving: Serving) -> None:
+    server = serving(says("Yes."))
+    page.goto(server.url)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Speculate").uncheck()
+    page.get_by_role("button", name="Done").click()
+    ask(page, "Well?")
+    page.wait_for_selector(DONE)
+    assert server.backend.works[0].params.speculation.enabled is False
+
+
+def test_a_setting_out_of_range_is_shown_before_anything_is_sent(page: Page, serving: Serving) -> None:
+    server = serving(says("Yes."))
+    page.goto(server.url)
+    page.get_by_role("button", name="Settings").click()
+    page.fill("[name=top_p]", "7")
+    page.get_by_role("button", name="Done").click()
+    page.keyboard.press("Escape")
+    ask(page, "Well?")
+    page.wait_for_selector("dialog[open] [name=top_p]:invalid")
+    assert server.backend.works == []
+
+
+def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page, serving: Serving, complaints: list[str]) -> None:
+    server = serving(says("Welcome."), keys=["sesame"])
+    page.goto(server.url)
+    page.get_by_text("The server asks for an API key").wait_for()
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("API key").fill("sesame")
+    page.get_by_role("button", name="Done").click()
+    page.wait_for_selector("#model option", state="attached")
+    assert page.locator("#trouble").is_hidden()
+    page.reload()
+    ask(page, "Open.")
+    page.wait_for_selector(DONE)
+    assert said(page) == "Welcome."
+    assert page.evaluate("JSON.stringify(localStorage)").count("sesame") == 0
+    assert all("401" in one for one in complaints)
+    complaints.clear()
+
+
+def test_what_the_server_refuses_is_said(page: Page, serving: Serving, complaints: list[str]) -> None:
+    def refuses(work: Work) -> Iterator[Delta]:
+        yield Delta(work.id, "Well", (1,))
+        yield Delta(work.id, finish_reason=FinishReason.ERROR, error="no token is left", parameter="seed")
+
+    page.goto(serving(refuses).url)
+    ask(page, "Well?")
+    page.wait_for_selector(DONE)
+    assert page.get_by_role("alert").inner_text() == "The server refused: no token is left"
+    assert said(page) == "Well"
+    assert page.get_attribute("[name=seed]", "aria-invalid") == "true"
+
+
+def test_text_is_never_markup(page: Page, serving: Serving) -> None:
+    text = '<img src=x onerror="document.title=1"> <b>bold</b> &amp; <script>document.title=2</script>'
+    page.goto(serving(says(text)).url)
+    ask(page, text)
+    page.wait_for_selector(DONE)
+    page.locator(".answer .token").nth(3).click()
+    assert said(page) == text
+    assert page.locator(".user .words").inner_text() == text
+    assert page.locator("main img, main b, main script, #inspector img").count() == 0
+    assert page.title() == "specinfer"
+
+
+def test_reasoning_is_folded_and_calls_are_shown(page: Page, serving: Serving) -> None:
+    steps = [tree for _, tree in steps_of("<think> let me see </think> It is so.")]
+
+    def chunk(delta: dict[str, Any], **more: Any) -> str:
+        return f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta, **more}]})}\n\n"
+
+    def called(index: int, **function: str) -> dict[str, Any]:
+        return {"tool_calls": [{"index": index, "function": function}]}
+
+    body = "".join(
+        [
+            chunk({"role": "assistant", "content": ""}, trees=steps),
+            chunk({"reasoning_content": "let me"}) + chunk({"reasoning_content": " see"}),
+            chunk({"content": "It is"}) + chunk({"content": " so."}),
+            chunk(called(0, name="look", arguments="")) + chunk(called(0, arguments='{"at": 1}')),
+            chunk({}, finish_reason="tool_calls") + "data: [DONE]\n\n",
+        ]
+    )
+
+    def answer(route: Route) -> None:
+        route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+    page.goto(serving(says("unused")).url)
+    page.route("**/v1/chat/completions", answer)
+    ask(page, "Is it?")
+    page.wait_for_selector(DONE)
+    fold = page.locator("details.reasoning")
+    assert fold.get_attribute("open") is None
+    fold.locator("summary").click()
+    assert fold.locator(".token").all_inner_texts() == ["let", "me", "see"]
+    assert page.locator(".said > .tokens .token").all_inner_texts() == ["It", "is", "so", "."]
+    assert page.locator(".call").inner_text() == 'calls look {"at": 1}'
+
+
+def test_a_new_chat_forgets_the_old_one(page: Page, serving: Serving) -> None:
+    scripts: list[Script] = [says("One."), says("Two.")]
+    server = serving(*scripts)
+    page.goto(server.url)
+    ask(page, "First?")
+    page.wait_for_selector(DONE)
+    page.get_by_role("button", name="New chat").click()
+    assert page.locator(".turn").count() == 0
+    assert page.locator("#welcome").is_visible()
+    ask(page, "Second?")
+    page.wait_for_selector(DONE)
+    assert prompts(server)[1] == "<user>Second?<assistant>"

@@ -1,0 +1,182 @@
+"""The tree inspector, by mouse and by keyboard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.scripted_backend import ScriptedServer, says, steps_of
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = pytest.mark.thorough
+Serving = Callable[..., ScriptedServer]
+TEXT = "The fox ran over the hill, and the dog, which was old, stayed where it was: under the tree."
+NODES = 9
+STEPS: list[dict[str, Any]] = [tree for _, tree in steps_of(TEXT, nodes=NODES)]
+
+
+@pytest.fixture
+def answered(page: Page, serving: Serving) -> Page:
+    """A page with an answer."""
+    page.goto(serving(says(TEXT, nodes=NODES)).url)
+    page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".answer[aria-busy=false]")
+    return page
+
+
+def title(page: Page) -> str:
+    return page.locator("#inspector h2").inner_text()
+
+
+def nodes(page: Page, kind: str) -> list[str]:
+    return [plain(text) for text in page.locator(f"#inspector .node.{kind} .text").all_inner_texts()]
+
+
+def plain(shown: str) -> str:
+    """A node's text with its spaces as spaces."""
+    return shown.replace("\u00b7", " ")
+
+
+def lit(page: Page) -> list[str]:
+    return page.locator(".answer .token.current").all_inner_texts()
+
+
+def test_a_click_on_a_word_shows_the_tree_of_its_step(answered: Page) -> None:
+    answered.locator(".answer .token", has_text="over").click()
+    [number] = [i for i, tree in enumerate(STEPS) if " over" in [*tree["texts"][1:], tree["next_text"]]]
+    tree = STEPS[number]
+    path = [tree["texts"][node] for node in tree["path"]]
+    assert title(answered) == f"Step {number + 1} of {len(STEPS)}"
+    assert nodes(answered, "root") == [tree["texts"][0]]
+    assert nodes(answered, "accepted") == path
+    assert nodes(answered, "own") == [tree["next_text"]]
+    rejected = [text for node, text in enumerate(tree["texts"]) if node and node not in tree["path"]]
+    assert sorted(nodes(answered, "rejected")) == sorted(rejected)
+    assert lit(answered) == [text.strip() for text in [*path, tree["next_text"]]]
+    told = answered.locator("#inspector .tree li").filter(has_text=path[0].strip()).first.inner_text()
+    assert f'" {path[0].strip()}", guessed by' in told
+    assert "90% likely, accepted" in told
+    cost = answered.get_by_role("region", name="What the step cost").inner_text()
+    assert "25 ms" in cost
+    assert [line for line in cost.splitlines() if line.endswith("ms")][-3:] == ["4.0 ms", "20 ms", "1.0 ms"]
+    assert f"{len(path)} of {NODES - 1} guesses accepted" in answered.locator(".summary").inner_text()
+
+
+def test_the_tree_is_nested_as_it_grew(answered: Page) -> None:
+    answered.locator(".answer .token", has_text="over").click()
+    parents = answered.eval_on_selector_all(
+        "#inspector .tree li",
+        """items => items.map(item => {
+            const text = (one) => one?.querySelector(':scope > .node .text').textContent ?? null;
+            return [text(item), text(item.parentElement.closest('li'))];
+        })""",
+    )
+    tree = next(tree for tree in STEPS if " over" in tree["texts"][1:])
+    texts, last = tree["texts"], [0, *tree["path"]][-1]
+    expected: dict[str, str | None] = {texts[0]: None, tree["next_text"]: texts[last]}
+    expected |= {texts[node]: texts[parent] for node, parent in enumerate(tree["parents"]) if node}
+    assert {plain(text): parent and plain(parent) for text, parent in parents} == expected
+
+
+def test_every_step_is_reached_by_the_keyboard_alone(answered: Page) -> None:
+    answered.get_by_role("button", name="Inspect steps").focus()
+    answered.keyboard.press("Enter")
+    assert title(answered) == f"Step 2 of {len(STEPS)}"
+    seen = [lit(answered)]
+    for _ in range(len(STEPS) - 2):
+        answered.keyboard.press("ArrowRight")
+        seen.append(lit(answered))
+    expected = [
+        [text.strip() for text in [*(tree["texts"][node] for node in tree["path"]), tree["next_text"]]]
+        for tree in STEPS[1:]
+    ]
+    assert seen == expected
+    answered.keyboard.press("ArrowRight")
+    assert title(answered) == f"Step {len(STEPS)} of {len(STEPS)}"
+    assert answered.get_by_role("button", name="Next step").is_disabled()
+    answered.keyboard.press("Home")
+    assert title(answered) == f"Step 1 of {len(STEPS)}"
+    answered.keyboard.press("End")
+    assert f"Step {len(STEPS)}: " in answered.get_by_role("status").inner_text()
+    answered.keyboard.press("Escape")
+    assert answered.locator("#inspector").is_hidden()
+    assert answered.evaluate("document.activeElement.textContent") == "Inspect steps"
+    assert lit(answered) == []
+
+
+def test_arrows_go_from_word_to_word_and_enter_opens_its_step(answered: Page) -> None:
+    answered.get_by_role("group", name="Answer").focus()
+    for _ in range(3):
+        answered.keyboard.press("ArrowRight")
+    assert answered.locator(".token.at").inner_text() == "over"
+    note = answered.get_by_role("tooltip").inner_text()
+    assert "step 2, token 3 of 4" in note
+    assert answered.get_by_role("status").inner_text().startswith("over: guessed by ")
+    answered.keyboard.press("Enter")
+    assert title(answered) == f"Step 2 of {len(STEPS)}"
+    answered.keyboard.press("Escape")
+    assert answered.evaluate("document.activeElement.className") == "tokens"
+
+
+def test_the_pointer_is_told_what_a_word_is(answered: Page) -> None:
+    answered.locator(".answer .token").first.hover()
+    assert answered.get_by_role("tooltip").inner_text().splitlines() == [
+        "The",
+        "the target's own",
+        "step 1, token 1 of 1",
+    ]
+    answered.mouse.move(5, 5)
+    assert answered.get_by_role("tooltip").count() == 0
+
+
+def test_steps_are_played_and_held(answered: Page) -> None:
+    answered.clock.install()
+    answered.get_by_role("button", name="Inspect steps").click()
+    answered.keyboard.press("Space")
+    assert answered.get_by_role("button", name="Pause").is_visible()
+    later = sum(len(tree["path"]) + 1 for tree in STEPS[2:])
+    assert answered.locator(".token.later").count() == later
+    answered.clock.run_for(1500)
+    assert title(answered) == f"Step 4 of {len(STEPS)}"
+    answered.keyboard.press("Space")
+    answered.clock.run_for(3000)
+    assert title(answered) == f"Step 4 of {len(STEPS)}"
+    assert answered.locator(".token.later").count() == 0
+    answered.keyboard.press("Space")
+    answered.clock.run_for(60_000)
+    assert title(answered) == f"Step {len(STEPS)} of {len(STEPS)}"
+    assert answered.get_by_role("button", name="Play").is_visible()
+
+
+def test_the_chart_of_steps_is_a_slider_and_takes_clicks(answered: Page) -> None:
+    answered.locator(".answer .strip g").nth(4).locator("rect").first.click()
+    assert title(answered) == f"Step 5 of {len(STEPS)}"
+    slider = answered.get_by_role("slider", name="Step")
+    assert slider.get_attribute("aria-valuenow") == "5"
+    accepted = len(STEPS[4]["path"])
+    assert slider.get_attribute("aria-valuetext") == (
+        f"Step 5 of {len(STEPS)}: {accepted} of {NODES - 1} guesses accepted, {accepted + 1} tokens"
+    )
+    slider.focus()
+    answered.keyboard.press("ArrowLeft")
+    assert slider.get_attribute("aria-valuenow") == "4"
+    answered.locator("#inspector .strip g").nth(1).locator("rect").first.click()
+    assert slider.get_attribute("aria-valuenow") == "2"
+
+
+def test_an_answer_that_still_grows_can_be_inspected(page: Page, serving: Serving) -> None:
+    page.goto(serving(says(TEXT, nodes=NODES, stops_after=3), says("Done.")).url)
+    page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
+    page.keyboard.press("Enter")
+    page.locator(".answer .token").nth(1).click()
+    page.get_by_role("heading", name="Step 2 of 3").wait_for()
+    page.get_by_role("button", name="Stop").click()
+    page.wait_for_selector(".answer[aria-busy=false]")
+    page.get_by_role("button", name="Regenerate").click()
+    assert page.locator("#inspector").is_hidden()
+    page.wait_for_selector(".answer[aria-busy=false]")

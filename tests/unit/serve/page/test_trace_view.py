@@ -1,0 +1,140 @@
+"""Trace files on the page: opened from disk, dropped, saved, and shown by `specinfer view`."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from specinfer.engine.trace_file import read_trace
+from specinfer.serve.trace_server import TraceServer
+from tests.scripted_backend import ScriptedServer, says, steps_of
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = pytest.mark.thorough
+Serving = Callable[..., ScriptedServer]
+TEXT = "The fox ran over the hill, and the dog stayed."
+
+
+def trace(text: str, request: str = "0", **more: Any) -> str:
+    events = [tree | {"request_id": request} | more for _, tree in steps_of(text)]
+    return "".join(json.dumps(event) + "\n" for event in events)
+
+
+@pytest.fixture
+def viewing() -> Iterator[Callable[[str], str]]:
+    """Shows a trace as `specinfer view` does; the page's address."""
+    servers: list[tuple[TraceServer, threading.Thread]] = []
+
+    def start(text: str) -> str:
+        server = TraceServer(text.encode(), "of the fox.jsonl")
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        servers.append((server, thread))
+        return server.url
+
+    yield start
+    for server, thread in servers:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_trace_is_shown_with_its_first_tree(page: Page, viewing: Callable[[str], str]) -> None:
+    page.goto(viewing(trace(TEXT)))
+    page.wait_for_selector("#inspector h2")
+    assert page.locator(".answer .tokens").inner_text() == TEXT
+    assert page.locator("#trace-name").inner_text() == "of the fox.jsonl"
+    steps = len(list(steps_of(TEXT)))
+    assert page.locator("#trace-size").inner_text() == f"1 answer, {steps} steps"
+    assert page.locator("#inspector h2").inner_text() == f"Step 2 of {steps}"
+    assert page.locator(".figure-speed").inner_text() == "25.1"  # ms per step, as the trace says
+    assert page.get_by_role("textbox", name="Message").is_hidden()
+    page.get_by_role("button", name="Settings").click()
+    assert page.get_by_label("Appearance").is_visible()
+    assert page.get_by_label("Temperature").is_hidden()
+
+
+def test_answers_of_several_requests_stand_one_below_the_other(
+    page: Page, viewing: Callable[[str], str]
+) -> None:
+    lines = [trace("One. Yes.", "a").splitlines(), trace("Two. No.", "b").splitlines()]
+    mixed = [line for pair in zip(*lines, strict=False) for line in pair]
+    page.goto(viewing("\n".join([*mixed, *lines[0][len(mixed) // 2 :]]) + "\n"))
+    page.wait_for_selector("#inspector h2")
+    assert page.locator(".answer .tokens").all_inner_texts() == ["One. Yes.", "Two. No."]
+    assert page.locator(".who").all_inner_texts() == ["Answer 1", "Answer 2"]
+
+
+def test_a_trace_without_texts_shows_ids_and_one_of_bytes_shows_characters(
+    page: Page, viewing: Callable[[str], str]
+) -> None:
+    face = "\U0001f600".encode()
+    event = {
+        "step": 1,
+        "token_ids": [5, 6],
+        "parents": [-1, 0],
+        "proposed_by": [[], ["ngram"]],
+        "path": [1],
+        "next_token": 7,
+    }
+    page.goto(viewing(json.dumps(event)))
+    page.wait_for_selector("#inspector h2")
+    assert page.locator(".answer .tokens").inner_text().strip() == "#6 #7"
+    texts = {"texts": ["a", "\ufffd"], "next_text": "\ufffd"}
+    page.goto(viewing(json.dumps(event | texts | {"bytes": {"6": face[:2].hex(), "7": face[2:].hex()}})))
+    page.wait_for_selector("#inspector h2")
+    assert page.locator(".answer .tokens").inner_text() == "\U0001f600"
+
+
+def test_a_file_is_opened_and_one_that_is_no_trace_is_refused(
+    page: Page, serving: Serving, tmp_path: Path
+) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text(trace(TEXT))
+    bad.write_text(trace(TEXT) + '{"step": 1}\n')
+    page.goto(serving(says("unused")).url)
+    page.set_input_files("#file", bad)
+    steps = len(list(steps_of(TEXT)))
+    said = f"bad.jsonl cannot be shown. Line {steps + 1}: token_ids is no list of integers."
+    assert page.get_by_role("alert").inner_text() == said
+    page.set_input_files("#file", good)
+    assert page.locator("#trace .answer .tokens").inner_text() == TEXT
+    assert page.get_by_role("alert").count() == 0
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Back to the chat").click()
+    assert page.evaluate("document.activeElement.id") == "words"
+
+
+def test_a_file_can_be_dropped(page: Page, serving: Serving) -> None:
+    page.goto(serving(says("unused")).url)
+    page.evaluate(
+        """text => {
+            const dataTransfer = new DataTransfer();
+            dataTransfer.items.add(new File([text], "dropped.jsonl"));
+            const how = { dataTransfer, bubbles: true, cancelable: true };
+            for (const name of ["dragover", "drop"]) document.body.dispatchEvent(new DragEvent(name, how));
+        }""",
+        trace(TEXT),
+    )
+    page.wait_for_selector("#inspector h2")
+    assert page.locator("#trace-name").inner_text() == "dropped.jsonl"
+
+
+def test_what_the_page_saves_is_a_trace(page: Page, serving: Serving, tmp_path: Path) -> None:
+    page.goto(serving(says(TEXT)).url)
+    page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".answer[aria-busy=false]")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save trace").click()
+    saved = tmp_path / download.value.suggested_filename
+    download.value.save_as(saved)
+    events = [json.loads(line) for line in read_trace(saved).splitlines()]
+    assert events == [tree for _, tree in steps_of(TEXT)]
