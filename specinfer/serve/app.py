@@ -49,7 +49,6 @@ def build_app(service: Service, keys: Keys) -> FastAPI:
         version=VERSION,
         docs_url=None,  # its page would come from somewhere else
         redoc_url=None,
-        root_path=config.root_path,
     )
     app.add_exception_handler(ApiError, tell_api_error)
     app.add_exception_handler(HTTPException, tell_http_error)
