@@ -142,6 +142,21 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_that_came_before() -> None:
     assert steps == 1
 
 
+def test_a_prompt_has_fewer_rows_the_longer_its_text_is_so_that_steps_take_alike_long() -> None:
+    s = scheduler(rows=512, blocks=8000, context=40_000)
+    long = sequence("a", 30_000)
+    s.add(long)
+    rows = []
+    while long.num_output == 0:
+        plan = s.schedule()
+        rows.append(plan.entries[0].end - plan.entries[0].start)
+        commit(plan, [long])
+    assert rows[0] == 512
+    assert rows == sorted(rows, reverse=True)
+    assert 60 <= rows[-2] <= 65  # 512 * 4096 / (4096 + 30,000)
+    assert sum(rows) == 30_000
+
+
 def test_short_prompts_have_every_second_step_for_themselves() -> None:
     s = scheduler(rows=44, batch=9, blocks=1000, tree=1)
     long = sequence("a", 1000)
