@@ -32,7 +32,7 @@ _QUICK = 4  # a prompt that misses at most a fourth of a step's rows is a short 
 # A row so far into its text costs twice what the first does: as much for its keys as for its products.
 # Measured: 3,500 for a 1.5B model in int8 with matrix units; more without.
 _REACH = 4096
-_LEAST_ROWS = 16  # fewer are hardly cheaper: the weights are read for them as well
+_LEAST_ROWS = 64  # of fewer each costs more: keys are read in blocks for so many
 _SCORED_ROWS = 64  # of a prompt that wants log-probabilities: each row yields a whole vocabulary of logits
 
 
