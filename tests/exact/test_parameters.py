@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.target_law import target_law
@@ -125,4 +125,4 @@ def test_coupled_texts_follow_the_oracles_law_over_seeds():
     likely = [text for text, p in law.items() if p * 1500 > 5]
     seen = [*(counts[t] for t in likely), 1500 - sum(counts[t] for t in likely)]
     wanted = [*(law[t] * 1500 for t in likely), 1500 * (1 - sum(law[t] for t in likely))]
-    assert chisquare(seen, wanted).pvalue > 1e-3
+    assert scipy.stats.chisquare(seen, wanted).pvalue > 1e-3

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner, as_rows
@@ -72,7 +72,7 @@ def p_value(tiny: Tiny, options: dict[str, Any], sampling: dict[str, Any]) -> fl
     if sum(law[t] for t in rare) * REQUESTS >= 5:
         bins.append((sum(counts.get(t, 0) for t in rare), sum(law[t] for t in rare) * REQUESTS))
     seen, expected = np.array(bins).T
-    return float(stats.chisquare(seen, expected * seen.sum() / expected.sum()).pvalue)
+    return float(scipy.stats.chisquare(seen, expected * seen.sum() / expected.sum()).pvalue)
 
 
 @pytest.mark.parametrize(
