@@ -120,9 +120,9 @@ def test_coupled_texts_follow_the_oracles_law_over_seeds():
     world, case = World(VOCAB, seed=8), replace(CASES["all of them"], bad_words=((0, 0),))
     law = expected(case, world, 3)
     counts = dict.fromkeys(law, 0)
-    for seed in range(1500):
+    for seed in range(750):
         counts[coupled_text(case, seed, world, 3)[0]] += 1
-    likely = [text for text, p in law.items() if p * 1500 > 5]
-    seen = [*(counts[t] for t in likely), 1500 - sum(counts[t] for t in likely)]
-    wanted = [*(law[t] * 1500 for t in likely), 1500 * (1 - sum(law[t] for t in likely))]
+    likely = [text for text, p in law.items() if p * 750 > 5]
+    seen = [*(counts[t] for t in likely), 750 - sum(counts[t] for t in likely)]
+    wanted = [*(law[t] * 750 for t in likely), 750 * (1 - sum(law[t] for t in likely))]
     assert scipy.stats.chisquare(seen, wanted).pvalue > 1e-3
