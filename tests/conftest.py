@@ -19,6 +19,11 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("repeatable")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long ones first: of several processes none is left with one while the others have nothing to do."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Tiny tensors gain nothing from more threads, and lose much when the other cores are busy."""
