@@ -21,6 +21,10 @@ DEV := $(VENV)/.installed-dev
 # In tests PyTorch's threads sleep while they wait, instead of spinning: several runs may share the cores, and a
 # spinning thread keeps the one it waits for from running (docs/log.md). The native kernels' own always sleep soon.
 test test-fast: export OMP_WAIT_POLICY ?= PASSIVE
+# Every process that runs tests imports all of them: compiled ones are kept, even where that is unusual.
+test test-fast: export PYTHONDONTWRITEBYTECODE =
+# A process per core; each begins with a part of its own, so that fixtures are made once, and takes from others' ends.
+SHARED_OUT := --numprocesses logical --dist worksteal
 
 .PHONY: help demo serve test test-fast test-aarch64 lint format wheel peers-env pin clean distclean
 .DEFAULT_GOAL := help
@@ -34,11 +38,11 @@ demo: $(RUN) ## install, fetch a small model, and show speculation at work
 serve: $(RUN) ## serve that model to OpenAI clients, on http://127.0.0.1:8000
 	@$(BIN)/specinfer serve $(ARGS)
 
-test: lint test-fast ## lint, types and the whole test suite: what CI runs
-	$(BIN)/python -m pytest -m "slow or thorough" --numprocesses logical $(ARGS)
+test: lint ## lint, types and the whole test suite: what CI runs
+	$(BIN)/python -m pytest $(SHARED_OUT) $(ARGS)
 
 test-fast: $(DEV) ## the tests that need no real model and no seconds, a process per core
-	$(BIN)/python -m pytest -m "not slow and not thorough" --numprocesses logical $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not thorough" $(SHARED_OUT) $(ARGS)
 
 test-aarch64: $(DEV) ## its kernels, with Debian's g++-aarch64-linux-gnu and qemu-user where this machine is none
 	$(BIN)/python -m pytest tests/unit/kernels/test_native_proof.py -m slow -k aarch64 -rs $(ARGS)

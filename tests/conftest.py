@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import hypothesis
 import pytest
-import torch
 
 from specinfer.files import cache_dir
 
-# The same examples in every run, on every machine: a test that passed passes again.
-hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
-hypothesis.settings.load_profile("repeatable")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The same examples in every run, on every machine: a test that passed passes again."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # this process only deals out tests, and the others wait for it to start
+    import hypothesis
+
+    hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+    hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long ones first: of several processes none is left with one while the others have nothing to do."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Tiny tensors gain nothing from more threads, and lose much when the other cores are busy."""
+    import torch  # here, as the process that deals out tests does without
+
     torch.set_num_threads(1)
 
 

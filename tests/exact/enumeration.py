@@ -12,7 +12,9 @@ Numbers may be floats or fractions.
 from collections import defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache, partial
 from itertools import product
+from math import prod
 
 import numpy as np
 
@@ -48,19 +50,33 @@ class Branching:
         return self.choose([weight / total for weight in weights])
 
 
-def outcomes(play):
-    """The law of `play(chance)`, a dict outcome -> probability."""
-    law = defaultdict(int)
+def falls(play):
+    """What `play(chance)` makes of each sequence of answers, and the probability of the sequence."""
     script = []
     while True:
         chance = Branching(script)
-        law[play(chance)] += chance.probability
+        outcome = play(chance)
+        yield outcome, chance.probability
         trail = chance.trail
         while trail and trail[-1][0] + 1 == trail[-1][1]:
             trail.pop()
         if not trail:
-            return dict(law)
+            return
         script = [answer for answer, _ in trail[:-1]] + [trail[-1][0] + 1]
+
+
+def outcomes(play):
+    """The law of `play(chance)`, a dict outcome -> probability."""
+    law = defaultdict(int)
+    for outcome, probability in falls(play):
+        law[outcome] += probability
+    return dict(law)
+
+
+def combinations(*plays):
+    """What plays that ask nothing of one another make together: a tuple, and its probability."""
+    for each in product(*(list(falls(play)) for play in plays)):
+        yield [outcome for outcome, _ in each], prod(probability for _, probability in each)
 
 
 class World:
@@ -71,10 +87,14 @@ class World:
         self.params = params or SamplingParams()
         self.seed = seed
         self.sharpness = sharpness
+        self.rows = {}  # each is made once
 
     def logits(self, model, text):
-        key = [self.seed, *model.encode(), 999, *text]
-        return np.random.default_rng(key).normal(scale=self.sharpness, size=self.vocab).astype(np.float32)
+        if (model, text) not in self.rows:
+            key = [self.seed, *model.encode(), 999, *text]
+            row = np.random.default_rng(key).normal(scale=self.sharpness, size=self.vocab)
+            self.rows[model, text] = row.astype(np.float32)
+        return self.rows[model, text].copy()
 
     def law(self, model, text):
         """The production law of `model` after `text`, dense."""
@@ -125,13 +145,18 @@ class Guesser:
 
 def step_law(world, guessers, text, verify=verify_multistep, alter=lambda tree: tree):
     """The law of the tokens one step adds after `text`: draw the trees, merge, verify."""
+    law = defaultdict(int)
+    for trees, probability in combinations(*(partial(guesser.grow, world, text) for guesser in guessers)):
+        tree = alter(merge(trees))
+        law_at = cache(lambda node, tree=tree: world.law("target", text + tree.path_tokens(node)))
 
-    def play(chance):
-        tree = alter(merge([guesser.grow(world, text, chance) for guesser in guessers]))
-        acceptance = verify(tree, lambda node: world.law("target", text + tree.path_tokens(node)), chance)
-        return (*(tree.token_ids[node] for node in acceptance.path), acceptance.next_token)
+        def play(chance, tree=tree, law_at=law_at):
+            acceptance = verify(tree, law_at, chance)
+            return (*(tree.token_ids[node] for node in acceptance.path), acceptance.next_token)
 
-    return outcomes(play)
+        for tokens, share in outcomes(play).items():
+            law[tokens] += probability * share
+    return dict(law)
 
 
 def text_law(world, guessers, length, **how):

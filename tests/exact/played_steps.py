@@ -21,7 +21,7 @@ from specinfer.verify.target_law import target_law
 from tests import plans
 from tests.flights import flight_of
 
-from .enumeration import Guesser, World, outcomes
+from .enumeration import Guesser, combinations, outcomes
 from .parameter_cases import PROMPT, VOCAB
 from .slow_sampling import text_law
 
@@ -63,10 +63,14 @@ def possible(tree, processors):
     return specinfer.tree.prune.prune(tree, permits=permits, ending=processors.ending)
 
 
-def verified(case, output, processors, tree, world, verifier, seed=0):
+def read(output, tree, world):
+    """The target's pass over a tree."""
+    rows = [world.logits("target", output + tree.path_tokens(node)) for node in range(tree.num_nodes)]
+    return flight_of(np.stack(rows))
+
+
+def verified(case, output, processors, tree, flight, verifier, seed=0):
     """The tokens one step adds; a dead end at the root adds None."""
-    rows = np.stack([world.logits("target", output + tree.path_tokens(n)) for n in range(tree.num_nodes)])
-    flight = flight_of(rows)
     laws = target_laws.TargetLaws(entry_after(case, output, processors, seed), tree, flight, 0)
     [acceptance] = target_laws.verify_trees([laws], verifier, flight)
     if isinstance(acceptance, RequestError):
@@ -94,34 +98,24 @@ def enumerated(case, guessers, length, world, monkeypatch, alter=None):
             processors = case.processors(output)
             seen = Seen(world, processors, case.params, output)
 
-            def play(chance, output=output, processors=processors, seen=seen):
-                monkeypatch.setattr(target_laws, "seeded_coin", lambda seed, position: chance)
-                tree = merge([possible(g.grow(seen, (), chance), processors) for g in guessers])
+            for trees, drawn in combinations(*(partial(g.grow, seen, ()) for g in guessers)):
+                tree = merge([possible(tree, processors) for tree in trees])
                 tree.check_integrity()
-                return verified(case, output, processors, tree, world, Verifier.MULTISTEP)
+                flight = read(output, tree, world)
 
-            for tokens, share in outcomes(play).items():
-                text, done = added(case, output, tokens, length)
-                (finished if done else further)[text] += probability * share
+                def play(chance, output=output, processors=processors, tree=tree, flight=flight):
+                    monkeypatch.setattr(target_laws, "seeded_coin", lambda seed, position: chance)
+                    return verified(case, output, processors, tree, flight, Verifier.MULTISTEP)
+
+                for tokens, share in outcomes(play).items():
+                    text, done = added(case, output, tokens, length)
+                    (finished if done else further)[text] += probability * drawn * share
         reached = further
     return dict(finished)
 
 
 def expected(case, world, length):
     return text_law(lambda output: world.logits("target", output), case.rules, length)
-
-
-class Remembered(World):
-    """A world that makes each row once."""
-
-    def __init__(self, seed):
-        super().__init__(vocab=VOCAB, seed=seed)
-        self.rows = {}
-
-    def logits(self, model, text):
-        if (model, text) not in self.rows:
-            self.rows[model, text] = super().logits(model, text)
-        return self.rows[model, text].copy()
 
 
 # The first one knows the target's laws, so inner nodes are visited often.
@@ -159,7 +153,9 @@ def coupled_text(case, seed, world, length):
                 draw_children(flight_of(np.array(rows, dtype=np.float32).reshape(-1, VOCAB)), sites, name)
                 frontier = list(range(first, len(builder.parents)))
             trees.append(possible(builder.build(), processors))
-        tokens = verified(case, output, processors, merge(trees), world, Verifier.COUPLED, seed)
+        tree = merge(trees)
+        flight = read(output, tree, world)
+        tokens = verified(case, output, processors, tree, flight, Verifier.COUPLED, seed)
         output, done = added(case, output, tokens, length)
         steps += 1
     return output, steps

@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.target_law import target_law
 
-from .enumeration import Guesser, distance
+from .enumeration import Guesser, World, distance
 from .parameter_cases import CASES, END, VOCAB, WORDS, Case, words_after
-from .played_steps import GUESSERS, IID, POINT, WITHOUT, Remembered, coupled_text, enumerated, expected
+from .played_steps import GUESSERS, IID, POINT, WITHOUT, coupled_text, enumerated, expected
 from .slow_sampling import next_law, seeded_text
 
 EXACT = 1e-9
@@ -27,7 +27,7 @@ EXACT = 1e-9
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("guessers", GUESSERS)
 def test_multistep_sampling_has_the_oracles_law(name, guessers, monkeypatch):
-    world = Remembered(seed=3)
+    world = World(VOCAB, seed=3)
     length = 3 if guessers in ("i.i.d. draws", "point masses") else 2
     law = enumerated(CASES[name], GUESSERS[guessers], length, world, monkeypatch)
     assert sum(law.values()) == pytest.approx(1, abs=EXACT)
@@ -65,7 +65,7 @@ def cases(draw):
 @settings(max_examples=60)
 @given(case=cases(), seed=st.integers(0, 99))
 def test_any_combination_has_the_oracles_law(case, seed):
-    world = Remembered(seed)
+    world = World(VOCAB, seed=seed)
     guessers = [Guesser("a", IID, (1, 1)), Guesser("b", WITHOUT, (1,)), Guesser("c", POINT, (1, 1))]
     with pytest.MonkeyPatch.context() as monkeypatch:
         law = enumerated(case, guessers, 2, world, monkeypatch)
@@ -77,7 +77,7 @@ def test_any_combination_has_the_oracles_law(case, seed):
 @given(case=cases(), seed=st.integers(0, 99), path=st.lists(st.integers(0, VOCAB - 1), max_size=4))
 def test_the_law_at_any_node_is_the_oracles(case, seed, path):
     # Wherever the text is cut into what is committed and what is a path in the tree.
-    world, path = Remembered(seed), tuple(path)
+    world, path = World(VOCAB, seed=seed), tuple(path)
     rules = case.rules
     logits = world.logits("target", path)
     for cut in range(len(path) + 1):
@@ -97,7 +97,7 @@ def test_the_law_at_any_node_is_the_oracles(case, seed, path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_the_coupled_rule_makes_the_oracles_choices(name):
-    world, case = Remembered(seed=5), CASES[name]
+    world, case = World(VOCAB, seed=5), CASES[name]
     tokens = steps = 0
     for seed in range(60):
         text, took = coupled_text(case, seed, world, 6)
@@ -110,19 +110,19 @@ def test_the_coupled_rule_makes_the_oracles_choices(name):
 @settings(max_examples=100)
 @given(case=cases(), seed=st.integers(0, 2**40))
 def test_the_coupled_rule_makes_the_oracles_choices_under_any_combination(case, seed):
-    world = Remembered(seed % 50)
+    world = World(VOCAB, seed=seed % 50)
     text, _ = coupled_text(case, seed, world, 6)
     assert text == seeded_text(lambda output: world.logits("target", output), case.rules, seed, 6)
 
 
 @pytest.mark.thorough
 def test_coupled_texts_follow_the_oracles_law_over_seeds():
-    world, case = Remembered(seed=8), replace(CASES["all of them"], bad_words=((0, 0),))
+    world, case = World(VOCAB, seed=8), replace(CASES["all of them"], bad_words=((0, 0),))
     law = expected(case, world, 3)
     counts = dict.fromkeys(law, 0)
-    for seed in range(1500):
+    for seed in range(750):
         counts[coupled_text(case, seed, world, 3)[0]] += 1
-    likely = [text for text, p in law.items() if p * 1500 > 5]
-    seen = [*(counts[t] for t in likely), 1500 - sum(counts[t] for t in likely)]
-    wanted = [*(law[t] * 1500 for t in likely), 1500 * (1 - sum(law[t] for t in likely))]
-    assert chisquare(seen, wanted).pvalue > 1e-3
+    likely = [text for text, p in law.items() if p * 750 > 5]
+    seen = [*(counts[t] for t in likely), 750 - sum(counts[t] for t in likely)]
+    wanted = [*(law[t] * 750 for t in likely), 750 * (1 - sum(law[t] for t in likely))]
+    assert scipy.stats.chisquare(seen, wanted).pvalue > 1e-3

@@ -13,9 +13,9 @@ from specinfer.tree.prune import prune
 from specinfer.verify.target_law import target_law
 
 from . import played_steps
-from .enumeration import Guesser, distance
-from .parameter_cases import CASES, WordList
-from .played_steps import GUESSERS, IID, POINT, Remembered, Seen, coupled_text, enumerated, expected
+from .enumeration import Guesser, World, distance
+from .parameter_cases import CASES, VOCAB, WordList
+from .played_steps import GUESSERS, IID, POINT, Seen, coupled_text, enumerated, expected
 from .slow_sampling import seeded_text
 
 EXACT, SEEN = 1e-9, 1e-3  # more than rounding changes a law; less than a mistake does
@@ -41,7 +41,7 @@ MUTANTS = {
 def test_forgetting_the_path_is_seen(mutant, name, monkeypatch):
     owner, method, _ = MUTANTS[mutant]
     original = getattr(owner, method)
-    case, world = CASES[name], Remembered(seed=3)
+    case, world = CASES[name], World(VOCAB, seed=3)
     monkeypatch.setattr(owner, method, with_root_path(original))
     # At most 3 tokens, so a root's law reaches into one tree only; the wrong law may leave no token there.
     law = enumerated(case, GUESSERS["point masses"], 3, world, monkeypatch)
@@ -58,7 +58,7 @@ def test_forgetting_a_ban_at_inner_nodes_is_seen(monkeypatch):
     monkeypatch.setattr(
         Processors, "change", lambda self, row, path: None if path else change(self, row, path)
     )
-    case, world = CASES["allowed_token_ids"], Remembered(seed=3)
+    case, world = CASES["allowed_token_ids"], World(VOCAB, seed=3)
     law = enumerated(case, GUESSERS["i.i.d. draws"], 3, world, monkeypatch)
     assert any(1 in text for text in law), "a token that is not allowed became text"
     assert distance(law, expected(case, world, 3)) > SEEN
@@ -77,7 +77,7 @@ def test_pruning_sampled_draws_by_what_their_path_permits_is_seen(monkeypatch):
         laws = {draw.speculator: draw.law for draw in tree.draws}
         return replace(kept, draws=tuple(replace(d, rule=IID, law=laws[d.speculator]) for d in kept.draws))
 
-    case, world = CASES["allowed_token_ids"], Remembered(seed=3)
+    case, world = CASES["allowed_token_ids"], World(VOCAB, seed=3)
     monkeypatch.setattr(played_steps, "Seen", Unaware)
     guessers = [Guesser("a", IID, (2,))]
     assert distance(enumerated(case, guessers, 2, world, monkeypatch), expected(case, world, 2)) < EXACT

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import transformers
 
 # The paths every test walks are a dozen tokens long, so a window of 5 hides some of them.
 _DECODER = {
@@ -45,29 +44,28 @@ _GEMMA = {
     "query_pre_attn_scalar": 24,
     "sliding_window": 5,
 }
-_T = transformers
 
-CASES: dict[str, tuple[type, dict[str, object]]] = {
-    "llama": (_T.LlamaConfig, _DECODER),
-    "llama-biases": (_T.LlamaConfig, {**_DECODER, "attention_bias": True, "mlp_bias": True}),
-    "llama-relu": (_T.LlamaConfig, {**_DECODER, "hidden_act": "relu"}),
-    "llama-llama3-rope": (_T.LlamaConfig, {**_DECODER, "rope_parameters": _LLAMA3}),
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("LlamaConfig", _DECODER),
+    "llama-biases": ("LlamaConfig", {**_DECODER, "attention_bias": True, "mlp_bias": True}),
+    "llama-relu": ("LlamaConfig", {**_DECODER, "hidden_act": "relu"}),
+    "llama-llama3-rope": ("LlamaConfig", {**_DECODER, "rope_parameters": _LLAMA3}),
     "llama-linear-rope": (
-        _T.LlamaConfig,
+        "LlamaConfig",
         {**_DECODER, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     ),
-    "mistral": (_T.MistralConfig, {**_DECODER, "head_dim": 16, "sliding_window": 5}),
-    "mistral-full": (_T.MistralConfig, {**_DECODER, "sliding_window": None}),
-    "qwen2": (_T.Qwen2Config, _DECODER),
+    "mistral": ("MistralConfig", {**_DECODER, "head_dim": 16, "sliding_window": 5}),
+    "mistral-full": ("MistralConfig", {**_DECODER, "sliding_window": None}),
+    "qwen2": ("Qwen2Config", _DECODER),
     "qwen2-window": (
-        _T.Qwen2Config,
+        "Qwen2Config",
         {**_DECODER, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
-    "qwen3": (_T.Qwen3Config, {**_DECODER, "head_dim": 16}),
-    "qwen3-biases": (_T.Qwen3Config, {**_DECODER, "head_dim": 8, "attention_bias": True}),
-    "gemma3": (_T.Gemma3TextConfig, _GEMMA),
+    "qwen3": ("Qwen3Config", {**_DECODER, "head_dim": 16}),
+    "qwen3-biases": ("Qwen3Config", {**_DECODER, "head_dim": 8, "attention_bias": True}),
+    "gemma3": ("Gemma3TextConfig", _GEMMA),
     "gemma3-softcap": (
-        _T.Gemma3TextConfig,
+        "Gemma3TextConfig",
         {
             **_GEMMA,
             "final_logit_softcapping": 3.0,
@@ -77,16 +75,18 @@ CASES: dict[str, tuple[type, dict[str, object]]] = {
             },
         },
     ),
-    "opt": (_T.OPTConfig, _OPT),
-    "opt-350m": (_T.OPTConfig, {**_OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
-    "opt-no-bias": (_T.OPTConfig, {**_OPT, "enable_bias": False}),
+    "opt": ("OPTConfig", _OPT),
+    "opt-350m": ("OPTConfig", {**_OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    "opt-no-bias": ("OPTConfig", {**_OPT, "enable_bias": False}),
 }
 
 
 def save_random(name: str, folder: Path, *, tied: bool) -> torch.nn.Module:
     """Save a random model of that case and return it, float32, in eval mode."""
+    import transformers  # seconds, which only those who make such a model should wait
+
     config_class, values = CASES[name]
-    config = config_class(**values, tie_word_embeddings=tied)
+    config = getattr(transformers, config_class)(**values, tie_word_embeddings=tied)
     config._attn_implementation = "eager"
     torch.manual_seed(11)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()

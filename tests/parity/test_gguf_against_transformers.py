@@ -6,7 +6,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
 from gguf.constants import GGMLQuantizationType as Kind
 
 from specinfer.models.weights import load_model
@@ -62,6 +61,8 @@ def test_rope_factors_are_honoured(tmp_path):
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0])
 def test_quantized_weights_are_the_dequantized_ones(kind, tmp_path):
+    import transformers  # seconds, which only this test should wait
+
     torch.manual_seed(5)
     config = transformers.LlamaConfig(
         vocab_size=96,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 
@@ -16,8 +18,10 @@ pytestmark = pytest.mark.slow
 PROMPTS = ["What is gravity?", "Write a haiku about rivers.", "Sort these words: pear, fig, apple."]
 
 
-def test_smollm2_says_what_transformers_says() -> None:
+def test_smollm2_says_what_transformers_says(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
+    # Which it asks for at every module, though it is one table, and takes a tenth of a second.
+    monkeypatch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
     path = Path(smollm2())
     llm = LLM(str(path), dtype="float32", ngram=True, max_context=512)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -21,10 +21,10 @@ QUESTIONS = [
     "Write a short poem about the sea.",
 ]
 SAMPLING = {
-    "greedy": SamplingParams(temperature=0, max_tokens=48),
-    "T=1": SamplingParams(temperature=1, seed=5, max_tokens=48),
+    "greedy": SamplingParams(temperature=0, max_tokens=32),
+    "T=1": SamplingParams(temperature=1, seed=5, max_tokens=32),
     "T=.7, top_p, top_k, min_p": SamplingParams(
-        temperature=0.7, top_p=0.9, top_k=50, min_p=0.02, seed=8, max_tokens=48
+        temperature=0.7, top_p=0.9, top_k=50, min_p=0.02, seed=8, max_tokens=32
     ),
     "min_tokens and stop": SamplingParams(
         temperature=0.9, seed=3, max_tokens=48, min_tokens=12, stop=(".", "\n")

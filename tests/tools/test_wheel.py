@@ -15,12 +15,12 @@ from typing import Any, Final
 import pytest
 
 from specinfer.errors import KernelBuildError
-from specinfer.kernels.build import find_compiler
+from specinfer.kernels.build import _FLAGS, find_compiler
 from specinfer.kernels.levels import LEVELS
 from specinfer.kernels.machine import architecture
 from specinfer.kernels.native import find_best
 
-pytestmark = pytest.mark.slow  # pip builds and installs; a library is compiled
+pytestmark = pytest.mark.slow  # pip builds and installs
 
 REPOSITORY: Final = Path(__file__).parents[2]
 HERE: Final = [level.name for level in LEVELS if level.architecture == architecture()]
@@ -30,6 +30,13 @@ case " $* " in *" {next(level for level in LEVELS if level.name == HERE[-1]).fla
   echo "c++: error: unrecognized option"; echo "compilation terminated"; exit 1;; esac
 while [ "$1" != -o ]; do shift; done
 : > "$2"
+"""
+# A compiler that writes down what it is asked for, and whose library is one that was made before.
+OF_BEFORE: Final = """#!/bin/sh
+echo "$*" >> {log}
+case " $* " in *" -shared "*) made={library};; *) made=/dev/null;; esac
+while [ "$1" != -o ]; do shift; done
+cp "$made" "$2"
 """
 # In the environment of the wheel.
 USE: Final = """
@@ -145,14 +152,26 @@ def test_it_compiles_where_nothing_is_installed() -> None:
 
 
 def test_its_kernels_run_where_there_is_no_compiler(sources: Path, tmp_path: Path) -> None:
+    """The same sources are compiled with the flags of the library in use, so they would make it again."""
     try:
         find_compiler()
     except KernelBuildError as error:
         pytest.skip(f"the wheel cannot be built with kernels: {error}")
     best, refused = find_best()
     assert best is not None, refused
-    level = best.level.name
-    wheel, said = build(sources, SPECINFER_WHEEL_LEVELS=level)
+    level, compiler, log = best.level.name, tmp_path / "c++", tmp_path / "calls"
+    compiler.write_text(OF_BEFORE.format(log=log, library=best.path))
+    compiler.chmod(0o755)
+    wheel, said = build(sources, SPECINFER_WHEEL_LEVELS=level, CXX=str(compiler))
+    *calls, link = (call.rpartition(" -o ")[0] for call in log.read_text().splitlines())
+    flags = " ".join([*_FLAGS, *best.level.flags])
+    cpu = REPOSITORY / "specinfer" / "kernels" / "cpu"
+    asked = {Path(call.removeprefix(f"{flags} -c ")).name: call for call in calls}
+    assert sorted(asked) == sorted(path.name for path in cpu.glob("*.cpp"))
+    assert all(call.startswith(f"{flags} -c ") for call in calls)
+    assert sorted(Path(made).stem for made in link.split() if made.endswith(".o")) == sorted(
+        path.stem for path in cpu.glob("*.cpp")
+    )
     assert libraries(wheel) == [level]
     assert len(said) == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,9 @@ BLOCK = 16
 BLOCKS = 64
 
 
+@functools.cache
 def random(*shape: int, seed: int) -> Tensor:
+    """Made once, as it takes longer than attention: nobody may write there."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -79,13 +82,15 @@ class Layer:
 
     def caches(self) -> tuple[Tensor, Tensor]:
         shape = (BLOCKS * BLOCK, self.num_kv_heads, self.head_dim)
-        return random(*shape, seed=1).to(self.dtype), random(*shape, seed=2).to(self.dtype)
+        return random(*shape, seed=1).to(self.dtype, copy=True), random(*shape, seed=2).to(
+            self.dtype, copy=True
+        )
 
     def inputs(self, paths: Paths) -> tuple[Tensor, Rotation | None]:
         """What a row holds depends on its slot alone, so the same row can stand in several batches."""
         slots = written(paths)
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        qkv = random(BLOCKS * BLOCK, width, seed=4).to(self.dtype)[slots]
+        qkv = random(BLOCKS * BLOCK, width, seed=4)[slots].to(self.dtype)
         angles = random(BLOCKS * BLOCK, self.head_dim // 2, seed=5)[slots]
         return qkv, Rotation(angles.cos(), angles.sin()) if self.rope else None
 
@@ -97,14 +102,13 @@ class Layer:
         return out.view(len(qkv), self.num_heads, self.head_dim), k, v
 
     def oracle(self, paths: Paths) -> tuple[Tensor, Tensor, Tensor]:
-        """The same row by row and head by head, in float64."""
+        """The same row by row, in float64."""
         k, v = (cache.double() for cache in self.caches())
         qkv, rotation = self.inputs(paths)
         n, kv = self.num_heads, self.num_kv_heads
         heads = qkv.double().view(len(qkv), n + 2 * kv, self.head_dim).clone()
-        for t in range(len(qkv)):
-            for i in range(n + kv):
-                heads[t, i] = self._rotated(heads[t, i], t, i < n, rotation)
+        heads[:, :n] = self._rotated(heads[:, :n], self.heads.q_norm_H, rotation)
+        heads[:, n : n + kv] = self._rotated(heads[:, n : n + kv], self.heads.k_norm_H, rotation)
         slots = written(paths)
         k[slots], v[slots] = heads[:, n : n + kv], heads[:, n + kv :]
         out = torch.zeros(len(qkv), n, self.head_dim, dtype=torch.float64)
@@ -114,18 +118,17 @@ class Layer:
                 tail = paths.tails[paths.tail_ends[t] : paths.tail_ends[t + 1]].tolist()
                 path = [*range(paths.shared_T[t]), *tail][-(self.window or 10**9) :]
                 keys = torch.from_numpy(slots[path]).long()
-                for i in range(n):
-                    weights = (k[keys, i // (n // kv)] @ heads[t, i] * self.heads.scale).softmax(0)
-                    out[t, i] = weights @ v[keys, i // (n // kv)]
+                keys_NLH = k[keys].repeat_interleave(n // kv, 1).transpose(0, 1)
+                values_NLH = v[keys].repeat_interleave(n // kv, 1).transpose(0, 1)
+                weights_NL1 = (keys_NLH @ heads[t, :n].unsqueeze(2) * self.heads.scale).softmax(1)
+                out[t] = (weights_NL1 * values_NLH).sum(1)
         return out, k, v
 
-    def _rotated(self, x: Tensor, row: int, query: bool, rotation: Rotation | None) -> Tensor:
-        norm = self.heads.q_norm_H if query else self.heads.k_norm_H
-        if norm is not None:
-            x = x / (x.square().mean() + 1e-5).sqrt() * norm.double()
+    def _rotated(self, x_TNH: Tensor, norm_H: Tensor | None, rotation: Rotation | None) -> Tensor:
+        if norm_H is not None:
+            x_TNH = x_TNH / (x_TNH.square().mean(2, keepdim=True) + 1e-5).sqrt() * norm_H.double()
         if rotation is not None:
-            half = self.head_dim // 2
-            turn = torch.complex(rotation.cos[row].double(), rotation.sin[row].double())
-            point = torch.complex(x[:half], x[half:]) * turn
-            x = torch.cat((point.real, point.imag))
-        return x
+            turns = torch.complex(rotation.cos.double(), rotation.sin.double())
+            points = torch.complex(*x_TNH.split(self.head_dim // 2, 2)) * turns.unsqueeze(1)
+            x_TNH = torch.cat((points.real, points.imag), 2)
+        return x_TNH

@@ -27,6 +27,22 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
 
 
+@pytest.fixture(scope="module", params=["coupled", "mss"])
+def verifier(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def params(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return PARAMS[request.param]
+
+
+@pytest.fixture(scope="module")
+def want(tiny: Tiny, verifier: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+    return said(tiny, verifier, params)
+
+
 def said(tiny: Tiny, verifier: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
     llm = tiny.llm(["similar", "stranger"], expansion=(3, 2), ngram=True, verifier=verifier)
     outputs: list[RequestOutput] = llm.generate(PROMPTS, SamplingParams(**params, max_tokens=16))
@@ -35,12 +51,14 @@ def said(tiny: Tiny, verifier: str, params: dict[str, Any]) -> list[tuple[Any, .
 
 
 @pytest.mark.parametrize("most_rows", [1, 3, 20])
-@pytest.mark.parametrize("verifier", ["coupled", "mss"])
-@pytest.mark.parametrize("name", PARAMS)
 def test_texts_and_logprobs_do_not_depend_on_blocks(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, verifier: str, most_rows: int
+    tiny: Tiny,
+    monkeypatch: pytest.MonkeyPatch,
+    want: list[tuple[Any, ...]],
+    params: dict[str, Any],
+    verifier: str,
+    most_rows: int,
 ) -> None:
-    want = said(tiny, verifier, PARAMS[name])
     monkeypatch.setattr(flight_module, "BLOCK_ROWS", 2)
     monkeypatch.setattr(flight_module, "_FEWEST_BESIDE", 2)
     monkeypatch.setattr(flight_module, "MOST_BYTES", most_rows * 64 * 4)
@@ -53,6 +71,6 @@ def test_texts_and_logprobs_do_not_depend_on_blocks(
         assert self.held_bytes <= flight_module.MOST_BYTES
 
     monkeypatch.setattr(Flight, "_make", torch.inference_mode()(counted))
-    assert said(tiny, verifier, PARAMS[name]) == want
+    assert said(tiny, verifier, params) == want
     assert max(made) <= most_rows
     assert len(made) > 16, "many small blocks were made"

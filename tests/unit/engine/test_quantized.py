@@ -20,7 +20,7 @@ from tests.tiny_models import write_pair
 pytestmark = pytest.mark.usefixtures("own_cache")  # of quantized weights
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], list(range(5, 45)), [7, 7, 7, 7]]
-PARAMS = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(temperature=1, seed=5, max_tokens=24)]
+PARAMS = [SamplingParams(temperature=0, max_tokens=12), SamplingParams(temperature=1, seed=5, max_tokens=12)]
 
 
 @pytest.fixture(scope="module")

@@ -1,38 +1,193 @@
-"""The kernels' tests again, on every lesser kind of CPU than this one: each in a process that is told so."""
+"""The kernels' tests again, with the libraries of every lesser kind of CPU than this one.
+
+A level is the same C++ with other flags, and what differs is little: how wide a register is (vector.h, and so
+how many rows and channels a loop takes at once), and how numbers are multiplied and rounded (the products,
+attention_blocks.h, powers in attention.cpp). So products and ops, which are those loops, run over all shapes
+that the best level runs over. Reads of logits run over sizes below, at and above a register's and over large
+ones; attention over every size of head, every kind of batch, and windows that end within a vector; rows of a
+model at texts around the ends of blocks; layers over the families that have all parts between them. What runs
+at the best level alone has no register in it, or none of the library: choices made in float64 after a read,
+arbitrary rows, blocks of a cache, refusals, PyTorch's twins.
+
+Where registers are as wide as at the next lesser level and only quantized products differ, these run.
+"""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from typing import Final
 
 import pytest
+import torch
 
+from specinfer.kernels.choice import Kernels, native_kernels
 from specinfer.kernels.levels import VARIABLE, levels_here
+from specinfer.kernels.native import load_library
+from specinfer.kernels.sampling import NativeScan
+from tests.unit.attention import test_backends, test_independence
+from tests.unit.attention.paths import Layer
+from tests.unit.kernels import (
+    test_changed_rows,
+    test_floats,
+    test_layers,
+    test_ops,
+    test_quantized,
+    test_sampling,
+    test_scans,
+)
+from tests.unit.kernels.logit_rows import SIZES
+from tests.unit.runtime import test_row_independence
 
-ROOT = Path(__file__).parents[3]
-TESTS = [
-    *(f"tests/unit/kernels/test_{name}.py" for name in ("floats", "quantized", "ops", "layers")),
-    *(f"tests/unit/kernels/test_{name}.py" for name in ("sampling", "scans", "changed_rows")),
-    "tests/unit/attention",
-    "tests/unit/runtime/test_row_independence.py",
-]
+NAN: Final = float("nan")
+INFINITY: Final = float("inf")
+DTYPES: Final = (torch.float32, torch.bfloat16)
+PARAMS: Final = (
+    "greedy",
+    "plain",
+    "cold",
+    "top_k",
+    "top_p",
+    "hot top_p",
+    "all",
+)  # each reads a row otherwise
+NONE: Final = ([NAN], [1.0, NAN], [INFINITY, 0.0], [-INFINITY], [INFINITY, NAN])  # no largest logit
+AROUND_BLOCKS: Final = (12, 52, 60, 63, 64, 121, 500, 508, 512, 601)  # rows of a text
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("level", [level.name for level in levels_here()[1:]])
-def test_the_tests_of_kernels_pass_on_a_lesser_cpu(level: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *TESTS]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, VARIABLE: level},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "skipped" not in done.stdout.splitlines()[-1], "a level that cannot be had would test nothing"
+def float_products(native: Kernels, folder: Path) -> None:
+    for dtype, (channels, inner) in product(DTYPES, test_floats.SHAPES):
+        for bias in (True, False):
+            test_floats.test_products_are_near_the_real_ones(dtype, channels, inner, bias)
+        test_floats.test_a_row_does_not_depend_on_the_rows_beside_it(dtype, channels, inner)
+    test_floats.test_512_rows_are_what_each_is_alone()
+    for dtype, value in product(DTYPES, (NAN, INFINITY)):
+        test_floats.test_what_is_not_finite_stays_so(dtype, value)
+
+
+def quantized_products(native: Kernels, folder: Path) -> None:
+    products = native.products
+    for kind, (channels, inner) in product(test_quantized.NOISE, test_quantized.SHAPES):
+        for dtype, bias in product(DTYPES, (True, False)):
+            test_quantized.test_native_products_and_twins_give_the_same_bits(
+                products, kind, channels, inner, dtype, bias
+            )
+        test_quantized.test_products_are_near_the_real_ones(products, kind, channels, inner)
+    for dtype in DTYPES:
+        test_quantized.test_few_rows_of_a_loose_product_have_the_bits_of_the_twins(dtype)
+    for kind in test_quantized.NOISE:
+        for inner in (80, 576):
+            test_quantized.test_a_row_does_not_depend_on_the_rows_beside_it(products, kind, inner)
+        test_quantized.test_one_large_activation_leaves_the_others_their_bits(products, kind)
+        for value in (NAN, INFINITY):
+            test_quantized.test_what_is_not_finite_stays_so(products, kind, value)
+        test_quantized.test_a_weight_that_is_no_number_gives_none(products, kind)
+
+
+def ops(native: Kernels, folder: Path) -> None:
+    for dtype, size in product(DTYPES, test_ops.SIZES):
+        for rows in (1, 5, 130):
+            test_ops.test_rms_norm(native.ops, dtype, rows, size)
+            test_ops.test_rms_norm_behind_a_sum(native.ops, dtype, rows, size)
+            for act in ("silu_mul", "gelu_tanh_mul"):
+                test_ops.test_gated_activations(native.ops, dtype, act, rows, size)
+        for scale in (1.0, 25.25):
+            test_ops.test_embeddings(native.ops, dtype, size, scale)
+    for dtype in DTYPES:
+        for act in ("silu_mul", "gelu_tanh_mul"):
+            test_ops.test_far_gates_are_zero_or_themselves(native.ops, dtype, act)
+        test_ops.test_what_is_not_a_number_stays_so(native.ops, dtype)
+        test_ops.test_a_row_does_not_depend_on_the_rows_beside_it(native.ops, dtype)
+        test_ops.test_chosen_rows_are_normed_alone_and_nothing_is_added_in_place(native.ops, dtype)
+
+
+def reads_of_logits(native: Kernels, folder: Path) -> None:
+    scan = native.scan
+    assert isinstance(scan, NativeScan)
+    for vocab in SIZES:
+        test_sampling.test_the_likeliest_tokens_are_the_twins(scan, vocab)
+        test_scans.test_the_likeliest_are_the_most_likely_of_each_row(scan, vocab)
+        for temperature in (0.02, 0.8, 5.0, 1e20):
+            test_sampling.test_the_mass_is_known_within_its_error(scan, vocab, temperature)
+    for vocab, name in product((17, 1025), ("plain", "top_p", "all")):
+        params = test_sampling.PARAMS[name]
+        test_sampling.test_laws_choices_and_guesses_are_the_twins(scan, vocab, params)
+    for vocab, name in product((15, 16, 17, 1025, max(SIZES)), PARAMS):
+        test_scans.test_choices_are_those_of_the_law(scan, vocab, test_scans.ALL_PARAMS[name])
+    for vocab, name in product((41, 1025), PARAMS):
+        params = test_scans.ALL_PARAMS[name]
+        test_changed_rows.test_choices_in_changed_rows_are_those_of_the_law(scan, vocab, params)
+    test_changed_rows.test_a_product_is_rounded_before_something_is_taken_from_it()
+    without_largest = test_scans.test_a_row_without_a_finite_largest_logit_has_no_token_and_costs_no_other
+    for values in NONE:
+        without_largest(scan, values, 17)
+    test_sampling.test_the_race_over_named_ids_is_the_twins(scan)
+    test_sampling.test_one_racer_is_left_but_for_ties(scan)
+
+
+def attention(native: Kernels, folder: Path) -> None:
+    backend = native.attention
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        for heads in test_backends.HEADS:
+            test_backends.test_heads(backend, *heads, {"norms": True, "rope": True}, dtype, tolerance)
+        test_backends.test_heads(backend, 14, 2, 20, {"rope": True}, dtype, tolerance)
+        test_backends.test_heads(backend, 14, 2, 20, {"norms": True}, dtype, tolerance)
+    for rows, window in product(test_backends.BATCHES.values(), (None, 3, 100)):
+        test_backends.test_batches(backend, rows, window)
+    test_backends.test_nan_propagates(backend)
+    for dtype in DTYPES:
+
+        def layer(dtype: torch.dtype = dtype) -> Layer:
+            return Layer(6, 2, 64, dtype, norms=True, rope=True)
+
+        for step, window in ((7, None), (17, 50)):
+            test_independence.test_a_prompt_in_one_chunk_and_in_several(backend, layer(), step, window)
+        for start in test_independence.STARTS:
+            test_independence.test_a_path_of_a_tree_and_a_chain(backend, layer(), start)
+        for start in (0, 57, 63, 190):
+            test_independence.test_a_tree_level_by_level_and_at_once(backend, layer(), start)
+        test_independence.test_alone_and_in_a_batch(backend, layer())
+        test_independence.test_with_any_number_of_threads(backend, layer())
+
+
+def rows_of_a_model(native: Kernels, folder: Path) -> None:
+    model = test_row_independence.write_model(folder)
+    for dtype in DTYPES:
+        runner = test_row_independence.runner_of(model, "native", dtype)
+        assert test_row_independence.differing_lengths(runner, AROUND_BLOCKS) == []
+        assert test_row_independence.branching_differs(runner, AROUND_BLOCKS) == []
+
+
+def layers(native: Kernels, folder: Path) -> None:
+    for family, weights in product(("llama-biases", "gemma3"), test_layers.FORMATS):
+        own = folder / "-".join(map(str, (family, *weights)))
+        own.mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            test_layers.test_the_bits_are_those_of_op_by_op(family, weights, own, patch)
+
+
+Part = Callable[[Kernels, Path], None]
+ALL: Final[tuple[Part, ...]] = (
+    *(float_products, quantized_products, ops),
+    *(reads_of_logits, attention, rows_of_a_model, layers),
+)
+ONLY: Final[dict[str, tuple[Part, ...]]] = {"avxvnni": (quantized_products, layers)}
+
+
+@pytest.mark.slow  # a library is compiled
+@pytest.mark.parametrize(
+    ("level", "part"),
+    [
+        pytest.param(level.name, part, id=f"{level.name}-{part.__name__}")
+        for level in levels_here()[1:]
+        for part in ONLY.get(level.name, ALL)
+    ],
+)
+def test_the_tests_of_kernels_pass_on_a_lesser_cpu(
+    level: str, part: Part, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(VARIABLE, level)
+    library = load_library()
+    assert library.level.name == level, "a level that cannot be had would test nothing"
+    part(native_kernels(library), tmp_path)

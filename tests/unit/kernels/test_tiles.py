@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 from typing import Final
 
@@ -40,15 +39,13 @@ EACH_DTYPE: Final = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloa
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """The library with plain tiles, for the best level here without AMX; compiled once a session."""
+def plain() -> Library:
+    """The library with plain tiles, for the best level here without AMX; kept as all others are."""
     level = next((level for level in levels_here() if level != AMX), None)
     if level is None:
         pytest.skip("there are no native kernels for this CPU")
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     try:
-        path = build_library(level, cache=shared / "plain tiles", extra=PLAIN)
+        path = build_library(level, extra=PLAIN)
     except KernelBuildError as error:
         pytest.skip(f"nothing can be compiled: {error}")
     return ready(path, level)

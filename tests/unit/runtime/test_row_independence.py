@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,12 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=s
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("rows"))
+
+
+def write_model(folder: Path) -> Path:
     shape = {"hidden_size": 384, "num_heads": 6, "num_kv_heads": 1, "intermediate_size": 256}
-    return write_tiny_llama(
-        tmp_path_factory.mktemp("rows"), num_layers=1, max_context=1024, spread=0.1, **shape
-    )
+    return write_tiny_llama(folder, num_layers=1, max_context=1024, spread=0.1, **shape)
 
 
 def runner_of(folder: Path, name: str, dtype: torch.dtype) -> ModelRunner:
@@ -36,12 +39,12 @@ def runner_of(folder: Path, name: str, dtype: torch.dtype) -> ModelRunner:
     )
 
 
-def differing_lengths(runner: ModelRunner) -> list[int]:
+def differing_lengths(runner: ModelRunner, lengths: Iterable[int] = LENGTHS) -> list[int]:
     """The text lengths at which the root's logits in a tree are not those of the root alone."""
     text = [(7 * i * i + 3 * i) % 64 for i in range(1024)]
     runner.forward([chain_rows(text, 0, [1], logits=False)])
     differing = []
-    for length in LENGTHS:
+    for length in lengths:
         alone = runner.forward([chain_rows(text[length : length + 1], length, [1], logits=True)])[0]
         tree = Rows(
             token_ids=[text[length], *range(TREE - 1)],
@@ -66,7 +69,7 @@ def test_a_root_is_the_same_alone_and_in_a_tree_at_every_length(
     assert differing_lengths(runner_of(folder, name, dtype)) == []
 
 
-def branching_differs(runner: ModelRunner) -> list[int]:
+def branching_differs(runner: ModelRunner, lengths: Iterable[int] = LENGTHS) -> list[int]:
     """The text lengths at which a node of a tree has other logits than the same node of a chain."""
     text = [(7 * i * i + 3 * i) % 64 for i in range(1024)]
     #  0 - 1 - 2 -+- 3 - 6 - 9      three branches; the text goes down the middle one
@@ -75,7 +78,7 @@ def branching_differs(runner: ModelRunner) -> list[int]:
     parents = [-1, 0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8]
     path = [0, 1, 2, 4, 7, 10]
     differing = []
-    for length in LENGTHS:
+    for length in lengths:
         runner.forward([chain_rows(text[:length], 0, [1], logits=False)])
         chain = [
             runner.forward([chain_rows([text[length + i]], length + i, [1], logits=True)])[0]

@@ -16,6 +16,8 @@ MODELS = Path(os.environ.get("SPECINFER_MODELS", "~/.cache/specinfer-bench")).ex
 SMOLLM = "SmolLM2-135M-Instruct.Q4_1.gguf"
 QWEN = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 GEMMA = "gemma-3-270m-q4_k_m.gguf"
+# What AutoTokenizer makes of each; to find out, it reads all of a file that its own class reads a part of.
+CLASSES = {QWEN: "Qwen2Tokenizer", SMOLLM: "TokenizersBackend", GEMMA: "GemmaTokenizer"}
 
 FRAGMENTS = (
     "def f(x):\n    return x ** 2  # square\n",
@@ -56,9 +58,9 @@ def texts():
 def both(file):
     if not (MODELS / file).is_file():
         pytest.skip(f"{MODELS / file} is not on this machine; set SPECINFER_MODELS")
-    from transformers import AutoTokenizer
+    import transformers
 
-    theirs = AutoTokenizer.from_pretrained(str(MODELS), gguf_file=file)
+    theirs = getattr(transformers, CLASSES[file]).from_pretrained(str(MODELS), gguf_file=file)
     return Tokenizer.load(MODELS / file), theirs
 
 
