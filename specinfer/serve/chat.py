@@ -27,6 +27,7 @@ class Chat:
 
     def __init__(self, service: Service, fields: ChatFields) -> None:
         fields.check()
+        service.check_count(fields.n)
         self._service = service
         self._fields = fields
         self._id = f"chatcmpl-{uuid.uuid4().hex}"

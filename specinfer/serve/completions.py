@@ -26,6 +26,8 @@ class Completions:
 
     def __init__(self, service: Service, fields: CompletionFields) -> None:
         fields.check()
+        self._given = fields.prompts()
+        service.check_count(fields.n, len(self._given))
         self._service = service
         self._fields = fields
         self._n = fields.n or 1
@@ -64,8 +66,7 @@ class Completions:
         """What each delta adds, as a choice."""
         fields, service = self._fields, self._service
         self._prompts = [
-            await service.encode(one, "prompt") if isinstance(one, str) else tuple(one)
-            for one in fields.prompts()
+            await service.encode(one, "prompt") if isinstance(one, str) else tuple(one) for one in self._given
         ]
         self._tally.prompt_tokens = count_tokens(self._prompts)
         params = [self._params(prompt) for prompt in self._prompts]

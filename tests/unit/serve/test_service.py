@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,10 @@ from specinfer import SamplingParams
 from specinfer.request import FinishReason
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.backend import BackendError, Health
+from specinfer.serve.chat import Chat
+from specinfer.serve.chat_fields import ChatFields
+from specinfer.serve.completion_fields import CompletionFields
+from specinfer.serve.completions import Completions
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
 from specinfer.serve.metrics import Metrics
@@ -82,6 +87,31 @@ def test_more_than_may_wait_are_told_to_come_again(tokenizer: Tokenizer) -> None
         assert sorted(backend.gone) == sorted(work.id for work in backend.works)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"n": 10**9}, "n", "n is 1000000000; allowed: at most 4"),
+        ({"n": 5, "stream": True}, "n", "n is 5; allowed: at most 4"),
+        ({"prompt": ["a"] * 5}, "prompt", "the prompts are 5; allowed: at most 4"),
+        ({"prompt": [[97]] * 4, "n": 4}, "n", "are 16 completions; allowed: at most 9"),
+    ],
+)
+def test_more_than_one_request_may_ever_have_is_refused_at_once(
+    tokenizer: Tokenizer, fields: dict[str, Any], param: str, said: str
+) -> None:
+    service = service_of(Slow(), tokenizer, max_waiting=8, max_n=4)
+
+    def ask() -> Chat | Completions:
+        if "prompt" in fields:
+            return Completions(service, CompletionFields(**fields))
+        return Chat(service, ChatFields(messages=[{"role": "user", "content": "a"}], **fields))  # type: ignore[list-item]
+
+    with pytest.raises(ApiError, match=said) as error:
+        ask()
+    assert error.value.status == 400
+    assert error.value.body["error"]["param"] == param
 
 
 def test_nobody_is_let_in_while_the_server_drains(tokenizer: Tokenizer) -> None:
