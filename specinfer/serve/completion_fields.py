@@ -7,13 +7,13 @@ from typing import Any
 from pydantic import Field
 
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.fields import Ids, SamplingFields
+from specinfer.serve.fields import Ids, Items, SamplingFields
 
 
 class CompletionFields(SamplingFields):
     """A prompt or several, as text or token ids, to be gone on with."""
 
-    prompt: str | Ids | list[str] | list[Ids]
+    prompt: str | Ids | Items[str] | Items[Ids]
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None

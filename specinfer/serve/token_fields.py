@@ -6,7 +6,7 @@ from typing import Any
 
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.chat_fields import ChatMessage
-from specinfer.serve.fields import Fields, Ids
+from specinfer.serve.fields import Fields, Ids, Items
 from specinfer.serve.service import Service
 
 
@@ -15,7 +15,7 @@ class TokenizeFields(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Items[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None

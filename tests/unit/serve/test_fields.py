@@ -6,12 +6,15 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from specinfer import SamplingParams
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.chat_fields import ChatFields
 from specinfer.serve.completion_fields import CompletionFields
 from specinfer.serve.fields import parse
+from specinfer.serve.response_fields import ResponseFields
+from specinfer.serve.token_fields import DetokenizeFields
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -159,3 +162,31 @@ def test_messages_are_what_templates_know() -> None:
         {"role": "system", "content": "Be brief."},
         {"role": "assistant", "content": ""},
     ]
+
+
+MANY = b"[" + b"1," * 5000 + b'"a"]'
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatFields, b'{"messages": %s}'),
+        (ChatFields, b'{"messages": [{"role": "user", "content": %s}]}'),
+        (ChatFields, b'{"messages": [], "tools": %s}'),
+        (ChatFields, b'{"messages": [], "stop": %s}'),
+        (CompletionFields, b'{"prompt": %s}'),
+        (CompletionFields, b'{"prompt": [[1], %s]}'),
+        (ResponseFields, b'{"input": %s}'),
+        (DetokenizeFields, b'{"tokens": ["a", %s]}'),
+    ],
+)
+def test_a_list_full_of_faults_is_given_up_at_the_first(kind: type[BaseModel], body: bytes) -> None:
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate_json(body % MANY)
+    assert error.value.error_count() < 5
+
+
+def test_a_thousand_faults_are_not_told_one_by_one() -> None:
+    body = json.dumps({"prompt": "a", **{f"k{i}": i for i in range(1001)}}).encode()
+    with pytest.raises(ApiError, match="the body has 1001 faults"):
+        parse(CompletionFields, body)

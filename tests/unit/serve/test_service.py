@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -20,6 +21,7 @@ from specinfer.serve.completion_fields import CompletionFields
 from specinfer.serve.completions import Completions
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
+from specinfer.serve.fields import parse
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.service import Service
 from specinfer.serve.work import Delta, EngineFacts, Work
@@ -105,8 +107,9 @@ def test_more_than_one_request_may_ever_have_is_refused_at_once(
 
     def ask() -> Chat | Completions:
         if "prompt" in fields:
-            return Completions(service, CompletionFields(**fields))
-        return Chat(service, ChatFields(messages=[{"role": "user", "content": "a"}], **fields))  # type: ignore[list-item]
+            return Completions(service, parse(CompletionFields, json.dumps(fields).encode()))
+        body = fields | {"messages": [{"role": "user", "content": "a"}]}
+        return Chat(service, parse(ChatFields, json.dumps(body).encode()))
 
     with pytest.raises(ApiError, match=said) as error:
         ask()
