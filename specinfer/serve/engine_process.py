@@ -123,6 +123,9 @@ class EngineProcess:
     def _admit(self, answer: _Answer) -> None:
         """Check a work and hand it to the loop; in a thread of the intake."""
         work = answer.work
+        if answer.aborted:  # before its turn: nobody waits for its grammar
+            self._answers.pop(work.id, None)
+            return
         try:
             admitted = self._llm.intake.completion(
                 work.prompt_token_ids, work.params, index=work.index, said=work.said
