@@ -9,7 +9,9 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Final
+from urllib.parse import quote
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specinfer.serve.api_error import ApiError
@@ -17,6 +19,9 @@ from specinfer.serve.caller import CALLER, Caller
 
 _LOG = logging.getLogger("specinfer.serve.access")
 OPEN_PATHS: Final = ("/health", "/ready", "/version", "/")  # nobody's secret, and asked for by load balancers
+# Of a path, in the log: others are told as %XX, or a request could write lines of its own there.
+_PLAIN: Final = "/:@!$&'()*+,;=~"
+_LONGEST_PATH: Final = 256  # characters, in the log
 _OPEN_FOLDER: Final = "/page/"  # what the page at / is made of; it asks for the key itself
 
 
@@ -81,6 +86,15 @@ class Access:
                 await self._app(scope, self._bounded(scope, receive), tell)
         except TimeoutError:
             _LOG.info("%s reads nothing; its connection is closed", name)
+        except ClientDisconnect:
+            pass  # in the middle of its body: there is nobody to answer
+        except ApiError as error:
+            await error.response()(scope, receive, tell)
+        except Exception:
+            _LOG.exception("%s failed", name)
+            if not status:  # else it is too late for another answer, and the connection breaks off
+                bug = ApiError("internal error; please report it", status=500)
+                await bug.response()(scope, receive, tell)
         finally:
             CALLER.reset(caller)
             client = scope["client"][0] if scope.get("client") else "-"
@@ -89,7 +103,7 @@ class Access:
                 "request_id": name,
                 "client": client,
                 "method": scope["method"],
-                "path": scope["path"],
+                "path": quote(scope["path"], safe=_PLAIN)[:_LONGEST_PATH],
                 "status": status,
                 "seconds": round(took, 3),
             }

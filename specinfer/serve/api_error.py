@@ -100,13 +100,8 @@ async def tell_http_error(request: Request, error: Exception) -> Response:
     allowed = getattr(error, "headers", None)
     phrase = HTTPStatus(status).phrase.lower()
     return ApiError(
-        f"{request.method} {request.url.path}: {phrase}", status=status, headers=allowed
+        f"{request.method} {request.scope['path']}: {phrase}", status=status, headers=allowed
     ).response()
-
-
-async def tell_bug(request: Request, error: Exception) -> Response:
-    """The handler of whatever nobody thought of; the log has the rest."""
-    return ApiError("internal error; please report it", status=500).response()
 
 
 def _is_tag(part: str) -> bool:
