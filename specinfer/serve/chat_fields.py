@@ -134,6 +134,7 @@ class ChatFields(SamplingFields):
 
     def check(self) -> None:
         """Refuse what contradicts itself."""
+        super().check()
         if not self.messages:
             raise ApiError("messages is empty; give at least one message", param="messages")
         if self.top_logprobs is not None and not self.logprobs:

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 from specinfer.sampling_params import SamplingParams
+from specinfer.serve.chat_fields import Prediction
 from specinfer.serve.completion_fields import CompletionFields
 from specinfer.serve.event_stream import event
 from specinfer.serve.reported_logprobs import CompletionLogprobs, finite
@@ -85,7 +86,7 @@ class Completions:
         return fields.params(
             max_tokens=min(_USUAL_TOKENS, room) if fields.max_tokens is None else fields.max_tokens,
             logprobs=fields.logprobs,
-            prediction=guess.get("content") if isinstance(guess, dict) else guess,
+            prediction=guess.text if isinstance(guess, Prediction) else guess,
         )
 
     def _choice(self, number: int, delta: Delta, *, first: bool) -> dict[str, Any]:

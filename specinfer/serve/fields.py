@@ -76,6 +76,11 @@ class SamplingFields(Fields):
     cache_salt: str | None = None
     trace: bool | None = Field(None, description="Whether chunks carry the token tree of each step.")
 
+    def check(self) -> None:
+        """Refuse what contradicts itself; raises ApiError."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError("stream_options needs stream: true; add it, or drop them", param="stream_options")
+
     def params(self, **more: Any) -> SamplingParams:
         """What these fields mean, with others of SamplingParams; a field that is None is left at its default.
 

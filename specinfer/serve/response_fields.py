@@ -154,6 +154,12 @@ class ResponseFields(SamplingFields):
 
     def check(self) -> None:
         """Refuse what cannot be honoured."""
+        super().check()
+        if self.stream_options is not None and self.stream_options.include_usage is not None:
+            raise ApiError(
+                "stream_options.include_usage is not offered here: usage comes with the last event; drop it",
+                param="stream_options.include_usage",
+            )
         for name, reason in _REFUSED.items():
             value = getattr(self, name)
             if value is not None and value is not False and (name, value) != ("n", 1):

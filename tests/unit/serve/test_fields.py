@@ -51,6 +51,7 @@ def error_of(kind: Any, body: Any) -> dict[str, Any]:
         ({"messages": HI, "seed": 1.5}, "seed", "integer"),
         ({"messages": HI, "stop": [""]}, "stop", "non-empty"),
         ({"messages": HI, "logit_bias": {"1": 1000}}, "logit_bias", "[-100, 100]"),
+        ({"messages": HI, "stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"messages": HI, "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"messages": HI, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "one of them"),
         ({"messages": HI, "tool_choice": "auto"}, "tool_choice", "needs tools"),
@@ -81,6 +82,8 @@ def test_a_conversation_that_cannot_be_served(body: Any, param: str | None, said
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "prediction": {"text": "b"}}, "prediction"),
+        ({"prompt": "a", "stream": False, "stream_options": {}}, "stream_options"),
     ],
 )
 def test_a_prompt_that_cannot_be_served(body: Any, param: str) -> None:
@@ -190,3 +193,10 @@ def test_a_thousand_faults_are_not_told_one_by_one() -> None:
     body = json.dumps({"prompt": "a", **{f"k{i}": i for i in range(1001)}}).encode()
     with pytest.raises(ApiError, match="the body has 1001 faults"):
         parse(CompletionFields, body)
+
+
+@pytest.mark.parametrize("guess", ["a b", {"type": "content", "content": [{"type": "text", "text": "a b"}]}])
+def test_a_prediction_may_be_a_text_or_as_in_conversations(guess: Any) -> None:
+    fields = parse(CompletionFields, json.dumps({"prompt": "a", "prediction": guess}).encode())
+    given = fields.prediction
+    assert (given if isinstance(given, str) or given is None else given.text) == "a b"
