@@ -7,7 +7,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 from urllib.parse import quote
 
@@ -53,12 +53,14 @@ class Access:
         keys: Keys,
         max_body: int,
         idle_timeout: float,
+        origins: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
         self._keys = keys
         self._max_body = max_body
         self._idle_timeout = idle_timeout
+        self._origins = origins  # whose pages may call; "*": any
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,8 +125,22 @@ class Access:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        if self._is_foreign(scope, headers):
+            return ApiError(
+                "pages of other origins may not call this server; --cors-origin lets one", status=403
+            )
         length = headers.get(b"content-length", b"0")
         return self._too_large() if length.isdigit() and int(length) > self._max_body else None
+
+    def _is_foreign(self, scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a page of another origin makes this server work.
+
+        A browser keeps the answer from such a page, but lets it send a body of plain text without asking.
+        """
+        asks = headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin")
+        if not asks or scope["method"] in ("GET", "HEAD", "OPTIONS") or "*" in self._origins:
+            return False
+        return headers.get(b"origin", b"").decode("latin-1") not in self._origins
 
     def _bounded(self, scope: Scope, receive: Receive) -> Receive:
         """`receive`, which raises ApiError where the body is too long, or too long in coming."""

@@ -58,7 +58,13 @@ def build_app(service: Service, keys: Keys) -> FastAPI:
     if config.page:
         _add_page(app)
     # The last one added is the first one asked.
-    app.add_middleware(Access, keys=keys, max_body=config.max_body, idle_timeout=config.idle_timeout)
+    app.add_middleware(
+        Access,
+        keys=keys,
+        max_body=config.max_body,
+        idle_timeout=config.idle_timeout,
+        origins=config.cors_origin,
+    )
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,

@@ -84,6 +84,24 @@ def test_nobody_needs_a_key_where_there_is_none_or_for_what_load_balancers_ask()
     assert ask(guarded("sesame"), path="/metrics")[0] == 401
 
 
+@pytest.mark.parametrize(
+    ("site", "origin", "status"),
+    [
+        ("same-origin", "http://here", 200),
+        ("none", "", 200),
+        ("cross-site", "http://elsewhere", 403),
+        ("same-site", "http://127.0.0.1:9", 403),
+        ("cross-site", "", 403),
+        ("cross-site", "http://friend", 200),
+    ],
+)
+def test_a_page_elsewhere_makes_nothing_work_here(site: str, origin: str, status: int) -> None:
+    access = Access(echo, keys=Keys(()), max_body=10, idle_timeout=5.0, origins=("http://friend",))
+    assert ask(access, sec_fetch_site=site, origin=origin)[0] == status
+    anybody = Access(echo, keys=Keys(()), max_body=10, idle_timeout=5.0, origins=("*",))
+    assert ask(anybody, sec_fetch_site=site, origin=origin)[0] == 200
+
+
 def test_a_body_is_bounded_whether_its_length_is_told_or_not() -> None:
     assert ask(guarded(), b"0123456789")[2] == b"10"
     assert ask(guarded(), b"01234", b"56789", b"!")[0] == 413
