@@ -36,7 +36,7 @@ class Completions:
         self._created = int(time.time())
         self._model = service.check_model(fields.model)
         self._prompts: list[tuple[int, ...]] = []
-        self._tally = Tally(0)
+        self._tally = Tally(0, n=self._n)
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     async def whole(self) -> dict[str, Any]:
