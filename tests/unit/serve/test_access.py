@@ -47,7 +47,7 @@ def ask(
         "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()],
     }
 
-    asyncio.run(access(scope, receive, send))  # type: ignore[arg-type]
+    asyncio.run(access(scope, receive, send))
     start, *bodies = sent
     told = {k.decode(): v.decode() for k, v in start["headers"]}
     return start["status"], told, b"".join(one.get("body", b"") for one in bodies)
@@ -176,6 +176,6 @@ def test_a_client_that_goes_away_within_its_body_is_no_bug(caplog: pytest.LogCap
     async def never(message: Message) -> None:
         raise AssertionError("nobody is told")
 
-    scope = {"type": "http", "method": "POST", "path": "/", "client": None, "headers": []}
+    scope: Scope = {"type": "http", "method": "POST", "path": "/", "client": None, "headers": []}
     asyncio.run(failing(ClientDisconnect())(scope, nothing, never))
     assert [record.levelname for record in caplog.records] == ["INFO"]

@@ -14,7 +14,7 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.errors import UserError
-from specinfer.serve import engine_handle, process_backend
+from specinfer.serve import process_backend
 from specinfer.serve.backend import BackendError
 from specinfer.serve.process_backend import ProcessBackend
 from specinfer.serve.work import EngineFacts, Work
@@ -58,7 +58,7 @@ def test_an_engine_that_dies_as_soon_as_it_is_ready_is_started_again(
     script = tmp_path / "engine"
     script.write_text(ENGINE.format(python=sys.executable))
     script.chmod(0o700)
-    monkeypatch.setattr(engine_handle.sys, "executable", str(script))
+    monkeypatch.setattr(sys, "executable", str(script))
     to_thread = asyncio.to_thread
 
     async def late(call: Callable[..., Any], *given: Any) -> Any:
