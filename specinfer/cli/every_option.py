@@ -27,6 +27,7 @@ _SIZES: Final = ("kv_cache_memory", "suffix_memory", "max_body", "log_traffic_si
 _STEP_TOKENS: Final = (
     128  # a step of more keeps whoever comes meanwhile waiting; of fewer reads prompts slowly
 )
+_LISTS: Final = ("served_model_name", "api_key", "cors_origin")  # of the server's options
 _FLAGS: Final = {"drafts": "draft"}  # one is given at a time
 
 PURPOSES: Final = {
@@ -112,8 +113,11 @@ def configs(flags: Mapping[str, Any], file: Path | None) -> tuple[dict[str, Any]
     for name, value in of_server.items():
         if isinstance(value, list):
             of_server[name] = tuple(value)
+        elif isinstance(value, str) and name in _LISTS:  # whose letters are no list of texts
+            of_server[name] = (value,)
     given.setdefault("model", DEFAULT_MODEL)
-    given.setdefault("max_step_tokens", max(_STEP_TOKENS, int(given.get("max_batch_size", 0))))
+    batch = given.get("max_batch_size")
+    given.setdefault("max_step_tokens", max(_STEP_TOKENS, batch if isinstance(batch, int) else 0))
     return given, ServeConfig(**of_server)
 
 

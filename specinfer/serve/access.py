@@ -7,9 +7,11 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
+from urllib.parse import quote
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specinfer.serve.api_error import ApiError
@@ -17,6 +19,9 @@ from specinfer.serve.caller import CALLER, Caller
 
 _LOG = logging.getLogger("specinfer.serve.access")
 OPEN_PATHS: Final = ("/health", "/ready", "/version", "/")  # nobody's secret, and asked for by load balancers
+# Of a path, in the log: others are told as %XX, or a request could write lines of its own there.
+_PLAIN: Final = "/:@!$&'()*+,;=~"
+_LONGEST_PATH: Final = 256  # characters, in the log
 _OPEN_FOLDER: Final = "/page/"  # what the page at / is made of; it asks for the key itself
 
 
@@ -48,12 +53,14 @@ class Access:
         keys: Keys,
         max_body: int,
         idle_timeout: float,
+        origins: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
         self._keys = keys
         self._max_body = max_body
         self._idle_timeout = idle_timeout
+        self._origins = origins  # whose pages may call; "*": any
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,6 +88,15 @@ class Access:
                 await self._app(scope, self._bounded(scope, receive), tell)
         except TimeoutError:
             _LOG.info("%s reads nothing; its connection is closed", name)
+        except ClientDisconnect:
+            pass  # in the middle of its body: there is nobody to answer
+        except ApiError as error:
+            await error.response()(scope, receive, tell)
+        except Exception:
+            _LOG.exception("%s failed", name)
+            if not status:  # else it is too late for another answer, and the connection breaks off
+                bug = ApiError("internal error; please report it", status=500)
+                await bug.response()(scope, receive, tell)
         finally:
             CALLER.reset(caller)
             client = scope["client"][0] if scope.get("client") else "-"
@@ -89,7 +105,7 @@ class Access:
                 "request_id": name,
                 "client": client,
                 "method": scope["method"],
-                "path": scope["path"],
+                "path": quote(scope["path"], safe=_PLAIN)[:_LONGEST_PATH],
                 "status": status,
                 "seconds": round(took, 3),
             }
@@ -109,8 +125,22 @@ class Access:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        if self._is_foreign(scope, headers):
+            return ApiError(
+                "pages of other origins may not call this server; --cors-origin lets one", status=403
+            )
         length = headers.get(b"content-length", b"0")
         return self._too_large() if length.isdigit() and int(length) > self._max_body else None
+
+    def _is_foreign(self, scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a page of another origin makes this server work.
+
+        A browser keeps the answer from such a page, but lets it send a body of plain text without asking.
+        """
+        asks = headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin")
+        if not asks or scope["method"] in ("GET", "HEAD", "OPTIONS") or "*" in self._origins:
+            return False
+        return headers.get(b"origin", b"").decode("latin-1") not in self._origins
 
     def _bounded(self, scope: Scope, receive: Receive) -> Receive:
         """`receive`, which raises ApiError where the body is too long, or too long in coming."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -21,6 +21,7 @@ _TYPES = {
     500: "server_error",
     503: "server_error",
 }
+_MOST_FAULTS: Final = 1000  # that are told one from another: each becomes an object of its own
 
 
 class ApiError(Exception):
@@ -51,6 +52,8 @@ class ApiError(Exception):
     @classmethod
     def of_validation(cls, error: ValidationError) -> ApiError:
         """The first thing that is wrong with a body, and where it is."""
+        if (count := error.error_count()) > _MOST_FAULTS:
+            return cls(f"the body has {count} faults, unknown fields perhaps; send what the endpoint takes")
         first, *_ = error.errors(include_url=False, include_context=False)
         message, kind, last = first["msg"], first["type"], len(first["loc"]) - 1
         where = ""
@@ -97,13 +100,8 @@ async def tell_http_error(request: Request, error: Exception) -> Response:
     allowed = getattr(error, "headers", None)
     phrase = HTTPStatus(status).phrase.lower()
     return ApiError(
-        f"{request.method} {request.url.path}: {phrase}", status=status, headers=allowed
+        f"{request.method} {request.scope['path']}: {phrase}", status=status, headers=allowed
     ).response()
-
-
-async def tell_bug(request: Request, error: Exception) -> Response:
-    """The handler of whatever nobody thought of; the log has the rest."""
-    return ApiError("internal error; please report it", status=500).response()
 
 
 def _is_tag(part: str) -> bool:

@@ -15,7 +15,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from specinfer.serve.access import Access, Keys
-from specinfer.serve.api_error import ApiError, tell_api_error, tell_bug, tell_http_error
+from specinfer.serve.api_error import ApiError, tell_api_error, tell_http_error
 from specinfer.serve.chat import Chat
 from specinfer.serve.chat_fields import ChatFields
 from specinfer.serve.completion_fields import CompletionFields
@@ -52,14 +52,19 @@ def build_app(service: Service, keys: Keys) -> FastAPI:
     )
     app.add_exception_handler(ApiError, tell_api_error)
     app.add_exception_handler(HTTPException, tell_http_error)
-    app.add_exception_handler(Exception, tell_bug)
     _add_openai_paths(app, service)
     _add_token_paths(app, service)
     _add_server_paths(app, service)
     if config.page:
         _add_page(app)
     # The last one added is the first one asked.
-    app.add_middleware(Access, keys=keys, max_body=config.max_body, idle_timeout=config.idle_timeout)
+    app.add_middleware(
+        Access,
+        keys=keys,
+        max_body=config.max_body,
+        idle_timeout=config.idle_timeout,
+        origins=config.cors_origin,
+    )
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,

@@ -27,12 +27,13 @@ class Chat:
 
     def __init__(self, service: Service, fields: ChatFields) -> None:
         fields.check()
+        service.check_count(fields.n)
         self._service = service
         self._fields = fields
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = service.check_model(fields.model)
-        self._tally = Tally(0)
+        self._tally = Tally(0, n=fields.n or 1)
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.fields import Fields, SamplingFields
+from specinfer.serve.fields import Fields, Items, SamplingFields
 
 
 class ContentPart(Fields):
@@ -38,9 +38,9 @@ class ChatMessage(Fields):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -100,7 +100,7 @@ class Prediction(Fields):
     """The caller's guess of the answer."""
 
     type: Literal["content"]
-    content: str | list[ContentPart]
+    content: str | Items[ContentPart]
 
     @property
     def text(self) -> str:
@@ -113,20 +113,20 @@ class Prediction(Fields):
 class ChatFields(SamplingFields):
     """A conversation that wants an answer."""
 
-    messages: list[ChatMessage]
+    messages: Items[ChatMessage]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     prediction: Prediction | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="Handed to the model's chat template.")
     chat_template_kwargs: dict[str, Any] | None = None
 
     # Fields of OpenAI's API that change nothing here at these values, and are refused at others.
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
     safety_identifier: str | None = None
@@ -134,6 +134,7 @@ class ChatFields(SamplingFields):
 
     def check(self) -> None:
         """Refuse what contradicts itself."""
+        super().check()
         if not self.messages:
             raise ApiError("messages is empty; give at least one message", param="messages")
         if self.top_logprobs is not None and not self.logprobs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from specinfer.errors import RequestError
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.chat_fields import ChatFields
 from specinfer.serve.dialect import AnswerReader, Dialect
-from specinfer.serve.reasoning import ReasoningSplitter
+from specinfer.serve.reasoning import CLOSE, ReasoningSplitter
 from specinfer.serve.service import Service
 from specinfer.serve.tools.call_grammar import call_grammar
 from specinfer.serve.tools.call_parser import CallParser
@@ -27,14 +28,15 @@ class ChatPrompt:
     tools: Sequence[Tool]
     choice: ToolChoice
     parallel: bool  # whether an answer may call several tools
-    starts_inside: bool  # the template opens the reasoning
+    starts_inside: bool  # the template opens the reasoning, and the answer may close it
 
     @classmethod
     async def of(cls, service: Service, fields: ChatFields) -> ChatPrompt:
         """The prompt of a request; raises ApiError."""
         dialect = service.dialect
         messages: list[Any] = [message.rendered() for message in fields.messages]
-        tools, choice = _tools(fields)
+        # Schemas are compiled to see whether they can be followed, and others are answered meanwhile.
+        tools, choice = await asyncio.to_thread(_tools, fields) if fields.tools else _tools(fields)
         shown: list[dict[str, Any]] = []
         if tools and dialect.calls is None:
             raise ApiError(dialect.no_calls, param="tools")
@@ -43,6 +45,8 @@ class ChatPrompt:
                 messages, shown = for_template(messages, tools, dialect.calls)
         except RequestError as error:
             raise ApiError.of(error) from None
+        except RecursionError:
+            raise ApiError("arguments of a call nest too deep; send flatter ones", param="messages") from None
         text = await service.render(messages, tools=shown, variables=_variables(service, fields))
         return cls(
             await service.encode(text, "messages", add_special=False),
@@ -50,7 +54,9 @@ class ChatPrompt:
             tools,
             choice,
             parallel=fields.parallel_tool_calls is not False,
-            starts_inside=dialect.reasoning is not None and dialect.reasoning.opened_by(text),
+            starts_inside=(
+                dialect.reasoning is not None and dialect.reasoning.opened_by(text) and not _is_held(fields)
+            ),
         )
 
     @property
@@ -102,6 +108,13 @@ def _tools(fields: ChatFields) -> tuple[Sequence[Tool], ToolChoice]:
     except RequestError as error:
         raise ApiError.of(error) from None
     return (() if choice.mode == "none" else tools), choice
+
+
+def _is_held(fields: ChatFields) -> bool:
+    """Whether the answer has a form from its first token on, in which no reasoning can be closed."""
+    rules = [rule for rule in (fields.regex, fields.grammar) if rule is not None]
+    formed = fields.response_format not in (None, {"type": "text"}) or fields.choice is not None
+    return formed or any(CLOSE not in rule for rule in rules)
 
 
 def _variables(service: Service, fields: ChatFields) -> dict[str, Any]:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.fields import Ids, SamplingFields
+from specinfer.serve.chat_fields import Prediction
+from specinfer.serve.fields import Ids, Items, SamplingFields
 
 
 class CompletionFields(SamplingFields):
     """A prompt or several, as text or token ids, to be gone on with."""
 
-    prompt: str | Ids | list[str] | list[Ids]
+    prompt: str | Ids | Items[str] | Items[Ids]
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
-    prediction: str | dict[str, Any] | None = None
+    prediction: str | Prediction | None = None
     suffix: None = Field(None, description="Not offered: no model here fills in the middle.")
     best_of: int | None = None
 
@@ -33,6 +32,7 @@ class CompletionFields(SamplingFields):
 
     def check(self) -> None:
         """Refuse what cannot be honoured."""
+        super().check()
         if self.echo and self.logprobs is not None:
             raise ApiError(
                 "echo and logprobs are given; ask for prompt_logprobs to see how likely the prompt is",

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 from specinfer.sampling_params import SamplingParams
+from specinfer.serve.chat_fields import Prediction
 from specinfer.serve.completion_fields import CompletionFields
 from specinfer.serve.event_stream import event
 from specinfer.serve.reported_logprobs import CompletionLogprobs, finite
@@ -26,6 +27,8 @@ class Completions:
 
     def __init__(self, service: Service, fields: CompletionFields) -> None:
         fields.check()
+        self._given = fields.prompts()
+        service.check_count(fields.n, len(self._given))
         self._service = service
         self._fields = fields
         self._n = fields.n or 1
@@ -33,7 +36,7 @@ class Completions:
         self._created = int(time.time())
         self._model = service.check_model(fields.model)
         self._prompts: list[tuple[int, ...]] = []
-        self._tally = Tally(0)
+        self._tally = Tally(0, n=self._n)
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     async def whole(self) -> dict[str, Any]:
@@ -64,8 +67,7 @@ class Completions:
         """What each delta adds, as a choice."""
         fields, service = self._fields, self._service
         self._prompts = [
-            await service.encode(one, "prompt") if isinstance(one, str) else tuple(one)
-            for one in fields.prompts()
+            await service.encode(one, "prompt") if isinstance(one, str) else tuple(one) for one in self._given
         ]
         self._tally.prompt_tokens = count_tokens(self._prompts)
         params = [self._params(prompt) for prompt in self._prompts]
@@ -84,7 +86,7 @@ class Completions:
         return fields.params(
             max_tokens=min(_USUAL_TOKENS, room) if fields.max_tokens is None else fields.max_tokens,
             logprobs=fields.logprobs,
-            prediction=guess.get("content") if isinstance(guess, dict) else guess,
+            prediction=guess.text if isinstance(guess, Prediction) else guess,
         )
 
     def _choice(self, number: int, delta: Delta, *, first: bool) -> dict[str, Any]:

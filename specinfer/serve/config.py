@@ -10,6 +10,9 @@ from specinfer.serve.logs import LogFormat
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_TEXTS = ("host", "root_path", "call_format")
+_TEXTS_OR_NONE = ("api_key_file", "log_traffic", "otlp_endpoint")
+_LISTS = ("served_model_name", "api_key", "cors_origin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,33 @@ class ServeConfig:
     otlp_endpoint: str | None = None  # where OpenTelemetry spans go
 
     def __post_init__(self) -> None:
+        self._check_texts()
+        self._check_numbers()
+        for name, allowed in (("log_level", get_args(LogLevel)), ("log_format", get_args(LogFormat))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+        if not isinstance(self.page, bool):
+            raise ConfigError(f"page is {self.page!r}; allowed: True or False")
+        for key in self.api_key:
+            if not key.strip() or key != key.strip() or not key.isascii():
+                raise ConfigError("an api_key is blank, or not ASCII, or has blanks around it; give another")
+
+    def _check_texts(self) -> None:
+        """Of what kind the values are: a file may have any, and a text is a sequence of texts."""
+        for name in (*_TEXTS, *_TEXTS_OR_NONE):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (name in _TEXTS or value is not None):
+                raise ConfigError(f"{name} is {value!r}; allowed: a text")
+        for name in _LISTS:
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or not all(isinstance(one, str) and one for one in values):
+                # What they are is not told: a key may be among them.
+                raise ConfigError(f"{name} has what is no text; allowed: a list of texts, numbers in quotes")
+        path = self.root_path
+        if path and (not path.startswith("/") or path.endswith("/") or not path.isascii()):
+            raise ConfigError(f"root_path is {path!r}; allowed: an ASCII path like /that/path, or nothing")
+
+    def _check_numbers(self) -> None:
         for name, least in (
             *(("port", 0), ("max_waiting", 0), ("max_n", 1), ("max_body", 1024), ("max_connections", 1)),
             *(("stored_responses", 0), ("log_traffic_size", 4096)),
@@ -51,17 +81,13 @@ class ServeConfig:
                 raise ConfigError(f"{name} is {value!r}; allowed: an integer >= {least}")
         if self.port > 65535:
             raise ConfigError(f"port is {self.port}; allowed: 0 to 65535")
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ConfigError(f"max_prompt_tokens is {self.max_prompt_tokens!r}; allowed: an integer >= 1")
-        for name, allowed in (("log_level", get_args(LogLevel)), ("log_format", get_args(LogFormat))):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+        most = self.max_prompt_tokens
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise ConfigError(f"max_prompt_tokens is {most!r}; allowed: an integer >= 1")
         for name in ("idle_timeout", "grace"):
-            if not 0 < getattr(self, name) < 1e6:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: seconds above 0")
-        for key in self.api_key:
-            if not key.strip() or key != key.strip() or not key.isascii():
-                raise ConfigError("an api_key is blank, or not ASCII, or has blanks around it; give another")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
+                raise ConfigError(f"{name} is {value!r}; allowed: seconds above 0")
 
     @property
     def loopback(self) -> bool:

@@ -61,7 +61,11 @@ class EngineHandle:
 
         Raises UserError with its own words where it cannot serve `config`, BackendError where it dies.
         """
-        return await asyncio.to_thread(self._start, config)
+        facts = await asyncio.to_thread(self._start, config)
+        # Only now, on the loop: a process that dies at once is heard of when the caller knows the handle.
+        for hear, name in ((self._read, "engine-reader"), (self._write, "engine-writer")):
+            threading.Thread(target=hear, name=name, daemon=True).start()
+        return facts
 
     def send(self, message: Message) -> None:
         """Send a message some time soon; one to a process that has died is dropped."""
@@ -100,8 +104,6 @@ class EngineHandle:
             raise BackendError(f"the engine ended with status {self.status()} before it was ready") from None
         if kind == "failed":
             raise UserError(said)
-        threading.Thread(target=self._read, name="engine-reader", daemon=True).start()
-        threading.Thread(target=self._write, name="engine-writer", daemon=True).start()
         facts: EngineFacts = said
         return facts
 
@@ -111,6 +113,7 @@ class EngineHandle:
             try:
                 message = self._connection.recv()
             except (EOFError, OSError):
+                self._outbox.put(None)  # the writing thread ends too, and the socket goes with this handle
                 self._tell(self._died, self)
                 return
             self._tell(self._deliver, self, message)
@@ -121,9 +124,11 @@ class EngineHandle:
             with contextlib.suppress(OSError):  # the reading thread tells of a process that is gone
                 self._connection.send(message)
         with contextlib.suppress(OSError):
-            half_closed = socket.socket(fileno=self._connection.fileno())
-            half_closed.shutdown(socket.SHUT_RDWR)
-            half_closed.detach()
+            borrowed = socket.socket(fileno=self._connection.fileno())
+            try:
+                borrowed.shutdown(socket.SHUT_RDWR)
+            finally:
+                borrowed.detach()  # the connection closes it
 
     def _tell(self, hear: Callable[..., None], *what: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more

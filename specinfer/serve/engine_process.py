@@ -123,6 +123,9 @@ class EngineProcess:
     def _admit(self, answer: _Answer) -> None:
         """Check a work and hand it to the loop; in a thread of the intake."""
         work = answer.work
+        if answer.aborted:  # before its turn: nobody waits for its grammar
+            self._answers.pop(work.id, None)
+            return
         try:
             admitted = self._llm.intake.completion(
                 work.prompt_token_ids, work.params, index=work.index, said=work.said
@@ -130,7 +133,7 @@ class EngineProcess:
             answer.admitted = admitted
             if work.traced:
                 self._traced[admitted.request.request_id] = answer
-                self._llm.on_tree = self._on_tree
+                self._llm.on_tree = self._on_tree  # for good: another thread may trace the next one by now
             self._llm.loop.submit([admitted], lambda output: self._receive(answer, output))
             if answer.aborted:  # meanwhile
                 self._llm.loop.cancel([admitted])
@@ -149,8 +152,6 @@ class EngineProcess:
         if output.finished:
             self._answers.pop(answer.work.id, None)
             self._traced.pop(output.request_id, None)
-            if not self._traced:
-                self._llm.on_tree = None
         if not answer.aborted:
             self._outbox.put(delta)
 

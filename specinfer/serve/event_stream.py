@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from specinfer.serve.api_error import ApiError
 
@@ -42,11 +43,30 @@ async def stream(events: AsyncGenerator[str], *, done: str = "data: [DONE]\n\n")
             except ApiError as error:
                 yield error.event
 
-    return StreamingResponse(
-        whole(),
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},  # a proxy hands on at once
-    )
+    return _Events(whole(), events)
+
+
+class _Events(StreamingResponse):
+    """A response whose events are closed with it.
+
+    The framework leaves that to the garbage collector where it stops while it sends: a reader that takes
+    nothing would have its answer made to the end.
+    """
+
+    def __init__(self, *generators: AsyncGenerator[str]) -> None:
+        self._generators = generators  # the one that is sent, and what it reads from if it ever begins
+        super().__init__(
+            generators[0],
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},  # a proxy hands on at once
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for one in self._generators:
+                await one.aclose()
 
 
 async def unless_gone(request: Request, answer: Coroutine[Any, Any, _Answer]) -> _Answer:

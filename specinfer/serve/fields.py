@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from specinfer.errors import RequestError
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
 
 _Body = TypeVar("_Body", bound=BaseModel)
-Ids = list[int]
+_Item = TypeVar("_Item")
+
+
+class _FirstFault(FailFast):
+    """A list is given up at its first bad item: of millions, each would have a complaint in memory."""
+
+    def __hash__(self) -> int:  # which unions ask for, and FailFast has none
+        return hash(_FirstFault)
+
+
+Items = Annotated[list[_Item], _FirstFault()]
+Ids = Items[int]
 
 
 class Fields(BaseModel):
@@ -46,11 +57,11 @@ class SamplingFields(Fields):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
+    bad_words: Items[str] | None = None
     allowed_token_ids: Ids | None = None
 
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     logprobs_mode: str | None = None
@@ -58,12 +69,17 @@ class SamplingFields(Fields):
 
     response_format: dict[str, Any] | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
 
     speculation: bool | dict[str, Any] | None = None
     cache_salt: str | None = None
     trace: bool | None = Field(None, description="Whether chunks carry the token tree of each step.")
+
+    def check(self) -> None:
+        """Refuse what contradicts itself; raises ApiError."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError("stream_options needs stream: true; add it, or drop them", param="stream_options")
 
     def params(self, **more: Any) -> SamplingParams:
         """What these fields mean, with others of SamplingParams; a field that is None is left at its default.

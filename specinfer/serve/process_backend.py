@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from specinfer.config import EngineConfig
-from specinfer.errors import UserError
 from specinfer.serve.backend import BackendError, Health
 from specinfer.serve.engine_handle import EngineHandle
 from specinfer.serve.work import Delta, EngineFacts, Work
@@ -192,6 +191,7 @@ class ProcessBackend:
             return
         self._engine = None
         self._trouble = f"the engine ended with status {engine.status()} and is started again"
+        engine.kill()  # one that only hung up has memory that the next one needs
         _LOG.error("%s; %d answers wait for it", self._trouble, len(self._live))
         for waiting in self._questions.values():
             if not waiting.done():
@@ -214,13 +214,14 @@ class ProcessBackend:
             try:
                 await self.start()
                 break
-            except (UserError, BackendError, OSError) as error:
-                _LOG.error("the engine cannot be started again: %s", error)
-                self._trouble = f"the engine cannot be started again: {error}"
-                if attempt == _MOST_FAILED_STARTS:
+            except Exception as error:  # whatever it is: others wait for this task
+                reason = str(error) or repr(error)
+                _LOG.error("the engine cannot be started again: %s", reason)
+                self._trouble = f"the engine cannot be started again: {reason}"
+                if attempt >= _MOST_FAILED_STARTS:
                     for live in list(self._live.values()):
                         self._give_up(live, self._trouble)
-                await asyncio.sleep(min(2.0**attempt, 60.0))
+                await asyncio.sleep(min(2.0 ** min(attempt, 6), 60.0))
         self.restarts += 1
         _LOG.warning("the engine was started again; %d answers go on", len(self._live))
         if self._live:

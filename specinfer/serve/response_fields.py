@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.fields import Fields, SamplingFields
+from specinfer.serve.fields import Fields, Items, SamplingFields
 
 LOGPROBS: Final = "message.output_text.logprobs"  # what `include` may ask for
 _FORMATS: Final = ("text", "json_object", "json_schema")
@@ -70,7 +70,7 @@ class MessageItem(Fields):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Annotated[
-        Annotated[str, Tag("str")] | Annotated[list[_Part], Tag("list")], Discriminator(_is_text)
+        Annotated[str, Tag("str")] | Annotated[Items[_Part], Tag("list")], Discriminator(_is_text)
     ]
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -123,14 +123,14 @@ class ResponseFields(SamplingFields):
     """Input that wants an answer."""
 
     input: Annotated[
-        Annotated[str, Tag("str")] | Annotated[list[_Item], Tag("list")], Discriminator(_is_text)
+        Annotated[str, Tag("str")] | Annotated[Items[_Item], Tag("list")], Discriminator(_is_text)
     ]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = Field(None, description="Whether previous_response_id may name the answer: true.")
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Items[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     reasoning: ReasoningOptions | None = None
 
@@ -154,6 +154,12 @@ class ResponseFields(SamplingFields):
 
     def check(self) -> None:
         """Refuse what cannot be honoured."""
+        super().check()
+        if self.stream_options is not None and self.stream_options.include_usage is not None:
+            raise ApiError(
+                "stream_options.include_usage is not offered here: usage comes with the last event; drop it",
+                param="stream_options.include_usage",
+            )
         for name, reason in _REFUSED.items():
             value = getattr(self, name)
             if value is not None and value is not False and (name, value) != ("n", 1):

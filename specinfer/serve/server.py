@@ -184,26 +184,51 @@ class _Server(uvicorn.Server):
 
 
 def _protocol(idle: float) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, for a connection on which nobody has asked for anything in time."""
+    """uvicorn's protocol, which waits neither for half a request nor for a reader that takes nothing."""
 
     class Patient(HttpToolsProtocol):
-        _waiting: asyncio.TimerHandle | None = None
+        _waiting: asyncio.TimerHandle | None = None  # for the rest of a request's headers
+        _stuck: asyncio.TimerHandle | None = None  # since the client takes nothing
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._waiting = self.loop.call_later(idle, transport.close)
+            self._wait()
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._wait()
 
         def on_headers_complete(self) -> None:
-            self._forget()
+            _cancel(self._waiting)
             super().on_headers_complete()
 
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            # Access lets go of it before; a transport that is closed would still wait for it to read.
+            self._stuck = self.loop.call_later(2 * idle, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            _cancel(self._stuck)
+            super().resume_writing()
+
         def connection_lost(self, exc: Exception | None) -> None:
-            self._forget()
+            _cancel(self._waiting)
+            _cancel(self._stuck)
             super().connection_lost(exc)
 
-        def _forget(self) -> None:
-            if self._waiting is not None:
-                self._waiting.cancel()
-                self._waiting = None
+        def _wait(self) -> None:
+            _cancel(self._waiting)
+            self._waiting = self.loop.call_later(idle, self._give_up)
+
+        def _give_up(self) -> None:
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._wait()  # it is we who keep it waiting: an earlier request is being answered
+            else:
+                self.transport.close()
 
     return Patient
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -72,6 +72,25 @@ class Service:
             )
         return name or self.models[0]
 
+    def check_count(self, n: int | None, prompts: int = 1) -> None:
+        """Raise ApiError where more completions are asked for than one request may ever have.
+
+        Before anything is made of each of them: a number costs its sender nothing.
+        """
+        count, most = max(n or 1, 1), self.config.max_n
+        for param, given in (("n", count), ("prompt", prompts)):
+            if given > most:
+                what = "n is" if param == "n" else "the prompts are"
+                raise ApiError(
+                    f"{what} {given}; allowed: at most {most} here; ask again for the rest", param=param
+                )
+        if count * prompts > self._most:
+            raise ApiError(
+                f"{prompts} prompts with n {count} are {count * prompts} completions; allowed: at most "
+                f"{self._most} here; ask again for the rest",
+                param="n",
+            )
+
     async def encode(self, text: str, param: str, *, add_special: bool = True) -> tuple[int, ...]:
         """A prompt's token ids."""
         if not text:
@@ -150,7 +169,7 @@ class Service:
     def _room_for(self, count: int) -> Iterator[None]:
         if self.draining:
             raise ApiError("the server is shutting down", status=503, headers={"Retry-After": "5"})
-        if count > self.config.max_n * self.config.max_n or self._busy + count > self._most:
+        if self._busy + count > self._most:
             waiting = f"{self._busy} answers are in progress or wait, and {count} more are asked for"
             raise ApiError(
                 f"{waiting}; allowed: {self._most} in all; try again soon",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, Final
 
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.chat_fields import ChatMessage
-from specinfer.serve.fields import Fields, Ids
+from specinfer.serve.fields import Fields, Ids, Items
 from specinfer.serve.service import Service
+from specinfer.tokenizer import Tokenizer
+
+_AT_ONCE: Final = 10_000  # tokens; more are looked at in a thread, and others answered meanwhile
 
 
 class TokenizeFields(Fields):
@@ -15,7 +19,7 @@ class TokenizeFields(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Items[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -34,13 +38,15 @@ async def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
     if (fields.prompt is None) == (fields.messages is None):
         raise ApiError("give prompt or messages, one of them", param="prompt")
     if fields.messages is None:
+        if fields.add_generation_prompt is not None:
+            raise ApiError("add_generation_prompt is for messages; drop it", param="add_generation_prompt")
         special = fields.add_special_tokens is not False
         tokens = await service.encode(fields.prompt or "", "prompt", add_special=special)
     else:
         messages = [message.rendered() for message in fields.messages]
         prompted = fields.add_generation_prompt is not False
         text = await service.render(messages, add_generation_prompt=prompted)
-        tokens = await service.encode(text, "messages", add_special=False)
+        tokens = await service.encode(text, "messages", add_special=fields.add_special_tokens is True)
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": service.facts.max_context,
@@ -55,10 +61,16 @@ async def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
 async def detokenize(service: Service, fields: DetokenizeFields) -> dict[str, Any]:
     """The text of token ids; special tokens are left out."""
     service.check_model(fields.model)
-    size = service.tokenizer.vocab_size
-    for place, token in enumerate(fields.tokens):
+    if len(fields.tokens) < _AT_ONCE:
+        return {"prompt": _text(service.tokenizer, fields.tokens)}
+    return {"prompt": await asyncio.to_thread(_text, service.tokenizer, fields.tokens)}
+
+
+def _text(tokenizer: Tokenizer, tokens: Ids) -> str:
+    size = tokenizer.vocab_size
+    for place, token in enumerate(tokens):
         if not 0 <= token < size:
             raise ApiError(
                 f"tokens[{place}] is {token}; allowed: ids of the vocabulary, 0 to {size - 1}", param="tokens"
             )
-    return {"prompt": service.tokenizer.decode(fields.tokens)}
+    return tokenizer.decode(tokens)

@@ -17,16 +17,23 @@ class Tally:
 
     prompt_tokens: int  # of all prompts, each counted once
     completion_tokens: int = 0
-    cached_tokens: int = 0  # of the prompts
+    n: int = 1  # completions of each prompt
     reasoning_tokens: int = 0
     figures: SpeculationFigures = field(default_factory=SpeculationFigures)
     steps: list[tuple[int, int]] = field(default_factory=list)  # drafted and accepted tokens, step by step
+    _cached: dict[int, int] = field(default_factory=dict)  # by prompt
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of all prompts, each counted once."""
+        return sum(self._cached.values())
 
     def add(self, delta: Delta, number: int = 0) -> None:
         """Take in a delta of the completion with that number."""
         self.completion_tokens += len(delta.token_ids)
-        if number == 0:
-            self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        prompt, completion = divmod(number, self.n)
+        if completion == 0:
+            self._cached[prompt] = max(self._cached.get(prompt, 0), delta.cached_tokens)
         if delta.figures is not None:
             self.figures.add(delta.figures)
         self.steps.extend(delta.steps)

@@ -64,6 +64,7 @@ class ChatTemplate:
             ArithmeticError,
             LookupError,
             AttributeError,
+            RecursionError,  # a call's arguments may nest as deep as their JSON can be read
         ) as error:
             raise RequestError(f"the model's chat template refuses the messages: {error}") from error
 

@@ -53,6 +53,10 @@ def test_the_image_runs_as_nobody_in_particular_and_is_watched() -> None:
     assert said["USER"] == "specinfer"
     assert json.loads(said["ENTRYPOINT"]) == ["specinfer", "serve"]
     assert "/health" in said["HEALTHCHECK"]
+    [made] = [rest for word, rest in steps("Dockerfile") if word == "RUN" and "useradd" in rest]
+    assert f"install -d -o specinfer -g specinfer {said['VOLUME']}" in made  # or models could not be fetched
+    for name in ("HF_HOME", "SPECINFER_CACHE"):
+        assert f"{name}={said['VOLUME']}" in said["ENV"]
     order = [word for word, _ in steps("Dockerfile")]
     assert order.index("USER") < order.index("ENTRYPOINT")
 

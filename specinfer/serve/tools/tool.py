@@ -14,6 +14,7 @@ from specinfer.grammar.library_vocabulary import fault_of
 from specinfer.structured_output import schema_source
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_MOST_TOOLS = 128  # as in OpenAI's API; each schema takes some milliseconds
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _CHOICES = '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
 
@@ -61,6 +62,8 @@ def read_tools(given: object) -> tuple[Tool, ...]:
         return ()
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise RequestError(f"tools is {_short(given)}; allowed: a list of tools")
+    if len(given) > _MOST_TOOLS:
+        raise RequestError(f"tools has {len(given)} tools; allowed: at most {_MOST_TOOLS}; leave some out")
     tools = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(given)]
     names = [tool.name for tool in tools]
     for index, name in enumerate(names):

@@ -72,6 +72,21 @@ def test_what_is_not_given_is_left_to_the_file_and_the_defaults(tmp_path: Path) 
     assert configs({"max_batch_size": 200}, None)[0]["max_step_tokens"] == 200
 
 
+def test_a_text_in_the_file_is_one_key_and_not_its_letters(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("api_key: sesame\nserved-model-name: tiny\ncors_origin: http://a.example\n")
+    _, config = configs({}, file)
+    assert config.api_key == ("sesame",)
+    assert config.served_model_name == ("tiny",)
+    assert config.cors_origin == ("http://a.example",)
+
+
+def test_a_batch_that_is_no_number_is_left_to_the_engines_config() -> None:
+    options, _ = configs({"max_batch_size": "many"}, None)
+    with pytest.raises(ConfigError, match="max_batch_size is 'many'"):
+        engine_config(options)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -102,6 +117,9 @@ def test_a_file_that_is_not_there_and_one_that_is_empty(tmp_path: Path) -> None:
         *({"port": -1}, {"port": 70000}, {"port": True}, {"max_n": 0}, {"max_body": 10}, {"grace": 0}),
         *({"idle_timeout": float("nan")}, {"max_prompt_tokens": 0}, {"log_format": "xml"}),
         *({"log_level": "loud"}, {"api_key": (" a",)}, {"api_key": ("",)}, {"api_key": ("\u00e4",)}),
+        *({"api_key": "sesame"}, {"api_key": (12345,)}, {"served_model_name": "tiny"}, {"host": 0}),
+        *({"api_key_file": 1}, {"idle_timeout": "75"}, {"grace": True}, {"page": "no"}),
+        *({"max_prompt_tokens": "5"}, {"root_path": "llm"}, {"root_path": "/llm/"}),
     ],
 )
 def test_an_option_out_of_range(options: dict[str, Any]) -> None:

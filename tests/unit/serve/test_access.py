@@ -8,11 +8,11 @@ import logging
 from typing import Any
 
 import pytest
+from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from specinfer.serve.access import Access, Keys
-from specinfer.serve.api_error import ApiError
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,13 +47,7 @@ def ask(
         "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()],
     }
 
-    async def run() -> None:
-        try:
-            await access(scope, receive, send)
-        except ApiError as error:  # the framework's handler does this
-            await error.response()(scope, receive, send)
-
-    asyncio.run(run())
+    asyncio.run(access(scope, receive, send))
     start, *bodies = sent
     told = {k.decode(): v.decode() for k, v in start["headers"]}
     return start["status"], told, b"".join(one.get("body", b"") for one in bodies)
@@ -90,6 +84,24 @@ def test_nobody_needs_a_key_where_there_is_none_or_for_what_load_balancers_ask()
     assert ask(guarded("sesame"), path="/metrics")[0] == 401
 
 
+@pytest.mark.parametrize(
+    ("site", "origin", "status"),
+    [
+        ("same-origin", "http://here", 200),
+        ("none", "", 200),
+        ("cross-site", "http://elsewhere", 403),
+        ("same-site", "http://127.0.0.1:9", 403),
+        ("cross-site", "", 403),
+        ("cross-site", "http://friend", 200),
+    ],
+)
+def test_a_page_elsewhere_makes_nothing_work_here(site: str, origin: str, status: int) -> None:
+    access = Access(echo, keys=Keys(()), max_body=10, idle_timeout=5.0, origins=("http://friend",))
+    assert ask(access, sec_fetch_site=site, origin=origin)[0] == status
+    anybody = Access(echo, keys=Keys(()), max_body=10, idle_timeout=5.0, origins=("*",))
+    assert ask(anybody, sec_fetch_site=site, origin=origin)[0] == 200
+
+
 def test_a_body_is_bounded_whether_its_length_is_told_or_not() -> None:
     assert ask(guarded(), b"0123456789")[2] == b"10"
     assert ask(guarded(), b"01234", b"56789", b"!")[0] == 413
@@ -124,3 +136,46 @@ def test_every_answer_has_an_id_that_the_log_knows_and_the_log_no_bodies(
     assert "POST /v1/models 200" in record.getMessage()
     assert record.request_id == headers["x-request-id"]
     assert "secret" not in caplog.text
+
+
+def test_a_path_writes_no_lines_of_its_own_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    ask(guarded(), path="/v1\n12:00:00 INFO server: POST /v1/models 200\x1b[2J\u2028" + "x" * 1000)
+    [record] = caplog.records
+    line = record.getMessage()
+    assert "POST /v1%0A12:00:00%20INFO" in line
+    assert line.isprintable()
+    assert line.isascii()
+    assert len(line) < 500
+
+
+def failing(error: Exception) -> Access:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise error
+
+    return Access(app, keys=Keys(()), max_body=10, idle_timeout=5.0)
+
+
+def test_a_bug_is_answered_with_the_id_that_the_log_has_it_under(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    status, headers, body = ask(failing(KeyError("a bug")))
+    assert status == 500
+    assert json.loads(body)["error"]["type"] == "server_error"
+    bug, line = caplog.records
+    assert bug.getMessage() == f"{headers['x-request-id']} failed"
+    assert "KeyError" in caplog.text
+    assert line.status == 500
+
+
+def test_a_client_that_goes_away_within_its_body_is_no_bug(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def nothing() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def never(message: Message) -> None:
+        raise AssertionError("nobody is told")
+
+    scope: Scope = {"type": "http", "method": "POST", "path": "/", "client": None, "headers": []}
+    asyncio.run(failing(ClientDisconnect())(scope, nothing, never))
+    assert [record.levelname for record in caplog.records] == ["INFO"]

@@ -6,12 +6,15 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from specinfer import SamplingParams
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.chat_fields import ChatFields
 from specinfer.serve.completion_fields import CompletionFields
 from specinfer.serve.fields import parse
+from specinfer.serve.response_fields import ResponseFields
+from specinfer.serve.token_fields import DetokenizeFields
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -48,6 +51,7 @@ def error_of(kind: Any, body: Any) -> dict[str, Any]:
         ({"messages": HI, "seed": 1.5}, "seed", "integer"),
         ({"messages": HI, "stop": [""]}, "stop", "non-empty"),
         ({"messages": HI, "logit_bias": {"1": 1000}}, "logit_bias", "[-100, 100]"),
+        ({"messages": HI, "stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"messages": HI, "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"messages": HI, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "one of them"),
         ({"messages": HI, "tool_choice": "auto"}, "tool_choice", "needs tools"),
@@ -78,6 +82,8 @@ def test_a_conversation_that_cannot_be_served(body: Any, param: str | None, said
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "prediction": {"text": "b"}}, "prediction"),
+        ({"prompt": "a", "stream": False, "stream_options": {}}, "stream_options"),
     ],
 )
 def test_a_prompt_that_cannot_be_served(body: Any, param: str) -> None:
@@ -159,3 +165,38 @@ def test_messages_are_what_templates_know() -> None:
         {"role": "system", "content": "Be brief."},
         {"role": "assistant", "content": ""},
     ]
+
+
+MANY = b"[" + b"1," * 5000 + b'"a"]'
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatFields, b'{"messages": %s}'),
+        (ChatFields, b'{"messages": [{"role": "user", "content": %s}]}'),
+        (ChatFields, b'{"messages": [], "tools": %s}'),
+        (ChatFields, b'{"messages": [], "stop": %s}'),
+        (CompletionFields, b'{"prompt": %s}'),
+        (CompletionFields, b'{"prompt": [[1], %s]}'),
+        (ResponseFields, b'{"input": %s}'),
+        (DetokenizeFields, b'{"tokens": ["a", %s]}'),
+    ],
+)
+def test_a_list_full_of_faults_is_given_up_at_the_first(kind: type[BaseModel], body: bytes) -> None:
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate_json(body % MANY)
+    assert error.value.error_count() < 5
+
+
+def test_a_thousand_faults_are_not_told_one_by_one() -> None:
+    body = json.dumps({"prompt": "a", **{f"k{i}": i for i in range(1001)}}).encode()
+    with pytest.raises(ApiError, match="the body has 1001 faults"):
+        parse(CompletionFields, body)
+
+
+@pytest.mark.parametrize("guess", ["a b", {"type": "content", "content": [{"type": "text", "text": "a b"}]}])
+def test_a_prediction_may_be_a_text_or_as_in_conversations(guess: Any) -> None:
+    fields = parse(CompletionFields, json.dumps({"prompt": "a", "prediction": guess}).encode())
+    given = fields.prediction
+    assert (given if isinstance(given, str) or given is None else given.text) == "a b"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +15,13 @@ from specinfer import SamplingParams
 from specinfer.request import FinishReason
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.backend import BackendError, Health
+from specinfer.serve.chat import Chat
+from specinfer.serve.chat_fields import ChatFields
+from specinfer.serve.completion_fields import CompletionFields
+from specinfer.serve.completions import Completions
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
+from specinfer.serve.fields import parse
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.service import Service
 from specinfer.serve.work import Delta, EngineFacts, Work
@@ -82,6 +89,32 @@ def test_more_than_may_wait_are_told_to_come_again(tokenizer: Tokenizer) -> None
         assert sorted(backend.gone) == sorted(work.id for work in backend.works)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"n": 10**9}, "n", "n is 1000000000; allowed: at most 4"),
+        ({"n": 5, "stream": True}, "n", "n is 5; allowed: at most 4"),
+        ({"prompt": ["a"] * 5}, "prompt", "the prompts are 5; allowed: at most 4"),
+        ({"prompt": [[97]] * 4, "n": 4}, "n", "are 16 completions; allowed: at most 9"),
+    ],
+)
+def test_more_than_one_request_may_ever_have_is_refused_at_once(
+    tokenizer: Tokenizer, fields: dict[str, Any], param: str, said: str
+) -> None:
+    service = service_of(Slow(), tokenizer, max_waiting=8, max_n=4)
+
+    def ask() -> Chat | Completions:
+        if "prompt" in fields:
+            return Completions(service, parse(CompletionFields, json.dumps(fields).encode()))
+        body = fields | {"messages": [{"role": "user", "content": "a"}]}
+        return Chat(service, parse(ChatFields, json.dumps(body).encode()))
+
+    with pytest.raises(ApiError, match=said) as error:
+        ask()
+    assert error.value.status == 400
+    assert error.value.body["error"]["param"] == param
 
 
 def test_nobody_is_let_in_while_the_server_drains(tokenizer: Tokenizer) -> None:

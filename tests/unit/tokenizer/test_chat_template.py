@@ -36,6 +36,14 @@ def test_tojson_keeps_unicode_and_html_as_they_are():
     assert render("{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
 
 
+def test_what_nests_too_deep_to_be_written_is_refused():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(RequestError, match="refuses the messages"):
+        render("{{ messages | tojson }}", [{"role": "user", "content": deep}])
+
+
 def test_strftime_now_gives_the_date():
     assert render("{{ strftime_now('%Y') }}") == str(datetime.now().year)
 

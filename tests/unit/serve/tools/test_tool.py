@@ -90,6 +90,7 @@ PARAMETERS = "tools[0].function.parameters"
             f'{PARAMETERS} cannot be used: failed to parse "%json": recursion limit',
             PARAMETERS,
         ),
+        ([function()] * 129, "tools has 129 tools; allowed: at most 128", "tools"),
     ],
 )
 def test_what_is_no_tool_is_refused(given, message, parameter):

@@ -1,0 +1,93 @@
+"""What of a conversation is made ready before the engine sees it, and where."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer.serve import chat_prompt
+from specinfer.serve.tools.tool import Tool, read_tools
+from specinfer.tokenizer import Tokenizer
+from tests.serving import ScriptedBackend, http_client, says, scripted_app
+from tests.tiny_models import write_byte_tokenizer
+
+HI = [{"role": "user", "content": "Hi"}]
+# It opens the reasoning, and writes calls as Hermes does.
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson(indent=1) }}}'
+    "</tool_call>{% endfor %}{% endfor %}<think>\n{# </think> #}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("thinking")
+    write_byte_tokenizer(folder, 256)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return Tokenizer.load(folder)
+
+
+def ask(tokenizer: Tokenizer, said: str, **body: Any) -> dict[str, Any]:
+    """The answer to a conversation where the model says that."""
+
+    async def run() -> dict[str, Any]:
+        app = scripted_app(tokenizer, ScriptedBackend(says(said)))
+        async with http_client(app) as client:
+            answer = await client.post("/chat/completions", json={"messages": HI, **body})
+        told: dict[str, Any] = answer.json() | {"status": answer.status_code}
+        return told
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"regex": r"\{.*\}"},
+        {"choice": ['{"a": 1}']},
+        {"grammar": 'start: "{" /.*/ "}"'},
+    ],
+)
+def test_an_answer_that_has_a_form_is_no_reasoning(tokenizer: Tokenizer, form: dict[str, Any]) -> None:
+    message = ask(tokenizer, '{"a": 1}', **form)["choices"][0]["message"]
+    assert message["content"] == '{"a": 1}'
+    assert "reasoning_content" not in message
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"response_format": {"type": "text"}}, {"grammar": 'start: /[a-z]+/ "</think>" /.*/'}],
+)
+def test_an_answer_that_may_reason_does(tokenizer: Tokenizer, form: dict[str, Any]) -> None:
+    message = ask(tokenizer, "hm</think>Hi", **form)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "Hi")
+
+
+def test_schemas_are_compiled_while_others_are_answered(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where: list[int] = []
+
+    def read(given: object) -> tuple[Tool, ...]:
+        where.append(threading.get_ident())
+        return read_tools(given)
+
+    monkeypatch.setattr(chat_prompt, "read_tools", read)
+    assert ask(tokenizer, "Hi", tools=[{"type": "function", "function": {"name": "f"}}])["status"] == 200
+    assert where
+    assert threading.get_ident() not in where
+
+
+def test_arguments_that_nest_too_deep_for_the_template_are_the_callers_fault(tokenizer: Tokenizer) -> None:
+    deep = '{"a": ' * 500 + "1" + "}" * 500
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": deep}}
+    answer = ask(tokenizer, "Hi", messages=[*HI, {"role": "assistant", "tool_calls": [call]}])
+    assert answer["status"] == 400
+    assert answer["error"]["param"] == "messages"
