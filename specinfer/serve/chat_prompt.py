@@ -124,8 +124,9 @@ def _variables(service: Service, fields: ChatFields) -> dict[str, Any]:
     if fields.reasoning_effort is not None:
         given["reasoning_effort"] = fields.reasoning_effort
         names["reasoning_effort"] = "reasoning_effort"
-    template = service.tokenizer.tool_template or ""
+    known = service.tokenizer.template_variables if names else frozenset[str]()
     for name, param in names.items():
-        if name not in template:
-            raise ApiError(f"the model's chat template knows no {name}; leave it out", param=param)
+        if name not in known:
+            allowed = f"; allowed: {', '.join(sorted(known))}" if known else ""
+            raise ApiError(f"the model's chat template knows no {name}{allowed}", param=param)
     return given

@@ -14,13 +14,15 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specinfer.errors import ModelFileError, RequestError
 from specinfer.tokenizer.chat_messages import messages_for_template
+
+_GIVEN = ("messages", "add_generation_prompt", "tools", "documents")  # by us
 
 
 class ChatTemplate:
@@ -69,20 +71,31 @@ class ChatTemplate:
             raise RequestError(f"the model's chat template refuses the messages: {error}") from error
 
     @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names of variables that it looks at and a caller may give, such as enable_thinking."""
+        environment = _environment()
+        found = meta.find_undeclared_variables(environment.parse(self.source))
+        return frozenset(found) - set(environment.globals) - set(_GIVEN) - set(self._special_tokens)
+
+    @cached_property
     def _compiled(self) -> jinja2.Template:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _GenerationExtension]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         try:
-            return environment.from_string(self.source)
+            return _environment().from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelFileError(
                 f"the model's chat template does not parse (line {error.lineno}: {error.message}); "
                 "use generate with a prompt you format yourself"
             ) from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _GenerationExtension]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
 
 
 class _GenerationExtension(Extension):

@@ -104,6 +104,13 @@ class Tokenizer:
         template = self._tool_template if tools else self._template
         return template.render(messages, add_generation_prompt, tools, variables)
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Variables that the chat templates look at and a caller of `render_chat` may give."""
+        if not self.chat_template:
+            return frozenset()
+        return self._template.variables | self._tool_template.variables
+
     @cached_property
     def _template(self) -> ChatTemplate:
         from specinfer.tokenizer.chat_template import ChatTemplate  # and Jinja, for those who chat

@@ -108,3 +108,16 @@ def test_a_template_cannot_reach_python_or_change_the_messages():
 def test_a_template_that_does_not_parse_is_the_models_fault():
     with pytest.raises(ModelFileError, match=r"does not parse \(line 2"):
         render("a\n{% if %}")
+
+
+@pytest.mark.parametrize(
+    ("source", "variables"),
+    [
+        ("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", set()),
+        ("{% if enable_thinking is defined %}{{ raise_exception('no') }}{% endif %}", {"enable_thinking"}),
+        ("{% set style = 'a' %}{{ style }}{{ strftime_now('%d') }}{{ tools | tojson }}", set()),
+        ("{{ reasoning_effort or 'low' }}{{ range(2) | list }}", {"reasoning_effort"}),
+    ],
+)
+def test_it_knows_the_variables_a_caller_may_give(source: str, variables: set[str]) -> None:
+    assert ChatTemplate(source, {"eos_token": "</s>"}).variables == variables
