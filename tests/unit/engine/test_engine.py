@@ -28,10 +28,10 @@ SPECULATION: dict[str, dict[str, Any]] = {
     "small budget": {"drafts": ["similar", "stranger"], "expansion": (3, 3, 3), "max_nodes": 6},
 }
 SAMPLING = {
-    "greedy": SamplingParams(temperature=0, max_tokens=24),
-    "T=1": SamplingParams(temperature=1, seed=11, max_tokens=24),
-    "T=.7, top_k, top_p": SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=5, max_tokens=24),
-    "min_p": SamplingParams(temperature=1.3, min_p=0.05, seed=6, max_tokens=24),
+    "greedy": SamplingParams(temperature=0, max_tokens=16),
+    "T=1": SamplingParams(temperature=1, seed=11, max_tokens=16),
+    "T=.7, top_k, top_p": SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=5, max_tokens=16),
+    "min_p": SamplingParams(temperature=1.3, min_p=0.05, seed=6, max_tokens=16),
 }
 
 
