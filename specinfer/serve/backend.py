@@ -6,11 +6,10 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specinfer.errors import SpecInferError
 from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
 
 
-class BackendError(SpecInferError):
+class BackendError(Exception):
     """The engine is gone, and an answer cannot go on; the message says why."""
 
 

@@ -17,13 +17,14 @@ from specinfer.report.dataset import Conversation, Dataset
 
 SETTINGS = {"model": "small.gguf", "modes": ("a", "b")}
 SCRIPTS = (
-    *("grammar", "identity", "kernels", "neighbour", "overhead", "parameters"),
+    *("grammar", "identity", "kernels", "latency", "neighbour", "overhead", "parameters"),
     *(
         "parity_transformers",
         "peers",
         "perplexity",
         "prediction",
         "serving",
+        "soak",
         "structured",
         "suffix",
         "table2",

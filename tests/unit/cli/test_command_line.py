@@ -342,7 +342,7 @@ def test_without_a_command_it_shows_the_help(
 ) -> None:
     status, out, err = run(monkeypatch, capsys)
     assert (status, err) == (0, "")
-    assert "Commands:\n  generate  Answer a prompt.\n" in out
+    assert "\n  generate  Answer a prompt.\n" in out
 
 
 def test_no_colour_where_the_user_wants_none(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -42,7 +43,10 @@ def test_it_shows_the_trace_until_it_is_interrupted_without_torch_or_a_web_frame
         "main()\n"
     )
     command = [sys.executable, "-u", "-c", program, "view", str(trace), "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # Where tests run in the background Ctrl-C is ignored, by them and by what they start.
+    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=listening) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         [address] = re.findall(r"http://127\.0\.0\.1:\d+/\?trace=trace\.jsonl", line)

@@ -45,9 +45,12 @@ def serving(tokenizer_folder: Path) -> Iterator[Serving]:
         yield start
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A headless Chromium; skips where there is none."""
+    """A headless Chromium; skips where there is none.
+
+    Of each module its own: while one is there, no other test of this process can run an event loop.
+    """
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if not Path(CHROMIUM).exists():
         pytest.skip(f"there is no {CHROMIUM}; SPECINFER_CHROMIUM names another")
