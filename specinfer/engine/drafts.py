@@ -1,0 +1,189 @@
+"""The drafts that a config names, whatever they are: models of their own, and heads that read the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specinfer.config import SpeculationConfig
+from specinfer.errors import ConfigError, ModelError
+from specinfer.heads.block_model import BlockModel
+from specinfer.heads.checkpoint import HeadFolder, is_head
+from specinfer.heads.eagle_model import EagleModel
+from specinfer.heads.load import HeadModel, head_bytes
+from specinfer.hub import ModelFiles, resolve
+from specinfer.kernels.choice import Kernels
+from specinfer.models.config import ModelConfig
+from specinfer.models.language_model import LanguageModel
+from specinfer.models.weights import OpenModel, estimate_bytes, open_model
+from specinfer.progress import Progress
+from specinfer.runtime.cost_curve import Timed
+from specinfer.runtime.head_runner import BlockRunner, EagleRunner
+from specinfer.runtime.runner import ModelRunner
+from specinfer.speculate.block import BlockDraft
+from specinfer.speculate.draft_model import DraftModel
+from specinfer.speculate.draft_vocabulary import DraftVocabulary, named_tokens
+from specinfer.speculate.eagle import EagleDraft
+from specinfer.speculate.parallel_eagle import ParallelEagleDraft
+from specinfer.speculate.speculator import LevelSpeculator
+from specinfer.tokenizer.vocabulary import Vocabulary
+
+AnyDraft = LanguageModel | HeadModel
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model that was found and opened, once, whatever is asked of it afterwards."""
+
+    files: ModelFiles
+    model: OpenModel
+
+    @property
+    def config(self) -> ModelConfig:
+        """What it is."""
+        return self.model.config
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHead:
+    """The same of a head."""
+
+    files: ModelFiles
+    head: HeadFolder
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its layers."""
+        return self.head.config.body
+
+
+def draft_names(drafts: tuple[str, ...]) -> dict[str, str]:
+    """Speculator name -> model: draft for one, draft1, draft2, ... for several."""
+    if len(drafts) == 1:
+        return {"draft": drafts[0]}
+    return {f"draft{i}": model for i, model in enumerate(drafts, start=1)}
+
+
+def find(name: str, progress: Progress) -> Found:
+    """The model of that name, found and opened; raises as `resolve` and `open_model`."""
+    files = resolve(name, progress=progress)
+    if is_head(files.path):
+        raise ModelError(f"{name} is a draft head, which makes no text: name it in drafts, beside its target")
+    return Found(files, open_model(files))
+
+
+def find_drafts(
+    names: Iterable[str], target: Found, target_name: str, progress: Progress
+) -> dict[str, Found | FoundHead]:
+    """Every draft by its name: found, and opened once however often it is named."""
+    found: dict[str, Found | FoundHead] = {target_name: target}
+    for name in names:
+        if name not in found:
+            files = resolve(name, progress=progress)
+            head = is_head(files.path)
+            found[name] = (
+                FoundHead(files, HeadFolder(files, target.config))
+                if head
+                else Found(files, open_model(files))
+            )
+    return found
+
+
+def check_vocabularies(target: Found, drafts: Iterable[Found | FoundHead]) -> None:
+    """Raise ConfigError unless an id stands for the same token in every model.
+
+    A head has no tokenizer of its own: that its target has as many tokens was checked when it was opened.
+    """
+    ours = Vocabulary(target.files)
+    for draft in drafts:
+        if isinstance(draft, FoundHead):
+            continue
+        theirs = Vocabulary(draft.files)
+        sizes = target.config.vocab_size, draft.config.vocab_size
+        if sizes[0] != sizes[1] or not ours.same_ids(theirs):
+            raise ConfigError(
+                f"draft {draft.files.name} has another vocabulary "
+                f"({theirs.size} tokens, logits of {sizes[1]}) than the target {target.files.name} "
+                f"({ours.size}, {sizes[0]}); use one of its family"
+            )
+
+
+def check_options(speculation: SpeculationConfig, drafts: Sequence[Found | FoundHead]) -> None:
+    """Raise ConfigError for options of drafts that none of them heeds."""
+    unset = SpeculationConfig()
+    for option in ("expansion", "draw", "draft_quantization", "draft_vocabulary"):
+        value = getattr(speculation, option)
+        if value != getattr(unset, option) and not drafts:
+            raise ConfigError(
+                f"{option} is {str(value)!r}, and no draft model is named; add one to drafts, or leave it out"
+            )
+    if speculation.draft_vocabulary is not None and all(isinstance(draft, FoundHead) for draft in drafts):
+        raise ConfigError(
+            f"draft_vocabulary is {speculation.draft_vocabulary!r}, and all drafts are heads, which name the "
+            "tokens they were trained for; leave it out"
+        )
+
+
+def weight_bytes(
+    found: Found | FoundHead, dtype: torch.dtype, kernels: Kernels, speculation: SpeculationConfig
+) -> int:
+    """The bytes that a draft's weights will take."""
+    if isinstance(found, FoundHead):
+        return head_bytes(found.head, dtype)
+    return estimate_bytes(found.model, dtype, kernels, speculation.draft_quantization)
+
+
+def named_by(model: AnyDraft, kept: DraftVocabulary | None) -> DraftVocabulary | None:
+    """The tokens a draft can name, of which `kept` are a model's; None: all."""
+    if not isinstance(model, EagleModel | BlockModel):
+        return kept
+    return named_tokens(model.ids, model.config.vocab_size)
+
+
+def models_alone(drafts: Mapping[str, AnyDraft], purpose: str) -> dict[str, LanguageModel]:
+    """Drafts that are all models; raises ConfigError where one is a head, which `purpose` has no use for."""
+    models: dict[str, LanguageModel] = {}
+    for name, draft in drafts.items():
+        if isinstance(draft, EagleModel | BlockModel):
+            raise ConfigError(
+                f"{name} is a head that reads its target's hidden states; {purpose} without one: leave it out"
+            )
+        models[name] = draft
+    return models
+
+
+def what_is_timed(model: AnyDraft, kept: DraftVocabulary | None) -> str:
+    """What a draft's pass depends on besides its layers."""
+    vocabulary = named_by(model, kept)
+    logits = model.config.vocab_size if vocabulary is None else len(vocabulary.ids)
+    head = f", {model.head}" if isinstance(model, EagleModel | BlockModel) else ""
+    return f"{logits} logits{head}"
+
+
+def make_draft(
+    name: str,
+    model: AnyDraft,
+    speculation: SpeculationConfig,
+    kept: DraftVocabulary | None,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_rows: int,
+) -> tuple[Timed, LevelSpeculator]:
+    """A draft over a cache of its own, and what times its passes."""
+    vocabulary = named_by(model, kept)
+    expansion, rule = speculation.expansion, speculation.draw_rule
+    if not isinstance(model, EagleModel | BlockModel):
+        runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size)
+        return runner, DraftModel(name, runner, expansion, rule, max_rows=max_rows, vocabulary=vocabulary)
+    taps = model.head.taps
+    if isinstance(model, EagleModel):
+        eagle = EagleRunner(model, num_blocks=num_blocks, block_size=block_size)
+        kind = EagleDraft if model.head.mask_token_id is None else ParallelEagleDraft
+        return eagle, kind(name, eagle, expansion, rule, taps=taps, max_rows=max_rows, vocabulary=vocabulary)
+    block = BlockRunner(model, num_blocks=num_blocks, block_size=block_size)
+    return block, BlockDraft(
+        name, block, expansion, rule, taps=taps, max_rows=max_rows, vocabulary=vocabulary
+    )

@@ -1,0 +1,139 @@
+"""A head that guesses a block in one pass, in plain PyTorch: for training, and the oracle of the engine's.
+
+A block hangs from an anchor, a token of the text: its rows are the anchor and mask tokens behind it, at the
+positions of the tokens they stand for. In every layer they see keys and values made of the target's hidden
+states of the text before the anchor, and of the block's own rows: those up to their own, or all.
+
+Shapes: B sequences, T rows of a text, A anchors, R rows of a block, L levels guessed, N taps, D the head's
+hidden size, U tokens it can name, M rank of the Markov term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from specinfer.heads.config import BlockConfig
+from specinfer.heads.layers import HeadLayer, rotations
+from specinfer.heads.vocabulary import Tables, Vocabulary
+
+
+class MarkovHead(nn.Module):
+    """What the token before adds to the logits of a guess: W2 W1[token]."""
+
+    def __init__(self, vocab: int, named: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = nn.Linear(rank, named, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    """How likely a guess is right, as a logit."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class BlockHead(Vocabulary):
+    """The head as a module whose tensors have the names of checkpoints."""
+
+    def __init__(
+        self, config: BlockConfig, ids: Sequence[int] | None = None, tables: Tables | None = None
+    ) -> None:
+        """As Vocabulary."""
+        super().__init__(config, ids, tables)
+        body, rank = config.body, config.markov_rank
+        self.config = config
+        self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, body.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(body.hidden_size, body.norm_eps)
+        self.layers = nn.ModuleList(HeadLayer(body) for _ in range(body.num_layers))
+        self.norm = nn.RMSNorm(body.hidden_size, body.norm_eps)
+        if rank:
+            self.markov_head = MarkovHead(body.vocab_size, config.draft_vocab_size, rank)
+        if config.confidence:
+            self.confidence_head = ConfidenceHead(
+                body.hidden_size + (rank if config.confidence_reads_token else 0)
+            )
+
+    def fused(self, taps_BTND: Tensor) -> Tensor:
+        """What all layers make keys and values of, [B, T, D]."""
+        out: Tensor = self.hidden_norm(self.fc(taps_BTND.flatten(-2)))
+        return out
+
+    def forward(self, taps_BTND: Tensor, anchor_ids_BA: Tensor, anchors_BA: Tensor) -> Tensor:
+        """What the output layer reads of every level of every block, [B, A, L, D].
+
+        `anchors_BA` are places in the texts: a block sees `taps_BTND[:, :anchor]` alone, so texts may be
+        padded behind their ends, and an anchor may be T, the token behind the last row.
+        """
+        config, body = self.config, self.config.body
+        assert body.rope is not None
+        device, size = taps_BTND.device, config.block_size
+        ids = torch.full((*anchor_ids_BA.shape, size), config.mask_token_id, device=device)
+        ids[..., 0] = anchor_ids_BA
+        x = self.embed_tokens(ids)  # [B, A, R, D]
+        context = self.fused(taps_BTND)
+        places = torch.arange(context.shape[1], device=device)
+        of_text = rotations(places, body.rope, body.head_dim)
+        of_block = rotations(
+            anchors_BA[..., None] + torch.arange(size, device=device), body.rope, body.head_dim
+        )
+        hidden = self._hidden(anchors_BA, len(places))
+        for layer in self.layers:
+            assert isinstance(layer, HeadLayer)
+            attention, given = layer.self_attn, layer.input_layernorm(x)
+            found = _attended(
+                attention.queries(given, of_block),
+                (attention.keys(context, of_text), attention.values(context)),
+                (attention.keys(given, of_block), attention.values(given)),
+                hidden,
+            )
+            x = layer.after_attention(x, found)
+        out: Tensor = self.norm(x)
+        return out if config.sample_from_anchor else out[:, :, 1:]
+
+    def pair_logits(self, before: Tensor) -> Tensor:
+        """What tokens `before` add to the logits of guesses behind them, [..., U]; any shape."""
+        head = self.markov_head
+        out: Tensor = head.markov_w2(head.markov_w1(before))
+        return out
+
+    def confidence(self, h: Tensor, before: Tensor) -> Tensor:
+        """How likely guesses are right, as logits [...], of rows [..., D] and the tokens before them."""
+        if self.config.confidence_reads_token:
+            h = torch.cat((h, self.markov_head.markov_w1(before)), dim=-1)
+        out: Tensor = self.confidence_head.proj(h)[..., 0]
+        return out
+
+    def _hidden(self, anchors_BA: Tensor, rows: int) -> Tensor:
+        """What rows of blocks do not see, of the text and of their block: bool [B, A, R, T + R]."""
+        size, device = self.config.block_size, anchors_BA.device
+        later = torch.arange(rows, device=device) >= anchors_BA[..., None, None]
+        later = later.expand(*anchors_BA.shape, size, rows)
+        block = torch.zeros(size, size, dtype=torch.bool, device=device)
+        if self.config.causal:
+            block = torch.ones_like(block).triu(1)
+        return torch.cat((later, block.expand(*anchors_BA.shape, size, size)), dim=-1)
+
+
+def _attended(
+    q_BARKGH: Tensor, of_text: tuple[Tensor, Tensor], of_block: tuple[Tensor, Tensor], hidden_BARX: Tensor
+) -> Tensor:
+    """What the block's rows find, [B, A, R, K, G, H], where keys and values are [B, T, K, H] and
+    [B, A, R, K, H].
+    """
+    scores = torch.cat(
+        (
+            torch.einsum("barkgh,btkh->barkgt", q_BARKGH, of_text[0]),
+            torch.einsum("barkgh,baskh->barkgs", q_BARKGH, of_block[0]),
+        ),
+        dim=-1,
+    )
+    weights = scores.masked_fill(hidden_BARX[:, :, :, None, None], float("-inf")).softmax(dim=-1)
+    rows = of_text[0].shape[1]
+    return torch.einsum("barkgt,btkh->barkgh", weights[..., :rows], of_text[1]) + torch.einsum(
+        "barkgs,baskh->barkgh", weights[..., rows:], of_block[1]
+    )

@@ -1,0 +1,112 @@
+"""A block head as the engine runs it: rows of all requests, attention along paths.
+
+heads/block.py says what it computes. Shapes: T rows, N taps, L layers, K key-value heads, H head size, D the
+head's hidden size, U tokens it can name, M rank of the Markov term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from specinfer.attention.backend import Attend
+from specinfer.attention.native import NativeAttend
+from specinfer.attention.sdpa import rotated
+from specinfer.heads.config import BlockConfig
+from specinfer.kernels.layers import NativeLayers
+from specinfer.models.config import Activation
+from specinfer.models.decoder import DecoderLayer
+from specinfer.models.language_model import LanguageModel, Weights
+from specinfer.models.layers import RMSNorm
+from specinfer.models.rope import rope_frequencies, rotation
+
+
+class BlockModel:
+    """The head over products and attention of the kernels; it knows neither requests nor caches."""
+
+    def __init__(
+        self, head: BlockConfig, weights: Weights, target: LanguageModel, ids: Sequence[int]
+    ) -> None:
+        """`target` embeds tokens where the head has no embeddings; the head can name the tokens `ids`."""
+        self.head = head
+        self.config = body = head.body
+        self.ids = ids
+        self.dtype = weights.dtype
+        self.device = weights.device
+        self.kernels = weights.kernels
+        assert body.rope is not None
+        ops, eps = weights.kernels.ops, body.norm_eps
+        self._target = target
+        self._embedding_VD = weights.tensor("embed_tokens.weight") if head.own_embedding else None
+        self._head = weights.linear("lm_head")
+        self._fc = weights.linear("fc")
+        self._hidden_norm = RMSNorm(weights.tensor("hidden_norm.weight"), eps, ops)
+        # Keys and values of a text are products of all layers with the same rows: one product makes them.
+        of_layers = [[f"layers.{i}.self_attn.{x}_proj" for x in "kv"] for i in range(body.num_layers)]
+        self._context = weights.linear(*chain(*of_layers), bias=body.qkv_bias)
+        self._layers = [DecoderLayer(i, body, weights, f"layers.{i}") for i in range(body.num_layers)]
+        self._at_once = None
+        if body.activation is not Activation.RELU:
+            self._at_once = NativeLayers.of(
+                [layer.parts() for layer in self._layers], ops, gelu=body.activation is Activation.GELU_TANH
+            )
+        self._norm = RMSNorm(weights.tensor("norm.weight"), eps, ops)
+        self._frequencies = rope_frequencies(body.rope, body.head_dim).to(self.device)
+        self.markov_VM: Tensor | None = None  # W1: a row for each token before
+        self.markov_UM: Tensor | None = None  # W2: a row for each token it can name, float32
+        if head.markov_rank:
+            self.markov_VM = weights.tensor("markov_head.markov_w1.weight")
+            self.markov_UM = weights.tensor("markov_head.markov_w2.weight").float()
+        self._confidence_1W: Tensor | None = None
+        if head.confidence:
+            self._confidence_1W = weights.tensor("confidence_head.proj.weight").float()
+            self._confidence_bias = float(weights.tensor("confidence_head.proj.bias"))
+
+    def context(self, taps_TND: Tensor, positions_T: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The keys and values of a text's rows, each [T, K, H] of every layer."""
+        fused_TD = self._hidden_norm(self._fc(taps_TND.flatten(1)))
+        kv_heads, size = self.config.num_kv_heads, self.config.head_dim
+        made = self._context(fused_TD).view(len(taps_TND), len(self._layers), 2, kv_heads, size)
+        rope = rotation(positions_T, self._frequencies)
+        keys = []
+        for i, layer in enumerate(self._layers):
+            heads = layer.heads
+            keys.append(rotated(made[:, i, 0], heads.k_norm_H, heads.norm_eps, rope))
+        return keys, [made[:, i, 1] for i in range(len(self._layers))]
+
+    def run(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """What the output layer reads of each row of the blocks, [T, D]; writes their K and V."""
+        rope = rotation(positions_T, self._frequencies)
+        if self._embedding_VD is None:
+            x_TD = self._target.embed(token_ids_T, positions_T).summed()
+        else:
+            x_TD = self.kernels.ops.embed(token_ids_T, self._embedding_VD, 1.0)
+        y_TD: Tensor | None = None
+        if self._at_once is not None and isinstance(attend, NativeAttend):
+            y_TD, _ = self._at_once(x_TD, None, rope, rope, attend, range(len(self._layers)))
+        else:
+            for layer in self._layers:
+                y_TD = layer(x_TD, y_TD, rope, attend)
+        return self._norm(x_TD, y_TD)
+
+    def logits(self, h_RD: Tensor) -> Tensor:
+        """The logits of the tokens it can name, the token before left out of account, [R, U]."""
+        return self._head(h_RD)
+
+    def before(self, token_ids: Sequence[int]) -> Tensor:
+        """What guesses behind these tokens know of them, float32 [R, M]."""
+        assert self.markov_VM is not None
+        ids = torch.tensor(token_ids, device=self.device)
+        return self.markov_VM.index_select(0, ids).float()
+
+    def confidence(self, h_RD: Tensor, before_RM: Tensor | None) -> Tensor:
+        """How likely the head's guess at each row is right, float32 [R]; `before_RM` if it reads tokens."""
+        assert self._confidence_1W is not None
+        read = h_RD.float()
+        if self.head.confidence_reads_token:
+            assert before_RM is not None
+            read = torch.cat((read, before_RM), dim=-1)
+        return torch.sigmoid(read @ self._confidence_1W[0] + self._confidence_bias)

@@ -1,0 +1,177 @@
+"""What a head is, as pure data; foreign formats end in speculators_config.py.
+
+A *tap* is a place in the target: tap i is what its layer i is given, and tap L, behind the last of L layers,
+what that one puts out. A head is given the target's hidden states at a few taps, for every token of a text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from specinfer.errors import ModelError
+from specinfer.models.config import ModelConfig
+
+
+class HeadConfig(Protocol):
+    """What every head has."""
+
+    @property
+    def body(self) -> ModelConfig:
+        """Its layers; `body.vocab_size` is the target's."""
+        ...
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's layers whose inputs it reads."""
+        ...
+
+    @property
+    def target_hidden_size(self) -> int:
+        """The size of these."""
+        ...
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """The tokens it can name."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """The levels it was trained to guess."""
+        ...
+
+    @property
+    def own_embedding(self) -> bool:
+        """Whether it brings embeddings; else it uses the target's."""
+        ...
+
+    @property
+    def own_head(self) -> bool:
+        """Whether it brings an output layer; else it uses rows of the target's."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig:
+    """A head of EAGLE-3's shape: one pass a level, each fed with what the one before put out.
+
+    Its first layer reads the embedding of the next token beside the hidden state; q, k and v are products
+    with both.
+    """
+
+    body: ModelConfig
+    taps: tuple[int, ...]
+    target_hidden_size: int
+    draft_vocab_size: int
+    depth: int = 5
+    own_embedding: bool = False
+    own_head: bool = True
+    norm_before_residual: bool = False  # the residual stream starts with the normed hidden state
+    norm_before_fc: bool = False  # one RMSNorm over all taps together
+    fc_norm: bool = False  # an RMSNorm for each tap (EAGLE-3.1)
+    norm_output: bool = False  # what is fed back is normed (EAGLE-3.1)
+    # Rows below the first are of this token, and of hidden states of the head's own: so all levels come from
+    # one pass (P-EAGLE). None: a pass a level.
+    mask_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.mask_token_id is not None:
+            _check_mask(self.mask_token_id, self.body.vocab_size)
+        if self.norm_before_fc and self.fc_norm:
+            raise ModelError("a head has norm_before_fc and fc_norm; allowed: one of them, or neither")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig:
+    """A head that guesses a block of tokens in one pass (DFlash, DSpark).
+
+    The text's keys and values are products with the target's hidden states, in every layer; the block's rows
+    are the last token, the *anchor*, and mask tokens behind it.
+    """
+
+    body: ModelConfig
+    taps: tuple[int, ...]
+    target_hidden_size: int
+    draft_vocab_size: int
+    block_size: int  # rows of a block, the anchor among them
+    mask_token_id: int
+    causal: bool = True  # a row of the block sees those before it alone; else all of the block
+    sample_from_anchor: bool = True  # the anchor's row guesses the token behind it; else the first mask's
+    markov_rank: int = 0  # of the term by which a guess depends on the token before it; 0: there is none
+    confidence: bool = False  # a row says how likely its guess is right
+    confidence_reads_token: bool = False  # from the token before it, too
+    own_embedding: bool = False
+    own_head: bool = True
+
+    def __post_init__(self) -> None:
+        least = 1 if self.sample_from_anchor else 2
+        if not least <= self.block_size <= 64:
+            raise ModelError(f"block_size is {self.block_size}; allowed: {least} to 64")
+        _check(self)
+        _check_mask(self.mask_token_id, self.body.vocab_size)
+        if not 0 <= self.markov_rank <= 4096:
+            raise ModelError(f"markov_rank is {self.markov_rank}; allowed: 0 to 4096")
+        if self.confidence_reads_token and not (self.confidence and self.markov_rank):
+            raise ModelError("a confidence head reads the token before by markov_rank > 0, which is 0")
+
+    @property
+    def depth(self) -> int:
+        """Tokens of a block that are guessed."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+
+def check_target(head: HeadConfig, target: ModelConfig, name: str) -> None:
+    """Raise ModelError unless the head called `name` reads such a target."""
+    wanted = {
+        "hidden states of": (head.target_hidden_size, target.hidden_size),
+        "a vocabulary of": (head.body.vocab_size, target.vocab_size),
+    }
+    for what, (wants, has) in wanted.items():
+        if wants != has:
+            raise ModelError(
+                f"head {name} was trained for {what} {wants}, the target has {has}; it belongs to another "
+                "target"
+            )
+    deepest = max(head.taps)
+    if deepest > target.num_layers:
+        raise ModelError(
+            f"head {name} reads layer {deepest} of its target, which has {target.num_layers}; it belongs to "
+            "another target"
+        )
+    borrows = not (head.own_embedding and head.own_head)
+    if borrows and head.body.hidden_size != target.hidden_size:
+        raise ModelError(
+            f"head {name} has a hidden size of {head.body.hidden_size}, the target {target.hidden_size}: it "
+            "cannot use the target's embeddings or output layer, and it does not bring both"
+        )
+    if not head.own_embedding and (target.embedding_scale != 1.0 or target.rope is None):
+        raise ModelError(
+            f"head {name} uses its target's embeddings; supported: those of Llama, Mistral and Qwen, which "
+            f"{target.family} scales or adds positions to"
+        )
+
+
+def _check_mask(token: int, vocab: int) -> None:
+    if not 0 <= token < vocab:
+        raise ModelError(f"mask_token_id is {token}; allowed: a token of the target's, 0 to {vocab - 1}")
+
+
+def _check(head: HeadConfig) -> None:
+    if not head.taps or any(tap < 0 for tap in head.taps) or len(set(head.taps)) != len(head.taps):
+        raise ModelError(f"a head reads layers {list(head.taps)}; allowed: different ones, each 0 or more")
+    if not 0 < head.draft_vocab_size <= head.body.vocab_size:
+        raise ModelError(
+            f"draft_vocab_size is {head.draft_vocab_size}; allowed: 1 to the target's {head.body.vocab_size}"
+        )
+    if head.target_hidden_size < 1:
+        raise ModelError(f"target_hidden_size is {head.target_hidden_size}; allowed: 1 or more")
+    if head.body.window is not None:
+        raise ModelError(
+            f"a head's layers have a sliding window of {head.body.window}; supported: layers that see all"
+        )
+    if head.body.rope is None or head.body.sandwich_norms:
+        raise ModelError(f"a head has layers of {head.body.family}; supported: llama and qwen3")
+    if not 1 <= head.depth <= 64:
+        raise ModelError(f"a head guesses {head.depth} tokens; allowed: 1 to 64")

@@ -1,0 +1,80 @@
+"""A head as a folder that the `speculators` library, vLLM and specinfer read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from specinfer.errors import ModelError
+from specinfer.files import NewFile
+from specinfer.heads.block import BlockHead
+from specinfer.heads.eagle import EagleHead
+from specinfer.heads.shapes import head_shapes
+from specinfer.heads.speculators_config import config_to_speculators
+
+_NAMES: Final = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+}
+
+
+def write_head(
+    head: EagleHead | BlockHead,
+    folder: Path,
+    *,
+    verifier: str,
+    architectures: Sequence[str],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write config.json and model.safetensors of a head whose target is `verifier`, each whole or not at all.
+
+    Tables of the target's are left out. vLLM wants an output layer with each head that cannot name every
+    token: give such a head one of its own (`own_head`). Makes the folder; raises OSError, and ModelError for
+    weights that are no finite numbers.
+    """
+    config = head.config
+    state = head.state_dict()
+    tensors = {name: state[name].detach().cpu().to(dtype).contiguous() for name in head_shapes(config)}
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise ModelError(f"the head's tensor {name!r} holds values that are no finite {dtype} numbers")
+    tensors |= {name: state[name].cpu() for name in ("d2t", "t2d") if name in state}
+    named = str(dtype).removeprefix("torch.")
+    described = config_to_speculators(config, verifier=verifier, architectures=architectures, dtype=named)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "model.safetensors", _safetensors(tensors))
+    _write(folder / "config.json", [json.dumps(described, indent=2).encode()])
+
+
+def _safetensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+    """The pieces of a safetensors file."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    pieces: list[bytes | memoryview] = []
+    for name, tensor in tensors.items():
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + len(data)],
+        }
+        offset += len(data)
+        pieces.append(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *pieces]
+
+
+def _write(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
+    with NewFile(path, mode=0o644) as new:
+        for piece in pieces:
+            new.write(piece)
+        new.keep()

@@ -1,0 +1,91 @@
+"""A head's folder -> a head that is ready to run beside its target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specinfer.config import Quantization
+from specinfer.heads.block_model import BlockModel
+from specinfer.heads.checkpoint import HeadFolder, target_head
+from specinfer.heads.config import EagleConfig
+from specinfer.heads.eagle_model import EagleModel
+from specinfer.kernels.choice import TORCH, Kernels
+from specinfer.models.language_model import LanguageModel, Weights
+from specinfer.models.weights import OpenModel, load_parts
+from specinfer.progress import Progress
+
+HeadModel = EagleModel | BlockModel
+
+
+class _Tensors:
+    """A head's tensors with the rows of its target's output layer that it borrows."""
+
+    def __init__(self, head: HeadFolder, target: OpenModel) -> None:
+        self.path: Path = head.path
+        self._head = head
+        self._target = target
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every tensor."""
+        config = self._head.config
+        lent = {} if config.own_head else {"lm_head.weight": (len(self._head.ids), config.body.hidden_size)}
+        return {**self._head.shapes, **lent}
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop of a tensor, on the CPU, in any floating dtype."""
+        if name == "lm_head.weight" and not self._head.config.own_head:
+            return target_head(self._target, self._head.ids[start:stop])
+        return self._head.read_rows(name, start, stop)
+
+
+def load_head(
+    head: HeadFolder,
+    target_files: OpenModel,
+    target: LanguageModel,
+    *,
+    progress: Progress | None = None,
+    name: str | None = None,
+    kernels: Kernels = TORCH,
+    quantization: Quantization = "none",
+    cache: Path | None = None,
+) -> HeadModel:
+    """The head for a loaded target, in its dtype and on its device; `target_files` has its weights.
+
+    As models.weights.load_model for the rest. Raises ModelFileError for weights that are no finite numbers.
+    """
+    tensors = _Tensors(head, target_files)
+    config = head.config
+
+    def make(weights: Weights) -> HeadModel:
+        if isinstance(config, EagleConfig):
+            return EagleModel(config, weights, target, head.ids)
+        return BlockModel(config, weights, target, head.ids)
+
+    return load_parts(
+        tensors,
+        make,
+        tensors=tensors.shapes,
+        dtype=target.dtype,
+        device=target.device,
+        progress=progress,
+        name=name,
+        kernels=kernels,
+        quantization=quantization,
+        cache=cache,
+        borrowed=None if config.own_head else target_files.path,
+    )
+
+
+def head_bytes(head: HeadFolder, dtype: torch.dtype) -> int:
+    """The most bytes a head's weights take, without loading them."""
+    config = head.config
+    elements = sum(math.prod(shape) for shape in head.shapes.values())
+    if not config.own_head:
+        elements += config.draft_vocab_size * config.body.hidden_size
+    return elements * dtype.itemsize

@@ -1,0 +1,70 @@
+"""The tensors a head has, by the names of checkpoints, with their shapes."""
+
+from __future__ import annotations
+
+from specinfer.heads.config import BlockConfig, EagleConfig
+from specinfer.models.config import ModelConfig
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def head_shapes(config: EagleConfig | BlockConfig) -> Shapes:
+    """The tensors that compute, those of the target's that the head uses left out; d2t and t2d apart."""
+    body, taps, size = config.body, len(config.taps), config.body.hidden_size
+    eagle = isinstance(config, EagleConfig)
+    shapes: Shapes = {
+        "fc.weight": (size, taps * config.target_hidden_size),
+        "norm.weight": (size,),
+    }
+    if config.own_embedding:
+        shapes["embed_tokens.weight"] = (body.vocab_size, size)
+    if config.own_head:
+        shapes["lm_head.weight"] = (config.draft_vocab_size, size)
+    for number in range(body.num_layers):
+        shapes |= _layer(body, f"layers.{number}", reads_token=eagle and number == 0)
+    return shapes | (_of_eagle(config) if isinstance(config, EagleConfig) else _of_block(config))
+
+
+def _of_eagle(config: EagleConfig) -> Shapes:
+    taps, size = len(config.taps), config.target_hidden_size
+    shapes: Shapes = {"input_norm.weight": (taps * size,)} if config.norm_before_fc else {}
+    if config.fc_norm:
+        shapes |= {f"fc_norm.{i}.weight": (size,) for i in range(taps)}
+    if config.mask_token_id is not None:
+        shapes["mask_hidden"] = (1, 1, taps * size)
+    return shapes
+
+
+def _of_block(config: BlockConfig) -> Shapes:
+    size, rank = config.body.hidden_size, config.markov_rank
+    shapes: Shapes = {"hidden_norm.weight": (size,)}
+    if rank:
+        shapes["markov_head.markov_w1.weight"] = (config.body.vocab_size, rank)
+        shapes["markov_head.markov_w2.weight"] = (config.draft_vocab_size, rank)
+    if config.confidence:
+        width = size + (rank if config.confidence_reads_token else 0)
+        shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
+    return shapes
+
+
+def _layer(body: ModelConfig, prefix: str, *, reads_token: bool) -> Shapes:
+    size, inner = body.hidden_size, body.intermediate_size
+    q, kv = body.num_heads * body.head_dim, body.num_kv_heads * body.head_dim
+    width = 2 * size if reads_token else size
+    norms = ["input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if reads_token else [])]
+    shapes: Shapes = {f"{prefix}.{name}.weight": (size,) for name in norms}
+    if body.qk_norm:
+        shapes |= {f"{prefix}.self_attn.{x}_norm.weight": (body.head_dim,) for x in "qk"}
+    for name, rows, columns, bias in (
+        ("self_attn.q_proj", q, width, body.qkv_bias),
+        ("self_attn.k_proj", kv, width, body.qkv_bias),
+        ("self_attn.v_proj", kv, width, body.qkv_bias),
+        ("self_attn.o_proj", size, q, body.o_bias),
+        ("mlp.gate_proj", inner, size, body.mlp_bias),
+        ("mlp.up_proj", inner, size, body.mlp_bias),
+        ("mlp.down_proj", size, inner, body.mlp_bias),
+    ):
+        shapes[f"{prefix}.{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{prefix}.{name}.bias"] = (rows,)
+    return shapes

@@ -1,0 +1,116 @@
+"""A tree grown best first, from guesses that are all known before it grows.
+
+A block head says of each level which tokens are likely (a row of logits) and how the token before changes
+that (the Markov term). So the likeliest path that is not in the tree yet can always be found, and the tree's
+n nodes are the n likeliest of all: one at a time from a heap, no pass of a model between them.
+
+Shapes: L levels, C candidates a level, A tokens that may stand before a level (the anchor; then C), W
+children that a node may have.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specinfer.tree import DrawRule, TreeBuilder
+from specinfer.verify.noise import exponentials
+
+WIDTH: Final = 8  # children of a node at most
+_LEAST_HOPE: Final = 0.002  # of a path that is added
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What is guessed at one level, given each token that may stand before."""
+
+    tokens_C: NDArray[np.int64]  # the target's ids
+    logits_AC: Floats  # at the temperature, the Markov term included
+    rest: float  # the mass of all other tokens, in units of e^logit
+    right_A: Floats | None = None  # how likely the guess is right, where the head says
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """The noise that the target will use: a request's seed, and where the first level's tokens will stand."""
+
+    seed: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranked:
+    """One level's children, best first: [A, W] each."""
+
+    places: NDArray[np.int64]  # among the level's candidates
+    tokens: list[list[int]]
+    hopes: list[list[float]]
+    evidence: list[tuple[float, ...]]  # of each A: how likely the two likeliest are
+
+
+def grow(
+    builder: TreeBuilder, levels: Sequence[Level], most: int, speculator: str, race: Race | None
+) -> None:
+    """Add at most `most` nodes below the builder's root, as far as it has room, the likeliest paths first.
+
+    With `race` children are ranked as the coupled rule draws, else they are point masses. A draw's confidence
+    is how likely it is right, and its evidence how likely the two likeliest tokens there are.
+    """
+    ranked = [_rank(level, number, race) for number, level in enumerate(levels)]
+    rule = DrawRule.POINT_MASS if race is None else DrawRule.COUPLED
+    # A path that waits: its hope, and where its last node would hang.
+    waiting: list[tuple[float, int, int, int, int, int, float]] = []
+
+    def wait(above: float, parent: int, level: int, before: int, rank: int) -> None:
+        """Let the child of that rank wait, if the level has one and it may be right."""
+        hopes = ranked[level].hopes[before]
+        if rank < len(hopes) and (hope := above * hopes[rank]) >= _LEAST_HOPE:
+            heapq.heappush(waiting, (-hope, len(builder.parents), parent, level, before, rank, above))
+
+    wait(1.0, 0, 0, 0, 0)
+    added = 0
+    while waiting and added < most and not builder.full:
+        hope, _, parent, level, before, rank, above = heapq.heappop(waiting)
+        at = ranked[level]
+        node = builder.add(
+            parent,
+            at.tokens[before][rank],
+            speculator,
+            rule,
+            confidence=at.hopes[before][rank],
+            evidence=at.evidence[before],
+        )
+        added += 1
+        wait(above, parent, level, before, rank + 1)
+        if node is not None and level + 1 < len(ranked):
+            wait(-hope, node, level + 1, int(at.places[before, rank]), 0)
+
+
+def _rank(level: Level, number: int, race: Race | None) -> _Ranked:
+    """The children behind each token that may stand before, best first, and how likely each is right."""
+    top_A1 = level.logits_AC.max(axis=1, keepdims=True)
+    weights_AC = np.exp(level.logits_AC - top_A1)
+    mass_A1 = weights_AC.sum(axis=1, keepdims=True) + level.rest * np.exp(-top_A1)
+    chances_AC = weights_AC / mass_A1
+    keys_AC = -level.logits_AC
+    if race is not None:
+        keys_AC = np.log(exponentials(race.seed, race.position + number, level.tokens_C)) + keys_AC
+    places_AW = np.argsort(keys_AC, axis=1, kind="stable")[:, :WIDTH]
+    best_AW = -np.sort(-chances_AC, axis=1)[:, : max(2, WIDTH)]
+    hopes_AW = best_AW[:, : places_AW.shape[1]]
+    if race is not None and level.right_A is not None:
+        # The first is right as often as the head says; the others share what it leaves in the same way.
+        right_A1 = level.right_A[:, None]
+        hopes_AW = right_A1 * (1 - right_A1) ** np.arange(places_AW.shape[1])
+    return _Ranked(
+        places_AW,
+        level.tokens_C[places_AW].tolist(),
+        hopes_AW.tolist(),
+        [tuple(row) for row in best_AW[:, :2].tolist()],
+    )

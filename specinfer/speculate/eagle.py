@@ -1,0 +1,180 @@
+"""An EAGLE head as a speculator: it reads the target's hidden states, and grows a tree level by level.
+
+Row i of a text is of token i + 1 and the target's hidden states of token i, at cache position i:
+
+    text      t0    t1    t2    root |            end = 4
+    row       0     1     2          |            (t1, f0) (t2, f1) (root, f2)
+    pass 1    ............last       |            -> children of the root
+    pass 2                           | 3 4 5      nodes of depth 1: (node, what the root's row put out)
+
+Node n of its tree lies at position end - 2 + n. Behind a step the rows of accepted tokens are read again,
+with the target's hidden states instead of the head's own: so nothing is moved in its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.request import Request
+from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.features import TextFeatures
+from specinfer.runtime.flight import Flight
+from specinfer.runtime.head_runner import HeadRows
+from specinfer.speculate.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.draws import Site, draw_children
+from specinfer.speculate.growth import Growth, Shape, trees_first
+from specinfer.speculate.head_texts import HeadText, HeadTexts
+from specinfer.speculate.speculator import Outcome
+from specinfer.tree import DrawRule, TokenTree
+from specinfer.tree.expansion import Expansion
+
+
+class EagleHeadRunner(Protocol):
+    """An EAGLE head with its cache (runtime/head_runner.py)."""
+
+    @property
+    def block_size(self) -> int:
+        """Cache positions of a block."""
+        ...
+
+    def fused(self, taps_TND: Tensor) -> Tensor:
+        """The features of a text's rows, [T, D]."""
+        ...
+
+    def launch(self, parts: Sequence[HeadRows], feature_TD: Tensor) -> tuple[Flight, Tensor]:
+        """Run rows; the flight of those that want logits, and what rows below each are fed, [T, D]."""
+        ...
+
+
+@dataclass(slots=True)
+class _Grown:
+    """A tree, and what rows below its nodes that were run are fed: [nodes, D]."""
+
+    growth: Growth
+    text: HeadText
+    fed: Tensor | None = None
+
+
+class EagleDraft:
+    """A level speculator that is an EAGLE head; `expansion` shapes its trees, `rule` says how it draws."""
+
+    def __init__(
+        self,
+        name: str,
+        runner: EagleHeadRunner,
+        expansion: Expansion,
+        rule: DrawRule,
+        *,
+        taps: tuple[int, ...],
+        max_rows: int,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
+        """`max_rows` of texts are read in one step, and kept of each text until they are."""
+        self.name = name
+        self.taps = taps
+        self._runner = runner
+        self._shape = Shape(expansion, rule)
+        self._max_rows = max_rows
+        self._vocabulary = vocabulary  # of the head's logits; None: all ids
+        self._texts = HeadTexts(block_size=runner.block_size, most_unread=max_rows)
+        self._grown: list[_Grown] = []  # of the step that is open, one per entry of its plan
+
+    def most_nodes(self, request: Request) -> int:
+        """A full tree of the request's expansion, or of the engine's."""
+        return (request.params.speculation.expansion or self._shape.expansion).num_nodes - 1
+
+    def begin(self, plan: StepPlan) -> list[int]:
+        """Open a step; the rows of each text that wait to be read."""
+        self._grown = [_Grown(self._growth(entry), self._texts.of(entry)) for entry in plan.entries]
+        return [grown.text.unread.end - grown.text.cached for grown in self._grown]
+
+    def deepen(self, which: Sequence[int]) -> list[int]:
+        """One more level for these entries, by one pass of the head; those that have room for another."""
+        parts: list[HeadRows] = []
+        features: list[Tensor] = []
+        sites: list[Site] = []
+        drawing: list[tuple[int, int, int]] = []  # an entry that gets a level, its rows' place in the pass
+        left, row = self._max_rows, 0
+        for i in trees_first([grown.growth for grown in self._grown], which):
+            grown = self._grown[i]
+            part = self._frontier(grown) if grown.growth.in_cache else self._read(grown, left)
+            if part is None:
+                continue
+            rows, feature_TD = part
+            count = len(rows.rows.token_ids)
+            parts.append(rows)
+            features.append(feature_TD)
+            left -= count
+            if rows.rows.logits_from < count:
+                drawing.append((i, row + rows.rows.logits_from, row + count))
+                sites.extend(grown.growth.sites(self._shape))
+            row += count
+        if parts:
+            flight, fed_TD = self._runner.launch(parts, torch.cat(features))
+            draw_children(flight, sites, self.name, self._vocabulary)
+            for i, first, behind in drawing:
+                grown, new = self._grown[i], fed_TD[first:behind]
+                grown.fed = new if grown.fed is None else torch.cat((grown.fed, new))
+                grown.growth.descend()
+        return [i for i, _, _ in drawing if self._grown[i].growth.wants_more]
+
+    def tree(self, entry: int) -> TokenTree:
+        """The tree of the plan's entry of that number, as it has grown so far."""
+        return self._grown[entry].growth.builder.build()
+
+    def hear(self, texts: Sequence[TextFeatures]) -> None:
+        """Keep the target's hidden states of these texts until they are read."""
+        for features in texts:
+            self._texts.hear(features)
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Forget requests that ended."""
+        for outcome in outcomes:
+            if outcome.finished:
+                self._texts.forget(outcome.request_id)
+
+    def _growth(self, entry: PlanEntry) -> Growth:
+        return Growth.of(entry, self.name, min(entry.max_depth, self._shape.expansion_for(entry).depth))
+
+    def _read(self, grown: _Grown, most: int) -> tuple[HeadRows, Tensor] | None:
+        """At most so many of the rows that wait, and their features; the root's has logits.
+
+        None where the step has no rows left, or none waits.
+        """
+        text, growth = grown.text, grown.growth
+        entry, start = growth.entry, text.cached
+        count = min(text.unread.end - start, most)
+        if count <= 0:
+            return None
+        self._texts.claim(text, entry)
+        feature_TD = self._runner.fused(text.unread.take(count))
+        text.cached = end = start + count
+        draws = end == entry.end - 1 and growth.limit > 0
+        growth.in_cache = int(draws)
+        tokens = entry.token_ids[start + 1 : end + 1]
+        first = text.origin // self._runner.block_size
+        rows = chain_rows(tokens, start - text.origin, entry.block_table[first:], logits=draws)
+        return HeadRows(rows, text.origin), feature_TD
+
+    def _frontier(self, grown: _Grown) -> tuple[HeadRows, Tensor]:
+        """Rows of the last depth's nodes, each fed with what its parent's row put out."""
+        growth, text = grown.growth, grown.text
+        builder, first = growth.builder, growth.frontier[0]
+        assert grown.fed is not None
+        parents = torch.tensor(builder.parents[first:], device=grown.fed.device)
+        growth.in_cache = len(builder.parents)
+        root, block = growth.entry.end - 2 - text.origin, text.origin // self._runner.block_size
+        rows = Rows(
+            token_ids=builder.token_ids[first:],
+            start=root + first,
+            block_table=growth.entry.block_table[block:],
+            logits_from=0,
+            parents=builder.parents,
+        )
+        return HeadRows(rows, text.origin), grown.fed.index_select(0, parents)

@@ -1,0 +1,86 @@
+"""An EAGLE head that guesses all levels of a tree in one pass (P-EAGLE).
+
+Behind the last row of a text, which is the root's, stand rows of mask tokens, one for each level below the
+first, at the positions of the tokens that they stand for. They are overwritten in every step. For the rest it
+is an EAGLE head (eagle.py), and its trees are those of one pass (one_pass.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specinfer.plan import PlanEntry
+from specinfer.request import Request
+from specinfer.runtime.head_runner import EagleRunner, HeadRows
+from specinfer.speculate.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.eagle import EagleDraft
+from specinfer.speculate.growth import Growth, Shape, trees_first
+from specinfer.speculate.one_pass import Guessed, OnePassTrees
+from specinfer.tree import DrawRule
+from specinfer.tree.expansion import Expansion
+
+
+class ParallelEagleDraft(EagleDraft):
+    """A level speculator whose trees are whole after their first level."""
+
+    def __init__(
+        self,
+        name: str,
+        runner: EagleRunner,
+        expansion: Expansion,
+        rule: DrawRule,
+        *,
+        taps: tuple[int, ...],
+        max_rows: int,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
+        """As EagleDraft; the head has a mask token."""
+        super().__init__(name, runner, expansion, rule, taps=taps, max_rows=max_rows, vocabulary=vocabulary)
+        self._model = runner.model
+        self._run = runner.run
+        self._trees = OnePassTrees(name, runner.model, Shape(expansion, rule), vocabulary)
+
+    def most_nodes(self, request: Request) -> int:
+        """A full tree of the request's expansion, or the most that is grown of any."""
+        return self._trees.most_nodes(request)
+
+    def deepen(self, which: Sequence[int]) -> list[int]:
+        """Read these entries' texts, and grow the whole tree of each that has one; none has room for more."""
+        parts: list[HeadRows] = []
+        features: list[Tensor] = []
+        guessed: list[Guessed] = []
+        left, first = self._max_rows, 0
+        for i in trees_first([grown.growth for grown in self._grown], which):
+            read = self._read(self._grown[i], left)
+            if read is None:
+                continue
+            rows, feature_TD = read
+            left -= len(rows.rows.token_ids)
+            growth = self._grown[i].growth
+            if growth.in_cache:
+                levels = growth.limit
+                rows = self._with_masks(rows, levels - 1)
+                feature_TD = torch.cat((feature_TD, self._model.masked(levels - 1)))
+                guessed.append(Guessed(growth, first, levels))
+                first += levels
+            parts.append(rows)
+            features.append(feature_TD)
+        if parts:
+            read_RD, _ = self._run(parts, torch.cat(features))
+            if guessed:
+                self._trees.grow(guessed, read_RD)
+        return []
+
+    def _with_masks(self, rows: HeadRows, count: int) -> HeadRows:
+        """A text's rows, and so many of mask tokens behind them, which want logits as its last one does."""
+        mask, text = self._model.head.mask_token_id, rows.rows
+        assert mask is not None
+        return HeadRows(replace(text, token_ids=[*text.token_ids, *[mask] * count]), rows.shift)
+
+    def _growth(self, entry: PlanEntry) -> Growth:
+        # The root's row and those of masks lie in the blocks that its tree may fill.
+        return Growth.of(entry, self.name, min(entry.max_depth, self._model.head.depth, entry.max_nodes))

@@ -1,0 +1,142 @@
+"""Heads computed row by row in NumPy from their tensors' names alone: what the modules are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from specinfer.heads.config import BlockConfig, EagleConfig
+from specinfer.models.config import ModelConfig
+
+Array = NDArray[np.float64]
+Weights = Mapping[str, Array]
+
+
+def weights_of(module: nn.Module) -> dict[str, Array]:
+    return {name: t.detach().numpy().astype(np.float64) for name, t in module.state_dict().items()}
+
+
+def norm(x: Array, weight: Array, eps: float) -> Array:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+def rotated(x_KH: Array, position: int, theta: float) -> Array:
+    half = x_KH.shape[-1] // 2
+    angles = position * theta ** (-np.arange(half) / half)
+    a, b = x_KH[:, :half], x_KH[:, half:]
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+class Layer:
+    """One layer of one text: keys and values grow by a row at a time."""
+
+    def __init__(self, weights: Weights, number: int, body: ModelConfig) -> None:
+        self._w = lambda name: weights.get(f"layers.{number}.{name}")
+        self._body = body
+
+    def _product(self, name: str, x: Array) -> Array:
+        weight, bias = self._w(f"{name}.weight"), self._w(f"{name}.bias")
+        assert weight is not None
+        return weight @ x + (0.0 if bias is None else bias)
+
+    def normed(self, name: str, x: Array) -> Array:
+        weight = self._w(f"{name}.weight")
+        assert weight is not None
+        return norm(x, weight, self._body.norm_eps)
+
+    def _heads(self, which: str, x: Array, position: int) -> Array:
+        heads = self._product(f"self_attn.{which}_proj", x).reshape(-1, self._body.head_dim)
+        weight = self._w(f"self_attn.{which}_norm.weight")
+        if weight is not None:
+            heads = norm(heads, weight, self._body.norm_eps)
+        assert self._body.rope is not None
+        return rotated(heads, position, self._body.rope.theta)
+
+    def seen(self, x: Array, position: int) -> tuple[Array, Array]:
+        """Key and value of one row."""
+        value = self._product("self_attn.v_proj", x).reshape(-1, self._body.head_dim)
+        return self._heads("k", x, position), value
+
+    def out(self, x: Array, given: Array, position: int, seen: Sequence[tuple[Array, Array]]) -> Array:
+        """The residual stream behind the layer, of one row that sees these."""
+        query = self._heads("q", given, position)
+        group = len(query) // self._body.num_kv_heads
+        found = []
+        for head, q in enumerate(query):
+            scores = np.array([q @ key[head // group] for key, _ in seen]) * self._body.attention_scale
+            weights = np.exp(scores - scores.max())
+            weights /= weights.sum()
+            found.append(sum(w * value[head // group] for w, (_, value) in zip(weights, seen, strict=True)))
+        x = x + self._product("self_attn.o_proj", np.concatenate(found))
+        h = self.normed("post_attention_layernorm", x)
+        gate = self._product("mlp.gate_proj", h)
+        return x + self._product(
+            "mlp.down_proj", gate / (1 + np.exp(-gate)) * self._product("mlp.up_proj", h)
+        )
+
+
+def eagle_logits(
+    weights: Weights, config: EagleConfig, text: Sequence[int], taps_TND: Array, path: Sequence[int]
+) -> Array:
+    """The logits behind `path`, which follows `text`, whose rows but the last have taps; one row a step."""
+    eps, body = config.body.norm_eps, config.body
+    layers = [Layer(weights, number, body) for number in range(body.num_layers)]
+    seen: list[list[tuple[Array, Array]]] = [[] for _ in layers]
+    logits = []
+    feature = np.zeros(body.hidden_size)
+    tokens = [*text[1:], *path]
+    for row, token in enumerate(tokens):
+        known = row < len(text) - 1
+        if known or config.mask_token_id is not None:
+            taps = taps_TND[row] if known else weights["mask_hidden"].reshape(taps_TND.shape[1:])
+            token = token if known or config.mask_token_id is None else config.mask_token_id
+            if config.fc_norm:
+                taps = np.stack([norm(t, weights[f"fc_norm.{i}.weight"], eps) for i, t in enumerate(taps)])
+            flat = taps.reshape(-1)
+            if config.norm_before_fc:
+                flat = norm(flat, weights["input_norm.weight"], eps)
+            feature = weights["fc.weight"] @ flat
+        x = feature
+        for number, layer in enumerate(layers):
+            if number == 0:
+                hidden = layer.normed("hidden_norm", x)
+                if config.norm_before_residual:
+                    x = hidden
+                embedded = layer.normed("input_layernorm", weights["embed_tokens.weight"][token])
+                given = np.concatenate([embedded, hidden])
+            else:
+                given = layer.normed("input_layernorm", x)
+            seen[number].append(layer.seen(given, row))
+            x = layer.out(x, given, row, seen[number])
+        read = norm(x, weights["norm.weight"], eps)
+        feature = read if config.norm_output else x
+        logits.append(weights["lm_head.weight"] @ read)
+    return np.array(logits)
+
+
+def block_hidden(
+    weights: Weights, config: BlockConfig, taps_TND: Array, anchor_id: int, anchor: int
+) -> Array:
+    """What the output layer reads of each level of the block whose anchor stands at `anchor`."""
+    body, eps = config.body, config.body.norm_eps
+    context = [
+        norm(weights["fc.weight"] @ taps.reshape(-1), weights["hidden_norm.weight"], eps)
+        for taps in taps_TND[:anchor]
+    ]
+    ids = [anchor_id, *[config.mask_token_id] * (config.block_size - 1)]
+    rows = [weights["embed_tokens.weight"][token] for token in ids]
+    for number in range(body.num_layers):
+        layer = Layer(weights, number, body)
+        of_text = [layer.seen(c, position) for position, c in enumerate(context)]
+        given = [layer.normed("input_layernorm", x) for x in rows]
+        own = [layer.seen(g, anchor + i) for i, g in enumerate(given)]
+        rows = [
+            layer.out(x, given[i], anchor + i, [*of_text, *(own[: i + 1] if config.causal else own)])
+            for i, x in enumerate(rows)
+        ]
+    read = np.array([norm(x, weights["norm.weight"], eps) for x in rows])
+    return read if config.sample_from_anchor else read[1:]
