@@ -195,7 +195,6 @@ def start(engine: Engine, task: Task, home: Home) -> Server:
     port = free_port()
     command, variables = engine.started(
         python=str(python),
-        scripts=str(python.parent),
         model=str(home.weights(task.model, engine.form)),
         draft=str(home.weights(task.draft, engine.form)) if engine.draft and task.draft else "",
         port=str(port),

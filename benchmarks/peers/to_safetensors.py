@@ -1,4 +1,4 @@
-"""A GGUF file -> a folder of bf16 safetensors that transformers and vLLM read.
+"""A GGUF file -> a folder of bf16 safetensors and its tokenizer that transformers and vLLM read.
 
 python to_safetensors.py MODEL.gguf FOLDER              with the transformers environment's Python
 """
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main(source: Path, folder: Path) -> None:
@@ -22,6 +22,8 @@ def main(source: Path, folder: Path) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)
+    # With its chat template: servers are asked in conversations.
+    AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name).save_pretrained(folder)
 
 
 if __name__ == "__main__":

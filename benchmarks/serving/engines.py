@@ -1,6 +1,6 @@
 """The servers of benchmarks/serving.py and the modes each is run in: how each is started, one row each.
 
-Words of a command may hold $python and $scripts (of the engine's environment), $model, $draft, $port,
+Words of a command may hold $python (of the engine's environment), $model, $draft, $port,
 $threads, $cores (the first so many, as 0-1), $context (tokens of prompt and answer) and $users (most
 requests at once); so may the variables of a process.
 """
@@ -61,7 +61,9 @@ _SPECINFER_MODES = {
 }  # fmt: skip
 
 _VLLM = (
-    *("$scripts/vllm", "serve", "$model", *_AT, "--dtype", "bfloat16"),
+    # Not `vllm serve`, which asks for the version of a package that the CPU's is not called.
+    *("$python", "-m", "vllm.entrypoints.openai.api_server", "--model", "$model"),
+    *(*_AT, "--dtype", "bfloat16"),
     *("--max-model-len", "$context", "--max-num-seqs", "$users"),
 )
 _VLLM_GUESSING = {

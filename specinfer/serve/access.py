@@ -1,4 +1,4 @@
-"""What every request passes before an endpoint sees it: keys, the size of its body, its id, its log line."""
+"""What every request passes before an endpoint sees it: names, keys, its size, its id, its log line."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.caller import CALLER, Caller
+from specinfer.serve.hosts import Hosts
 
 _LOG = logging.getLogger("specinfer.serve.access")
-OPEN_PATHS: Final = ("/health", "/ready", "/version", "/")  # nobody's secret, and asked for by load balancers
+PROBES: Final = ("/health", "/ready")  # asked for by load balancers, which have no key, nor any name for us
+OPEN_PATHS: Final = ("/version", "/")  # nobody's secret
 # Of a path, in the log: others are told as %XX, or a request could write lines of its own there.
 _PLAIN: Final = "/:@!$&'()*+,;=~"
 _LONGEST_PATH: Final = 256  # characters, in the log
+_LONGEST_HOST: Final = 256  # characters, in an answer
 _OPEN_FOLDER: Final = "/page/"  # what the page at / is made of; it asks for the key itself
 
 
@@ -54,6 +57,8 @@ class Access:
         max_body: int,
         idle_timeout: float,
         origins: Sequence[str] = (),
+        hosts: Hosts | None = None,
+        crowded: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
@@ -61,6 +66,8 @@ class Access:
         self._max_body = max_body
         self._idle_timeout = idle_timeout
         self._origins = origins  # whose pages may call; "*": any
+        self._hosts = hosts  # by whose names it is asked; None: by any
+        self._crowded = crowded  # whether there are more connections than there may be
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,6 +123,23 @@ class Access:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = dict(scope["headers"])
         path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in PROBES:
+            return None
+        host = headers.get(b"host", b"")
+        if self._hosts is not None and not self._hosts.admit(host):
+            name = host.decode("latin-1")[:_LONGEST_HOST]
+            return ApiError(
+                f"the header Host is {name!r}; this server answers to its own names alone, like localhost; "
+                "--allowed-host adds one",
+                status=421,
+                code="host_not_allowed",
+            )
+        if self._crowded():
+            return ApiError(
+                "more connections are open than --max-connections; come again",
+                status=503,
+                headers={"Retry-After": "1", "Connection": "close"},
+            )
         is_open = path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
         asked = bool(self._keys) and not is_open and scope["method"] != "OPTIONS"
         if asked and not self._keys.admit(headers.get(b"authorization", b"")):

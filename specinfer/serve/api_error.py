@@ -8,6 +8,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,7 +22,8 @@ _TYPES = {
     500: "server_error",
     503: "server_error",
 }
-_MOST_FAULTS: Final = 1000  # that are told one from another: each becomes an object of its own
+_LONGEST: Final = 100  # characters of what is told of a value or a name
+MOST_FAULTS: Final = 1000  # of a body that are told one from another: each becomes an object of its own
 
 
 class ApiError(Exception):
@@ -52,17 +54,22 @@ class ApiError(Exception):
     @classmethod
     def of_validation(cls, error: ValidationError) -> ApiError:
         """The first thing that is wrong with a body, and where it is."""
-        if (count := error.error_count()) > _MOST_FAULTS:
-            return cls(f"the body has {count} faults, unknown fields perhaps; send what the endpoint takes")
-        first, *_ = error.errors(include_url=False, include_context=False)
-        message, kind, last = first["msg"], first["type"], len(first["loc"]) - 1
+        if (count := error.error_count()) > MOST_FAULTS:
+            return cls(f"the body has {count} faults; send what the endpoint takes")
+        return cls.of_fault(error.errors(include_url=False)[0])
+
+    @classmethod
+    def of_fault(cls, fault: ErrorDetails) -> ApiError:
+        """One thing that is wrong with a body, and where it is."""
+        message, kind, last = fault["msg"], fault["type"], len(fault["loc"]) - 1
         where = ""
-        for number, part in enumerate(first["loc"]):
+        for number, part in enumerate(fault["loc"]):
             named = kind == "extra_forbidden" and number == last  # by the caller, like a tag perhaps
             if isinstance(part, int):
                 where += f"[{part}]"
             elif named or not _is_tag(part):
-                where += f".{part}" if where else part
+                name = _cut(part)
+                where += f".{name}" if where else name
         if kind == "extra_forbidden":
             return cls(
                 f"{where or repr(where)} is no field of this endpoint; drop it",
@@ -71,6 +78,9 @@ class ApiError(Exception):
             )
         if kind == "json_invalid":
             return cls(f"the body is not JSON: {message}")
+        if kind == "literal_error":
+            given, allowed = _shown(fault["input"]), fault["ctx"]["expected"]
+            return cls(f"{where} is {given}; allowed: {allowed}", param=where)
         return cls(f"{where or 'the body'}: {message[:1].lower()}{message[1:]}", param=where or None)
 
     def response(self) -> Response:
@@ -102,6 +112,17 @@ async def tell_http_error(request: Request, error: Exception) -> Response:
     return ApiError(
         f"{request.method} {request.scope['path']}: {phrase}", status=status, headers=allowed
     ).response()
+
+
+def _shown(value: object) -> str:
+    """A JSON value, short enough to be told."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    return repr(_cut(value) if isinstance(value, str) else value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _is_tag(part: str) -> bool:

@@ -22,6 +22,7 @@ from specinfer.serve.completion_fields import CompletionFields
 from specinfer.serve.completions import Completions
 from specinfer.serve.event_stream import stream, unless_gone
 from specinfer.serve.fields import parse
+from specinfer.serve.hosts import Hosts
 from specinfer.serve.metrics import TEXT_TYPE
 from specinfer.serve.page_files import PAGE_HEADERS, page_files
 from specinfer.serve.response_fields import ResponseFields
@@ -41,8 +42,10 @@ class _Answering(Protocol):
     def events(self) -> AsyncGenerator[str]: ...
 
 
-def build_app(service: Service, keys: Keys) -> FastAPI:
-    """The server's application."""
+def build_app(
+    service: Service, keys: Keys, hosts: Hosts | None = None, crowded: Callable[[], bool] = lambda: False
+) -> FastAPI:
+    """The server's application; `hosts` are whom it may be asked for by, None for any name."""
     config = service.config
     app = FastAPI(
         title="specinfer",
@@ -64,6 +67,8 @@ def build_app(service: Service, keys: Keys) -> FastAPI:
         max_body=config.max_body,
         idle_timeout=config.idle_timeout,
         origins=config.cors_origin,
+        hosts=hosts,
+        crowded=crowded,
     )
     if config.cors_origin:
         app.add_middleware(
@@ -87,7 +92,7 @@ def _add_openai_paths(app: FastAPI, service: Service) -> None:
         """A path that answers in one piece or as a stream."""
 
         async def endpoint(request: Request) -> Response:
-            fields = parse(kind, await request.body())
+            fields = parse(kind, await request.body(), service.config.max_body)
             answer = make(service, fields)
             if getattr(fields, "stream", None):
                 return await unless_gone(request, streamed(answer.events()))
@@ -110,7 +115,7 @@ def _add_openai_paths(app: FastAPI, service: Service) -> None:
             "object": "model",
             "created": created,
             "owned_by": "specinfer",
-            "root": service.models[-1],
+            "root": service.models[0],
             "max_model_len": service.facts.max_context,
             "speculation": _speculation(service.facts),
         }
@@ -154,7 +159,8 @@ def _add_token_paths(app: FastAPI, service: Service) -> None:
 
     def answering(path: str, kind: type[BaseModel], make: Callable[[Service, Any], Awaitable[Any]]) -> None:
         async def endpoint(request: Request) -> Response:
-            return JSONResponse(await make(service, parse(kind, await request.body())))
+            fields = parse(kind, await request.body(), service.config.max_body)
+            return JSONResponse(await make(service, fields))
 
         _add(app, path, endpoint, kind, bodies)
 

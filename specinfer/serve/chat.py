@@ -18,6 +18,7 @@ from specinfer.serve.dialect import AnswerReader
 from specinfer.serve.event_stream import event
 from specinfer.serve.reported_logprobs import chat_logprobs
 from specinfer.serve.service import Service
+from specinfer.serve.tools.events import ArgumentsPiece, CallStarted, Content, Event, Thought
 from specinfer.serve.usage import Tally
 from specinfer.serve.work import Delta
 
@@ -65,7 +66,8 @@ class Chat:
     async def _pieces(self) -> AsyncGenerator[tuple[int, dict[str, Any]]]:
         """What each delta adds: the number of its choice, and the choice's fields as streams have them."""
         fields, service = self._fields, self._service
-        prompt = await ChatPrompt.of(service, fields)
+        messages = [message.rendered() for message in fields.messages]
+        prompt = await ChatPrompt.of(service, fields, messages)
         self._tally.prompt_tokens = len(prompt.token_ids)
         readers = [prompt.reader() for _ in range(fields.n or 1)]
         answers = service.answer([prompt.token_ids], [self._params(prompt)], traced=bool(fields.trace))
@@ -76,10 +78,8 @@ class Chat:
                     piece = self._piece(delta, readers[number])
                     if piece["delta"] or piece["finish_reason"] or piece["logprobs"] or fields.trace:
                         yield number, piece
-        except ApiError as error:  # the grammar is ours, made of the tools
-            if prompt.tools and error.body["error"]["param"] == "grammar":
-                error.body["error"]["param"] = "tools"
-            raise
+        except ApiError as error:
+            raise prompt.blamed(error) from None
         finally:
             self._tally.reasoning_tokens = sum(reader.reasoning_tokens for reader in readers)
 
@@ -87,19 +87,17 @@ class Chat:
         fields = self._fields
         room = self._service.room(prompt.token_ids, "messages")
         wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-        more = {} if prompt.grammar is None else {"grammar": prompt.grammar}
         return fields.params(
             max_tokens=room if wanted is None else wanted,
             logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
             prediction=None if fields.prediction is None else fields.prediction.text or None,
-            visible_token_ids=prompt.visible_token_ids,
-            **more,
+            **prompt.held,
         )
 
     def _piece(self, delta: Delta, reader: AnswerReader) -> dict[str, Any]:
         fields = self._fields
         reason = delta.finish_reason
-        message = reader.read(delta.text, len(delta.token_ids), last=reason is not None)
+        message = _delta(reader.read(delta.text, len(delta.token_ids), last=reason is not None))
         called = reason is FinishReason.STOP and reader.called
         piece: dict[str, Any] = {
             "delta": message,
@@ -156,3 +154,22 @@ class _Message:
     def choice(self, index: int) -> dict[str, Any]:
         """All of it."""
         return {"index": index, "message": self._message} | self._rest
+
+
+def _delta(found: list[Event]) -> dict[str, Any]:
+    """What is found as OpenAI's streams have it; of one call there is one entry."""
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for one in found:
+        match one:
+            case Thought(text):
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+            case Content(text):
+                delta["content"] = delta.get("content", "") + text
+            case CallStarted(index, call_id, name):
+                function = {"name": name, "arguments": ""}
+                calls[index] = {"index": index, "id": call_id, "type": "function", "function": function}
+            case ArgumentsPiece(index, text):
+                entry = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                entry["function"]["arguments"] += text
+    return delta | ({"tool_calls": list(calls.values())} if calls else {})

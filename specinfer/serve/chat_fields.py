@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.fields import Fields, Items, SamplingFields
+from specinfer.serve.conversation_fields import ConversationFields
+from specinfer.serve.fields import MOST_LOGPROBS, Fields, Items, TextOrItems
 
 
-class ContentPart(Fields):
-    """A piece of a message; text alone."""
+class TextPart(Fields):
+    """A piece of a message; of text, as nothing else is read."""
 
-    type: Literal["text", "refusal"]
-    text: str | None = None
-    refusal: str | None = None
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(Fields):
+    """What the assistant said where it did not want to answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """What it said."""
+        return self.refusal
+
+
+def part_kind(value: object) -> str:
+    """Whether a piece of a message is a text or a refusal, as pydantic's tags; what is neither is a text."""
+    return "Refusal" if isinstance(value, Mapping) and value.get("type") == "refusal" else "Text"
+
+
+_Part = Annotated[
+    Annotated[TextPart, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")], Discriminator(part_kind)
+]
 
 
 class FunctionCall(Fields):
@@ -38,7 +61,7 @@ class ChatMessage(Fields):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[ContentPart] | None = None
+    content: TextOrItems[_Part] | None = None
     name: str | None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -52,7 +75,7 @@ class ChatMessage(Fields):
         """The message as chat templates know it."""
         content = self.content
         if isinstance(content, list):
-            content = "".join(part.text or part.refusal or "" for part in content)
+            content = "".join(part.text for part in content)
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": content or self.refusal or "",
@@ -100,30 +123,28 @@ class Prediction(Fields):
     """The caller's guess of the answer."""
 
     type: Literal["content"]
-    content: str | Items[ContentPart]
+    content: TextOrItems[TextPart]
 
     @property
     def text(self) -> str:
         """The guess."""
         if isinstance(self.content, str):
             return self.content
-        return "".join(part.text or "" for part in self.content)
+        return "".join(part.text for part in self.content)
 
 
-class ChatFields(SamplingFields):
+class ChatFields(ConversationFields):
     """A conversation that wants an answer."""
 
     messages: Items[ChatMessage]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     prediction: Prediction | None = None
     tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="Handed to the model's chat template.")
-    chat_template_kwargs: dict[str, Any] | None = None
 
     # Fields of OpenAI's API that change nothing here at these values, and are refused at others.
     modalities: Items[Literal["text"]] | None = None
@@ -137,6 +158,12 @@ class ChatFields(SamplingFields):
         super().check()
         if not self.messages:
             raise ApiError("messages is empty; give at least one message", param="messages")
+        for i, message in enumerate(self.messages):
+            if message.content is None and message.role != "assistant":  # who may have called tools instead
+                raise ApiError(
+                    f"content is required of a message of role {message.role!r}; give a text",
+                    param=f"messages[{i}].content",
+                )
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs: true; add it", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens):
@@ -147,10 +174,19 @@ class ChatFields(SamplingFields):
             for name in ("tool_choice", "parallel_tool_calls"):
                 if getattr(self, name) not in (None, "none"):
                     raise ApiError(f"{name} needs tools; add them", param=name)
-            return
-        for name in ("response_format", "regex", "choice", "grammar"):
-            value = getattr(self, name)
-            if value is not None and self.tool_choice != "none" and value != {"type": "text"}:
-                raise ApiError(
-                    f"{name} and tools are given; give one of them, or tool_choice: none", param=name
-                )
+
+    @property
+    def described_tools(self) -> list[dict[str, Any]]:
+        """The tools as they were given."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+    @property
+    def chosen_tool(self) -> str | dict[str, Any] | None:
+        """What `tool_choice` says."""
+        choice = self.tool_choice
+        return choice if choice is None or isinstance(choice, str) else choice.model_dump()
+
+    @property
+    def effort(self) -> tuple[str, str | None]:
+        """`reasoning_effort`."""
+        return "reasoning_effort", self.reasoning_effort

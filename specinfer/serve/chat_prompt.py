@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from specinfer.errors import RequestError
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.chat_fields import ChatFields
+from specinfer.serve.conversation_fields import ConversationFields
 from specinfer.serve.dialect import AnswerReader, Dialect
-from specinfer.serve.reasoning import CLOSE, ReasoningSplitter
+from specinfer.serve.reasoning import CLOSE, Reasoning, ReasoningSplitter
 from specinfer.serve.service import Service
 from specinfer.serve.tools.call_grammar import call_grammar
-from specinfer.serve.tools.call_parser import CallParser
 from specinfer.serve.tools.conversation import for_template
+from specinfer.serve.tools.tagged_parser import call_parser
 from specinfer.serve.tools.tool import Tool, ToolChoice, read_tool_choice, read_tools
 
 
@@ -29,14 +29,16 @@ class ChatPrompt:
     choice: ToolChoice
     parallel: bool  # whether an answer may call several tools
     starts_inside: bool  # the template opens the reasoning, and the answer may close it
+    preamble: str | None  # what may be thought before a form begins, as Lark rules
 
     @classmethod
-    async def of(cls, service: Service, fields: ChatFields) -> ChatPrompt:
-        """The prompt of a request; raises ApiError."""
+    async def of(
+        cls, service: Service, fields: ConversationFields, messages: Sequence[Mapping[str, Any]]
+    ) -> ChatPrompt:
+        """The prompt of a request whose messages are these; raises ApiError."""
         dialect = service.dialect
-        messages: list[Any] = [message.rendered() for message in fields.messages]
         # Schemas are compiled to see whether they can be followed, and others are answered meanwhile.
-        tools, choice = await asyncio.to_thread(_tools, fields) if fields.tools else _tools(fields)
+        tools, choice = await asyncio.to_thread(_tools, fields) if fields.described_tools else _tools(fields)
         shown: list[dict[str, Any]] = []
         if tools and dialect.calls is None:
             raise ApiError(dialect.no_calls, param="tools")
@@ -48,43 +50,43 @@ class ChatPrompt:
         except RecursionError:
             raise ApiError("arguments of a call nest too deep; send flatter ones", param="messages") from None
         text = await service.render(messages, tools=shown, variables=_variables(service, fields))
+        starts_inside, preamble = _thoughts(dialect.reasoning, text, fields)
         return cls(
             await service.encode(text, "messages", add_special=False),
             dialect,
             tools,
             choice,
             parallel=fields.parallel_tool_calls is not False,
-            starts_inside=(
-                dialect.reasoning is not None and dialect.reasoning.opened_by(text) and not _is_held(fields)
-            ),
+            starts_inside=starts_inside,
+            preamble=preamble,
         )
 
     @property
-    def grammar(self) -> str | None:
-        """What holds the answer to calls that tools can take; raises ApiError."""
-        calls = self.dialect.calls
+    def held(self) -> dict[str, Any]:
+        """Fields of SamplingParams that hold the answer to what can be read of it; raises ApiError."""
+        calls, reasoning = self.dialect.calls, self.dialect.reasoning
+        visible: tuple[int, ...] = () if reasoning is None else reasoning.visible_token_ids
         if calls is None or not self.tools:
-            return None
+            return {"preamble": self.preamble, "visible_token_ids": visible or None}
         try:
-            return call_grammar(
+            grammar = call_grammar(
                 calls,
                 self.tools,
                 self.choice,
                 parallel=self.parallel,
-                reasoning=self.dialect.reasoning,
+                reasoning=reasoning,
                 starts_inside=self.starts_inside,
             )
         except RequestError as error:
             raise ApiError.of(error) from None
+        return {"grammar": grammar, "visible_token_ids": (calls.visible_token_ids + visible) or None}
 
-    @property
-    def visible_token_ids(self) -> tuple[int, ...] | None:
-        """The special tokens that have to stand in the answer's text for it to be read; None for none."""
-        calls, reasoning = self.dialect.calls, self.dialect.reasoning
-        visible = (calls.visible_token_ids if calls is not None and self.tools else ()) + (
-            reasoning.visible_token_ids if reasoning is not None else ()
-        )
-        return visible or None
+    def blamed(self, error: ApiError) -> ApiError:
+        """The same complaint, about the field of the request that is at fault."""
+        told = error.body["error"]
+        if self.tools and told["param"] == "grammar":  # which is ours, made of the tools
+            told["param"] = "tools"
+        return error
 
     def reader(self) -> AnswerReader:
         """A reader of one answer."""
@@ -92,38 +94,45 @@ class ChatPrompt:
         splitter = None if reasoning is None else ReasoningSplitter(self.starts_inside)
         parser = None
         if calls is not None and self.tools:
-            parser = CallParser(calls, [tool.name for tool in self.tools])
+            parser = call_parser(calls, self.tools)
         return AnswerReader(splitter, parser)
 
 
-def _tools(fields: ChatFields) -> tuple[Sequence[Tool], ToolChoice]:
+def _tools(fields: ConversationFields) -> tuple[Sequence[Tool], ToolChoice]:
     """The tools that may be called; none where the request says that none is to be."""
     try:
-        given = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()]
-        tools = read_tools(given or None)
-        wanted = fields.tool_choice
-        choice = read_tool_choice(
-            wanted if wanted is None or isinstance(wanted, str) else wanted.model_dump(), tools
-        )
+        tools = read_tools(fields.described_tools or None)
+        choice = read_tool_choice(fields.chosen_tool, tools)
     except RequestError as error:
         raise ApiError.of(error) from None
     return (() if choice.mode == "none" else tools), choice
 
 
-def _is_held(fields: ChatFields) -> bool:
-    """Whether the answer has a form from its first token on, in which no reasoning can be closed."""
-    rules = [rule for rule in (fields.regex, fields.grammar) if rule is not None]
-    formed = fields.response_format not in (None, {"type": "text"}) or fields.choice is not None
-    return formed or any(CLOSE not in rule for rule in rules)
+def _thoughts(
+    reasoning: Reasoning | None, prompt: str, fields: ConversationFields
+) -> tuple[bool, str | None]:
+    """Whether an answer to this prompt begins inside of reasoning, and what of it may stand before a form.
+
+    A rule that speaks of the mark has the reasoning in it.
+    """
+    if reasoning is None:
+        return False, None
+    opened = reasoning.opened_by(prompt)
+    thinks_itself = any(CLOSE in rule for rule in (fields.regex, fields.grammar) if rule is not None)
+    if not fields.forms or thinks_itself or reasoning.closed_by(prompt):
+        return opened, None
+    rules = [f"{name}: {body}" for name, body in reasoning.preamble(opened).items()]
+    return opened, "\n".join(rules)
 
 
-def _variables(service: Service, fields: ChatFields) -> dict[str, Any]:
+def _variables(service: Service, fields: ConversationFields) -> dict[str, Any]:
     """Variables of the chat template; raises ApiError for one that it never looks at."""
     given = dict(fields.chat_template_kwargs or {})
     names = dict.fromkeys(given, "chat_template_kwargs")
-    if fields.reasoning_effort is not None:
-        given["reasoning_effort"] = fields.reasoning_effort
-        names["reasoning_effort"] = "reasoning_effort"
+    param, effort = fields.effort
+    if effort is not None:
+        given["reasoning_effort"] = effort
+        names["reasoning_effort"] = param
     known = service.tokenizer.template_variables if names else frozenset[str]()
     for name, param in names.items():
         if name not in known:

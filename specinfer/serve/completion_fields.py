@@ -6,7 +6,7 @@ from pydantic import Field
 
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.chat_fields import Prediction
-from specinfer.serve.fields import Ids, Items, SamplingFields
+from specinfer.serve.fields import MOST_LOGPROBS, Ids, Items, SamplingFields
 
 
 class CompletionFields(SamplingFields):
@@ -14,7 +14,7 @@ class CompletionFields(SamplingFields):
 
     prompt: str | Ids | Items[str] | Items[Ids]
     max_tokens: int | None = None
-    logprobs: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: bool | None = None
     prediction: str | Prediction | None = None
     suffix: None = Field(None, description="Not offered: no model here fills in the middle.")

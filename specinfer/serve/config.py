@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from specinfer.errors import ConfigError
+from specinfer.serve.hosts import ANY, is_host
 from specinfer.serve.logs import LogFormat
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _TEXTS = ("host", "root_path", "call_format")
 _TEXTS_OR_NONE = ("api_key_file", "log_traffic", "otlp_endpoint")
-_LISTS = ("served_model_name", "api_key", "cors_origin")
+_LISTS = ("served_model_name", "api_key", "cors_origin", "allowed_host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class ServeConfig:
     api_key: tuple[str, ...] = ()  # one of these is asked of everybody; (): nobody is asked
     api_key_file: str | None = None  # more of them, a line each
     cors_origin: tuple[str, ...] = ()  # pages of these origins may call; (): none but the server's own
+    allowed_host: tuple[str, ...] = ()  # names it may be asked for by, beside this machine's own; "*": any
     page: bool = True  # whether / shows a page to chat on
 
     max_waiting: int = 128  # completions that wait for the engine; more are told to come again
@@ -67,6 +68,11 @@ class ServeConfig:
             if not isinstance(values, tuple) or not all(isinstance(one, str) and one for one in values):
                 # What they are is not told: a key may be among them.
                 raise ConfigError(f"{name} has what is no text; allowed: a list of texts, numbers in quotes")
+        for name in self.allowed_host:
+            if name != ANY and not is_host(name):
+                raise ConfigError(
+                    f"allowed_host has {name!r}; allowed: a name or an address, without a port, or *"
+                )
         path = self.root_path
         if path and (not path.startswith("/") or path.endswith("/") or not path.isascii()):
             raise ConfigError(f"root_path is {path!r}; allowed: an ASCII path like /that/path, or nothing")
@@ -88,8 +94,3 @@ class ServeConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
                 raise ConfigError(f"{name} is {value!r}; allowed: seconds above 0")
-
-    @property
-    def loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
-        return self.host in LOOPBACK

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from specinfer.errors import RequestError
 from specinfer.serve.reasoning import Reasoning, ReasoningSplitter
 from specinfer.serve.tools.call_format import CallFormat
 from specinfer.serve.tools.call_parser import CallParser
-from specinfer.serve.tools.events import ArgumentsPiece, CallStarted, Content, Event
+from specinfer.serve.tools.events import Content, Event, Thought
 from specinfer.tokenizer import Tokenizer
 
 
@@ -49,35 +48,19 @@ class AnswerReader:
         """Whether a tool was called."""
         return self._parser is not None and self._parser.calls > 0
 
-    def read(self, text: str, tokens: int, *, last: bool) -> dict[str, Any]:
-        """The delta of a message that `text`, of so many tokens, brings; with the last the rest comes, too.
+    def read(self, text: str, tokens: int, *, last: bool) -> list[Event]:
+        """What `text`, of so many tokens, brings, in the order of the answer; with the last the rest, too.
 
-        A delta with reasoning counts as reasoning as a whole.
+        Of the tokens of a text with reasoning and content, reasoning has its share of the characters.
         """
         reasoning, content = ("", text) if self._splitter is None else self._splitter.feed(text)
         if self._splitter is not None and last:
             rest = self._splitter.finish()
             reasoning, content = reasoning + rest[0], content + rest[1]
-        self.reasoning_tokens += tokens if reasoning else 0
-        delta: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
+        if reasoning:
+            self.reasoning_tokens += tokens * len(reasoning) // len(reasoning + content)
+        found: list[Event] = [Thought(reasoning)] if reasoning else []
         if self._parser is None:
-            return delta | ({"content": content} if content else {})
-        events = self._parser.feed(content)
-        return delta | _delta(events + self._parser.finish() if last else events)
-
-
-def _delta(events: list[Event]) -> dict[str, Any]:
-    """Events as OpenAI's streams have them; of one call there is one entry."""
-    delta: dict[str, Any] = {}
-    calls: dict[int, dict[str, Any]] = {}
-    for event in events:
-        match event:
-            case Content(text):
-                delta["content"] = delta.get("content", "") + text
-            case CallStarted(index, call_id, name):
-                function = {"name": name, "arguments": ""}
-                calls[index] = {"index": index, "id": call_id, "type": "function", "function": function}
-            case ArgumentsPiece(index, text):
-                entry = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                entry["function"]["arguments"] += text
-    return delta | ({"tool_calls": list(calls.values())} if calls else {})
+            return [*found, Content(content)] if content else found
+        found += self._parser.feed(content)
+        return found + self._parser.finish() if last else found

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Final
 
 from specinfer.config import EngineConfig
 from specinfer.errors import UserError
 from specinfer.serve.backend import BackendError
+from specinfer.serve.engine_child import HUNG_UP, EngineChild, Message
 from specinfer.serve.work import EngineFacts
 
 _GRACE_SECONDS: Final = 5.0  # for an engine to end by itself
-Message = tuple[Any, ...]
 
 
 class EngineHandle:
-    """Starts the process, and talks with it in two threads, so that the event loop never waits for a socket.
+    """Talks with a process in two threads, so that the event loop waits neither for a socket nor for its end.
 
-    `deliver(handle, message)` and, once the process has hung up, `died(handle)` are called on the loop.
+    `deliver(handle, message)` and, once the process has ended, `died(handle)` are called on the loop.
     """
 
     def __init__(
@@ -33,31 +29,27 @@ class EngineHandle:
         loop: asyncio.AbstractEventLoop,
         deliver: Callable[[EngineHandle, Message], None],
         died: Callable[[EngineHandle], None],
-        log: tuple[str, str] = ("info", "text"),
+        child: EngineChild,
     ) -> None:
         self._loop = loop
         self._deliver = deliver
         self._died = died
-        self._log = log  # its level and its form
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._child = child
+        self._closing = False
         self._outbox: SimpleQueue[Message | None] = SimpleQueue()
 
     @property
-    def pid(self) -> int | None:
+    def pid(self) -> int:
         """The process's id."""
-        return None if self._process is None else self._process.pid
+        return self._child.pid
 
+    @property
     def status(self) -> int | None:
-        """With which status the process ended, negative for a signal; None while it runs."""
-        if self._process is None:
-            return None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)  # its socket closes a moment before it ends
-        return self._process.returncode
+        """With which status the process ended, negative for a signal; None before that is known."""
+        return self._child.status
 
     async def start(self, config: EngineConfig) -> EngineFacts:
-        """Start the process and wait until it is ready.
+        """Have the process load an engine, and wait until it is ready.
 
         Raises UserError with its own words where it cannot serve `config`, BackendError where it dies.
         """
@@ -73,62 +65,44 @@ class EngineHandle:
 
     async def close(self) -> None:
         """Hang up, and see that the process ends."""
+        self._closing = True
         self._outbox.put(None)
-        if self._process is None:
-            return
-        try:
-            await asyncio.to_thread(self._process.wait, _GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        await asyncio.to_thread(self._child.reap, _GRACE_SECONDS)
 
     def kill(self) -> None:
-        """End the process at once."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        """End the process, and do not wait for it."""
+        self._child.kill()
 
     def _start(self, config: EngineConfig) -> EngineFacts:
-        ours, its = socket.socketpair()
-        with its:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "specinfer.serve.engine_process", str(its.fileno()), *self._log],
-                pass_fds=[its.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the server, which lets it finish
-            )
-        self._connection = connection = Connection(ours.detach())
         try:
-            connection.send(config)
-            kind, said = connection.recv()
+            self._child.send(config)
+            kind, said = self._child.receive()
         except (EOFError, OSError):
-            raise BackendError(f"the engine ended with status {self.status()} before it was ready") from None
+            self._child.reap(HUNG_UP)
+            raise BackendError(f"the engine ended with status {self.status} before it was ready") from None
         if kind == "failed":
+            self._child.reap(HUNG_UP)
             raise UserError(said)
         facts: EngineFacts = said
         return facts
 
     def _read(self) -> None:
-        assert self._connection is not None
         while True:
             try:
-                message = self._connection.recv()
+                message = self._child.receive()
             except (EOFError, OSError):
-                self._outbox.put(None)  # the writing thread ends too, and the socket goes with this handle
-                self._tell(self._died, self)
-                return
+                break
             self._tell(self._deliver, self, message)
+        self._outbox.put(None)  # the writing thread ends too, and the socket goes with this handle
+        # One that only hung up has memory that the next one needs.
+        self._child.reap(_GRACE_SECONDS if self._closing else HUNG_UP)
+        self._tell(self._died, self)
 
     def _write(self) -> None:
-        assert self._connection is not None
         while (message := self._outbox.get()) is not None:
             with contextlib.suppress(OSError):  # the reading thread tells of a process that is gone
-                self._connection.send(message)
-        with contextlib.suppress(OSError):
-            borrowed = socket.socket(fileno=self._connection.fileno())
-            try:
-                borrowed.shutdown(socket.SHUT_RDWR)
-            finally:
-                borrowed.detach()  # the connection closes it
+                self._child.send(message)
+        self._child.hang_up()
 
     def _tell(self, hear: Callable[..., None], *what: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more

@@ -7,36 +7,48 @@ HTTP never waits for a step, nor a step for HTTP. Over the socket FD come an Eng
     ("ask", number)       for the state
     ("check", number)     whether the engine's bookkeeping holds
 
-and go ("ready", facts) or ("failed", message), then ("deltas", [...]) and ("answer", number, value). All
-deltas that are there go in one message, so a busy engine sends one a step. When the socket closes, the
-process ends.
+and go ("ready", facts) or ("failed", message), then
+
+    ("busy", ids)             the works of the step that begins, and those that are being checked
+    ("deltas", [...], state)  all that are there, so a busy engine sends one message a step; with the state
+                              where an answer ends and now and then, else None
+    ("answer", number, value)
+
+Whose works it is about is said before it begins: the next step may be the process's last. When the socket
+closes, the process ends.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from specinfer.config import EngineConfig
 from specinfer.engine.admission import Admitted
 from specinfer.engine.trace import TreeEvent
-from specinfer.errors import RequestError, SpecInferError
-from specinfer.llm import LLM
+from specinfer.errors import ClosedError, RequestError, SpecInferError
 from specinfer.request import FinishReason, RequestOutput, SpeculationFigures
 from specinfer.serve.logs import configure
 from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
 
+if TYPE_CHECKING:
+    from specinfer.llm import LLM
+
 _LOG = logging.getLogger(__name__)
 _INTAKE_THREADS: Final = 2  # a grammar takes a second to compile, and others must not wait for it
+_STATE_SECONDS: Final = 0.2  # of what it counts, so much may go unheard when it dies
 Message = tuple[Any, ...]
 
 
@@ -64,6 +76,7 @@ class _Answer:
             self._step(output.figures),
             output.finish_reason,
             output.error,
+            internal_error=output.internal_error,
             figures=output.figures if output.finished else None,
             prompt_logprobs=output.prompt_logprobs if output.finished else None,
             cached_tokens=output.cached_tokens,
@@ -85,13 +98,17 @@ class EngineProcess:
         self._llm = llm
         self._connection = connection
         self._answers: dict[str, _Answer] = {}  # by the work's id
-        self._traced: dict[str, _Answer] = {}  # by the request's id
+        self._requests: dict[str, _Answer] = {}  # by the request's id
+        self._sending = threading.Lock()  # guards the connection, and the two below
+        self._checked: set[str] = set()  # works in the intake's hands
+        self._stepped: list[str] = []  # requests of the last step that began
         self._outbox: SimpleQueue[Delta | Message] = SimpleQueue()
         self._intake = ThreadPoolExecutor(_INTAKE_THREADS, thread_name_prefix="intake")
 
     def serve(self) -> None:
         """Carry out commands until the socket closes."""
         llm = self._llm
+        llm.on_step = self._on_step
         llm.loop.start()
         threading.Thread(target=self._send, name="outbox", daemon=True).start()
         facts = EngineFacts(
@@ -127,12 +144,13 @@ class EngineProcess:
             self._answers.pop(work.id, None)
             return
         try:
-            admitted = self._llm.intake.completion(
-                work.prompt_token_ids, work.params, index=work.index, said=work.said
-            )
+            with self._checking(work):
+                admitted = self._llm.intake.completion(
+                    work.prompt_token_ids, work.params, index=work.index, said=work.said
+                )
             answer.admitted = admitted
+            self._requests[admitted.request.request_id] = answer
             if work.traced:
-                self._traced[admitted.request.request_id] = answer
                 self._llm.on_tree = self._on_tree  # for good: another thread may trace the next one by now
             self._llm.loop.submit([admitted], lambda output: self._receive(answer, output))
             if answer.aborted:  # meanwhile
@@ -141,9 +159,16 @@ class EngineProcess:
             if not isinstance(error, SpecInferError):
                 _LOG.exception("work %s could not be begun", work.id)
             self._answers.pop(work.id, None)
-            parameter = error.parameter if isinstance(error, RequestError) else None
-            reason = str(error) or repr(error)
-            refused = Delta(work.id, finish_reason=FinishReason.ERROR, error=reason, parameter=parameter)
+            if answer.admitted is not None:
+                self._requests.pop(answer.admitted.request.request_id, None)
+            own = error if isinstance(error, RequestError) else None
+            refused = Delta(
+                work.id,
+                finish_reason=FinishReason.ERROR,
+                error=str(error) or repr(error),
+                parameter=None if own is None else own.parameter,
+                internal_error=own is None,
+            )
             self._outbox.put(refused)
 
     def _receive(self, answer: _Answer, output: RequestOutput) -> None:
@@ -151,14 +176,40 @@ class EngineProcess:
         delta = answer.delta(output)
         if output.finished:
             self._answers.pop(answer.work.id, None)
-            self._traced.pop(output.request_id, None)
+            self._requests.pop(output.request_id, None)
         if not answer.aborted:
             self._outbox.put(delta)
 
+    @contextlib.contextmanager
+    def _checking(self, work: Work) -> Iterator[None]:
+        """While the intake checks a work, the process is busy with it."""
+        with self._sending:
+            self._checked.add(work.id)
+            self._tell_busy()
+        try:
+            yield
+        finally:
+            with self._sending:
+                self._checked.discard(work.id)
+                self._tell_busy()
+
+    def _on_step(self, request_ids: Sequence[str]) -> None:
+        """Called when it is known who is in a step, before anything is computed."""
+        if request_ids != self._stepped:
+            with self._sending:
+                self._stepped = list(request_ids)
+                self._tell_busy()
+
+    def _tell_busy(self) -> None:
+        """Say at once, not by way of the outbox, which works the process is busy with."""
+        stepped = [self._requests[name].work.id for name in self._stepped if name in self._requests]
+        with contextlib.suppress(OSError):  # the server is gone, and the reading thread ends the process
+            self._connection.send(("busy", [*self._checked, *stepped]))
+
     def _on_tree(self, event: TreeEvent) -> None:
         """Called within a step, before the step's outputs are received."""
-        answer = self._traced.get(event.request_id)
-        if answer is not None:
+        answer = self._requests.get(event.request_id)
+        if answer is not None and answer.work.traced:
             answer.trees.append(event.to_json(self._llm.tokenizer))
 
     def _abort(self, ids: Iterable[str]) -> None:
@@ -170,8 +221,11 @@ class EngineProcess:
                     self._llm.loop.cancel([answer.admitted])
 
     def _ask(self, number: int) -> None:
+        self._outbox.put(("answer", number, self._state()))
+
+    def _state(self) -> EngineState:
         now = self._llm.statistics()
-        state = EngineState(
+        return EngineState(
             running=now.running,
             waiting=now.waiting,
             kv_cache_usage=now.kv_cache_usage,
@@ -180,8 +234,9 @@ class EngineProcess:
             prefix_queries=now.prefix_queries,
             prefix_hits=now.prefix_hits,
             stage_seconds={stage.value: seconds for stage, seconds in now.stage_seconds.items()},
+            speculation_off_steps=now.speculation_off_steps,
+            cost_factors=now.cost_factors,
         )
-        self._outbox.put(("answer", number, state))
 
     def _check(self, number: int) -> None:
         """Whether the books are right; "" where they are."""
@@ -193,28 +248,41 @@ class EngineProcess:
         self._outbox.put(("answer", number, found))
 
     def _send(self) -> None:
-        """The thread of the outbox: whoever makes deltas never waits for the socket."""
+        """The thread of the outbox: whoever makes deltas does not wait for the socket to take them."""
+        told = 0.0
         while True:
             batch = [self._outbox.get()]
             while not self._outbox.empty():
                 batch.append(self._outbox.get())
             deltas = [one for one in batch if isinstance(one, Delta)]
+            ending, now, state = any(one.finish_reason for one in deltas), time.monotonic(), None
             try:
-                if deltas:
-                    self._connection.send(("deltas", deltas))
-                for message in batch:
-                    if not isinstance(message, Delta):
-                        self._connection.send(message)
-            except OSError:  # the server is gone, and the reading thread ends the process
+                if ending or (deltas and now - told > _STATE_SECONDS):
+                    state, told = self._state(), now
+                with self._sending:
+                    if deltas:
+                        self._connection.send(("deltas", deltas, state))
+                    for message in batch:
+                        if not isinstance(message, Delta):
+                            self._connection.send(message)
+            except (OSError, ClosedError):  # the server is gone, and the reading thread ends the process
                 return
 
 
 def main() -> None:
     """Load what the config names, say so, and serve until the server hangs up."""
+    gc.disable()  # all that is loaded here stays: it is not gone through while it grows, nor ever again
+    from specinfer.llm import LLM
+
+    gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which drains and hangs up
     configure(sys.argv[3], sys.argv[2], "engine")
     connection = Connection(socket.socket(fileno=int(sys.argv[1])).detach())
-    config: EngineConfig = connection.recv()
+    try:
+        config: EngineConfig = connection.recv()
+    except (EOFError, OSError):  # the server ended before it had a config
+        sys.exit(0)
     try:
         llm = LLM(config)
     except SpecInferError as error:

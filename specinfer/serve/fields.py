@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, ValidationError
 
 from specinfer.errors import RequestError
 from specinfer.sampling_params import SamplingParams
-from specinfer.serve.api_error import ApiError
+from specinfer.serve.api_error import MOST_FAULTS, ApiError
+from specinfer.serve.json_tokens import beginning, has_more_tokens
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _Item = TypeVar("_Item")
@@ -21,8 +22,25 @@ class _FirstFault(FailFast):
         return hash(_FirstFault)
 
 
+def _is_text(value: object) -> str:
+    return "str" if isinstance(value, str) else "list"
+
+
 Items = Annotated[list[_Item], _FirstFault()]
 Ids = Items[int]
+# Which of the two is meant is plain, so a fault is told of that one alone.
+TextOrItems = Annotated[
+    Annotated[str, Tag("str")] | Annotated[Items[_Item], Tag("list")], Discriminator(_is_text)
+]
+
+
+# A token of JSON is up to 200 bytes when it is read, and the worst of faults: so a body's values take a few
+# times its bytes at most. Requests that mean something have longer ones.
+_BYTES_OF_TOKEN: Final = 32
+_ALWAYS_TOKENS: Final = 100_000  # whatever the limit of a body's bytes
+_EARLY_TOKENS: Final = 4000  # in which the first fault is looked for where there are too many to tell apart
+
+MOST_LOGPROBS: Final = 20  # of a token, as OpenAI and vLLM have it: each is an object in two processes
 
 
 class Fields(BaseModel):
@@ -35,7 +53,9 @@ class StreamOptions(Fields):
     """How a stream ends."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # padding against listeners; this server sends none
+    include_obfuscation: Literal[False] | None = Field(
+        None, description="Padding against listeners is not offered."
+    )
 
 
 class SamplingFields(Fields):
@@ -65,7 +85,7 @@ class SamplingFields(Fields):
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     logprobs_mode: str | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
     response_format: dict[str, Any] | None = None
     regex: str | None = None
@@ -101,9 +121,35 @@ class SamplingFields(Fields):
 _OF_PARAMS = frozenset(SamplingParams.__dataclass_fields__)
 
 
-def parse(kind: type[_Body], body: bytes) -> _Body:
-    """A request's body; raises ApiError where it is not JSON, or not what the endpoint takes."""
+def parse(kind: type[_Body], body: bytes, most_bytes: int = 16 << 20) -> _Body:
+    """A request's body, of which there may be `most_bytes`; raises ApiError.
+
+    That is where it is not JSON, or not what the endpoint takes, or has so many values that much more memory
+    than `most_bytes` would be needed for them.
+    """
+    most = max(_ALWAYS_TOKENS, most_bytes // _BYTES_OF_TOKEN)
+    if has_more_tokens(body, most):
+        raise _early_fault(kind, body) or ApiError(
+            f"the body has more than {most} strings, commas, colons and brackets; send fewer values",
+            status=413,
+        )
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise ApiError.of_validation(error) from None
+        early = _early_fault(kind, body) if error.error_count() > MOST_FAULTS else None
+        fault = early or ApiError.of_validation(error)
+    raise fault  # here, where it does not keep all of the faults as its context
+
+
+def _early_fault(kind: type[_Body], body: bytes) -> ApiError | None:
+    """What is wrong at a body's beginning, found without the rest; None where nothing is."""
+    part = beginning(body, _EARLY_TOKENS)
+    if not part:
+        return None
+    try:
+        kind.model_validate_json(part)
+    except ValidationError as error:
+        for fault in error.errors(include_url=False):
+            if fault["type"] != "missing":  # in the beginning alone, perhaps
+                return ApiError.of_fault(fault)
+    return None

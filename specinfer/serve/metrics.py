@@ -52,6 +52,20 @@ class Metrics:
         self.accepted_by = labelled("accepted_tokens", "The same by speculator.", "speculator")
         self.traffic_log_lost = counter("traffic_log_lost", "Completions that log_traffic has not got.")
         self.preemptions = gauge("num_preemptions", "How often a request gave up its KV blocks.")
+        self.steps = gauge("engine_steps", "Steps of the engine, restarts or not.")
+        self.stages = Gauge(
+            "specinfer:engine_stage_seconds",
+            "Where their time went, by stage.",
+            ["model_name", "stage"],
+            registry=self.registry,
+        )
+        self.off_steps = gauge("speculation_off_steps", "Of these steps those in which nobody could guess.")
+        self.factors = Gauge(
+            "specinfer:pass_cost_factor",
+            "What a model's passes take now, of what its cost curve says.",
+            ["model_name", "model"],
+            registry=self.registry,
+        )
         self.restarts = gauge("engine_restarts", "How often the engine process was started again.")
         self.running = gauge("num_requests_running", "Requests in the engine's batch.")
         self.waiting = gauge("num_requests_waiting", "Requests the engine has no room for yet.")
@@ -81,6 +95,12 @@ class Metrics:
             self.waiting.set(state.waiting)
             self.cache.set(state.kv_cache_usage)
             self.preemptions.set(state.preemptions)
+            self.steps.set(state.steps)
+            for stage, seconds in state.stage_seconds.items():
+                self.stages.labels(self._model, stage).set(seconds)
+            self.off_steps.set(state.speculation_off_steps)
+            for model, factor in state.cost_factors.items():
+                self.factors.labels(self._model, model).set(factor)
             if state.prefix_queries:
                 self.hit_rate.set(state.prefix_hits / state.prefix_queries)
         return generate_latest(self.registry)

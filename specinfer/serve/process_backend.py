@@ -4,6 +4,10 @@ The server keeps of every answer the prompt, the parameters with their seed, and
 when the engine dies, the next one goes on behind these tokens: under the coupled rule the text is a function
 of target, prompt and seed, hence the very text it would have been; no token comes twice, none is lost. Under
 multi-step sampling only the law would hold, and such an answer ends with the reason.
+
+An engine says which works it is busy with before it is; those it was busy with when it died may be why. Once
+a work was there at two deaths, with no token between, works go to the next engine one by one, each when the
+one before it has got a token: the third death tells whose fault it is.
 """
 
 from __future__ import annotations
@@ -18,11 +22,12 @@ from typing import Any, Final
 
 from specinfer.config import EngineConfig
 from specinfer.serve.backend import BackendError, Health
+from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.engine_handle import EngineHandle
-from specinfer.serve.work import Delta, EngineFacts, Work
+from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
 
 _LOG = logging.getLogger(__name__)
-_MOST_DEATHS: Final = 3  # that an answer is there to see without a token between them: it may be the cause
+_MOST_DEATHS: Final = 3  # while the engine was busy with a work, without a token between: it is the cause
 _MOST_FAILED_STARTS: Final = 3  # in a row; then nobody waits any longer
 _ANSWER_SECONDS: Final = 1.0  # within which an engine that is well says how it is
 
@@ -53,21 +58,33 @@ class _Live:
 
     work: Work  # `said` grows with each delta
     reader: _Reader
-    deaths: int = 0  # since its last token
+    deaths: int = 0  # of engines that were busy with it, since its last token
+    held: bool = False  # until those before it were tried
 
 
 class ProcessBackend:
     """A Backend over `python -m specinfer.serve.engine_process`.
 
-    All methods belong to one event loop. `start` returns when the engine takes work; `close` ends it.
+    All methods belong to one event loop. `start` returns when the engine takes work; `close` ends it. The
+    first engine is that of `child`, where one is given; `log` is the level and the form of engines' logs.
     """
 
-    def __init__(self, config: EngineConfig, log: tuple[str, str] = ("info", "text")) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        log: tuple[str, str] = ("info", "text"),
+        child: EngineChild | None = None,
+    ) -> None:
         self._config = config
-        self._log = log  # the level and the form of the engine's log
+        self._log = log
+        self._child = child
         self._live: dict[str, _Live] = {}
         self._engine: EngineHandle | None = None  # None while one starts
         self._facts: EngineFacts | None = None
+        self._busy: frozenset[str] | None = None  # works that the engine is busy with; None: it has not said
+        self._trial: _Live | None = None  # while works go to the engine one by one, the last that did
+        self._state = EngineState()  # the engine's, as it was last told
+        self._counted = EngineState()  # of the engines before it
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._restarting: asyncio.Task[None] | None = None
@@ -77,7 +94,8 @@ class ProcessBackend:
 
     async def start(self) -> EngineFacts:
         """Start the engine; raises UserError with its own words where it cannot start."""
-        engine = EngineHandle(asyncio.get_running_loop(), self._deliver, self._died, self._log)
+        child, self._child = self._child or EngineChild(self._log), None
+        engine = EngineHandle(asyncio.get_running_loop(), self._deliver, self._died, child)
         try:
             self._facts = await engine.start(self._config)
         except BaseException:
@@ -112,9 +130,11 @@ class ProcessBackend:
             raise BackendError(self._trouble)
         reader = _Reader()
         left = {work.id for work in works}
+        held = self._trial is not None
         for work in works:
-            self._live[work.id] = _Live(work, reader)
-        self._send("add", works)
+            self._live[work.id] = _Live(work, reader, held=held)
+        if not held:
+            self._send("add", works)
         try:
             while left:
                 await reader.arrived.wait()
@@ -135,6 +155,8 @@ class ProcessBackend:
         gone = [name for name in ids if self._live.pop(name, None) is not None]
         if gone:
             self._send("abort", gone)
+            if self._trial is not None and self._trial.work.id in gone:
+                self._try_next()
 
     async def health(self) -> Health:
         """As Backend says."""
@@ -170,11 +192,23 @@ class ProcessBackend:
         """A message of an engine, on the event loop."""
         if engine is not self._engine:
             return  # of one that was given up
-        if message[0] == "answer":
-            if (waiting := self._questions.get(message[1])) is not None and not waiting.done():
-                waiting.set_result(message[2])
-            return
-        for delta in message[1]:
+        kind, *said = message
+        if kind == "busy":
+            self._busy = frozenset(said[0])
+        elif kind == "deltas":
+            deltas, state = said
+            self._state = state or self._state
+            self._hand_on(deltas)
+        else:
+            number, answer = said
+            if isinstance(answer, EngineState):
+                self._state = answer
+                answer = answer.behind(self._counted)
+            if (waiting := self._questions.get(number)) is not None and not waiting.done():
+                waiting.set_result(answer)
+
+    def _hand_on(self, deltas: Iterable[Delta]) -> None:
+        for delta in deltas:
             live = self._live.get(delta.id)
             if live is None:
                 continue  # nobody waits for it any more
@@ -184,21 +218,24 @@ class ProcessBackend:
                 live.work = replace(live.work, said=live.work.said + delta.token_ids)
                 live.deaths = 0
             live.reader.put(delta)
+            if live is self._trial and (delta.finish_reason is not None or delta.token_ids):
+                self._try_next()
 
     def _died(self, engine: EngineHandle) -> None:
-        """The engine's socket closed."""
+        """The engine's process has ended."""
         if engine is not self._engine or self._closed:
             return
         self._engine = None
-        self._trouble = f"the engine ended with status {engine.status()} and is started again"
-        engine.kill()  # one that only hung up has memory that the next one needs
+        self._trouble = f"the engine ended with status {engine.status} and is started again"
         _LOG.error("%s; %d answers wait for it", self._trouble, len(self._live))
         for waiting in self._questions.values():
             if not waiting.done():
                 waiting.set_result(None)
-        running = self._config.scheduler.max_batch_size  # at most; the oldest are the ones that ran
-        for place, live in enumerate(list(self._live.values())):
-            live.deaths += place < running
+        self._counted, self._state = self._state.behind(self._counted), EngineState()
+        busy, self._busy, self._trial = self._busy, None, None
+        for live in list(self._live.values()):
+            live.deaths += live.work.id in busy if busy is not None else not live.held
+            live.held = False
             if live.deaths >= _MOST_DEATHS:
                 self._give_up(live, f"the engine died {live.deaths} times in a row while it had this request")
             elif live.work.said and not goes_on(live.work, self._config):
@@ -224,8 +261,20 @@ class ProcessBackend:
                 await asyncio.sleep(min(2.0 ** min(attempt, 6), 60.0))
         self.restarts += 1
         _LOG.warning("the engine was started again; %d answers go on", len(self._live))
-        if self._live:
+        if any(live.deaths == _MOST_DEATHS - 1 for live in self._live.values()):
+            # Where one more death would end a work, nobody is beside it who may be why: all go one by one.
+            for live in self._live.values():
+                live.held = True
+            self._try_next()
+        elif self._live:
             self._send("add", [live.work for live in self._live.values()])
+
+    def _try_next(self) -> None:
+        """Give the engine the next work that is held: the one before it has ended, or has got a token."""
+        self._trial = next((live for live in self._live.values() if live.held), None)
+        if self._trial is not None:
+            self._trial.held = False
+            self._send("add", [self._trial.work])
 
 
 def goes_on(work: Work, config: EngineConfig) -> bool:

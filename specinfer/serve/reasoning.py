@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from specinfer.grammar.gbnf import escaped
 from specinfer.serve.reader import Reader, Rule
 
 if TYPE_CHECKING:
@@ -40,6 +41,36 @@ class Reasoning:
     def opened_by(self, prompt: str) -> bool:
         """Whether a prompt ends inside of reasoning, so that the answer begins there."""
         return prompt.rstrip().endswith(OPEN)
+
+    def closed_by(self, prompt: str) -> bool:
+        """Whether a prompt ends behind reasoning, so that the answer has none."""
+        return prompt.rstrip().endswith(CLOSE)
+
+    def marks(self, *, blanks: bool = True) -> dict[str, str]:
+        """Lark rules by name: `open` is OPEN, `blanks` or not before it, `close` all up to CLOSE."""
+        spaces = r"\s{0,8}" if blanks else ""
+        rules = {
+            "open[lazy]": f"/{spaces}{''.join(map(escaped, OPEN))}/",
+            "close[lazy]": f"/(?s:.*){''.join(map(escaped, CLOSE))}/",
+        }
+        if OPEN in self.special:
+            del rules["open[lazy]"]
+            rules["open"] = f"<[{self.special[OPEN]}]>"
+            if blanks:
+                rules |= {"open": f"blank? {rules['open']}", "blank": r"/\s{1,8}/"}
+        if CLOSE in self.special:
+            del rules["close[lazy]"]
+            rules |= {"close": f"THOUGHT <[{self.special[CLOSE]}]>", "THOUGHT": "/(?s:.*)/"}
+        return rules
+
+    def preamble(self, starts_inside: bool) -> dict[str, str]:
+        """Lark rules by name: `preamble` is what `ReasoningSplitter` takes away before a form.
+
+        No blanks stand before OPEN: nothing but OPEN could follow them, and a model that writes a line break
+        out of habit would have to think.
+        """
+        thoughts = "close gap?" if starts_inside else "(open close gap?)?"
+        return {"preamble": thoughts, "gap": r"/\n{1,4}/"} | self.marks(blanks=False)
 
 
 class ReasoningSplitter(Reader):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.fields import Fields, Items, SamplingFields
+from specinfer.serve.conversation_fields import ConversationFields
+from specinfer.serve.fields import MOST_LOGPROBS, Fields, Items, TextOrItems
+from specinfer.serve.response_input import CallItem, CallOutputItem, Item, OtherItem, messages_of
 
 LOGPROBS: Final = "message.output_text.logprobs"  # what `include` may ask for
 _FORMATS: Final = ("text", "json_object", "json_schema")
@@ -19,7 +21,7 @@ _REFUSED: Final = {
     "conversation": "conversations are not kept; send previous_response_id, or the messages as input",
     "prompt": "prompt templates are not kept; send their text as instructions and input",
     "context_management": "nothing is left out of a context; shorten the input",
-    "max_tool_calls": "tools are not offered at this endpoint; drop it",
+    "max_tool_calls": "it counts calls of built-in tools, and there are none; drop it",
     "moderation": "nothing is moderated; drop it",
     "n": "a response is one answer; ask again, with another seed",
     "prompt_logprobs": "a response has no place for them; ask /v1/completions",
@@ -27,82 +29,8 @@ _REFUSED: Final = {
 }
 
 
-def _is_text(value: object) -> str:
-    return "str" if isinstance(value, str) else "list"
-
-
-def _part_kind(value: object) -> str:
-    return "Refusal" if isinstance(value, Mapping) and value.get("type") == "refusal" else "Text"
-
-
-def _item_kind(value: object) -> str:
-    if not isinstance(value, Mapping) or value.get("type") == "message":
-        return "Message"
-    # A message may come without a type, and so may an item reference, which is an id alone.
-    typeless = value.get("type") is None and ("role" in value or "id" not in value)
-    return "Message" if typeless else "Other"
-
-
-class TextPart(Fields):
-    """A piece of a message; those of earlier answers come back with what was said about them."""
-
-    type: Literal["input_text", "output_text"]
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-
-
-class RefusalPart(Fields):
-    """What the assistant said where it did not want to answer."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
-_Part = Annotated[
-    Annotated[TextPart, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")], Discriminator(_part_kind)
-]
-
-
-class MessageItem(Fields):
-    """One message: the caller's, or an earlier answer as it was given."""
-
-    type: Literal["message"] | None = None
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[
-        Annotated[str, Tag("str")] | Annotated[Items[_Part], Tag("list")], Discriminator(_is_text)
-    ]
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
-    phase: None = None
-
-    def rendered(self) -> dict[str, Any]:
-        """The message as chat templates know it."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
-
-
-class OtherItem(Fields):
-    """An item that is no message."""
-
-    model_config = ConfigDict(extra="ignore")  # it is refused for what it is
-
-    type: str | None = None
-
-    def refusal(self, where: str) -> ApiError:
-        """Why it is not taken."""
-        if self.type in (None, "item_reference"):
-            reason = "items are not kept by their id; send the item itself, or previous_response_id"
-        else:
-            reason = "messages are all that this endpoint takes; send it as a message"
-        return ApiError(f"{where} is of type {self.type or 'item_reference'}: {reason}", param=where)
-
-
-_Item = Annotated[
-    Annotated[MessageItem, Tag("Message")] | Annotated[OtherItem, Tag("Other")], Discriminator(_item_kind)
-]
+def _tool_kind(value: object) -> str:
+    return "Function" if isinstance(value, Mapping) and value.get("type") == "function" else "Other"
 
 
 class TextOptions(Fields):
@@ -115,29 +43,58 @@ class TextOptions(Fields):
 class ReasoningOptions(Fields):
     """How the model thinks before it answers."""
 
-    effort: Any = None
+    effort: str | None = Field(None, description="Handed to the model's chat template.")
     summary: Any = None
 
 
-class ResponseFields(SamplingFields):
+class Function(Fields):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None  # arguments are held to the schema in any case
+
+    def described(self) -> dict[str, Any]:
+        """The function in the shape of chat completions."""
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+class OtherTool(Fields):
+    """A tool of another kind."""
+
+    model_config = ConfigDict(extra="ignore")  # it is refused for what it is
+
+    type: str
+
+
+_Tool = Annotated[
+    Annotated[Function, Tag("Function")] | Annotated[OtherTool, Tag("Other")], Discriminator(_tool_kind)
+]
+
+
+class NamedFunction(Fields):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ResponseFields(ConversationFields):
     """Input that wants an answer."""
 
-    input: Annotated[
-        Annotated[str, Tag("str")] | Annotated[Items[_Item], Tag("list")], Discriminator(_is_text)
-    ]
+    input: TextOrItems[Item]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = Field(None, description="Whether previous_response_id may name the answer: true.")
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions | None = None
     include: Items[Literal["message.output_text.logprobs"]] | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     reasoning: ReasoningOptions | None = None
-
-    # Of tools nothing is offered yet; these are what asks for nothing.
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
+    tools: Items[_Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
 
     # Fields of OpenAI's API that change nothing here at these values, and are refused at others.
     truncation: Literal["disabled"] | None = None
@@ -164,22 +121,19 @@ class ResponseFields(SamplingFields):
             value = getattr(self, name)
             if value is not None and value is not False and (name, value) != ("n", 1):
                 raise ApiError(f"{name} is not offered here: {reason}", param=name)
-        if self.reasoning is not None:
-            for name in ReasoningOptions.model_fields:
-                if getattr(self.reasoning, name) is not None:
-                    where = f"reasoning.{name}"
-                    raise ApiError(
-                        f"{where} is not offered here: the model thinks as it does; drop it", param=where
-                    )
-        if self.tools:
+        if self.reasoning is not None and self.reasoning.summary is not None:
             raise ApiError(
-                "tools are not offered at this endpoint; ask /v1/chat/completions, or drop them",
-                param="tools",
+                "reasoning.summary is not offered here: thoughts come as they are; drop it",
+                param="reasoning.summary",
             )
-        if self.tool_choice not in (None, "none", "auto"):
-            raise ApiError(
-                "tool_choice needs tools, which this endpoint has none of; drop it", param="tool_choice"
-            )
+        for place, tool in enumerate(self.tools or ()):
+            if isinstance(tool, OtherTool):
+                where = f"tools[{place}]"
+                raise ApiError(
+                    f"{where} is of type {tool.type}: functions are the only tools here; drop it", param=where
+                )
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise ApiError("tool_choice needs tools; add them", param="tool_choice")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(
                 f'top_logprobs needs include: ["{LOGPROBS}"]; add it, or drop top_logprobs',
@@ -195,6 +149,20 @@ class ResponseFields(SamplingFields):
             if isinstance(item, OtherItem):
                 raise item.refusal(f"input[{place}]")
 
+    def check_results(self, earlier: Iterable[Mapping[str, Any]]) -> None:
+        """Raise ApiError for the result of a call that is neither in the input before it nor in `earlier`."""
+        called = {call["id"] for message in earlier for call in message.get("tool_calls", ())}
+        for place, item in enumerate(self.input):
+            if isinstance(item, CallItem):
+                called.add(item.call_id)
+            elif isinstance(item, CallOutputItem) and item.call_id not in called:
+                where = f"input[{place}].call_id"
+                raise ApiError(
+                    f"{where} is {item.call_id!r}, and no call before it has that id; send the function_call "
+                    "item as well, or previous_response_id",
+                    param=where,
+                )
+
     @property
     def logprobs(self) -> bool:
         """Whether the answer's log-probabilities are wanted."""
@@ -205,7 +173,31 @@ class ResponseFields(SamplingFields):
         """The input as chat templates know it, without instructions."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        return [item.rendered() for item in self.input if isinstance(item, MessageItem)]
+        return messages_of(self.input)
+
+    @property
+    def described_tools(self) -> list[dict[str, Any]]:
+        """The functions in the shape of chat completions."""
+        return [tool.described() for tool in self.tools or () if isinstance(tool, Function)]
+
+    @property
+    def chosen_tool(self) -> str | dict[str, Any] | None:
+        """What `tool_choice` says, in that shape; "auto" says nothing without tools."""
+        choice = self.tool_choice if self.tools else None
+        if isinstance(choice, NamedFunction):
+            return {"type": "function", "function": {"name": choice.name}}
+        return choice
+
+    @property
+    def effort(self) -> tuple[str, str | None]:
+        """`reasoning.effort`."""
+        return "reasoning.effort", None if self.reasoning is None else self.reasoning.effort
+
+    @property
+    def forms(self) -> Mapping[str, Any]:
+        """The fields that ask for a form of the text, by name."""
+        form = self.text_format
+        return {**super().forms, **({} if form == {"type": "text"} else {"text.format": form})}
 
     @property
     def text_format(self) -> dict[str, Any]:
@@ -213,8 +205,8 @@ class ResponseFields(SamplingFields):
         given = None if self.text is None else self.text.format
         return {"type": "text"} if given is None else given
 
-    def sampling_params(self, room: int) -> SamplingParams:
-        """What these fields mean where an answer may have `room` tokens; raises ApiError."""
+    def sampling_params(self, room: int, **held: Any) -> SamplingParams:
+        """What these fields mean where an answer may have `room` tokens and is held so; raises ApiError."""
         form = self.text_format
         if form.get("type") == "json_schema":
             rest = {name: value for name, value in form.items() if name != "type"}
@@ -223,4 +215,5 @@ class ResponseFields(SamplingFields):
             max_tokens=room if self.max_output_tokens is None else self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             response_format=None if form == {"type": "text"} else form,
+            **held,
         )

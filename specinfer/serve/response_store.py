@@ -41,7 +41,7 @@ class ResponseStore:
         """Keep a response that has ended, with the conversation it belongs to."""
         body = json.dumps(response, ensure_ascii=False).encode()
         # Messages are shared with the responses before: they are counted once too often, not too rarely.
-        size = len(body) + sum(len(message["content"]) for message in messages)
+        size = len(body) + sum(len(str(message)) for message in messages)
         self._kept[name] = _Kept(body, tuple(messages), size)
         self._size += size
         while len(self._kept) > self._most or (self._size > self._most_bytes and len(self._kept) > 1):

@@ -10,13 +10,18 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any, Final, Literal
 
+from pydantic import BaseModel
+
 from specinfer.request import FinishReason
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
+from specinfer.serve.chat_prompt import ChatPrompt
+from specinfer.serve.dialect import AnswerReader
 from specinfer.serve.event_stream import event
 from specinfer.serve.reported_logprobs import chat_logprobs
 from specinfer.serve.response_fields import ResponseFields
-from specinfer.serve.response_items import Event, OutputMessage
+from specinfer.serve.response_input import output_messages
+from specinfer.serve.response_items import Event, Output
 from specinfer.serve.response_store import ResponseStore
 from specinfer.serve.service import Service
 from specinfer.serve.usage import Tally
@@ -31,6 +36,7 @@ _OWN_NAMES: Final = {
     "logprobs": "top_logprobs",
 }
 _FOREIGN: Final = re.compile(rf"\b({'|'.join(map(re.escape, _OWN_NAMES))})\b")
+_FUNCTION: Final = re.compile(r"\b(tools\[\d+\])\.function\b")
 
 
 class Responses:
@@ -44,14 +50,16 @@ class Responses:
         self._stored = store.wants(fields.store)
         earlier = fields.previous_response_id
         before = () if earlier is None else store.conversation(earlier)
+        fields.check_results(before)
         self._conversation = [*before, *fields.messages]
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = service.check_model(fields.model)
         self._tally = Tally(0)
         self._params = SamplingParams()  # until the prompt's length is known
-        self._message = OutputMessage(0, logprobs=fields.logprobs)
+        self._output = Output(logprobs=fields.logprobs)
         self._trees: list[Any] = []
+        self._untold_trees: list[Any] = []  # that go with the next event
         self._ended: _Ended = "completed"
 
     async def whole(self) -> dict[str, Any]:
@@ -80,74 +88,78 @@ class Responses:
                     if not begun:
                         begun = True
                         yield told(self._opening())
-                    if grown is not None:
-                        yield told([grown])
+                    if grown:
+                        yield told(grown)
         except ApiError as error:
             if not begun:
                 raise
             yield told([{"type": "response.failed", "response": self._failed(error)}])
             return
-        closing = self._message.closing(self._ended)
-        yield told([*closing, {"type": f"response.{self._ended}", "response": self._finish()}])
+        yield told([{"type": f"response.{self._ended}", "response": self._finish()}])
 
     def _opening(self) -> list[Event]:
         response = self._object("in_progress", [])
         return [
             {"type": "response.created", "response": response},
             {"type": "response.in_progress", "response": response},
-            *self._message.opening(),
         ]
 
-    async def _growth(self) -> AsyncGenerator[Event | None]:
-        """An event for each delta of the engine's; None for one that shows nothing."""
+    async def _growth(self) -> AsyncGenerator[list[Event]]:
+        """The events of each delta of the engine's, of some of them none; then those of the end."""
         fields, service = self._fields, self._service
         instructions = [] if not fields.instructions else [{"role": "system", "content": fields.instructions}]
         try:
-            text = await service.render([*instructions, *self._conversation])
-            prompt = await service.encode(text, "input", add_special=False)
-            self._tally.prompt_tokens = len(prompt)
-            self._params = fields.sampling_params(service.room(prompt, "input"))
-            answers = service.answer([prompt], [self._params], traced=bool(fields.trace))
-            async with aclosing(answers):
-                async for _, delta in answers:
-                    yield self._grown(delta)
+            prompt = await ChatPrompt.of(service, fields, [*instructions, *self._conversation])
+            self._tally.prompt_tokens = len(prompt.token_ids)
+            self._params = fields.sampling_params(service.room(prompt.token_ids, "input"), **prompt.held)
+            reader = prompt.reader()
+            try:
+                answers = service.answer([prompt.token_ids], [self._params], traced=bool(fields.trace))
+                async with aclosing(answers):
+                    async for _, delta in answers:
+                        yield self._grown(delta, reader)
+            except ApiError as error:
+                raise prompt.blamed(error) from None
         except ApiError as error:
             raise _in_own_words(error) from None
+        yield self._output.close(self._ended)
 
-    def _grown(self, delta: Delta) -> Event | None:
-        fields = self._fields
+    def _grown(self, delta: Delta, reader: AnswerReader) -> list[Event]:
+        fields, reason = self._fields, delta.finish_reason
         self._tally.add(delta)
-        if delta.finish_reason is FinishReason.ABORT:
+        if reason is FinishReason.ABORT:
             raise ApiError("the answer was cut off before its end", status=500)
-        if delta.finish_reason is FinishReason.LENGTH:
+        if reason is FinishReason.LENGTH:
             self._ended = "incomplete"
         logprobs = []
         if fields.logprobs:
             logprobs = chat_logprobs(delta.logprobs, fields.top_logprobs or 0, self._service.tokenizer)
-        if not (delta.text or logprobs or delta.trees):
-            return None
-        grown = self._message.grow(delta.text, logprobs)
+        found = reader.read(delta.text, len(delta.token_ids), last=reason is not None)
+        self._tally.reasoning_tokens = reader.reasoning_tokens
+        events = self._output.grow(found, logprobs)
         if fields.trace:
             self._trees.extend(delta.trees)
-            grown["trees"] = list(delta.trees)
-        return grown
+            self._untold_trees.extend(delta.trees)
+            if events:
+                events[-1]["trees"], self._untold_trees = self._untold_trees, []
+        return events
 
     def _finish(self) -> dict[str, Any]:
         """The response with its answer; kept, where it is to be."""
-        response = self._object(self._ended, [self._message.item(self._ended)])
+        response = self._object(self._ended, self._output.items())
         if self._ended == "completed":
             response["completed_at"] = int(time.time())
         else:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._stored:
-            answer = {"role": "assistant", "content": self._message.text}
-            self._store.keep(self._id, response, [*self._conversation, answer])
+            answer = output_messages(response["output"])
+            self._store.keep(self._id, response, [*self._conversation, *answer])
         return response
 
     def _failed(self, error: ApiError) -> dict[str, Any]:
         told = error.body["error"]
         code = "server_error" if error.status >= 500 else "invalid_prompt"
-        response = self._object("failed", [self._message.item("incomplete")])
+        response = self._object("failed", self._output.items())
         return response | {"error": {"code": code, "message": told["message"]}, "store": False}
 
     def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -170,14 +182,14 @@ class Responses:
             "parallel_tool_calls": fields.parallel_tool_calls is not False,
             "previous_response_id": fields.previous_response_id,
             "prompt_cache_key": fields.prompt_cache_key,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": fields.effort[1], "summary": None},
             "safety_identifier": fields.safety_identifier,
             "service_tier": "default",
             "store": self._stored,
             "temperature": params.temperature,
             "text": {"format": fields.text_format, "verbosity": "medium"},
-            "tool_choice": fields.tool_choice or "auto",
-            "tools": [],
+            "tool_choice": _dumped(fields.tool_choice) or "auto",
+            "tools": [_dumped(tool) for tool in fields.tools or ()],
             "top_logprobs": fields.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -204,11 +216,17 @@ class Responses:
         }
 
 
+def _dumped(field: Any) -> Any:
+    """A field as it was given."""
+    return field.model_dump() if isinstance(field, BaseModel) else field
+
+
 def _in_own_words(error: ApiError) -> ApiError:
     """The same complaint, with the names that fields have at this endpoint."""
     told = error.body["error"]
 
     def own(text: str) -> str:
+        text = _FUNCTION.sub(r"\1", text)  # which stands within a tool in chat completions
         return _FOREIGN.sub(lambda found: _OWN_NAMES[found[1]], text)
 
     param = "input" if told["param"] == "messages" else told["param"] and own(told["param"])

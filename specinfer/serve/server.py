@@ -6,13 +6,14 @@ import asyncio
 import logging
 import signal
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError, UserError
@@ -23,6 +24,8 @@ from specinfer.serve.access import Keys
 from specinfer.serve.backend import BackendError
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
+from specinfer.serve.engine_child import EngineChild
+from specinfer.serve.hosts import Hosts, is_loopback
 from specinfer.serve.logs import configure
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.observer import observers
@@ -34,27 +37,32 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 _LOG = logging.getLogger(__name__)
+_MOST_QUEUED: Final = 16  # requests of one connection; of others nothing is read before one is answered
 _FAREWELL_SECONDS: Final = 0.2  # for a load balancer to see that the server is not ready
 
 
 def serve(
-    config: ServeConfig, engine: EngineConfig, progress: Progress, ready: Callable[[str], None]
+    config: ServeConfig,
+    engine: EngineConfig,
+    child: EngineChild,
+    progress: Progress,
+    ready: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT; `ready` gets the server's URL when it listens.
+    """Serve until SIGTERM or SIGINT, with the engine in `child`; `ready` gets the URL when it listens.
 
     Raises UserError, before the port opens, for a port that is taken, a model that is missing, and whatever
     else the engine cannot be started with.
     """
     configure(config.log_format, config.log_level, "server")
     keys = Keys(read_keys(config))
-    if not keys and not config.loopback:
-        _LOG.warning(
-            "%s can be reached from other machines, and anybody may use this server: give --api-key",
-            config.host,
-        )
     with listen(config) as listener:
+        if not keys and not is_loopback(listener.getsockname()[0]):
+            _LOG.warning(
+                "%s can be reached from other machines, and anybody may use this server: give --api-key",
+                config.host,
+            )
         files = resolve(engine.model, progress=progress)
-        asyncio.run(_serve(config, engine, keys, listener, files, ready))
+        asyncio.run(_serve(config, engine, child, keys, listener, files, ready))
 
 
 def read_keys(config: ServeConfig) -> list[str]:
@@ -97,6 +105,7 @@ def listen(config: ServeConfig) -> socket.socket:
 async def _serve(
     config: ServeConfig,
     engine: EngineConfig,
+    child: EngineChild,
     keys: Keys,
     listener: socket.socket,
     files: ModelFiles,
@@ -104,7 +113,7 @@ async def _serve(
 ) -> None:
     names = list(dict.fromkeys(config.served_model_name or [engine.model]))  # the usual one first
     metrics = Metrics(names[0])
-    backend = ProcessBackend(engine, (config.log_level, config.log_format))
+    backend = ProcessBackend(engine, (config.log_level, config.log_format), child)
     starting = asyncio.ensure_future(backend.start())
     try:
         await asyncio.sleep(0)  # it takes seconds, and these are loaded meanwhile
@@ -124,8 +133,13 @@ async def _serve(
                 metrics=metrics,
                 observers=observing,
             )
-            server = _Server(_uvicorn_config(config, build_app(service, keys)), service)
             host, port = listener.getsockname()[:2]
+            hosts = Hosts.of(config.host, config.allowed_host, keyed=bool(keys), address=host)
+
+            def crowded() -> bool:
+                return len(server.server_state.connections) > config.max_connections
+
+            server = _Server(_uvicorn_config(config, build_app(service, keys, hosts, crowded)), service)
             server.on_ready = lambda: ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
             await server.serve(sockets=[listener])
     except BackendError as error:
@@ -145,7 +159,6 @@ def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=config.max_connections,
         timeout_keep_alive=max(1, int(config.idle_timeout)),
         timeout_graceful_shutdown=max(1, int(config.grace)),
         root_path=config.root_path,
@@ -184,11 +197,19 @@ class _Server(uvicorn.Server):
 
 
 def _protocol(idle: float) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, which waits neither for half a request nor for a reader that takes nothing."""
+    """uvicorn's protocol, which waits neither for half a request nor for a reader that takes nothing.
+
+    And which tells the request that is being answered when the client goes away: where a client sends several
+    at once, uvicorn tells the last one alone, which waits behind it.
+    """
 
     class Patient(HttpToolsProtocol):
         _waiting: asyncio.TimerHandle | None = None  # for the rest of a request's headers
         _stuck: asyncio.TimerHandle | None = None  # since the client takes nothing
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._unanswered: deque[RequestResponseCycle] = deque()  # in the order in which they came
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -200,7 +221,17 @@ def _protocol(idle: float) -> type[HttpToolsProtocol]:
 
         def on_headers_complete(self) -> None:
             _cancel(self._waiting)
+            earlier = self.cycle
             super().on_headers_complete()
+            if self.cycle is not earlier:
+                self._unanswered.append(self.cycle)
+            if len(self._unanswered) <= _MOST_QUEUED:
+                # uvicorn stops reading behind a second one, and then hears of no end either.
+                self.flow.resume_reading()
+
+        def on_response_complete(self) -> None:
+            self._unanswered.popleft()
+            super().on_response_complete()
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -214,6 +245,9 @@ def _protocol(idle: float) -> type[HttpToolsProtocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             _cancel(self._waiting)
             _cancel(self._stuck)
+            for cycle in self._unanswered:
+                cycle.disconnected = True
+                cycle.message_event.set()
             super().connection_lost(exc)
 
         def _wait(self) -> None:
@@ -221,7 +255,7 @@ def _protocol(idle: float) -> type[HttpToolsProtocol]:
             self._waiting = self.loop.call_later(idle, self._give_up)
 
         def _give_up(self) -> None:
-            if self.cycle is not None and not self.cycle.response_complete:
+            if self._unanswered:
                 self._wait()  # it is we who keep it waiting: an earlier request is being answered
             else:
                 self.transport.close()

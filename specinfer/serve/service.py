@@ -129,8 +129,8 @@ class Service:
     ) -> AsyncGenerator[tuple[int, Delta]]:
         """The deltas of n completions of each prompt, each with its number: prompt * n + completion.
 
-        Raises ApiError: 429 where too many wait, what the engine refuses with the first delta, 500 where the
-        engine is gone.
+        Raises ApiError: 429 where too many wait, 400 where the engine refuses one or its parameters leave
+        nothing to say, 500 where the engine fails or is gone.
         """
         works: dict[str, int] = {}
         all_works: list[Work] = []
@@ -152,7 +152,8 @@ class Service:
                         for one in observed[number]:
                             one.delta(delta, now)
                         if delta.finish_reason is FinishReason.ERROR:
-                            raise ApiError(delta.error or "the request failed", param=delta.parameter)
+                            status = 500 if delta.internal_error else 400
+                            raise ApiError(delta.error or "it failed", param=delta.parameter, status=status)
                         yield number, delta
             except BackendError as error:
                 raise ApiError(str(error), status=500, code="engine_died") from None

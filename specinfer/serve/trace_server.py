@@ -8,10 +8,11 @@ from typing import Final
 from urllib.parse import quote, urlsplit
 
 from specinfer.errors import ConfigError
+from specinfer.serve.hosts import Hosts
 from specinfer.serve.page_files import PAGE_HEADERS, PageFile, page_files
 
 _HOST: Final = "127.0.0.1"
-_NAMES: Final = (_HOST, "localhost")  # and any port: one may be forwarded
+_HOSTS: Final = Hosts((_HOST,))  # with any port: one may be forwarded
 _TRACE: Final = "/trace.jsonl"  # where the page looks for it
 
 
@@ -53,8 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        # A page elsewhere whose name suddenly means this machine would be let in by its browser, not by us.
-        if self.headers.get("Host", "").rpartition(":")[0] not in _NAMES:
+        if not _HOSTS.admit(self.headers.get("Host", "").encode("latin-1")):
             self._answer(403, b"this server is asked by the address it printed\n")
             return
         file = self.server.files.get(urlsplit(self.path).path)

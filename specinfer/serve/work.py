@@ -6,7 +6,7 @@ No torch here: the server's own process never loads it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specinfer.config import SpeculationConfig
@@ -34,32 +34,26 @@ class Delta:
     text: str = ""
     token_ids: tuple[int, ...] = ()  # stop and end-of-text tokens included
     logprobs: tuple[Logprobs, ...] = ()  # of these tokens, where asked for
-    trees: tuple[
-        Mapping[str, Any], ...
-    ] = ()  # of these steps, where asked for: `TreeEvent.to_json`, and more
+    trees: tuple[Mapping[str, Any], ...] = ()  # of these steps, where asked for: `TreeEvent.to_json`
     steps: tuple[tuple[int, int], ...] = ()  # of these steps, drafted and accepted tokens
     finish_reason: FinishReason | None = None
     error: str | None = None  # why it ended, where finish_reason is "error"
     parameter: str | None = None  # at fault, where the engine refused the work
+    internal_error: bool = False  # the engine's or the model's, and not the request's own
     figures: SpeculationFigures | None = None  # of the whole answer, with its end
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None  # with its end
     cached_tokens: int = 0  # of the prompt
 
     def followed_by(self, later: Delta) -> Delta:
         """Both as one."""
-        return Delta(
-            self.id,
-            self.text + later.text,
-            self.token_ids + later.token_ids,
-            self.logprobs + later.logprobs,
-            self.trees + later.trees,
-            self.steps + later.steps,
-            later.finish_reason,
-            later.error,
-            later.parameter,
-            later.figures,
-            later.prompt_logprobs,
-            later.cached_tokens,
+        return replace(
+            later,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+            trees=self.trees + later.trees,
+            steps=self.steps + later.steps,
+            cached_tokens=max(self.cached_tokens, later.cached_tokens),  # none behind a restart
         )
 
 
@@ -76,7 +70,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """How an engine is doing, as metrics have it."""
+    """How an engine is doing, as metrics have it; what stands behind `kv_cache_usage` only grows."""
 
     running: int = 0
     waiting: int = 0
@@ -86,3 +80,20 @@ class EngineState:
     prefix_queries: int = 0
     prefix_hits: int = 0
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
+    speculation_off_steps: int = 0
+    cost_factors: Mapping[str, float] = field(default_factory=dict)
+
+    def behind(self, earlier: EngineState) -> EngineState:
+        """This state, with what engines before this one have counted."""
+        stages = dict(earlier.stage_seconds)
+        for stage, seconds in self.stage_seconds.items():
+            stages[stage] = stages.get(stage, 0.0) + seconds
+        return replace(
+            self,
+            steps=self.steps + earlier.steps,
+            preemptions=self.preemptions + earlier.preemptions,
+            prefix_queries=self.prefix_queries + earlier.prefix_queries,
+            prefix_hits=self.prefix_hits + earlier.prefix_hits,
+            stage_seconds=stages,
+            speculation_off_steps=self.speculation_off_steps + earlier.speculation_off_steps,
+        )

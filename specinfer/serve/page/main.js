@@ -14,7 +14,7 @@ const NEAR = 80; // pixels from its end within which a growing text is followed
 const at = (id) => document.getElementById(id);
 const [room, model, words, composer, status] = ["room", "model", "words", "composer", "status"].map(at);
 const server = new Server();
-const settings = new Settings(at("settings"), server, () => meet());
+const settings = new Settings(at("settings"), server, () => (met = meet()));
 const note = new Note(at("note"));
 const inspector = new Inspector(at("inspector"), announce);
 // `specinfer view` serves a trace and no model, and says so in the address.
@@ -69,6 +69,7 @@ function onchange() {
 }
 
 // Ask the server who it is; without a key that it wants, ask for the key.
+let met = Promise.resolve();
 async function meet() {
   try {
     const cards = await server.models();
@@ -125,8 +126,9 @@ async function openFile(file) {
   if (file) showTrace(file.name, await file.text());
 }
 
-composer.addEventListener("submit", (event) => {
+composer.addEventListener("submit", async (event) => {
   event.preventDefault();
+  await met; // a request names a model, so the words stay where they are until one is known
   const text = words.value.trim();
   if (!text || conversation.busy) return;
   if (!settings.valid) return settings.open();
@@ -174,7 +176,7 @@ addEventListener("drop", (event) => {
 if (viewed === null) {
   mode("chat");
   onchange();
-  meet();
+  met = meet();
   words.focus();
 } else {
   document.body.classList.add("viewer");

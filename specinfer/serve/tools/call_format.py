@@ -2,6 +2,8 @@
 
     hermes        <tool_call>\n{"name": "f", "arguments": {...}}\n</tool_call>, one below the other; text may
                   come before (Hermes, Qwen2.5, Qwen3)
+    qwen3_coder   <tool_call>\n<function=f>\n<parameter=name>\nvalue\n</parameter>\n</function>\n</tool_call>,
+                  where hermes has its calls; a value is a text as it is, or JSON (Qwen3-Coder, Qwen3.5)
     llama3        {"name": "f", "parameters": {...}} as the whole answer, several with ";" between them
     mistral       [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...] at the end of the answer
     mistral_args  [TOOL_CALLS]f[ARGS]{...}, one after the other, at the end of the answer
@@ -23,15 +25,18 @@ from specinfer.errors import RequestError
 if TYPE_CHECKING:
     from specinfer.tokenizer import Tokenizer
 
-FormatName = Literal["hermes", "llama3", "mistral", "mistral_args"]
+FormatName = Literal["hermes", "qwen3_coder", "llama3", "mistral", "mistral_args"]
 FORMAT_NAMES: tuple[FormatName, ...] = get_args(FormatName)
 ALIASES: Mapping[str, FormatName] = {"qwen": "hermes"}
 
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _MARKS: Mapping[FormatName, tuple[str, ...]] = {
     "hermes": (TOOL_CALL, TOOL_CALL_END),
+    "qwen3_coder": (TOOL_CALL, TOOL_CALL_END),
     "llama3": (PYTHON_TAG,),
     "mistral": (TOOL_CALLS,),
     "mistral_args": (TOOL_CALLS, CALL_ID, ARGS),
@@ -103,8 +108,9 @@ def format_in(template: str) -> FormatName | None:
     if TOOL_CALLS in template:
         return "mistral_args" if ARGS in template else "mistral"
     if TOOL_CALL in template and "arguments" in template:
-        written_as_tags = "<function=" in template or "<arg_key>" in template
-        return None if written_as_tags else "hermes"
+        if FUNCTION in template:
+            return "qwen3_coder" if PARAMETER in template else None
+        return None if "<arg_key>" in template else "hermes"
     if "<|start_header_id|>" in template and _PARAMETERS.search(template):
         return "llama3"
     return None

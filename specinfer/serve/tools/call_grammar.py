@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from specinfer.errors import RequestError
 from specinfer.grammar.gbnf import escaped
 from specinfer.grammar.lark import json_rule
-from specinfer.serve.reasoning import CLOSE, OPEN, Reasoning
+from specinfer.serve.reasoning import Reasoning
 from specinfer.serve.tools.call_format import (
     ARGS,
     CALL_ID,
+    FUNCTION,
+    FUNCTION_END,
+    PARAMETER,
+    PARAMETER_END,
     PYTHON_TAG,
     TOOL_CALL,
     TOOL_CALL_END,
     TOOL_CALLS,
     CallFormat,
 )
+from specinfer.serve.tools.tagged_arguments import says_types_alone, schemas_of, takes_others, types_of
 from specinfer.serve.tools.tool import Tool, ToolChoice
 from specinfer.structured_output import MAX_SOURCE
 
@@ -45,9 +51,8 @@ def call_grammar(
     if choice.mode == "none" or not callable_tools:
         return None
     several = parallel and not call_format.single and choice.name is None
-    marks = {**call_format.special, **(reasoning.special if reasoning else {})}
-    lark = _Lark(callable_tools, marks, several)
-    lark.write(call_format, choice.mode == "auto", reasoning is not None, starts_inside)
+    lark = _Lark(callable_tools, call_format.special, several)
+    lark.write(call_format, choice.mode == "auto", reasoning, starts_inside)
     written = lark.text()
     if len(written) > MAX_SOURCE:
         raise RequestError(
@@ -71,12 +76,16 @@ class _Lark:
         """The grammar as Lark."""
         return "\n".join(f"{name}: {body}" for name, body in self._rules.items())
 
-    def write(self, call_format: CallFormat, free: bool, thinks: bool, starts_inside: bool) -> None:
+    def write(
+        self, call_format: CallFormat, free: bool, reasoning: Reasoning | None, starts_inside: bool
+    ) -> None:
         """Write the rule `start`; an answer that is `free` may be text alone, or have text before calls."""
         self._rules["start"] = ""  # stands first
         match call_format.name:
             case "hermes":
-                calls = self._hermes(free)
+                calls = self._marked(free, self._objects("arguments"))
+            case "qwen3_coder":
+                calls = self._marked(free, self._functions())
             case "llama3":
                 calls = self._llama3(free)
             case "mistral":
@@ -85,24 +94,23 @@ class _Lark:
                 calls = self._mistral_args(free, call_format.with_ids)
         self._rules["calls"] = calls
         self._rules["answer"] = f"calls | {self._any_text()}" if free else "calls"
-        self._rules["start"] = self._start(free, thinks, starts_inside)
+        self._rules["start"] = self._start(free, reasoning, starts_inside)
 
-    def _start(self, free: bool, thinks: bool, starts_inside: bool) -> str:
-        if not thinks:
+    def _start(self, free: bool, reasoning: Reasoning | None, starts_inside: bool) -> str:
+        if reasoning is None:
             return "answer"
-        closed = self._up_to("close", CLOSE)
-        # A free answer has its line breaks already; and reasoning that is cut off is an answer, too.
-        self._rules["thought"] = f"{closed} answer | {self._any_text()}" if free else f"{closed} gap? answer"
         if not free:
-            self._rules["gap"] = r"/\n{1,4}/"
-        if starts_inside:
-            return "thought"
-        return f"{self._first('open', OPEN)} thought | answer"
+            self._rules |= reasoning.preamble(starts_inside)
+            return "preamble answer"
+        # A free answer has its line breaks already; and reasoning that is cut off is an answer, too.
+        self._rules |= reasoning.marks()
+        self._rules["thought"] = f"close answer | {self._any_text()}"
+        return "thought" if starts_inside else "open thought | answer"
 
-    def _hermes(self, free: bool) -> str:
+    def _marked(self, free: bool, item: str) -> str:
         first = self._up_to("before", TOOL_CALL) if free else self._mark(TOOL_CALL)
         self._rules["call"] = f'"\\n" item "\\n" {self._mark(TOOL_CALL_END)}'
-        self._rules["item"] = self._objects("arguments")
+        self._rules["item"] = item
         return f"{first} call" + self._more(f'"\\n" {self._mark(TOOL_CALL)} call')
 
     def _llama3(self, free: bool) -> str:
@@ -148,6 +156,40 @@ class _Lark:
             options.append(f'{json.dumps(begin)} {self._arguments(index)} "}}"')
         return " | ".join(options)
 
+    def _functions(self) -> str:
+        """Calls with their arguments between tags."""
+        options = []
+        for index, tool in enumerate(self._tools):
+            required = tool.parameters.get("required", ())
+            parts = [_quoted(f"{FUNCTION}{tool.name}>\n")]
+            for number, (name, schema) in enumerate(schemas_of(tool).items()):
+                value = self._value(tool, f"value{index}_{number}", schema)
+                part = f"{_quoted(f'{PARAMETER}{name}>')} {value}"
+                parts.append(part if name in required else f"({part})?")
+            if takes_others(tool):
+                parts.append(f'({_quoted(PARAMETER)} /[^>\\n]+/ ">" {self._value(tool, "", {"not": {}})})*')
+            options.append(" ".join([*parts, _quoted(FUNCTION_END)]))
+        return " | ".join(options)
+
+    def _value(self, tool: Tool, name: str, schema: Mapping[str, Any]) -> str:
+        """A value and the end of its tag: one of some texts, JSON, or any text."""
+        types, end = types_of(schema), _quoted(f"\n{PARAMETER_END}\n")
+        texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if types == {"string"} and texts:
+            self._rules[name] = f"/{'|'.join(''.join(map(escaped, text)) for text in texts)}/"
+        elif "string" not in types:
+            self._rules[name] = json_rule(schema, strict=tool.strict)
+        elif tool.strict and not says_types_alone(schema):
+            raise RequestError(
+                f"the function {tool.name} is strict, and this model writes texts as they are, so they "
+                "cannot be held to its schema; allowed: type, enum and const of texts; or leave strict out",
+                "tools",
+            )
+        else:
+            self._rules["text[lazy]"] = f"/\\n(?s:.*)\\n{''.join(map(escaped, PARAMETER_END))}/"
+            return 'text "\\n"'
+        return f'"\\n" {name} {end}'
+
     def _arguments(self, index: int) -> str:
         tool, name = self._tools[index], f"arguments{index}"
         self._rules[name] = json_rule(tool.parameters, strict=tool.strict)
@@ -168,9 +210,7 @@ class _Lark:
         self._rules[f"{name}[lazy]"] = f"/(?s:.*){''.join(map(escaped, mark))}/"
         return name
 
-    def _first(self, name: str, mark: str) -> str:
-        """A `mark` with white space before it; where free text is possible too, it is the mark."""
-        if mark in self._special:
-            return self._mark(mark)
-        self._rules[f"{name}[lazy]"] = rf"/\s{{0,8}}{''.join(map(escaped, mark))}/"
-        return name
+
+def _quoted(text: str) -> str:
+    """A text as Lark has it."""
+    return json.dumps(text, ensure_ascii=False)

@@ -26,7 +26,7 @@ _CLOSERS = {"{": "}", "[": "]"}
 _BETWEEN = frozenset(" \t\r\n,:+-.")  # in JSON outside of strings, beside letters, digits and brackets
 
 
-class _NoCallError(Exception):
+class NoCallError(Exception):
     """What was read since the last call is none."""
 
 
@@ -87,8 +87,8 @@ class CallParser(Reader):
 
     def _text(self) -> Rule[None]:
         match self._format:
-            case "hermes":
-                yield from self._anywhere(TOOL_CALL, self._hermes)
+            case "hermes" | "qwen3_coder":
+                yield from self._anywhere(TOOL_CALL, self._marked)
             case "mistral" | "mistral_args":
                 yield from self._anywhere(TOOL_CALLS, self._mistral)
             case "llama3":
@@ -124,17 +124,21 @@ class CallParser(Reader):
         before = self.calls
         try:
             yield from calls()
-        except _NoCallError:
+        except NoCallError:
             if self.char or self.calls == before:
                 self._say(self._release())
             self._drop()  # at the end of the answer, what belongs to calls that were there
 
-    def _hermes(self) -> Rule[None]:
+    def _marked(self) -> Rule[None]:
         yield from self._spaces()
-        yield from self._object()
+        yield from self._call()
         yield from self._spaces()
         yield from self._expect(TOOL_CALL_END)
         self._drop()
+
+    def _call(self) -> Rule[None]:
+        """One call between marks."""
+        yield from self._object()
 
     def _llama3(self) -> Rule[None]:
         if self.char == PYTHON_TAG[0]:
@@ -212,29 +216,29 @@ class CallParser(Reader):
             elif key in ("type", "id"):
                 yield from self._string()
             else:
-                raise _NoCallError
+                raise NoCallError
             yield from self._spaces()
             if self.char != ",":
                 break
             yield from self._hold()
         if not called:
-            raise _NoCallError
+            raise NoCallError
         yield from self._expect("}")
         self._drop()
 
     def _known(self, name: str) -> str:
         if name not in self._names:
-            raise _NoCallError
+            raise NoCallError
         return name
 
     def _stream(self, name: str) -> Rule[None]:
         """Arguments that go out as they come."""
         if self.char != "{":
-            raise _NoCallError
+            raise NoCallError
         self._start(name)
         try:
             yield from self._braces(self._say, hold=False)
-        except _NoCallError:
+        except NoCallError:
             self._stop(complete=False)
             raise
         self._stop(complete=True)
@@ -242,13 +246,13 @@ class CallParser(Reader):
     def _braces(self, keep: Callable[[str], None], hold: bool) -> Rule[None]:
         """From a brace to the one that closes it; what is between is told from other text, not checked."""
         if self.char != "{":
-            raise _NoCallError
+            raise NoCallError
         closers: list[str] = []
         quoted = escaped = False
         while True:
             char = self.char
             if not char:
-                raise _NoCallError
+                raise NoCallError
             if quoted:
                 quoted = escaped or char != '"'
                 escaped = not escaped and char == "\\"
@@ -259,7 +263,7 @@ class CallParser(Reader):
             elif char == closers[-1]:
                 closers.pop()
             elif not (char.isalnum() or char in _BETWEEN):
-                raise _NoCallError
+                raise NoCallError
             keep(char)
             if hold:
                 yield from self._hold()
@@ -274,7 +278,7 @@ class CallParser(Reader):
         quoted, escaped = True, False
         while quoted:
             if self.char in ("", "\n") or (not raw and self.char != '"'):
-                raise _NoCallError
+                raise NoCallError
             quoted = not raw or escaped or self.char != '"'
             escaped = not escaped and self.char == "\\"
             raw.append(self.char)
@@ -282,8 +286,8 @@ class CallParser(Reader):
         try:
             return str(json.loads("".join(raw)))
         except ValueError:
-            raise _NoCallError from None
+            raise NoCallError from None
 
     def _expect(self, text: str) -> Rule[None]:
         if not (yield from self._literal(text)):
-            raise _NoCallError
+            raise NoCallError

@@ -13,6 +13,10 @@ from typing import Any
 
 from specinfer.serve.tools.call_format import (
     ARGS,
+    FUNCTION,
+    FUNCTION_END,
+    PARAMETER,
+    PARAMETER_END,
     TOOL_CALL,
     TOOL_CALL_END,
     TOOL_CALLS,
@@ -57,7 +61,9 @@ def for_template(
 def _told(messages: list[Message], tools: Sequence[Tool], name: FormatName) -> list[Message]:
     """The conversation with a system message that tells of tools, or with one that tells of them as well."""
     how = "To call one, answer with nothing but this, its name and its arguments as JSON"
-    if name != "llama3":
+    if name == "qwen3_coder":
+        how = "To call one, write its name and its arguments in this form, at the end of your answer"
+    elif name != "llama3":
         how = "To call one, write its name and its arguments as JSON, in this form, at the end of your answer"
     tells = _TELLS.format(
         tools="\n".join(json.dumps(tool.described(), ensure_ascii=False) for tool in tools),
@@ -105,6 +111,8 @@ def _calls(calls: Sequence[tuple[str, Mapping[str, Any]]], name: FormatName) -> 
     match name:
         case "hermes":
             return "\n".join(f"{TOOL_CALL}\n{written}\n{TOOL_CALL_END}" for written in objects)
+        case "qwen3_coder":
+            return "\n".join(_function(called, given) for called, given in calls)
         case "llama3":
             return "; ".join(objects)
         case "mistral":
@@ -112,3 +120,13 @@ def _calls(calls: Sequence[tuple[str, Mapping[str, Any]]], name: FormatName) -> 
         case "mistral_args":
             pairs = [(called, json.dumps(given, ensure_ascii=False)) for called, given in calls]
             return "".join(f"{TOOL_CALLS}{called}{ARGS}{given}" for called, given in pairs)
+
+
+def _function(called: str, given: Mapping[str, Any]) -> str:
+    """A call with its arguments between tags: texts as they are, other values as JSON."""
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in given.items()
+    }
+    tags = [f"{PARAMETER}{name}>\n{text}\n{PARAMETER_END}\n" for name, text in texts.items()]
+    return f"{TOOL_CALL}\n{FUNCTION}{called}>\n{''.join(tags)}{FUNCTION_END}\n{TOOL_CALL_END}"

@@ -7,6 +7,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Content:
     """More of the text for the reader."""
 
@@ -38,7 +45,7 @@ class CallEnded:
     complete: bool = True
 
 
-Event = Content | CallStarted | ArgumentsPiece | CallEnded
+Event = Thought | Content | CallStarted | ArgumentsPiece | CallEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ def content_and_calls(events: Iterable[Event]) -> tuple[str, list[Call]]:
                 arguments.append([])
             case ArgumentsPiece(index, text):
                 arguments[index].append(text)
-            case CallEnded():
+            case Thought() | CallEnded():
                 pass
     calls = zip(started, arguments, strict=True)
     return "".join(content), [Call(call.call_id, call.name, "".join(pieces)) for call, pieces in calls]

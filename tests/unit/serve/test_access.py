@@ -102,6 +102,21 @@ def test_a_page_elsewhere_makes_nothing_work_here(site: str, origin: str, status
     assert ask(anybody, sec_fetch_site=site, origin=origin)[0] == 200
 
 
+def test_who_comes_when_all_connections_are_taken_is_told_so_but_for_probes() -> None:
+    crowded = True
+    access = Access(echo, keys=Keys(()), max_body=10, idle_timeout=5.0, crowded=lambda: crowded)
+    for path in ("/v1/models", "/", "/metrics"):
+        status, headers, body = ask(access, path=path)
+        error = json.loads(body)["error"]
+        assert (status, error["type"]) == (503, "server_error")
+        assert "--max-connections" in error["message"]
+        assert (headers["retry-after"], headers["connection"]) == ("1", "close")
+    for path in ("/health", "/ready"):
+        assert ask(access, path=path)[0] == 200
+    crowded = False
+    assert ask(access)[0] == 200
+
+
 def test_a_body_is_bounded_whether_its_length_is_told_or_not() -> None:
     assert ask(guarded(), b"0123456789")[2] == b"10"
     assert ask(guarded(), b"01234", b"56789", b"!")[0] == 413

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ import pytest
 from specinfer.serve import chat_prompt
 from specinfer.serve.tools.tool import Tool, read_tools
 from specinfer.tokenizer import Tokenizer
-from tests.serving import ScriptedBackend, http_client, says, scripted_app
-from tests.tiny_models import write_byte_tokenizer
+from tests.scripted_server import ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
 
 HI = [{"role": "user", "content": "Hi"}]
 # It opens the reasoning, and writes calls as Hermes does.
@@ -21,24 +19,20 @@ TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
     "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson(indent=1) }}}'
-    "</tool_call>{% endfor %}{% endfor %}<think>\n{# </think> #}"
+    "</tool_call>{% endfor %}{% endfor %}<think>\n{% if closed %}</think>{% endif %}"
 )
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("thinking")
-    write_byte_tokenizer(folder, 256)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return Tokenizer.load(folder)
+    return byte_tokenizer(tmp_path_factory.mktemp("thinking"), TEMPLATE)
 
 
-def ask(tokenizer: Tokenizer, said: str, **body: Any) -> dict[str, Any]:
-    """The answer to a conversation where the model says that."""
+def ask(tokenizer: Tokenizer, backend: ScriptedBackend, **body: Any) -> dict[str, Any]:
+    """The answer to a conversation."""
 
     async def run() -> dict[str, Any]:
-        app = scripted_app(tokenizer, ScriptedBackend(says(said)))
-        async with http_client(app) as client:
+        async with http_client(scripted_app(tokenizer, backend)) as client:
             answer = await client.post("/chat/completions", json={"messages": HI, **body})
         told: dict[str, Any] = answer.json() | {"status": answer.status_code}
         return told
@@ -55,10 +49,25 @@ def ask(tokenizer: Tokenizer, said: str, **body: Any) -> dict[str, Any]:
         {"grammar": 'start: "{" /.*/ "}"'},
     ],
 )
-def test_an_answer_that_has_a_form_is_no_reasoning(tokenizer: Tokenizer, form: dict[str, Any]) -> None:
-    message = ask(tokenizer, '{"a": 1}', **form)["choices"][0]["message"]
-    assert message["content"] == '{"a": 1}'
-    assert "reasoning_content" not in message
+def test_an_answer_that_has_a_form_has_it_behind_the_reasoning(
+    tokenizer: Tokenizer, form: dict[str, Any]
+) -> None:
+    backend = ScriptedBackend(says('\nhm\n</think>\n\n{"a": 1}'))
+    message = ask(tokenizer, backend, **form)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", '{"a": 1}')
+    held = backend.works[0].params.structured_output
+    assert held is not None
+    assert held.preamble.startswith("preamble: close gap?")
+
+
+def test_reasoning_that_the_template_closed_is_not_begun_anew(tokenizer: Tokenizer) -> None:
+    backend = ScriptedBackend(says('{"a": 1}'))
+    closed = {"chat_template_kwargs": {"closed": True}}
+    message = ask(tokenizer, backend, response_format={"type": "json_object"}, **closed)["choices"][0][
+        "message"
+    ]
+    assert (message["content"], "reasoning_content" in message) == ('{"a": 1}', False)
+    assert backend.works[0].params.preamble is None
 
 
 @pytest.mark.parametrize(
@@ -66,7 +75,7 @@ def test_an_answer_that_has_a_form_is_no_reasoning(tokenizer: Tokenizer, form: d
     [{}, {"response_format": {"type": "text"}}, {"grammar": 'start: /[a-z]+/ "</think>" /.*/'}],
 )
 def test_an_answer_that_may_reason_does(tokenizer: Tokenizer, form: dict[str, Any]) -> None:
-    message = ask(tokenizer, "hm</think>Hi", **form)["choices"][0]["message"]
+    message = ask(tokenizer, ScriptedBackend(says("hm</think>Hi")), **form)["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("hm", "Hi")
 
 
@@ -80,7 +89,12 @@ def test_schemas_are_compiled_while_others_are_answered(
         return read_tools(given)
 
     monkeypatch.setattr(chat_prompt, "read_tools", read)
-    assert ask(tokenizer, "Hi", tools=[{"type": "function", "function": {"name": "f"}}])["status"] == 200
+    assert (
+        ask(tokenizer, ScriptedBackend(says("Hi")), tools=[{"type": "function", "function": {"name": "f"}}])[
+            "status"
+        ]
+        == 200
+    )
     assert where
     assert threading.get_ident() not in where
 
@@ -88,6 +102,8 @@ def test_schemas_are_compiled_while_others_are_answered(
 def test_arguments_that_nest_too_deep_for_the_template_are_the_callers_fault(tokenizer: Tokenizer) -> None:
     deep = '{"a": ' * 500 + "1" + "}" * 500
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": deep}}
-    answer = ask(tokenizer, "Hi", messages=[*HI, {"role": "assistant", "tool_calls": [call]}])
+    answer = ask(
+        tokenizer, ScriptedBackend(says("Hi")), messages=[*HI, {"role": "assistant", "tool_calls": [call]}]
+    )
     assert answer["status"] == 400
     assert answer["error"]["param"] == "messages"

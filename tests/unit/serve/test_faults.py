@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -54,6 +56,34 @@ def test_streams_go_on_where_they_were_when_the_engine_is_killed(folder: Path) -
         assert texts == expected
         assert served.metric("engine_restarts") >= 1
         served.wait_idle()
+
+
+def test_whoever_comes_when_all_connections_are_taken_is_told_to_come_again(folder: Path) -> None:
+    with Served(folder, *FLAGS, "--max-connections", "3") as served:
+        address = (urlsplit(served.url).hostname, urlsplit(served.url).port)
+        taken = [socket.create_connection(address) for _ in range(3)]
+        try:
+            until_status(served, 503)
+            refused = served.get("/v1/models")
+            assert refused.json()["error"]["type"] == "server_error"
+            assert refused.headers["retry-after"] == "1"
+            assert served.get("/health").json() == {"status": "ok"}
+            assert served.get("/ready").status_code == 200
+        finally:
+            for one in taken:
+                one.close()
+        until_status(served, 200)
+        with socket.create_connection(address), socket.create_connection(address):
+            time.sleep(0.2)
+            assert served.get("/v1/models").status_code == 200
+
+
+def until_status(served: Served, status: int) -> None:
+    """Return when the server, which learns of connections in its own time, answers with this status."""
+    until = time.monotonic() + 60
+    while served.get("/v1/models").status_code != status:
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_under_mss_a_text_that_has_begun_ends_with_the_reason(folder: Path) -> None:

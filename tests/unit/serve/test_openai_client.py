@@ -92,16 +92,20 @@ def test_a_form_a_stop_and_a_prediction(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="tiny",
         messages=HI,
+        seed=4,  # with others, weights of no meaning think to the end: they may, before a form
         max_tokens=100,
         response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
     )
     assert json.loads(answer.choices[0].message.content)["a"] in (True, False)
-    chosen = client.chat.completions.create(model="tiny", messages=HI, extra_body={"choice": ["red", "blue"]})
+    chosen = client.chat.completions.create(
+        model="tiny", messages=HI, seed=4, extra_body={"choice": ["red", "blue"]}
+    )
     text = chosen.choices[0].message.content
     assert text in ("red", "blue")
     guessed = client.chat.completions.create(
         model="tiny",
         messages=HI,
+        seed=4,
         prediction={"type": "content", "content": text},
         extra_body={"choice": [text]},
     )

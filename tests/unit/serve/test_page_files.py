@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -10,16 +9,9 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from specinfer.serve.access import Keys
-from specinfer.serve.app import build_app
-from specinfer.serve.config import ServeConfig
-from specinfer.serve.dialect import Dialect
-from specinfer.serve.metrics import Metrics
 from specinfer.serve.page_files import PAGE_HEADERS, page_files
-from specinfer.serve.service import Service
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_backend import FACTS, TEMPLATE, ScriptedBackend
-from tests.tiny_models import write_byte_tokenizer
+from tests.scripted_server import ScriptedBackend, byte_tokenizer, scripted_app
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "specinfer/serve/page"
@@ -28,24 +20,12 @@ SOURCES = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdi
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_byte_tokenizer(folder, 256)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return Tokenizer.load(folder)
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def client(tokenizer: Tokenizer, *keys: str, page: bool = True, root_path: str = "") -> TestClient:
-    service = Service(
-        ServeConfig(page=page, root_path=root_path),
-        ScriptedBackend(),
-        tokenizer,
-        FACTS,
-        Dialect.of(tokenizer),
-        models=["scripted"],
-        batch=4,
-        metrics=Metrics("scripted"),
-    )
-    return TestClient(build_app(service, Keys(list(keys))), root_path=root_path)
+    app = scripted_app(tokenizer, ScriptedBackend(), keys=keys, page=page, root_path=root_path)
+    return TestClient(app, root_path=root_path)
 
 
 def test_every_file_is_served_as_it_lies_there_and_to_be_run_as_nothing_else(tokenizer: Tokenizer) -> None:

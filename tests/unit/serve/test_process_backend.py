@@ -1,11 +1,16 @@
-"""The engine's process as the server sees it: one that dies as soon as it is ready, one that never starts."""
+"""The engine's process as the server sees it: when it dies, who is blamed, what is counted over several."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +19,12 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.errors import UserError
+from specinfer.request import FinishReason
 from specinfer.serve import process_backend
 from specinfer.serve.backend import BackendError
+from specinfer.serve.metrics import Metrics
 from specinfer.serve.process_backend import ProcessBackend
-from specinfer.serve.work import EngineFacts, Work
+from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
 from tests.virtual_time import run_virtual
 
 # It is ready at once, and the first time it ends at once as well.
@@ -31,6 +38,24 @@ begun = pathlib.Path(__file__).with_suffix(".begun")
 if not begun.exists():
     begun.touch()
     sys.exit(3)
+try:
+    while True:
+        connection.recv_bytes()
+except EOFError:
+    pass
+"""
+# It is ready at once; the first one hangs up then, and does not end.
+LINGERING = """#!{python}
+import pathlib, sys, time
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv[3]))
+connection.recv_bytes()
+connection.send(("ready", None))
+begun = pathlib.Path(__file__).with_suffix(".begun")
+if not begun.exists():
+    begun.touch()
+    connection.close()
+    time.sleep(600)
 try:
     while True:
         connection.recv_bytes()
@@ -81,33 +106,230 @@ def test_an_engine_that_dies_as_soon_as_it_is_ready_is_started_again(
     asyncio.run(run())
 
 
-class Hopeless:
-    """An engine's handle, of which only the first one ever starts."""
+def test_the_loop_never_waits_for_a_process_that_hung_up_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "engine"
+    script.write_text(LINGERING.format(python=sys.executable))
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    waits: list[str] = []
+    wait = subprocess.Popen.wait
 
-    made: list[Hopeless] = []
+    def waiting(process: Any, timeout: float | None = None) -> int:
+        waits.append(threading.current_thread().name)
+        return wait(process, timeout)
 
-    def __init__(self, loop: Any, deliver: Any, died: Callable[[Hopeless], None], log: Any) -> None:
-        self.died = died
+    monkeypatch.setattr(subprocess.Popen, "wait", waiting)
+
+    async def run() -> None:
+        backend = ProcessBackend(EngineConfig(model="m"))
+        await backend.start()
+        await until(lambda: backend.restarts == 1)
+        waits.append("the second one")
+        await backend.close()
+
+    asyncio.run(run())
+    first, of_second = waits[: waits.index("the second one")], waits[waits.index("the second one") + 1 :]
+    assert set(first) == {"engine-reader"}
+    assert of_second  # it was waited for
+    assert threading.main_thread().name not in waits
+
+
+class Handle:
+    """An engine's handle, of an engine that does what a test says."""
+
+    made: list[Handle] = []
+
+    def __init__(
+        self, loop: Any, deliver: Callable[..., None], died: Callable[..., None], child: Any
+    ) -> None:
+        self._deliver, self._died = deliver, died
+        self.given: list[Work] = []
+        self.status: int | None = None
+        self.pid = 1
+        self.state = EngineState()  # its answer to whoever asks
         self.made.append(self)
 
     async def start(self, config: EngineConfig) -> EngineFacts:
-        if len(self.made) > 1:
-            raise UserError("the model is gone")
         return EngineFacts(10, 10, 1)
-
-    def status(self) -> int:
-        return 1
 
     def kill(self) -> None:
         pass
 
-    def send(self, message: object) -> None:
+    async def close(self) -> None:
         pass
 
+    def send(self, message: tuple[str, Any]) -> None:
+        command, argument = message
+        if command == "add":
+            self.given += argument
+        elif command == "ask":
+            self.says("answer", argument, self.state)
 
-def test_nobody_waits_for_an_engine_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def says(self, *message: Any) -> None:
+        self._deliver(self, message)
+
+    def dies(self) -> None:
+        self.status = -9
+        self._died(self)
+
+
+class Hopeless(Handle):
+    """Only the first one ever starts."""
+
+    async def start(self, config: EngineConfig) -> EngineFacts:
+        if len(self.made) > 1:
+            raise UserError("the model is gone")
+        return await super().start(config)
+
+
+@pytest.fixture
+def handles(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
+    """The engines that were started, in order."""
+    monkeypatch.setattr(process_backend, "EngineHandle", Handle)
+    monkeypatch.setattr(process_backend, "EngineChild", lambda log: None)
+    monkeypatch.setattr(Handle, "made", [])
+    return Handle.made
+
+
+@dataclass(frozen=True)
+class Deaths:
+    """Works a, b, c and d, of three tokens each, in engines that die when they begin with one that kills."""
+
+    killers: str
+    blamed: str  # those that end with an error
+    order: str = "abcd"  # in which engines admit what they are given: a grammar that compiles is overtaken
+    room: int = 2  # works that an engine runs at a time
+    mute: bool = False  # it dies before it has said whom it is busy with
+    first: int = 0  # tokens a killer gets each time before its engine dies
+
+
+DEATHS = {
+    "the one that kills": Deaths("a", "a"),
+    "who is behind it in the batch": Deaths("b", "b"),
+    "who waited while others ran": Deaths("d", "d"),
+    "each of two": Deaths("ac", "ac"),
+    "each of three": Deaths("acd", "acd"),
+    "all of them, if all do it": Deaths("abcd", "abcd"),
+    "who came last and was begun first": Deaths("d", "d", order="dcba"),
+    "nobody who waits for blocks": Deaths("a", "a", room=1),
+    "nobody whose text grows": Deaths("ab", "", first=1),
+    "one after the other, if nothing is known": Deaths("", "abcd", mute=True),
+}
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_of_an_engines_death_is_blamed(name: str, handles: list[Handle]) -> None:
+    case = DEATHS[name]
+    ended: dict[str, str] = {}
+    said: dict[str, int] = {}
+
+    async def ask(backend: ProcessBackend, name: str) -> None:
+        try:
+            async for delta in backend.generate([replace(WORK, id=name)]):
+                said[name] = said.get(name, 0) + len(delta.token_ids)
+        except BackendError as error:
+            ended[name] = str(error)
+
+    def step(engine: Handle, tokens: dict[str, int], ends: list[str]) -> bool:
+        """One step of an engine; whether it has survived it."""
+        works = sorted((w for w in engine.given if w.id not in ends), key=lambda w: case.order.index(w.id))
+        batch = works[: case.room]
+        if not case.mute:
+            engine.says("busy", [work.id for work in batch])
+        kills = any(work.id in case.killers and tokens.get(work.id, 0) >= case.first for work in batch)
+        if kills or (case.mute and works):
+            engine.dies()
+            return False
+        for work in batch:
+            tokens[work.id] = tokens.get(work.id, 0) + 1
+            last = len(work.said) + tokens[work.id] == 3
+            reason = FinishReason.LENGTH if last else None
+            engine.says("deltas", [Delta(work.id, "x", (7,), finish_reason=reason)], None)
+            ends += [work.id] * last
+        return True
+
+    async def run() -> None:
+        backend = ProcessBackend(EngineConfig(model="m").with_options({"max_batch_size": 2}))
+        await backend.start()
+        asked = [asyncio.ensure_future(ask(backend, name)) for name in "abcd"]
+        await asyncio.sleep(0)
+        while not all(one.done() for one in asked):
+            assert len(handles) < 40, "it would die for ever"
+            tokens: dict[str, int] = {}  # of this engine's
+            ends: list[str] = []
+            while step(handles[-1], tokens, ends) and not all(one.done() for one in asked):
+                await asyncio.sleep(1)
+            await asyncio.sleep(10)
+        await backend.close()
+
+    run_virtual(run())
+    assert sorted(ended) == list(case.blamed)
+    assert all("died 3 times in a row" in reason for reason in ended.values())
+    assert said == {name: 3 for name in "abcd" if name not in case.blamed}
+
+
+def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) -> None:
+    """And never falls, whenever an engine dies and whenever somebody asks."""
+    first = EngineState(
+        running=2,
+        steps=10,
+        preemptions=1,
+        prefix_queries=100,
+        prefix_hits=50,
+        stage_seconds={"schedule": 1.0, "commit": 2.0},
+    )
+    second = EngineState(
+        running=1, steps=3, prefix_queries=60, stage_seconds={"schedule": 0.5, "commit": 0.25}
+    )
+    metrics = Metrics("m")
+
+    def figures(text: str) -> dict[str, float]:
+        found = {}
+        for line in text.splitlines():
+            if not line.startswith("#"):
+                name, _, number = line.rpartition(" ")
+                found[name.removeprefix("specinfer:").replace('model_name="m"', "")] = float(number)
+        wanted = ("num_pre", "num_requests_running", "engine_s", "engine_restarts", "prefix_cache_hit_rate")
+        return {name: number for name, number in found.items() if name.startswith(wanted)}
+
+    async def run() -> None:
+        backend = ProcessBackend(EngineConfig(model="m"))
+        await backend.start()
+
+        async def told() -> dict[str, float]:
+            return figures(metrics.text(await backend.health()).decode())
+
+        handles[0].state = replace(first, steps=4)
+        assert (await told())["engine_steps{}"] == 4
+        handles[0].says("deltas", [Delta("w", "x", (7,))], first)  # nobody asks between this and its death
+        asked = asyncio.ensure_future(told())  # in just that moment
+        handles[0].state = first
+        await asyncio.sleep(0)
+        handles[0].dies()
+        assert (await asked)["engine_steps{}"] == 10
+        await asyncio.sleep(1)
+        assert (await told())["engine_steps{}"] == 10  # of the second one, which has not begun
+        handles[1].state = second
+        assert await told() == {
+            "num_preemptions{}": 1,
+            "num_requests_running{}": 1,
+            "engine_steps{}": 13,
+            'engine_stage_seconds{,stage="schedule"}': 1.5,
+            'engine_stage_seconds{,stage="commit"}': 2.25,
+            "engine_restarts{}": 1,
+            "prefix_cache_hit_rate{}": 50 / 160,
+        }
+        await backend.close()
+
+    run_virtual(run())
+
+
+def test_nobody_waits_for_an_engine_that_cannot_be_started(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process_backend, "EngineHandle", Hopeless)
-    monkeypatch.setattr(Hopeless, "made", [])
 
     async def ask(backend: ProcessBackend) -> None:
         async for _ in backend.generate([WORK]):
@@ -116,16 +338,57 @@ def test_nobody_waits_for_an_engine_that_cannot_be_started(monkeypatch: pytest.M
     async def test() -> None:
         backend = ProcessBackend(EngineConfig(model="m"))
         await backend.start()
-        Hopeless.made[0].died(Hopeless.made[0])
+        handles[0].dies()
         for _ in range(2):  # who was there before it was given up, and who came when it was
             with pytest.raises(BackendError, match="cannot be started again: the model is gone"):
                 await asyncio.wait_for(ask(backend), 300)
             await asyncio.sleep(1000)
         await asyncio.sleep(2000 * 60)  # it is tried again, however often
-        tried = len(Hopeless.made)
+        tried = len(handles)
         assert tried > 1500
         await asyncio.sleep(120)
-        assert len(Hopeless.made) > tried
+        assert len(handles) > tried
         await backend.close()
 
     run_virtual(test())
+
+
+@pytest.mark.thorough
+def test_the_books_of_a_real_engine_are_right_behind_kills_and_aborts(folder: Path) -> None:
+    options = {"dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed", "ngram": True}
+    config = EngineConfig.from_options(str(folder), options)
+    works = [
+        Work(f"w{i}", (65, 66, 67 + i), SamplingParams(seed=i, max_tokens=300, ignore_eos=True))
+        for i in range(6)
+    ]
+
+    async def hear(backend: ProcessBackend, work: Work, until_tokens: int) -> list[int]:
+        tokens: list[int] = []
+        async with aclosing(backend.generate([work])) as deltas:
+            async for delta in deltas:
+                tokens += delta.token_ids
+                if len(tokens) >= until_tokens:
+                    break
+        return tokens
+
+    async def run() -> None:
+        backend = ProcessBackend(config)
+        await backend.start()
+        try:
+            expected = [await hear(backend, work, 300) for work in works[:3]]
+            again = [replace(work, id=f"again {work.id}") for work in works[:3]]
+            heard = [asyncio.ensure_future(hear(backend, work, 300)) for work in again]
+            gone = [asyncio.ensure_future(hear(backend, work, 5)) for work in works[3:]]
+            await asyncio.gather(*gone)
+            assert backend.pid is not None
+            os.kill(backend.pid, signal.SIGKILL)
+            assert await asyncio.gather(*heard) == expected
+            assert await backend.check_integrity() == ""
+            health = await backend.health()
+            assert health.restarts == 1
+            assert health.state is not None
+            assert (health.state.running, health.state.waiting, health.state.kv_cache_usage) == (0, 0, 0.0)
+        finally:
+            await backend.close()
+
+    asyncio.run(run())

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specinfer.serve.reasoning import Reasoning, ReasoningSplitter
+from specinfer.structured_output import structured_output
 from tests.operations import lines_run
 
-from .tools.families import PLAIN, THINKING, tokenizer
+from .tools.families import FAMILIES, PLAIN, THINKING, tokenizer, verdict_of_form
 
 
 def split(inside, *pieces):
@@ -98,12 +99,50 @@ def test_a_prompt_may_open_the_reasoning(prompt, inside):
     assert Reasoning().opened_by(prompt) is inside
 
 
+# What follows the legal beginning is not legal; None where all of it is.
+BEFORE_A_FORM = [
+    (False, "ab", None),
+    (False, "<think>A b</think>ab", None),
+    (False, "<think>\n\nA\n\n</think>\n\nab", None),
+    (False, "\n<think>A</think>ab", ""),
+    (False, "\nab", ""),
+    (False, " ab", ""),
+    (False, "<think>A</think> ab", "<think>A</think>"),
+    (False, "<think>A</think>\n ab", "<think>A</think>\n"),
+    (False, "<think>A</think>ab\n", "<think>A</think>ab"),
+    (False, "<think>A</think>", "<think>A</think>..."),
+    (False, "<think>A", "<think>A..."),
+    (True, "ab", "ab..."),
+    (True, "A\n</think>\nab", None),
+    (True, "</think>abc", "</think>ab"),
+]
+
+
+@pytest.mark.parametrize("name", ["qwen", "hermes", "hermes, special"])
+@pytest.mark.parametrize(("inside", "text", "legal"), BEFORE_A_FORM)
+def test_blanks_around_thoughts_are_no_blanks_of_the_form(name, inside, text, legal):
+    """Marks may be tokens that are text, several tokens, or special ones."""
+    family = FAMILIES[name]
+    special = ((mark, family.tokenizer.special_id(mark)) for mark in ("<think>", "</think>"))
+    reasoning = Reasoning({mark: token for mark, token in special if token is not None})
+    rules = "\n".join(f"{rule}: {body}" for rule, body in reasoning.preamble(inside).items())
+    for form in ({"regex": "[a-z]{2}"}, {"choice": ["ab"]}, {"grammar": 'start: "a" "b"'}):
+        assert verdict_of_form(family, structured_output(preamble=rules, **form), text) == legal
+    if legal is None:
+        assert split(inside, text)[1] == "ab"
+
+
 def test_whether_a_template_opens_it_shows_in_what_it_writes():
     messages = [{"role": "user", "content": "hi"}]
     reasoning = Reasoning.of(thinking := tokenizer(THINKING))
     for enabled in (True, False):
         prompt = thinking.render_chat(messages, variables={"enable_thinking": enabled})
         assert reasoning.opened_by(prompt) is enabled
+
+
+def test_a_prompt_may_close_the_reasoning():
+    assert Reasoning().closed_by("[assistant]<think>\n\n</think>\n\n")
+    assert not Reasoning().closed_by("[assistant]<think>A</think>B[user]hi[assistant]")
 
 
 @pytest.mark.parametrize("repeated", ["<", "</think", "\n", "a", "<think>", "</think>"])

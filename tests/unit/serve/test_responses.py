@@ -2,73 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import openai
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import BaseModel, TypeAdapter
+from openai.types.responses import Response
+from pydantic import BaseModel
 
 from specinfer.request import FinishReason
-from specinfer.serve.api_error import ApiError
 from specinfer.serve.backend import BackendError
-from specinfer.serve.response_store import ResponseStore
 from specinfer.serve.work import Delta
 from specinfer.tokenizer import Tokenizer
-from tests.serving import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+from tests.scripted_server import FACTS, MODEL, byte_tokenizer, says
 
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-Answers = list[list[Delta | Exception]]
+from .asking import EVENT, Asking, ask
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-class Asking:
-    """A server, OpenAI's client and a plain one, and what the engine was asked."""
-
-    def __init__(self, tokenizer: Tokenizer, answers: Answers, options: dict[str, Any]) -> None:
-        self.backend = ScriptedBackend(*answers)
-        app = scripted_app(tokenizer, self.backend, **options)
-        self.http = http_client(app)
-        client = openai.AsyncOpenAI(
-            api_key="none", base_url="http://server/v1", http_client=http_client(app), max_retries=0
-        )
-        self.responses = client.responses
-
-    @property
-    def prompts(self) -> list[str]:
-        return [bytes(work.prompt_token_ids).decode() for work in self.backend.works]
-
-    async def events(self, **body: Any) -> list[dict[str, Any]]:
-        """The events of a stream as they stand on the wire; each has the name that its line says."""
-        answer = await self.http.post("/responses", json=body | {"stream": True})
-        assert answer.status_code == 200, answer.text
-        found = []
-        for block in answer.text.removesuffix("\n\n").split("\n\n"):
-            named, data = block.split("\n")
-            found.append(json.loads(data.removeprefix("data: ")))
-            assert named == f"event: {found[-1]['type']}"
-        return found
-
-    async def refusal(self, **body: Any) -> tuple[int, str | None, str]:
-        answer = await self.http.post("/responses", json=body)
-        error = answer.json()["error"]
-        return answer.status_code, error["param"], error["message"]
-
-
-def ask(
-    tokenizer: Tokenizer, answers: Answers, do: Callable[[Asking], Awaitable[None]], **options: Any
-) -> None:
-    async def run() -> None:
-        await do(Asking(tokenizer, answers, options))
-
-    asyncio.run(run())
 
 
 def test_an_answer_in_one_piece_is_what_the_client_takes_for_one(tokenizer: Tokenizer) -> None:
@@ -98,7 +51,7 @@ def test_an_answer_in_one_piece_is_what_the_client_takes_for_one(tokenizer: Toke
         assert server.prompts == ["system: Be brief.\nuser: Hi\nassistant: "]
         params = server.backend.works[0].params
         assert (params.temperature, params.seed, params.top_k) == (0, 7, 3)
-        assert params.max_tokens == 4096 - 38
+        assert params.max_tokens == FACTS.longest - 38
 
     ask(tokenizer, [says("Hel", "lo", cached_tokens=4)], do)
 
@@ -286,127 +239,3 @@ def test_trees_come_where_they_are_asked_for(tokenizer: Tokenizer) -> None:
         assert server.backend.works[0].traced
 
     ask(tokenizer, [says("ok", trees=(tree,))], do)
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"input": []}, "input"),
-    ({"input": ""}, "input"),
-    ({}, "input"),
-    ({"input": [{"id": "msg_1"}]}, "input[0]"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
-    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": ""}]}, "input[0]"),
-    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-    ({"input": [{"role": "user", "content": "x", "odd": 1}]}, "input[0].odd"),
-    ({"odd": 1}, "odd"),
-    ({"Odd": 1}, "Odd"),
-    ({"": 1}, ""),
-    ({"model": "other"}, "model"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id"),
-    ({"background": True}, "background"),
-    ({"conversation": "conv_1"}, "conversation"),
-    ({"prompt": {"id": "p"}}, "prompt"),
-    ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"max_tool_calls": 2}, "max_tool_calls"),
-    ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
-    ({"truncation": "auto"}, "truncation"),
-    ({"service_tier": "flex"}, "service_tier"),
-    ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
-    ({"top_logprobs": 3}, "top_logprobs"),
-    ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
-    ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"temperature": -1}, "temperature"),
-    ({"n": 2}, "n"),
-    ({"prompt_logprobs": 0}, "prompt_logprobs"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"text": {"format": {"type": "xml"}}}, "text.format"),
-    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format"),
-    ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "text.format"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity"),
-]
-
-
-@pytest.mark.parametrize(
-    ("body", "param"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_what_cannot_be_honoured_is_refused_by_name(
-    tokenizer: Tokenizer, body: dict[str, Any], param: str
-) -> None:
-    async def do(server: Asking) -> None:
-        whole = {"input": "Hi"} | body if body else {}
-        status, named, message = await server.refusal(**whole)
-        assert (status, named) == (404 if param == "model" else 400, param)
-        assert "response_format.json" not in message
-        assert server.backend.works == []
-
-    ask(tokenizer, [], do)
-
-
-def test_what_asks_for_nothing_is_taken(tokenizer: Tokenizer) -> None:
-    nothing: dict[str, Any] = {
-        "tools": [],
-        "tool_choice": "auto",
-        "parallel_tool_calls": True,
-        "background": False,
-        "reasoning": {"effort": None},
-        "text": {"format": {"type": "text"}},
-        "truncation": "disabled",
-        "service_tier": "default",
-        "n": 1,
-        "user": "u",
-        "prompt_cache_key": "k",
-        "top_logprobs": 0,
-        "include": [],
-        "conversation": None,
-    }
-
-    async def do(server: Asking) -> None:
-        answer = await server.http.post("/responses", json=nothing | {"input": "Hi"})
-        assert answer.status_code == 200, answer.text
-        Response.model_validate(answer.json())
-        assert server.backend.works[0].params.structured_output is None
-        assert server.backend.works[0].params.logprobs is None
-
-    ask(tokenizer, [says("a")], do)
-
-
-def test_the_engines_complaint_names_this_endpoints_field(tokenizer: Tokenizer) -> None:
-    complaint = Delta(
-        "",
-        finish_reason=FinishReason.ERROR,
-        error="7 prompt tokens and max_tokens 9 need 16 KV cache positions; lower max_tokens",
-        parameter="max_tokens",
-    )
-
-    async def do(server: Asking) -> None:
-        _, param, message = await server.refusal(input="Hi")
-        assert param == "max_output_tokens"
-        assert message.endswith("lower max_output_tokens")
-
-    ask(tokenizer, [[complaint]], do)
-
-
-@pytest.mark.parametrize("size", [5_000, 300_000])
-def test_an_input_that_is_too_long_is_named(tokenizer: Tokenizer, size: int) -> None:
-    async def do(server: Asking) -> None:
-        status, param, message = await server.refusal(input="x" * size)
-        assert (status, param) == (400, "input")
-        assert "allowed: at most 4095" in message
-
-    ask(tokenizer, [], do)
-
-
-def test_the_oldest_leave_where_all_are_too_large() -> None:
-    store = ResponseStore(10, most_bytes=100)
-    for name, size in (("a", 30), ("b", 30), ("c", 30), ("d", 300)):
-        store.keep(name, {}, [{"role": "user", "content": "x" * size}])
-        if name == "c":
-            assert store.body("a") == b"{}"
-    for gone in "abc":
-        with pytest.raises(ApiError):
-            store.body(gone)
-    assert store.body("d") == b"{}"  # the newest stays, whatever its size
-    store.forget("d")
-    store.keep("e", {}, [])
-    assert store.conversation("e") == ()

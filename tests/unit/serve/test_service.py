@@ -142,6 +142,31 @@ def test_an_engine_that_is_gone_is_an_error_of_the_servers(tokenizer: Tokenizer)
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("internal", "parameter", "status"), [(True, None, 500), (False, None, 400), (False, "regex", 400)]
+)
+def test_whose_fault_an_error_is_shows_in_its_status(
+    tokenizer: Tokenizer, internal: bool, parameter: str | None, status: int
+) -> None:
+    class Failing(Slow):
+        async def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
+            error = FinishReason.ERROR
+            yield Delta(
+                works[0].id,
+                finish_reason=error,
+                error="no token is left",
+                parameter=parameter,
+                internal_error=internal,
+            )
+
+    async def run() -> None:
+        await anext(service_of(Failing(), tokenizer).answer([(1,)], [GREEDY]))
+
+    with pytest.raises(ApiError, match="no token is left") as error:
+        asyncio.run(run())
+    assert (error.value.status, error.value.body["error"]["param"]) == (status, parameter)
+
+
 def test_a_seed_is_drawn_here_so_that_another_engine_can_go_on(tokenizer: Tokenizer) -> None:
     async def run() -> None:
         backend = Slow()

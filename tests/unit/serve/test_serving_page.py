@@ -30,7 +30,7 @@ def test_the_curl_examples_run(served: Served) -> None:
     commands = re.findall(
         r"^curl .*?(?:'\{.*?\}'|$)(?=\ncurl|\n\Z|\Z)", "".join(blocks("sh")[1:2]), re.M | re.S
     )
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         done = subprocess.run(
             ["sh", "-c", command.replace(HERE, served.url) + " --fail-with-body"],

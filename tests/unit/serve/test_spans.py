@@ -24,7 +24,7 @@ from specinfer.serve.observer import observers
 from specinfer.serve.spans import Spans, open_spans
 from specinfer.serve.work import Delta, Work
 from specinfer.tokenizer import Tokenizer
-from tests.serving import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+from tests.scripted_server import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
 
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -49,7 +49,7 @@ def spans_of(
     spans = Spans(provider, MODEL)
 
     async def run() -> str:
-        client = http_client(scripted_app(tokenizer, ScriptedBackend(*answers), [spans]))
+        client = http_client(scripted_app(tokenizer, ScriptedBackend(*answers), observers=[spans]))
         return str((await client.post(path, json=body, headers=headers)).headers["x-request-id"])
 
     request_id = asyncio.run(run())

@@ -126,6 +126,31 @@ def test_a_template_may_open_the_reasoning(client: openai.OpenAI) -> None:
     assert (message["reasoning_content"], message["content"]) == ("hm", "Yes")
 
 
+def test_responses_have_calls_and_reasoning_as_items(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", **WEATHER["function"], "strict": True}
+    answer = client.responses.create(
+        model="tiny",
+        input=HI,  # type: ignore[arg-type]
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=300,
+        extra_body=NO_THOUGHTS | {"seed": 1},
+    )
+    [call] = answer.output
+    assert call.type == "function_call"
+    check_call(call.name, call.arguments)
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "21 C"}
+    after = client.responses.create(
+        model="tiny",
+        input=[result],
+        previous_response_id=answer.id,
+        extra_body={"regex": "<think>\nhm\n</think>\n\nYes[.]"},
+    )
+    assert [item.type for item in after.output] == ["reasoning", "message"]
+    assert after.output_text == "Yes."
+
+
 @pytest.mark.parametrize(
     ("asked", "param", "said"),
     [

@@ -24,7 +24,7 @@ from specinfer.serve.private_lines import PrivateLines
 from specinfer.serve.traffic_log import TrafficLog
 from specinfer.serve.work import Delta, Work
 from specinfer.tokenizer import Tokenizer
-from tests.serving import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+from tests.scripted_server import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
 
 SECRET = "my secret"
 
@@ -122,7 +122,7 @@ def test_a_line_has_all_of_a_completion(tmp_path: Path, logged: Logged, tokenize
     }
 
     async def run() -> str:
-        client = http_client(scripted_app(tokenizer, backend, [logged.log]))
+        client = http_client(scripted_app(tokenizer, backend, observers=[logged.log]))
         answer = await client.post("/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
         return str(answer.headers["x-request-id"])
@@ -181,7 +181,7 @@ def test_each_completion_that_ended_by_itself_has_a_line(logged: Logged, tokeniz
     )
 
     async def run() -> list[str]:
-        client = http_client(scripted_app(tokenizer, backend, [logged.log]))
+        client = http_client(scripted_app(tokenizer, backend, observers=[logged.log]))
         answers = [
             await client.post("/completions", json={"prompt": "p", **more})
             for more in ({"n": 2, "stream": True}, {}, {})

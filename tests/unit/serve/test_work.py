@@ -5,7 +5,8 @@ from specinfer.serve.work import Delta
 
 FIRST = Delta("w", "Hel", (1, 2), ({1: Logprob(-1.0, 1, "He")},), ({"step": 1},), ((3, 1),), cached_tokens=4)
 FIGURES = SpeculationFigures(steps=2)
-LAST = Delta("w", "lo", (3,), (), (), ((0, 0),), FinishReason.STOP, figures=FIGURES, cached_tokens=4)
+# Of another engine, which found nothing cached.
+LAST = Delta("w", "lo", (3,), (), (), ((0, 0),), FinishReason.STOP, figures=FIGURES)
 
 
 def test_two_deltas_are_one_with_everything_in_order() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.scripted_backend import TEMPLATE, Script, ScriptedServer, scripted_server
-from tests.tiny_models import write_byte_tokenizer
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import Script, ScriptedServer, byte_tokenizer, scripted_server
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -26,21 +25,17 @@ Serving = Callable[..., ScriptedServer]
 
 
 @pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of bytes with a chat template."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_byte_tokenizer(folder, 256)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return folder
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
-def serving(tokenizer_folder: Path) -> Iterator[Serving]:
+def serving(tokenizer: Tokenizer) -> Iterator[Serving]:
     """Starts a server that answers by these scripts; it ends with the test."""
     with ExitStack() as stack:
 
         def start(*scripts: Script, keys: Sequence[str] = ()) -> ScriptedServer:
-            return stack.enter_context(scripted_server(tokenizer_folder, *scripts, keys=keys))
+            return stack.enter_context(scripted_server(tokenizer, *scripts, keys=keys))
 
         yield start
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.scripted_backend import ScriptedServer, says
+from tests.scripted_server import ScriptedServer, says_in_steps
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -21,7 +21,7 @@ TEXT = "The fox ran over the hill, and the dog stayed."
 @pytest.fixture
 def answered(page: Page, serving: Serving) -> Page:
     """A page with an answer, whose first tree is shown."""
-    page.goto(serving(says(TEXT)).url)
+    page.goto(serving(says_in_steps(TEXT)).url)
     page.wait_for_selector("#model option", state="attached")
     page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
     page.keyboard.press("Enter")
@@ -106,7 +106,7 @@ def test_everything_that_can_be_operated_has_a_name(answered: Page) -> None:
 
 
 def test_the_end_is_announced_once_and_no_token_is(page: Page, serving: Serving) -> None:
-    page.goto(serving(says(TEXT)).url)
+    page.goto(serving(says_in_steps(TEXT)).url)
     page.evaluate(
         """() => {
             window.said = [];
@@ -136,7 +136,7 @@ def test_a_dialog_gives_the_focus_back(answered: Page) -> None:
 
 def test_nothing_moves_for_those_who_want_no_motion(page: Page, serving: Serving) -> None:
     moving = "document.getAnimations().length"
-    page.goto(serving(says(TEXT, stops_after=2), says(TEXT, stops_after=2)).url)
+    page.goto(serving(says_in_steps(TEXT, stops_after=2), says_in_steps(TEXT, stops_after=2)).url)
     page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
     page.keyboard.press("Enter")
     page.wait_for_selector(".answer .token")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from specinfer.request import FinishReason
-from specinfer.serve.work import Delta, Work
-from tests.scripted_backend import Script, ScriptedServer, says, steps_of
+from specinfer.serve.work import Delta
+from tests.scripted_server import Script, ScriptedServer, says_in_steps, steps_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route
@@ -35,12 +35,12 @@ def prompts(server: ScriptedServer) -> list[str]:
 
 
 def test_an_answer_is_streamed_and_each_token_marked_by_who_guessed_it(page: Page, serving: Serving) -> None:
-    server = serving(says(TEXT, nodes=9))
+    server = serving(says_in_steps(TEXT, nodes=9))
     page.goto(server.url)
     ask(page, "Tell me of the fox.")
     page.wait_for_selector(DONE)
     assert said(page) == TEXT
-    assert prompts(server) == ["<user>Tell me of the fox.<assistant>"]
+    assert prompts(server) == ["user: Tell me of the fox.\nassistant: "]
     marks = page.eval_on_selector_all(
         ".answer .token", "all => all.map(one => [one.textContent, one.className])"
     )
@@ -64,7 +64,7 @@ def test_an_answer_is_streamed_and_each_token_marked_by_who_guessed_it(page: Pag
 
 
 def test_an_answer_can_be_stopped(page: Page, serving: Serving) -> None:
-    server = serving(says(TEXT, stops_after=3), says("Again."))
+    server = serving(says_in_steps(TEXT, stops_after=3), says_in_steps("Again."))
     page.goto(server.url)
     ask(page, "Go on.")
     page.wait_for_selector(".answer .token >> nth=4")
@@ -77,11 +77,11 @@ def test_an_answer_can_be_stopped(page: Page, serving: Serving) -> None:
     ask(page, "And now?")
     page.wait_for_selector(f"{DONE} >> nth=1")
     assert server.backend.gone == [server.backend.works[0].id]
-    assert prompts(server)[1] == f"<user>Go on.<assistant>{begun}<user>And now?<assistant>"
+    assert prompts(server)[1] == f"user: Go on.\nassistant: {begun}\nuser: And now?\nassistant: "
 
 
 def test_an_answer_can_be_made_again(page: Page, serving: Serving) -> None:
-    server = serving(says("It is one."), says("It is two."))
+    server = serving(says_in_steps("It is one."), says_in_steps("It is two."))
     page.goto(server.url)
     ask(page, "Which?")
     page.wait_for_selector(DONE)
@@ -89,11 +89,11 @@ def test_an_answer_can_be_made_again(page: Page, serving: Serving) -> None:
     page.get_by_text("two").wait_for()
     page.wait_for_selector(DONE)
     assert page.locator(".answer").count() == 1
-    assert prompts(server) == ["<user>Which?<assistant>"] * 2
+    assert prompts(server) == ["user: Which?\nassistant: "] * 2
 
 
 def test_a_question_can_be_edited_and_what_followed_is_dropped(page: Page, serving: Serving) -> None:
-    server = serving(says("One."), says("Two."), says("Three."))
+    server = serving(says_in_steps("One."), says_in_steps("Two."), says_in_steps("Three."))
     page.goto(server.url)
     for place, words in enumerate(("First?", "Second?")):
         ask(page, words)
@@ -109,11 +109,11 @@ def test_a_question_can_be_edited_and_what_followed_is_dropped(page: Page, servi
     page.get_by_text("Three").wait_for()
     page.wait_for_selector(DONE)
     assert page.locator(".turn").count() == 2
-    assert prompts(server)[2] == "<user>Another?<assistant>"
+    assert prompts(server)[2] == "user: Another?\nassistant: "
 
 
 def test_settings_go_with_the_request_and_outlive_the_page(page: Page, serving: Serving) -> None:
-    server = serving(says("Yes."))
+    server = serving(says_in_steps("Yes."))
     page.goto(server.url)
     page.wait_for_selector("[name=speculator]", state="attached")
     page.get_by_role("button", name="Settings").click()
@@ -137,7 +137,7 @@ def test_settings_go_with_the_request_and_outlive_the_page(page: Page, serving: 
     page.wait_for_selector("[name=speculator]", state="attached")
     ask(page, "Well?")
     page.wait_for_selector(DONE)
-    assert prompts(server) == ["<system>Be brief.<user>Well?<assistant>"]
+    assert prompts(server) == ["system: Be brief.\nuser: Well?\nassistant: "]
     params = server.backend.works[0].params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 40, 0.05)
     assert (params.seed, params.max_tokens, params.stop) == (7, 33, ("\n\n", "End"))
@@ -147,7 +147,7 @@ def test_settings_go_with_the_request_and_outlive_the_page(page: Page, serving: 
 
 
 def test_speculation_can_be_switched_off(page: Page, serving: Serving) -> None:
-    server = serving(says("Yes."))
+    server = serving(says_in_steps("Yes."))
     page.goto(server.url)
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Speculate").uncheck()
@@ -158,7 +158,7 @@ def test_speculation_can_be_switched_off(page: Page, serving: Serving) -> None:
 
 
 def test_a_setting_out_of_range_is_shown_before_anything_is_sent(page: Page, serving: Serving) -> None:
-    server = serving(says("Yes."))
+    server = serving(says_in_steps("Yes."))
     page.goto(server.url)
     page.get_by_role("button", name="Settings").click()
     page.fill("[name=top_p]", "7")
@@ -170,7 +170,7 @@ def test_a_setting_out_of_range_is_shown_before_anything_is_sent(page: Page, ser
 
 
 def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page, serving: Serving, complaints: list[str]) -> None:
-    server = serving(says("Welcome."), keys=["sesame"])
+    server = serving(says_in_steps("Welcome."), keys=["sesame"])
     page.goto(server.url)
     page.get_by_text("The server asks for an API key").wait_for()
     page.get_by_role("button", name="Settings").click()
@@ -188,10 +188,10 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page, serving: Serving, c
 
 
 def test_what_the_server_refuses_is_said(page: Page, serving: Serving, complaints: list[str]) -> None:
-    def refuses(work: Work) -> Iterator[Delta]:
-        yield Delta(work.id, "Well", (1,))
-        yield Delta(work.id, finish_reason=FinishReason.ERROR, error="no token is left", parameter="seed")
-
+    refuses = [
+        Delta("", "Well", (1,)),
+        Delta("", finish_reason=FinishReason.ERROR, error="no token is left", parameter="seed"),
+    ]
     page.goto(serving(refuses).url)
     ask(page, "Well?")
     page.wait_for_selector(DONE)
@@ -202,7 +202,7 @@ def test_what_the_server_refuses_is_said(page: Page, serving: Serving, complaint
 
 def test_text_is_never_markup(page: Page, serving: Serving) -> None:
     text = '<img src=x onerror="document.title=1"> <b>bold</b> &amp; <script>document.title=2</script>'
-    page.goto(serving(says(text)).url)
+    page.goto(serving(says_in_steps(text)).url)
     ask(page, text)
     page.wait_for_selector(DONE)
     page.locator(".answer .token").nth(3).click()
@@ -234,7 +234,7 @@ def test_reasoning_is_folded_and_calls_are_shown(page: Page, serving: Serving) -
     def answer(route: Route) -> None:
         route.fulfill(status=200, content_type="text/event-stream", body=body)
 
-    page.goto(serving(says("unused")).url)
+    page.goto(serving(says_in_steps("unused")).url)
     page.route("**/v1/chat/completions", answer)
     ask(page, "Is it?")
     page.wait_for_selector(DONE)
@@ -247,7 +247,7 @@ def test_reasoning_is_folded_and_calls_are_shown(page: Page, serving: Serving) -
 
 
 def test_a_new_chat_forgets_the_old_one(page: Page, serving: Serving) -> None:
-    scripts: list[Script] = [says("One."), says("Two.")]
+    scripts: list[Script] = [says_in_steps("One."), says_in_steps("Two.")]
     server = serving(*scripts)
     page.goto(server.url)
     ask(page, "First?")
@@ -257,4 +257,19 @@ def test_a_new_chat_forgets_the_old_one(page: Page, serving: Serving) -> None:
     assert page.locator("#welcome").is_visible()
     ask(page, "Second?")
     page.wait_for_selector(DONE)
-    assert prompts(server)[1] == "<user>Second?<assistant>"
+    assert prompts(server)[1] == "user: Second?\nassistant: "
+
+
+def test_words_sent_before_the_models_are_known_wait_for_them(page: Page, serving: Serving) -> None:
+    asked: list[Route] = []
+    page.route("**/v1/models", lambda route: asked.append(route))
+    server = serving(says_in_steps(TEXT))
+    page.goto(server.url)
+    ask(page, "Tell me of the fox.")
+    page.keyboard.press("Enter")
+    assert page.get_by_label("Message", exact=True).input_value() == "Tell me of the fox."
+    assert page.locator(".answer").count() == 0
+    asked[0].continue_()
+    page.wait_for_selector(DONE)
+    assert said(page) == TEXT
+    assert prompts(server) == ["user: Tell me of the fox.\nassistant: "]

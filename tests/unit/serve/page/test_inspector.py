@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.scripted_backend import ScriptedServer, says, steps_of
+from tests.scripted_server import ScriptedServer, says_in_steps, steps_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -22,7 +22,7 @@ STEPS: list[dict[str, Any]] = [tree for _, tree in steps_of(TEXT, nodes=NODES)]
 @pytest.fixture
 def answered(page: Page, serving: Serving) -> Page:
     """A page with an answer."""
-    page.goto(serving(says(TEXT, nodes=NODES)).url)
+    page.goto(serving(says_in_steps(TEXT, nodes=NODES)).url)
     page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
     page.keyboard.press("Enter")
     page.wait_for_selector(".answer[aria-busy=false]")
@@ -170,7 +170,7 @@ def test_the_chart_of_steps_is_a_slider_and_takes_clicks(answered: Page) -> None
 
 
 def test_an_answer_that_still_grows_can_be_inspected(page: Page, serving: Serving) -> None:
-    page.goto(serving(says(TEXT, nodes=NODES, stops_after=3), says("Done.")).url)
+    page.goto(serving(says_in_steps(TEXT, nodes=NODES, stops_after=3), says_in_steps("Done.")).url)
     page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
     page.keyboard.press("Enter")
     page.locator(".answer .token").nth(1).click()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.scripted_backend import ScriptedServer, says, steps_of
+from tests.scripted_server import ScriptedServer, says_in_steps, steps_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -32,7 +32,7 @@ WATCH = """() => {
 def test_two_thousand_tokens_are_added_one_by_one_and_no_tree_is_drawn_unasked(
     page: Page, serving: Serving
 ) -> None:
-    page.goto(serving(says(TEXT, nodes=64)).url)
+    page.goto(serving(says_in_steps(TEXT, nodes=64)).url)
     page.evaluate(WATCH)
     page.get_by_role("textbox", name="Message").fill("Count.")
     page.keyboard.press("Enter")

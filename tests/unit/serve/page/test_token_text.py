@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.scripted_backend import ScriptedServer, says
+from tests.scripted_server import ScriptedServer, says_in_steps
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -109,7 +109,7 @@ def content(*parts: tuple[str, str | None]) -> list[list[str | None]]:
 def test_each_part_of_a_text_finds_its_token(
     page: Page, serving: Serving, told: list[tuple[str, Any]], placed: list[list[str | None]]
 ) -> None:
-    page.goto(serving(says("unused")).url)
+    page.goto(serving(says_in_steps("unused")).url)
     assert page.evaluate(PLACED, [list(one) for one in told]) == placed
 
 
@@ -152,5 +152,5 @@ LAID_OUT = """async ([parents, path]) => {
 def test_a_tree_is_laid_out_left_to_right(
     page: Page, serving: Serving, parents: list[int], path: list[int], places: list[list[Any]]
 ) -> None:
-    page.goto(serving(says("unused")).url)
+    page.goto(serving(says_in_steps("unused")).url)
     assert page.evaluate(LAID_OUT, [parents, path]) == places

@@ -12,7 +12,7 @@ import pytest
 
 from specinfer.engine.trace_file import read_trace
 from specinfer.serve.trace_server import TraceServer
-from tests.scripted_backend import ScriptedServer, says, steps_of
+from tests.scripted_server import ScriptedServer, says_in_steps, steps_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -99,7 +99,7 @@ def test_a_file_is_opened_and_one_that_is_no_trace_is_refused(
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     good.write_text(trace(TEXT))
     bad.write_text(trace(TEXT) + '{"step": 1}\n')
-    page.goto(serving(says("unused")).url)
+    page.goto(serving(says_in_steps("unused")).url)
     page.set_input_files("#file", bad)
     steps = len(list(steps_of(TEXT)))
     said = f"bad.jsonl cannot be shown. Line {steps + 1}: token_ids is no list of integers."
@@ -113,7 +113,7 @@ def test_a_file_is_opened_and_one_that_is_no_trace_is_refused(
 
 
 def test_a_file_can_be_dropped(page: Page, serving: Serving) -> None:
-    page.goto(serving(says("unused")).url)
+    page.goto(serving(says_in_steps("unused")).url)
     page.evaluate(
         """text => {
             const dataTransfer = new DataTransfer();
@@ -128,7 +128,7 @@ def test_a_file_can_be_dropped(page: Page, serving: Serving) -> None:
 
 
 def test_what_the_page_saves_is_a_trace(page: Page, serving: Serving, tmp_path: Path) -> None:
-    page.goto(serving(says(TEXT)).url)
+    page.goto(serving(says_in_steps(TEXT)).url)
     page.get_by_role("textbox", name="Message").fill("Tell me of the fox.")
     page.keyboard.press("Enter")
     page.wait_for_selector(".answer[aria-busy=false]")

@@ -90,7 +90,12 @@ TOOLS = read_tools(
 
 def verdict(family, grammar, text):
     """None for an answer that may be; else what of it is legal, with "..." where it is all but its end."""
-    state = family.compiler.compile(structured_output(grammar=grammar)).state()
+    return verdict_of_form(family, structured_output(grammar=grammar), text)
+
+
+def verdict_of_form(family, form, text):
+    """The same for a form that may have a preamble."""
+    state = family.compiler.compile(form).state()
     ids = family.tokenizer.encode(text, add_special=False)
     for count, token in enumerate(ids):
         if not state.permits((), token):

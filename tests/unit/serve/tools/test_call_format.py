@@ -9,7 +9,7 @@ from specinfer.serve.tools.call_format import CallFormat, format_in
 
 from .families import FAMILIES, LLAMA, MISTRAL, MISTRAL_ARGS, MISTRAL_IDS, PLAIN, QWEN, tokenizer
 
-CODER = "{{ tools }}<tool_call>\n<function=f>\n{{ arguments }}</function>\n</tool_call>"
+CODER = "{{ tools }}<tool_call>\n<function=f>\n<parameter=a>{{ arguments }}</function>\n</tool_call>"
 OTHER = "{% for t in tools %}<|tool|>{{ t }}{% endfor %}"
 
 
@@ -26,7 +26,8 @@ OTHER = "{% for t in tools %}<|tool|>{{ t }}{% endfor %}"
         ("", None),
         (PLAIN, None),
         (QWEN.replace("tools", "xtools"), None),
-        (CODER, None),
+        (CODER, "qwen3_coder"),
+        (CODER.replace("<parameter=", "<argument="), None),
         (CODER.replace("<function=", "<arg_key>"), None),
         (OTHER, None),
     ],
@@ -41,7 +42,7 @@ def test_a_template_shows_the_form(template, name):
         (None, "the model has no chat template, by which it could learn of tools; leave tools out"),
         (
             PLAIN,
-            "the model's chat template knows no tools; leave tools out, or choose a tool format (hermes, l",
+            "the model's chat template knows no tools; leave tools out, or choose a tool format (hermes, q",
         ),
         (
             OTHER,
@@ -67,7 +68,7 @@ def test_a_form_may_be_chosen_by_name():
     assert (forced.name, forced.native, forced.single) == ("hermes", False, False)
     assert CallFormat.of(tokenizer(None), "mistral").native is False
     with pytest.raises(
-        RequestError, match="the tool format is 'xml'; allowed: auto, hermes, llama3, mistral, m"
+        RequestError, match="the tool format is 'xml'; allowed: auto, hermes, qwen3_coder, llama3, m"
     ):
         CallFormat.of(tokenizer(QWEN), "xml")
 

@@ -1,35 +1,40 @@
-"""A server without a model: its backend says what a script says, with the trees of each step."""
+"""A server without a model: its backend says what a script says, with the trees of each step where wanted."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import uvicorn
+from fastapi import FastAPI
 
 from specinfer.config import SpeculationConfig
-from specinfer.request import FinishReason, SpeculationFigures
+from specinfer.request import FinishReason, Logprob, SpeculationFigures
 from specinfer.serve.access import Keys
 from specinfer.serve.app import build_app
 from specinfer.serve.backend import Health
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
 from specinfer.serve.metrics import Metrics
+from specinfer.serve.observer import Observer
 from specinfer.serve.server import listen
 from specinfer.serve.service import Service
 from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
 from specinfer.tokenizer import Tokenizer
+from tests.tiny_models import write_byte_tokenizer
 
-Script = Callable[[Work], Iterable[Delta | None]]  # None: say no more until the work is given up
+MODEL: Final = "scripted"
+# Every message on a line of its own, so that a prompt shows which messages it is made of.
 TEMPLATE: Final = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 FACTS: Final = EngineFacts(
     max_context=100_000,
@@ -41,12 +46,18 @@ FACTS: Final = EngineFacts(
 _ACCEPTED: Final = (3, 0, 5, 1, 2)  # tokens, step by step
 _NAMES: Final = (["draft"], ["ngram"], ["draft", "ngram"], ["suffix"], ["prediction"], ["grammar"])
 
+# What a work is answered; an exception is raised, and None says no more until the work is given up.
+Script = Sequence[Delta | Exception | None]
+
 
 class ScriptedBackend:
-    """A Backend that gives each work the next script, the last one again and again."""
+    """A Backend that gives each work the next script, the last one again and again.
+
+    Deltas get the id of the work, and keep their trees where the work is traced.
+    """
 
     def __init__(self, *scripts: Script) -> None:
-        self.scripts = list(scripts)
+        self._scripts = list(scripts)
         self.works: list[Work] = []
         self.gone: list[str] = []  # works that were given up
 
@@ -55,13 +66,15 @@ class ScriptedBackend:
         try:
             for work in works:
                 self.works.append(work)
-                script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
-                for delta in script(work):
+                script = self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]
+                for delta in script:
                     if delta is None:
                         await asyncio.Event().wait()
+                    elif isinstance(delta, Exception):
+                        raise delta
                     else:
                         await asyncio.sleep(0)  # the server hands on what there is
-                        yield delta
+                        yield replace(delta, id=work.id, trees=delta.trees if work.traced else ())
                 left.discard(work.id)
         finally:
             self.abort(left)
@@ -74,35 +87,37 @@ class ScriptedBackend:
 
 
 def says(
-    text: str, *, nodes: int = 6, stops_after: int | None = None, end: FinishReason = FinishReason.STOP
-) -> Script:
-    """An answer with that text, in steps of one to six tokens; it stops after so many steps, if told to."""
+    *texts: str, reason: FinishReason = FinishReason.STOP, logprobs: bool = False, **last: Any
+) -> list[Delta]:
+    """Deltas with these texts, a token per byte, the last one with the end and whatever else is given."""
+    deltas = []
+    for text in texts:
+        ids = tuple(text.encode())
+        told = tuple({token: Logprob(-0.5, 1, chr(token))} for token in ids) if logprobs else ()
+        deltas.append(Delta("", text, ids, told))
+    ended = replace(deltas[-1], finish_reason=reason, figures=SpeculationFigures(), **last)
+    return [*deltas[:-1], ended]
 
-    def script(work: Work) -> Iterator[Delta | None]:
-        figures = SpeculationFigures()
-        steps = list(steps_of(text, nodes=nodes))
-        for number, (said, tree) in enumerate(steps):
-            if number == stops_after:
-                yield None
-            drafted, accepted = len(tree["token_ids"]) - 1, len(tree["path"])
-            if number:
-                figures.steps += 1
-                figures.output_tokens += accepted + 1
-                figures.drafted_tokens += drafted
-                figures.accepted_tokens += accepted
-            last = number == len(steps) - 1
-            tokens = (*[tree["token_ids"][node] for node in tree["path"]], tree["next_token"])
-            yield Delta(
-                work.id,
-                said,
-                tokens,
-                trees=(tree,) if work.traced else (),
-                steps=((drafted, accepted),) if number else (),
-                finish_reason=end if last else None,
-                figures=figures if last else None,
-            )
 
-    return script
+def says_in_steps(text: str, *, nodes: int = 6, stops_after: int | None = None) -> list[Delta | None]:
+    """A text in steps of one to six tokens, with their trees; it stops after so many steps, if told to."""
+    deltas: list[Delta | None] = []
+    figures = SpeculationFigures()
+    for number, (said, tree) in enumerate(steps_of(text, nodes=nodes)):
+        if number == stops_after:
+            return [*deltas, None]
+        drafted, accepted = len(tree["token_ids"]) - 1, len(tree["path"])
+        if number:
+            figures.steps += 1
+            figures.output_tokens += accepted + 1
+            figures.drafted_tokens += drafted
+            figures.accepted_tokens += accepted
+        tokens = (*[tree["token_ids"][node] for node in tree["path"]], tree["next_token"])
+        steps = ((drafted, accepted),) if number else ()
+        deltas.append(Delta("", said, tokens, trees=(tree,), steps=steps))
+    last = deltas[-1]
+    assert last is not None
+    return [*deltas[:-1], replace(last, finish_reason=FinishReason.STOP, figures=figures)]
 
 
 def steps_of(text: str, *, nodes: int = 6) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -141,6 +156,41 @@ def _tree(root: str, said: list[str], step: int, nodes: int) -> dict[str, Any]:
     }
 
 
+def byte_tokenizer(folder: Path, template: str = TEMPLATE) -> Tokenizer:
+    """One token per byte, and a chat template; its files are written to `folder`."""
+    write_byte_tokenizer(folder, 256)
+    (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer.load(folder)
+
+
+def scripted_app(
+    tokenizer: Tokenizer,
+    backend: ScriptedBackend,
+    *,
+    observers: Sequence[Observer] = (),
+    keys: Sequence[str] = (),
+    **options: Any,
+) -> FastAPI:
+    """The server's application over that backend; options are of ServeConfig."""
+    service = Service(
+        ServeConfig(**options),
+        backend,
+        tokenizer,
+        FACTS,
+        Dialect.of(tokenizer),
+        models=[MODEL],
+        batch=16,
+        metrics=Metrics(MODEL),
+        observers=observers,
+    )
+    return build_app(service, Keys(list(keys)))
+
+
+def http_client(app: FastAPI) -> httpx.AsyncClient:
+    """A client whose requests go to the application itself."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server/v1")
+
+
 @dataclass(frozen=True)
 class ScriptedServer:
     """Where it listens, and who answers there."""
@@ -150,26 +200,13 @@ class ScriptedServer:
 
 
 @contextmanager
-def scripted_server(folder: Path, *scripts: Script, keys: Sequence[str] = ()) -> Iterator[ScriptedServer]:
-    """The real application over a ScriptedBackend, on a free port of this machine.
-
-    `folder` has a tokenizer with the chat template above.
-    """
-    config = ServeConfig(port=0)
+def scripted_server(
+    tokenizer: Tokenizer, *scripts: Script, keys: Sequence[str] = ()
+) -> Iterator[ScriptedServer]:
+    """The application over a ScriptedBackend, on a free port of this machine."""
     backend = ScriptedBackend(*scripts)
-    tokenizer = Tokenizer.load(folder)
-    service = Service(
-        config,
-        backend,
-        tokenizer,
-        FACTS,
-        Dialect.of(tokenizer),
-        models=["scripted"],
-        batch=16,
-        metrics=Metrics("scripted"),
-    )
-    app = build_app(service, Keys(list(keys)))
-    listener = listen(config)
+    app = scripted_app(tokenizer, backend, keys=keys)
+    listener = listen(ServeConfig(port=0))
     listener.listen(16)  # who asks before the server runs waits for it
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)

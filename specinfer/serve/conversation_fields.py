@@ -1,0 +1,52 @@
+"""The fields that conversations have at every endpoint: tools, forms, the chat template's variables."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from specinfer.serve.api_error import ApiError
+from specinfer.serve.fields import SamplingFields
+
+
+class ConversationFields(SamplingFields):
+    """What a conversation may ask beside its messages."""
+
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the model's chat template."
+    )
+
+    @property
+    @abstractmethod
+    def described_tools(self) -> list[dict[str, Any]]:
+        """The tools in the shape of chat completions, which chat templates know."""
+
+    @property
+    @abstractmethod
+    def chosen_tool(self) -> str | dict[str, Any] | None:
+        """What `tool_choice` says, in that shape."""
+
+    @property
+    @abstractmethod
+    def effort(self) -> tuple[str, str | None]:
+        """The name of the field that says how much the model is to think, and what it says."""
+
+    @property
+    def forms(self) -> Mapping[str, Any]:
+        """The fields that ask for a form of the text, by name."""
+        names = ("response_format", "regex", "choice", "grammar")
+        given = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in given.items() if value not in (None, {"type": "text"})}
+
+    def check(self) -> None:
+        """Refuse what contradicts itself; raises ApiError."""
+        super().check()
+        if self.described_tools and self.chosen_tool != "none":
+            for name in self.forms:
+                raise ApiError(
+                    f"{name} and tools are given; give one of them, or tool_choice: none", param=name
+                )

@@ -1,0 +1,59 @@
+"""A scripted server, asked for responses by OpenAI's client and by a plain one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import openai
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import Script, ScriptedBackend, http_client, scripted_app
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+class Asking:
+    """A server, OpenAI's client and a plain one, and what the engine was asked."""
+
+    def __init__(self, tokenizer: Tokenizer, answers: Sequence[Script], options: dict[str, Any]) -> None:
+        self.backend = ScriptedBackend(*answers)
+        app = scripted_app(tokenizer, self.backend, **options)
+        self.http = http_client(app)
+        client = openai.AsyncOpenAI(
+            api_key="none", base_url="http://server/v1", http_client=http_client(app), max_retries=0
+        )
+        self.responses = client.responses
+
+    @property
+    def prompts(self) -> list[str]:
+        return [bytes(work.prompt_token_ids).decode() for work in self.backend.works]
+
+    async def events(self, **body: Any) -> list[dict[str, Any]]:
+        """The events of a stream as they stand on the wire; each has the name that its line says."""
+        answer = await self.http.post("/responses", json=body | {"stream": True})
+        assert answer.status_code == 200, answer.text
+        found = []
+        for block in answer.text.removesuffix("\n\n").split("\n\n"):
+            named, data = block.split("\n")
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert named == f"event: {found[-1]['type']}"
+        return found
+
+    async def refusal(self, **body: Any) -> tuple[int, str | None, str]:
+        answer = await self.http.post("/responses", json=body)
+        error = answer.json()["error"]
+        return answer.status_code, error["param"], error["message"]
+
+
+def ask(
+    tokenizer: Tokenizer, answers: Sequence[Script], do: Callable[[Asking], Awaitable[None]], **options: Any
+) -> None:
+    async def run() -> None:
+        await do(Asking(tokenizer, answers, options))
+
+    asyncio.run(run())

@@ -1,0 +1,23 @@
+"""Which responses stay, and which leave."""
+
+from __future__ import annotations
+
+import pytest
+
+from specinfer.serve.api_error import ApiError
+from specinfer.serve.response_store import ResponseStore
+
+
+def test_the_oldest_leave_where_all_are_too_large() -> None:
+    store = ResponseStore(10, most_bytes=250)
+    for name, size in (("a", 30), ("b", 30), ("c", 30), ("d", 300)):
+        store.keep(name, {}, [{"role": "user", "content": "x" * size}])
+        if name == "c":
+            assert store.body("a") == b"{}"
+    for gone in "abc":
+        with pytest.raises(ApiError):
+            store.body(gone)
+    assert store.body("d") == b"{}"  # the newest stays, whatever its size
+    store.forget("d")
+    store.keep("e", {}, [])
+    assert store.conversation("e") == ()
