@@ -18,6 +18,7 @@ Quantization = Literal["none", "int8", "int4"]
 Verifier = Literal["coupled", "mss"]
 DraftDraw = Literal["coupled", "top_k", "iid", "without_replacement"]
 TreeSize = Literal["cost", "fixed"]
+Clock = Literal["measured", "curve"]
 
 # What a draft model may do for each verifier, its default first (docs/losslessness.md). The top-k of a
 # draft model is a point mass whichever verifier looks at it.
@@ -70,6 +71,9 @@ class SpeculationConfig:
     expansion: Expansion = field(default_factory=lambda: Expansion((1, 1, 3, 1, 1)))
     max_nodes: int = 64  # of one request's tree in one step, the root included
     tree_size: TreeSize = "cost"  # cost: of all that, what is expected to be fastest here; fixed: all of it
+    clock: Clock = (
+        "measured"  # what a step takes, for tree sizes: measured while it runs; curve: as at the start
+    )
     verifier: Verifier = "coupled"
     draw: DraftDraw | None = None  # how drafts draw; None: the verifier's own rule
 
@@ -82,6 +86,7 @@ class SpeculationConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
         _choice("tree_size", self.tree_size, get_args(TreeSize))
+        _choice("clock", self.clock, get_args(Clock))
         _choice("verifier", self.verifier, tuple(DRAFT_DRAWS))
         if self.draw is not None and self.draw not in tuple(DRAFT_DRAWS[self.verifier]):
             raise ConfigError(

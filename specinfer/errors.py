@@ -16,6 +16,7 @@ SpecInferError
 |   |-- KernelBuildError          native kernels were asked for and could not be compiled
 |   |-- SpeculatorError           a caller's speculator that breaks its contract
 |   |-- LogitsError               a model whose logits are no numbers: the request ends
+|   |-- TraceTooSmallError        a policy asks for guesses that a trace of them does not have
 |   |-- ClosedError               an LLM that is asked after it was closed
 |   `-- CapacityError             it does not fit in memory
 `-- IntegrityError                an invariant of ours is broken: a bug in specinfer
@@ -110,6 +111,10 @@ class SpeculatorError(UserError):
 
 class LogitsError(UserError):
     """The model's logits are no numbers at some token of a request; others go on."""
+
+
+class TraceTooSmallError(UserError):
+    """A policy asks for guesses that a trace does not have."""
 
 
 class ClosedError(UserError):

@@ -13,7 +13,7 @@ from specinfer.config import EngineConfig
 from specinfer.engine.admission import Admitted
 from specinfer.engine.build import Models, build_engine, load_models
 from specinfer.engine.engine import Engine
-from specinfer.engine.intake import Intake, Message, Params, Prompt
+from specinfer.engine.intake import Intake, Message, Params, Prompt, Tool
 from specinfer.engine.loop import EngineLoop
 from specinfer.engine.metrics import Statistics
 from specinfer.engine.trace import TreeEvent
@@ -161,6 +161,18 @@ class LLM:
         return self._open.loop
 
     @property
+    def on_step(self) -> Callable[[Sequence[str]], None] | None:
+        """Called with the ids of a step's requests before anything is computed, by the thread that runs it.
+
+        May be set at any time. It has to be quick, and a step in which it raises is tried again.
+        """
+        return self._open.engine.on_step
+
+    @on_step.setter
+    def on_step(self, listener: Callable[[Sequence[str]], None] | None) -> None:
+        self._open.engine.on_step = listener
+
+    @property
     def on_tree(self) -> Callable[[TreeEvent], None] | None:
         """Called with every request's tree in every step, by the thread that runs the step.
 
@@ -198,10 +210,17 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: Params = None,
         *,
+        tools: Sequence[Tool] = (),
         on_output: OnOutput | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, through the model's chat template; else as `generate`."""
-        return self._answer(self.intake.conversations(messages, params), on_output)
+        """Answer one conversation or several, through the model's chat template; else as `generate`.
+
+        `tools`, in the shape of OpenAI's chat completions, are what the template tells the model that it may
+        call. A call stands in the text as the model writes it, held to no schema: to read it is the caller's
+        part, and `specinfer serve` does it. Its marks may be special tokens, which are left out of texts but
+        for `visible_token_ids`. Raises RequestError for tools that the template knows nothing of.
+        """
+        return self._answer(self.intake.conversations(messages, params, tools=tools), on_output)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput]:
         """Answer one prompt; yields the output after every step of it, `new_text` is the part that is new.
@@ -213,10 +232,14 @@ class LLM:
         return self._open.loop.stream(requests)
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] = (),
     ) -> Generator[RequestOutput]:
-        """Answer one conversation as `stream` answers a prompt."""
-        [requests] = self.intake.conversations([messages], params)
+        """Answer one conversation as `stream` answers a prompt, with `tools` as `chat` has them."""
+        [requests] = self.intake.conversations([messages], params, tools=tools)
         return self._open.loop.stream(requests)
 
     def _answer(self, groups: list[list[Admitted]], on_output: OnOutput | None) -> list[RequestOutput]:

@@ -13,7 +13,7 @@ An entry with `max_nodes == 0` is an earlier chunk of a prefill: it computes KV 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Request
@@ -52,8 +52,8 @@ class StepPlan:
     """Everything the speculators and the runner need to know about one step."""
 
     entries: tuple[PlanEntry, ...]
+    tree_entries: tuple[PlanEntry, ...] = field(init=False)  # those that end in a tree, in plan order
 
-    @property
-    def tree_entries(self) -> tuple[PlanEntry, ...]:
-        """The entries that end in a tree, in plan order."""
-        return tuple(entry for entry in self.entries if entry.has_tree)
+    def __post_init__(self) -> None:
+        # Once: everybody asks, some of them for each request.
+        object.__setattr__(self, "tree_entries", tuple([e for e in self.entries if e.max_nodes > 0]))

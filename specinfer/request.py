@@ -132,6 +132,7 @@ class RequestOutput:
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None  # [prompt tokens], None first, if asked for
     cached_tokens: int = 0  # prompt tokens whose KV an earlier request had left behind
     error: str | None = None  # why it ended, where finish_reason is "error"
+    internal_error: bool = False  # it is the engine's, or the model's, and not the request's own
     others: tuple[RequestOutput, ...] = ()  # the prompt's other completions, when n > 1
 
     @property

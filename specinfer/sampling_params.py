@@ -50,6 +50,7 @@ class SamplingParams:
     regex: str | None = None  # the whole answer matches
     choice: tuple[str, ...] | None = None  # the answer is one of these
     grammar: str | None = None  # Lark or EBNF
+    preamble: str | None = None  # Lark rules, whose rule `preamble` is what stands before the form
 
     max_tokens: int = 128
     min_tokens: int = 0  # no end of text, stop token or stop string before this many tokens
@@ -133,7 +134,7 @@ class SamplingParams:
                 )
         if self.choice is not None:
             self._set("choice", _items("choice", self.choice, "a list of one or more non-empty strings"))
-        meant = structured_output(self.response_format, self.regex, self.choice, self.grammar)
+        meant = structured_output(self.response_format, self.regex, self.choice, self.grammar, self.preamble)
         self._set("structured_output", meant)
         if meant is not None and self.ignore_eos:
             raise RequestError(

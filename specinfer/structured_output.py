@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -33,6 +33,7 @@ class StructuredOutput:
 
     kind: OutputKind
     source: str = ""
+    preamble: str = ""  # Lark rules; their rule `preamble` is what stands before the form
 
     @property
     def parameter(self) -> str:
@@ -46,6 +47,7 @@ def structured_output(
     regex: str | None = None,
     choice: Iterable[str] | None = None,
     grammar: str | None = None,
+    preamble: str | None = None,
 ) -> StructuredOutput | None:
     """The one form these parameters ask for, or None when the text is free.
 
@@ -53,7 +55,10 @@ def structured_output(
     changes nothing, since every schema is followed to the letter. Whether the form can be compiled and
     begun shows when the model's tokenizer is known (grammar/grammar.py). A form that has no finite text,
     `root ::= "a" root` say, is not refused: its text goes on until max_tokens, with finish_reason "length".
-    Raises RequestError on a value of the wrong type or shape, and when more than one parameter is given.
+    `preamble` are Lark rules, of which the rule `preamble` says what stands before the form.
+
+    Raises RequestError on a value of the wrong type or shape, when more than one of the other four is given,
+    and for a preamble without any of them.
     """
     given = {"response_format": response_format, "regex": regex, "choice": choice, "grammar": grammar}
     names = [name for name, value in given.items() if value is not None]
@@ -61,15 +66,26 @@ def structured_output(
         raise RequestError(
             f"{' and '.join(names)} are given together; allowed: one of them, drop the rest", names[0]
         )
+    form = None
     if response_format is not None:
-        return _from_response_format(response_format)
-    if regex is not None:
-        return _from_text(OutputKind.REGEX, regex, "a regular expression")
-    if choice is not None:
-        return _from_choice(choice)
-    if grammar is not None:
-        return _from_text(OutputKind.GRAMMAR, grammar, "a Lark grammar, or EBNF rules with ::=")
-    return None
+        form = _from_response_format(response_format)
+    elif regex is not None:
+        form = _from_text(OutputKind.REGEX, regex, "a regular expression")
+    elif choice is not None:
+        form = _from_choice(choice)
+    elif grammar is not None:
+        form = _from_text(OutputKind.GRAMMAR, grammar, "a Lark grammar, or EBNF rules with ::=")
+    return form if preamble is None else _behind(preamble, form)
+
+
+@naming("preamble")
+def _behind(preamble: object, form: StructuredOutput | None) -> StructuredOutput:
+    if form is None:
+        raise RequestError(
+            "preamble says what stands before a form, and there is none; allowed: with response_format, "
+            "regex, choice or grammar; add one of them, or drop it"
+        )
+    return replace(form, preamble=_source("preamble", preamble, "Lark rules with a rule preamble"))
 
 
 def _from_text(kind: OutputKind, text: object, allowed: str) -> StructuredOutput:

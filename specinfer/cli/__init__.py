@@ -1,4 +1,4 @@
-"""The command line: `specinfer serve | generate | chat | pull | demo | bench | check | doctor | view`.
+"""The command line: `specinfer serve | generate | chat | pull | demo | bench | check | doctor`, and others.
 
 Commands are imported when they are called, so `specinfer --help` answers before torch would have loaded.
 """
@@ -25,6 +25,8 @@ COMMANDS: Final = {  # name -> module, which has a click command of that name; i
     "bench": "Measure a model without and with speculation.",
     "check": "Test on your own models that speculation does not change the output.",
     "doctor": "Print what a bug report needs: versions, CPU, kernels and how fast they are.",
+    "trace": "Record texts with all that drafts would have guessed along them.",
+    "policy": "Play recorded texts under policies of speculation, without a model.",
     "view": "Look at the token trees of a trace file, in a browser.",
 }
 BUG: Final = 70  # the exit status of an internal error, as in sysexits.h

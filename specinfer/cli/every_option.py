@@ -27,7 +27,7 @@ _SIZES: Final = ("kv_cache_memory", "suffix_memory", "max_body", "log_traffic_si
 _STEP_TOKENS: Final = (
     128  # a step of more keeps whoever comes meanwhile waiting; of fewer reads prompts slowly
 )
-_LISTS: Final = ("served_model_name", "api_key", "cors_origin")  # of the server's options
+_LISTS: Final = ("served_model_name", "api_key", "cors_origin", "allowed_host")  # of the server's options
 _FLAGS: Final = {"drafts": "draft"}  # one is given at a time
 
 PURPOSES: Final = {
@@ -55,6 +55,7 @@ PURPOSES: Final = {
     "expansion": "Children of each frontier node of a draft's tree, level by level: K1,K2,...",
     "max_nodes": "Of one request's tree in one step, the root included.",
     "tree_size": "cost: of these trees the part that is fastest here; fixed: all of them.",
+    "clock": "measured: costs follow what steps take; curve: as measured at first, to repeat texts of mss.",
     "verifier": "Which rule accepts guesses.",
     "draw": "How drafts draw: coupled or top_k; with mss without_replacement, iid or top_k.",
     "block_size": "Cache positions of a block.",
@@ -70,6 +71,7 @@ PURPOSES: Final = {
     "api_key": "Ask everybody for this key, or another one given; repeatable. Also: SPECINFER_API_KEY.",
     "api_key_file": "More keys, a line each.",
     "cors_origin": "Let pages of this origin call; repeatable.",
+    "allowed_host": "Answer where asked for by this name, a proxy's perhaps; repeatable; * for any.",
     "page": "Show a page to chat on at /.",
     "max_waiting": "Completions that may wait for the engine; more get 429.",
     "max_n": "Completions of one prompt, and prompts of one request.",

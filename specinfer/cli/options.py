@@ -81,6 +81,11 @@ def speculation_options(command: _Command) -> _Command:
                 show_default="cost",
                 help="cost: of these trees the part that is fastest here; fixed: all of them.",
             ),
+            click.option(
+                "--clock",
+                show_default="measured",
+                help="measured: costs follow what steps take; curve: as measured at first.",
+            ),
             click.option("--verifier", default="coupled", show_default=True, help="coupled or mss."),
             click.option(
                 "--draw",

@@ -23,17 +23,21 @@ _KEY_VARIABLE: Final = "SPECINFER_API_KEY"
 def serve(model: str | None, file: Path | None, **flags: Any) -> None:
     """Serve MODEL, the small default one when none is named, to any OpenAI client."""
     from specinfer.progress import ProgressBar
+    from specinfer.serve.engine_child import EngineChild
 
     if not flags["api_key"] and (key := os.environ.get(_KEY_VARIABLE)):
         flags["api_key"] = (key,)
     options, config = configs({"model": model, **flags}, file)
-    try:
-        from specinfer.serve.server import serve as serve_forever
-    except ImportError as error:
-        raise ConfigError(
-            f"{error.name} is not installed; the server needs it: pip install 'specinfer[serve]'"
-        ) from None
-    serve_forever(config, engine_config(options), ProgressBar(), _tell_ready)
+    engine = engine_config(options)
+    # Its process loads torch while this one loads what serves.
+    with EngineChild((config.log_level, config.log_format)) as child:
+        try:
+            from specinfer.serve.server import serve as serve_forever
+        except ImportError as error:
+            raise ConfigError(
+                f"{error.name} is not installed; the server needs it: pip install 'specinfer[serve]'"
+            ) from None
+        serve_forever(config, engine, child, ProgressBar(), _tell_ready)
 
 
 def _tell_ready(url: str) -> None:

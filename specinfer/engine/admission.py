@@ -30,8 +30,8 @@ class Admitted:
     transcript: Transcript
 
     def fail(self, error: str) -> RequestOutput:
-        """End the request where it stands, with finish reason "error"; its last output."""
-        self.transcript.fail(error, time.perf_counter())
+        """End the request where it stands, as the engine failed it; its last output."""
+        self.transcript.fail(error, time.perf_counter(), internal=True)
         return self.transcript.output()
 
 

@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from specinfer.attention.native import NativeAttention, unsupported
 from specinfer.attention.sdpa import SdpaAttention
-from specinfer.config import EngineConfig, Quantization, SpeculationConfig
+from specinfer.config import EngineConfig, Quantization
 from specinfer.engine.admission import Admission
+from specinfer.engine.drafts import (
+    AnyDraft,
+    Found,
+    FoundHead,
+    check_options,
+    check_vocabularies,
+    draft_names,
+    find,
+    find_drafts,
+    make_draft,
+    weight_bytes,
+    what_is_timed,
+)
 from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
-from specinfer.hub import ModelFiles, resolve
+from specinfer.heads.load import load_head
 from specinfer.kernels.choice import Kernels, choose_kernels, guessing
 from specinfer.kernels.machine import thread_count
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.weights import OpenModel, estimate_bytes, load_model, open_model
+from specinfer.models.weights import estimate_bytes, load_model
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime import memory
-from specinfer.runtime.cost_curve import CostCurve, cost_curve
+from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve
 from specinfer.runtime.runner import ModelRunner
-from specinfer.speculate.cost_policy import CostPolicy
-from specinfer.speculate.draft_costs import DraftCosts
-from specinfer.speculate.draft_model import DraftModel
 from specinfer.speculate.draft_vocabulary import DraftVocabulary, draft_vocabulary
 from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.guarded_policy import GuardedPolicy, sized_by_cost
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.policy import FixedPolicy, SpeculationPolicy
+from specinfer.speculate.policy import FixedPolicy
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
-from specinfer.speculate.table import AFTER_DRAFTS, BEFORE_DRAFTS, build_speculators
+from specinfer.speculate.table import build_speculators
 from specinfer.tokenizer import Tokenizer
-from specinfer.tokenizer.vocabulary import Vocabulary
 from specinfer.verify.pairs import Verifier
 
 _LOG = logging.getLogger(__name__)
@@ -43,20 +53,15 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Loaded models: the target, its tokenizer, and the drafts by speculator name with what they can name."""
+    """Loaded models: the target, its tokenizer, and the drafts by speculator name.
+
+    `draft_vocabulary` is what drafts that are models can name; heads name the tokens they were trained for.
+    """
 
     target: LanguageModel
     tokenizer: Tokenizer
-    drafts: dict[str, LanguageModel]
+    drafts: dict[str, AnyDraft]
     draft_vocabulary: DraftVocabulary | None = None  # None: every token
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A model that was found and opened, once, whatever is asked of it afterwards."""
-
-    files: ModelFiles
-    model: OpenModel
 
 
 def load_models(config: EngineConfig, progress: Progress | None = None) -> Models:
@@ -69,14 +74,14 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     device = pick_device(config.device)
     _check_quantization("quantization", config.quantization, device)
     _check_quantization("draft_quantization", config.speculation.draft_quantization, device)
-    _check_drafts(config.speculation)
     kernels, lacking = choose_kernels(config.kernels, device, show)
     dtype = pick_dtype(config.dtype, device, kernels)
     use_threads(config.threads, kernels)
-    found = _find((config.model, *config.speculation.drafts), show)
-    target = found[config.model]
-    drafts = {name: found[model] for name, model in _draft_names(config.speculation.drafts).items()}
-    _check_vocabularies(target, drafts.values())
+    target = find(config.model, show)
+    found = find_drafts(config.speculation.drafts, target, config.model, show)
+    drafts = {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
+    check_options(config.speculation, [*drafts.values()])
+    check_vocabularies(target, drafts.values())
     tokenizer = Tokenizer.load(target.files)
     named = draft_vocabulary(config.speculation.draft_vocabulary, tokenizer, target.model.config.vocab_size)
     logit_ids = None if named is None else named.ids.tolist()
@@ -87,21 +92,34 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
         _LOG.warning("quantized products run in PyTorch, without native kernels, and slowly")
     sizes = {target.files.name: estimate_bytes(target.model, dtype, kernels, of_target)}
     sizes |= {
-        f"{name} {f.files.name}": estimate_bytes(f.model, dtype, kernels, of_drafts)
-        for name, f in drafts.items()
+        f"{name} {draft.files.name}": weight_bytes(draft, dtype, kernels, config.speculation)
+        for name, draft in drafts.items()
     }
     memory.check_weights_fit(sizes, device)
 
-    def fitting(found: _Found) -> Kernels:
+    def fitting(found: Found | FoundHead) -> Kernels:
         return _with_attention(kernels, found, dtype, must=config.kernels == "native")
 
+    loaded = _load(target, dtype, device, show, fitting(target), of_target)
+
+    def load_draft(draft: Found | FoundHead) -> AnyDraft:
+        own = guessing(fitting(draft))
+        if isinstance(draft, Found):
+            return _load(draft, dtype, device, show, own, of_drafts, logit_ids)
+        return load_head(
+            draft.head,
+            target.model,
+            loaded,
+            progress=show,
+            name=draft.files.name,
+            kernels=own,
+            quantization=of_drafts,
+        )
+
     models = Models(
-        target=_load(target, dtype, device, show, fitting(target), of_target),
+        target=loaded,
         tokenizer=tokenizer,
-        drafts={
-            name: _load(draft, dtype, device, show, guessing(fitting(draft)), of_drafts, logit_ids)
-            for name, draft in drafts.items()
-        },
+        drafts={name: load_draft(draft) for name, draft in drafts.items()},
         draft_vocabulary=named,
     )
     _leave_cores_to_kernels(models)
@@ -135,55 +153,61 @@ def build_engine(
         device=models.target.device,
     )
 
-    def runner(model: LanguageModel) -> ModelRunner:
-        return ModelRunner(model, num_blocks=blocks, block_size=config.cache.block_size)
-
-    def curve(runner: ModelRunner, quantization: Quantization, logits: int) -> CostCurve:
+    def curve(runner: Timed, quantization: Quantization, variant: str) -> CostCurve:
         model = runner.model
         rows = min(limits.max_step_tokens, blocks * config.cache.block_size, model.config.max_context)
-        every_row = runner is not target  # a draft's level asks for all of its nodes
-        variant = f"{quantization}, {logits} logits"
-        return cost_curve(runner, max_rows=rows, variant=variant, every_row=every_row, progress=progress)
-
-    target = runner(models.target)
-    drafting = {name: runner(model) for name, model in models.drafts.items()}
-    policy: SpeculationPolicy = FixedPolicy()
-    if speculation.tree_size == "cost":
-        vocab = models.target.config.vocab_size
-        named = vocab if models.draft_vocabulary is None else len(models.draft_vocabulary.ids)
-        policy = CostPolicy(
-            curve(target, config.quantization, vocab),
-            {
-                name: DraftCosts(curve(draft, speculation.draft_quantization, named), speculation.expansion)
-                for name, draft in drafting.items()
-            },
-        )
-    drafts = [
-        DraftModel(
-            name,
+        return cost_curve(
             runner,
-            speculation.expansion,
-            speculation.draw_rule,
-            max_rows=limits.max_step_tokens,
-            vocabulary=models.draft_vocabulary,
+            max_rows=rows,
+            variant=f"{quantization}, {variant}",
+            every_row=runner is not target,  # a draft's level asks for all of its nodes
+            # Whatever it takes to measure: the next run decides by it, too.
+            keep=speculation.clock == "curve",
+            progress=progress,
         )
-        for name, runner in drafting.items()
-    ]
+
+    block_size, vocab = config.cache.block_size, models.target.config.vocab_size
+    target = ModelRunner(models.target, num_blocks=blocks, block_size=block_size)
+    drafting = {
+        name: make_draft(
+            name,
+            model,
+            speculation,
+            models.draft_vocabulary,
+            num_blocks=blocks,
+            block_size=block_size,
+            max_rows=limits.max_step_tokens,
+        )
+        for name, model in models.drafts.items()
+    }
+    guard: GuardedPolicy | None = None
+    if speculation.tree_size == "cost":
+        of_target = curve(target, config.quantization, f"{vocab} logits")
+        of_drafts = {
+            name: curve(
+                runner,
+                speculation.draft_quantization,
+                what_is_timed(models.drafts[name], models.draft_vocabulary),
+            )
+            for name, (runner, _) in drafting.items()
+        }
+        guard = sized_by_cost(
+            of_target, of_drafts, speculation.expansion, measured=speculation.clock == "measured"
+        )
     speculators: list[Speculator | LevelSpeculator] = [
-        *build_speculators(BEFORE_DRAFTS, speculation),
-        *drafts,
-        *build_speculators(AFTER_DRAFTS, speculation),
+        *build_speculators(speculation),
+        *(draft for _, draft in drafting.values()),
         *extra,
     ]
     pool = BlockPool(blocks, config.cache.block_size)
     return Engine(
         target=target,
-        speculators=Ensemble(speculators, vocab=models.target.config.vocab_size, policy=policy),
+        speculators=Ensemble(speculators, vocab=vocab, policy=guard or FixedPolicy()),
         tokenizer=models.tokenizer,
         admission=Admission(
             models.tokenizer,
             SpeculationLimits(speculation, speculators),
-            vocab=models.target.config.vocab_size,
+            vocab=vocab,
             max_context=max_context,
             capacity=blocks * config.cache.block_size,
         ),
@@ -195,6 +219,7 @@ def build_engine(
             prefix_reuse=config.cache.prefix_reuse,
         ),
         verifier=Verifier(speculation.verifier),
+        guard=guard,
     )
 
 
@@ -249,19 +274,9 @@ def _check_quantization(option: str, value: Quantization, device: torch.device) 
         )
 
 
-def _check_drafts(speculation: SpeculationConfig) -> None:
-    unset = SpeculationConfig()
-    for option in ("expansion", "draw", "draft_quantization", "draft_vocabulary"):
-        value = getattr(speculation, option)
-        if value != getattr(unset, option) and not speculation.drafts:
-            raise ConfigError(
-                f"{option} is {str(value)!r}, and no draft model is named; add one to drafts, or leave it out"
-            )
-
-
-def _with_attention(kernels: Kernels, found: _Found, dtype: torch.dtype, *, must: bool) -> Kernels:
+def _with_attention(kernels: Kernels, found: Found | FoundHead, dtype: torch.dtype, *, must: bool) -> Kernels:
     """`kernels`, with PyTorch's attention where the native one cannot serve a model's heads."""
-    name, heads = found.files.name, found.model.config
+    name, heads = found.files.name, found.config
     reason = unsupported(heads.head_dim, heads.num_heads // heads.num_kv_heads, dtype)
     if reason is None or not isinstance(kernels.attention, NativeAttention):
         return kernels
@@ -271,35 +286,8 @@ def _with_attention(kernels: Kernels, found: _Found, dtype: torch.dtype, *, must
     return replace(kernels, attention=SdpaAttention())
 
 
-def _draft_names(drafts: tuple[str, ...]) -> dict[str, str]:
-    """Speculator name -> model: draft for one, draft1, draft2, ... for several."""
-    if len(drafts) == 1:
-        return {"draft": drafts[0]}
-    return {f"draft{i}": model for i, model in enumerate(drafts, start=1)}
-
-
-def _find(names: Iterable[str], progress: Progress) -> dict[str, _Found]:
-    """Every named model by its name: found, and opened once however often it is named."""
-    found = {name: resolve(name, progress=progress) for name in dict.fromkeys(names)}
-    return {name: _Found(files, open_model(files)) for name, files in found.items()}
-
-
-def _check_vocabularies(target: _Found, drafts: Iterable[_Found]) -> None:
-    """Raise ConfigError unless an id stands for the same token in every model."""
-    ours = Vocabulary(target.files)
-    for draft in drafts:
-        theirs = Vocabulary(draft.files)
-        sizes = target.model.config.vocab_size, draft.model.config.vocab_size
-        if sizes[0] != sizes[1] or not ours.same_ids(theirs):
-            raise ConfigError(
-                f"draft {draft.files.name} has another vocabulary "
-                f"({theirs.size} tokens, logits of {sizes[1]}) than the target {target.files.name} "
-                f"({ours.size}, {sizes[0]}); use one of its family"
-            )
-
-
 def _load(
-    found: _Found,
+    found: Found,
     dtype: torch.dtype,
     device: torch.device,
     show: Progress,

@@ -26,9 +26,11 @@ from specinfer.errors import RequestError, UserError, ensure
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Logprobs, Request, RequestOutput
 from specinfer.runtime.batch import StepRows, step_rows
+from specinfer.runtime.features import text_rows
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.guarded_policy import GuardedPolicy
 from specinfer.speculate.policy import StepReport
 from specinfer.speculate.speculator import Outcome
 from specinfer.tokenizer import Tokenizer
@@ -87,6 +89,7 @@ class Engine:
         admission: Admission,
         scheduler: Scheduler,
         verifier: Verifier,
+        guard: GuardedPolicy | None = None,
     ) -> None:
         self._target = target
         self._speculators = speculators
@@ -94,6 +97,7 @@ class Engine:
         self._admission = admission
         self._scheduler = scheduler
         self._verifier = verifier
+        self._guard = guard  # of the speculators' policy, if it has one: for statistics
         self._requests: dict[str, _Running] = {}
         self._outputs: list[RequestOutput] = []  # made and not yet returned: an interrupt loses none
         self._launched: list[_Launched] = []  # whose answers are not in the texts yet
@@ -102,6 +106,7 @@ class Engine:
         self._listener_error: Exception | None = None  # of `on_tree`, in the step that runs
         self._suspects: deque[str] = deque()  # requests to be run alone, since steps with all of them failed
         self.clock = StageClock()
+        self.on_step: Callable[[Sequence[str]], None] | None = None  # must not raise
         self.on_tree: Callable[[TreeEvent], None] | None = None
 
     @property
@@ -117,6 +122,7 @@ class Engine:
     def statistics(self) -> Statistics:
         """What was done so far, and who waits and runs now. May be called by any thread, in a step too."""
         scheduler, clock = self._scheduler, self.clock
+        guard = None if self._guard is None else self._guard.state()
         return Statistics(
             steps=clock.steps,
             stage_seconds=dict(clock.seconds),
@@ -126,6 +132,8 @@ class Engine:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             kv_cache_usage=scheduler.cache_usage,
+            speculation_off_steps=0 if guard is None else guard.off_steps,
+            cost_factors={} if guard is None else guard.factors,
         )
 
     def add(self, admitted: Admitted) -> None:
@@ -161,6 +169,8 @@ class Engine:
         try:
             plan = self._schedule()
             if plan.entries:
+                if self.on_step is not None:
+                    self.on_step([entry.request.request_id for entry in plan.entries])
                 self._land(self._launch(plan))
             self._succeeded(plan)
         except Exception as error:
@@ -189,7 +199,9 @@ class Engine:
         trees = self._speculators.propose(plan)
         self.clock.lap(Stage.PROPOSE)
         rows = step_rows(plan, trees)
-        flight = self._target.launch(rows.rows, likelihoods=partial(rows.likelihoods, trees))
+        flight = self._target.launch(
+            rows.rows, likelihoods=partial(rows.likelihoods, trees), taps=self._speculators.taps
+        )
         launched = _Launched(plan, trees, rows, flight)
         self._launched.append(launched)
         self.clock.lap(Stage.FORWARD)
@@ -202,7 +214,9 @@ class Engine:
         now = time.perf_counter()
         self._advance(launched.plan, answers)
         outcomes = self._report(launched, answers, now)
+        self._hear(launched, answers)
         self._launched.remove(launched)
+        self.clock.lap(Stage.COMMIT)
         self._speculators.observe(StepReport(outcomes, self.clock.last))
         self.clock.lap(Stage.COMMIT)
 
@@ -262,7 +276,7 @@ class Engine:
             transcript.cached_tokens = running.sequence.cached_tokens
             committed: tuple[int, ...] = ()
             if isinstance(verdict, UserError):
-                transcript.fail(str(verdict), now)
+                transcript.fail(str(verdict), now, internal=not isinstance(verdict, RequestError))
             else:
                 self._trace(answer.request, answer.tree, verdict)
                 committed = transcript.commit(answer.tree, verdict, now, answer.logprobs)
@@ -272,6 +286,18 @@ class Engine:
             if finished:
                 self._leave(running)
         return outcomes
+
+    def _hear(self, launched: _Launched, answers: Sequence[_Answer]) -> None:
+        """Tell the speculators that read hidden states which rows became text that goes on."""
+        if not self._speculators.taps:
+            return
+        paths = [
+            answer.verdict.path
+            if isinstance(answer.verdict, Acceptance) and answer.request.request_id in self._requests
+            else None
+            for answer in answers
+        ]
+        self._speculators.hear(text_rows(launched.plan, launched.rows.rows, paths), launched.flight)
 
     def _score_prompt(self, entry: PlanEntry, flight: Flight, rows: range) -> None:
         """Report how likely the prompt's tokens behind `entry.start` were, one per row."""
@@ -324,7 +350,8 @@ class Engine:
             return
         for name in suspects:
             running = self._requests[name]
-            running.transcript.fail(f"its steps failed again and again: {error!r}", time.perf_counter())
+            reason = f"its steps failed again and again: {error!r}"
+            running.transcript.fail(reason, time.perf_counter(), internal=True)
             self._outputs.append(running.transcript.output())
             self._leave(running)
             self._speculators.observe(StepReport([Outcome(name, (), finished=True)]))

@@ -21,6 +21,7 @@ from specinfer.verify.noise import completion_seed
 
 Prompt = str | Sequence[int]  # text, or token ids
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Tool = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "parameters": ...}}
 Params = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one per prompt
 
 
@@ -62,11 +63,19 @@ class Intake:
         return self._admit(encoded, params, "prompt")
 
     def conversations(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params = None
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        tools: Sequence[Tool] = (),
     ) -> list[list[Admitted]]:
-        """For one conversation or for each of several its n requests, through the chat template."""
+        """For one conversation or for each of several its n requests, through the chat template.
+
+        `tools` are what the template tells the model that it may call, in all of them.
+        """
+        known = _as_tools(tools)
         with naming("messages"):
-            encoded = [self.tokenizer.encode_chat(chat) for chat in _as_conversations(messages)]
+            encoded = [self.tokenizer.encode_chat(chat, tools=known) for chat in _as_conversations(messages)]
         return self._admit(encoded, params, "messages")
 
     def completion(
@@ -142,6 +151,16 @@ def _as_conversations(messages: object) -> list[Sequence[Message]]:
     if several is None or isinstance(messages, str) or not all(isinstance(c, Sequence) for c in several):
         raise RequestError(f"the messages are {messages!r}; allowed: a list of messages, or of such lists")
     return several
+
+
+def _as_tools(tools: object) -> Sequence[Tool]:
+    """Tools as the chat template takes them; what is in each of them is the template's to read."""
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RequestError(
+            f'the tools are {tools!r}; allowed: a list of {{"type": "function", "function": {{...}}}}',
+            "tools",
+        )
+    return tools
 
 
 def _params_of(prompts: Sequence[Sequence[int]], params: object) -> Sequence[SamplingParams]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -35,14 +36,15 @@ class StageClock:
     def lap(self, stage: Stage) -> None:
         """Charge the time since `start` or the last lap to `stage`."""
         now = time.perf_counter()
-        self.last[stage] = now - self._lapped
-        self.seconds[stage] += self.last[stage]
+        took = now - self._lapped
+        self.last[stage] = self.last.get(stage, 0.0) + took
+        self.seconds[stage] += took
         self._lapped = now
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What an engine did so far, which only grows, and the requests it has now."""
+    """What an engine did so far, which only grows, and how it is now."""
 
     steps: int
     stage_seconds: dict[Stage, float]
@@ -52,9 +54,11 @@ class Statistics:
     running: int  # requests in the batch
     waiting: int  # requests for which there was no room yet
     kv_cache_usage: float  # of the KV cache's blocks the part that running requests hold, 0 to 1
+    speculation_off_steps: int = 0  # in which the guard let nobody guess
+    cost_factors: Mapping[str, float] = field(default_factory=dict)  # what passes take, of what curves say
 
     def since(self, earlier: Statistics) -> Statistics:
-        """What was done after `earlier`; `running` and `waiting` are those of now."""
+        """What was done after `earlier`; what does not only grow is that of now."""
         return replace(
             self,
             steps=self.steps - earlier.steps,
@@ -62,4 +66,5 @@ class Statistics:
             preemptions=self.preemptions - earlier.preemptions,
             prefix_queries=self.prefix_queries - earlier.prefix_queries,
             prefix_hits=self.prefix_hits - earlier.prefix_hits,
+            speculation_off_steps=self.speculation_off_steps - earlier.speculation_off_steps,
         )

@@ -5,8 +5,8 @@ in this order:
 
     1. a row for every running request, so that none stands still
     2. the tokens whose KV is missing, of running requests and of those admitted now: prompts; half of the
-       rows to those that miss fewest, the rest to the oldest; short ones beside long ones have every second
-       step for themselves, which is over soon; and a prompt gets fewer the longer its text is already
+       rows to those that miss fewest, the rest to the oldest; those that one step can end have every second
+       step without the longer ones, as it is over soon; a prompt gets fewer the longer its text is already
     3. nodes of trees, one after the other to every request that wants more, while there are rows
 
 Trees come last: a caller waits for the first token behind a prompt, and a tree may bring no token. When
@@ -28,11 +28,10 @@ from specinfer.engine.sequence import SequenceState
 from specinfer.errors import ensure
 from specinfer.plan import PlanEntry, StepPlan
 
-_QUICK = 4  # a prompt that misses at most a fourth of a step's rows is a short one
 # A row so far into its text costs twice what the first does: as much for its keys as for its products.
 # Measured: 3,500 for a 1.5B model in int8 with matrix units; more without.
 _REACH = 4096
-_LEAST_ROWS = 64  # of fewer each costs more: keys are read in blocks for so many
+_LEAST_ROWS = 32  # of fewer each costs more: keys are read in blocks for several rows
 _SCORED_ROWS = 64  # of a prompt that wants log-probabilities: each row yields a whole vocabulary of logits
 
 
@@ -55,7 +54,7 @@ class Scheduler:
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []  # oldest first
         self._prefix_reuse = prefix_reuse
-        self._quick_alone = False  # whether the last step read short prompts and left long ones
+        self._short_alone = False  # whether the last step read short prompts and left long ones
         self.preemptions = 0
         self.prefix_queries = 0  # tokens of texts that were looked up in the cache
         self.prefix_hits = 0  # tokens of these that were there
@@ -144,17 +143,14 @@ class Scheduler:
     def _text_ends(self, running: Sequence[SequenceState], rows: int) -> list[int]:
         """Where the text ends that each computes in this step, with `rows` beside the one that each has.
 
-        A text for which there are no blocks now goes on by its one row; nobody gives way to a prompt.
+        Blocks are there: a prompt got them all when it was admitted.
         """
-        missing = [min(sequence.uncomputed, self._most_rows(sequence)) - 1 for sequence in running]
-        quick = [rows_missed if rows_missed <= rows // _QUICK else 0 for rows_missed in missing]
-        self._quick_alone = any(quick) and quick != missing and not self._quick_alone
-        given = prompt_rows(rows, quick if self._quick_alone else missing)
-        ends: list[int] = []
-        for sequence, more in zip(running, given, strict=True):
-            end = sequence.computed + 1 + more
-            ends.append(end if self._pool.extend(sequence.block_table, end) else sequence.computed + 1)
-        return ends
+        missing = [sequence.uncomputed - 1 for sequence in running]
+        ending = [rows_missed if rows_missed <= rows else 0 for rows_missed in missing]
+        self._short_alone = any(ending) and ending != missing and not self._short_alone
+        most = [self._most_rows(sequence) - 1 for sequence in running]
+        given = prompt_rows(rows, ending if self._short_alone else missing, most)
+        return [sequence.computed + 1 + more for sequence, more in zip(running, given, strict=True)]
 
     def _most_rows(self, sequence: SequenceState) -> int:
         """The rows of its prompt that one step may have.
@@ -280,17 +276,18 @@ class Scheduler:
             ensure(not sequence.block_table, f"{sequence.request.request_id} waits and owns blocks")
 
 
-def prompt_rows(rows: int, missing: Sequence[int]) -> list[int]:
-    """How many of `rows` each prompt gets, given oldest first with the rows it misses.
+def prompt_rows(rows: int, missing: Sequence[int], most: Sequence[int]) -> list[int]:
+    """How many of `rows` each prompt gets, given oldest first with what it misses and the most it may have.
 
     Half of them go to the prompts that miss fewest, the rest to the oldest. So a short prompt does not wait
     for a long one that came before, and a long one goes on, however many short ones come after it.
     """
     given, used = [0] * len(missing), 0
+    wanted = [*map(min, missing, most)]
     oldest = range(len(missing))
     for budget, order in ((rows // 2, sorted(oldest, key=missing.__getitem__)), (rows, oldest)):
         for i in order:
-            more = min(budget - used, missing[i] - given[i])
+            more = min(budget - used, wanted[i] - given[i])
             given[i] += more
             used += more
     return given

@@ -29,6 +29,7 @@ class Transcript:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
+        self._internal_error = False
         self.figures = SpeculationFigures()
         self._logprobs: list[Logprobs] = []  # of the output's tokens, where asked for
         self.cached_tokens = 0  # of the prompt, whose KV was there already
@@ -93,9 +94,12 @@ class Transcript:
         """Report how likely the prompt's token at `position` was; saying it twice changes nothing."""
         self._prompt_logprobs[position] = logprobs
 
-    def fail(self, error: str, now: float) -> None:
-        """End the request where it stands, because its own parameters allow it no further."""
-        self.error = error
+    def fail(self, error: str, now: float, *, internal: bool) -> None:
+        """End the request where it stands.
+
+        `internal`: the engine or the model failed; otherwise the request's parameters leave nothing to say.
+        """
+        self.error, self._internal_error = error, internal
         self._end(FinishReason.ERROR, flush=True)
         self._finished = now
 
@@ -124,6 +128,7 @@ class Transcript:
             prompt_logprobs=None if params.prompt_logprobs is None else tuple(self._prompt_logprobs),
             cached_tokens=self.cached_tokens,
             error=self.error,
+            internal_error=self._internal_error,
         )
 
     def _end_after(self, token: int, count: int) -> FinishReason | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,6 +70,10 @@ class GrammarCompiler:
         cannot be begun, or is too large to follow, and when the model has no token that ends a text. A form
         that can be begun but never be complete is compiled: its texts go on until they are cut.
         """
+        if spec.preamble:
+            self.compile(
+                replace(spec, preamble="")
+            )  # it is tried at its beginning, and blamed for what is its own
         if not self._vocabulary.end_ids:
             raise RequestError(
                 f"{spec.parameter} needs a model with an end-of-text token, which says that the form is "
@@ -104,13 +109,15 @@ class Grammar:
     def __init__(self, spec: StructuredOutput, vocabulary: LibraryVocabulary) -> None:
         self.spec = spec
         self.vocabulary = vocabulary
+        self._blamed = "preamble" if spec.preamble else spec.parameter  # its form is compiled already
         lark = lark_of(spec)
         self.exact = MatcherSource(f"{lark}\n{_NO_FORCING}", vocabulary, spec.parameter)
         if self.exact.first.is_error():
             said = complaint(self.exact.first)
-            if spec.kind is not OutputKind.GRAMMAR:
+            if spec.kind is not OutputKind.GRAMMAR or spec.preamble:
                 said = without_places(said)
-            raise RequestError(f"{spec.parameter} cannot be used: {said}; {_HINTS[spec.kind]}")
+            hint = "allowed: Lark rules with a rule preamble" if spec.preamble else _HINTS[spec.kind]
+            raise RequestError(f"{self._blamed} cannot be used: {said}; {hint}", self._blamed)
         self.guide = MatcherSource(lark, vocabulary, spec.parameter)
         self._try_out()
 
@@ -128,8 +135,9 @@ class Grammar:
                 if not allowed.size:
                     tail = self.vocabulary.tokenizer.decode(text)
                     raise RequestError(
-                        f"{self.spec.parameter} cannot be met: nothing can follow {shortened(repr(tail))}; "
-                        "take out what contradicts itself"
+                        f"{self._blamed} cannot be met: nothing can follow {shortened(repr(tail))}; "
+                        "take out what contradicts itself",
+                        self._blamed,
                     )
                 token = int(choices.choice(allowed))
                 if token in self.vocabulary.end_ids:

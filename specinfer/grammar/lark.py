@@ -24,11 +24,28 @@ _REFUSED = re.compile(r"\b(max_tokens|temperature|stop)\b")
 
 
 def lark_of(spec: StructuredOutput) -> str:
-    """The Lark grammar of a form.
+    """The Lark grammar of a form, behind its preamble where it has one.
 
     Raises RequestError on a regex that repeats a part too often, on a GBNF grammar that is none, and on Lark
     rules with options that ask for something other than a form of text.
     """
+    form = _grammar(spec) if spec.kind is OutputKind.GRAMMAR else f"start: {_body(spec)}"
+    if not spec.preamble:
+        return form
+    _refuse_options("preamble", spec.preamble)
+    preamble = f"start: preamble\n{spec.preamble}"
+    return f"start: %lark {{\n{preamble}\n}} %lark {{\n{form}\n}}"  # each has names of its own for its rules
+
+
+def _grammar(spec: StructuredOutput) -> str:
+    if _GBNF_RULE.search(spec.source):
+        return to_lark(read_gbnf(spec.source))
+    _refuse_options("grammar", spec.source)
+    return spec.source
+
+
+def _body(spec: StructuredOutput) -> str:
+    """The body of a rule for a form that is no grammar."""
     match spec.kind:
         case OutputKind.REGEX:
             repeat = largest_repeat(spec.source)
@@ -40,16 +57,10 @@ def lark_of(spec: StructuredOutput) -> str:
             return _one_regex(spec.source)
         case OutputKind.CHOICE:
             return _one_regex("|".join("".join(map(escaped, choice)) for choice in json.loads(spec.source)))
-        case OutputKind.GRAMMAR:
-            if _GBNF_RULE.search(spec.source):
-                return to_lark(read_gbnf(spec.source))
-            _refuse_options(spec.source)
-            return spec.source
-        case OutputKind.JSON_OBJECT:
-            schema: Any = {"type": "object"}
         case OutputKind.JSON_SCHEMA:
-            schema = json.loads(spec.source)
-    return f"start: {json_rule(schema)}"
+            return json_rule(json.loads(spec.source))
+        case _:
+            return json_rule({"type": "object"})
 
 
 def json_rule(schema: Mapping[str, Any], *, strict: bool = True) -> str:
@@ -65,14 +76,14 @@ def json_rule(schema: Mapping[str, Any], *, strict: bool = True) -> str:
 def _one_regex(regex: str) -> str:
     from llguidance import regex_to_lark
 
-    return f"start: /{regex_to_lark(regex, '')}/"
+    return f"/{regex_to_lark(regex, '')}/"
 
 
-def _refuse_options(lark: str) -> None:
+def _refuse_options(name: str, lark: str) -> None:
     for head in _OPTIONS.finditer(lark):
         refused = _REFUSED.search(head[2])
         if refused:
             raise RequestError(
-                f"grammar: rule {head[1]} has the option {refused[1]}; allowed: options that describe the "
+                f"{name}: rule {head[1]} has the option {refused[1]}; allowed: options that describe the "
                 "text; use the sampling parameter of that name for the whole text"
             )

@@ -10,6 +10,7 @@ from typing import Any
 from specinfer.errors import ModelFileError
 from specinfer.hub.gguf_header import GgufHeader, check_complete, read_header
 
+_MAX_JSON = 32 << 20  # bytes; the index of a hundred thousand tensors has a third of that
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -75,9 +76,12 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a model; raises ModelFileError where it holds none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        size = path.stat().st_size
+        value = json.loads(path.read_text(encoding="utf-8")) if size <= _MAX_JSON else None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is not valid JSON ({error}); fetch the model again") from error
+    if size > _MAX_JSON:
+        raise ModelFileError(f"{path} has {size} bytes; allowed: {_MAX_JSON}. Fetch the model again")
     if not isinstance(value, dict):
         raise ModelFileError(
             f"{path} holds a {type(value).__name__}, expected an object; fetch the model again"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specinfer.attention.backend import Attend, Rotation
+from specinfer.attention.backend import Attend, AttentionSpec, Rotation
 from specinfer.attention.native import NativeAttend
 from specinfer.kernels.layers import LayerParts, NativeLayers
 from specinfer.models.config import Activation, ModelConfig
@@ -45,7 +45,9 @@ class Decoder:
             if config.local_rope is None
             else rope_frequencies(config.local_rope, config.head_dim).to(self.device)
         )
-        self._layers: Sequence[_Layer] = [_Layer(i, config, weights) for i in range(config.num_layers)]
+        self._layers: Sequence[DecoderLayer] = weights.each(
+            lambda i: DecoderLayer(i, config, weights, f"model.layers.{i}"), config.num_layers
+        )
         self._at_once: NativeLayers | None = None
         if config.activation is not Activation.RELU:  # of which there is no native gate
             parts = [layer.parts() for layer in self._layers]
@@ -88,7 +90,7 @@ class Decoder:
         return logits_RV if cap is None else torch.tanh(logits_RV / cap) * cap
 
 
-class _Layer:
+class DecoderLayer:
     """One layer: x += attention(norm(x)), then x += mlp(norm(x)); Gemma 3 also norms what is added.
 
     Each norm fuses the residual add before it: a layer is given the last block's output, not yet added to x,
@@ -100,8 +102,8 @@ class _Layer:
         "local",
     )
 
-    def __init__(self, layer: int, config: ModelConfig, weights: Weights) -> None:
-        prefix = f"model.layers.{layer}"
+    def __init__(self, layer: int, config: ModelConfig, weights: Weights, prefix: str) -> None:
+        """Its tensors' names begin with `prefix`."""
         self.local = config.layer_windows[layer] is not None
 
         def norm(name: str) -> RMSNorm:
@@ -138,7 +140,13 @@ class _Layer:
             weights.kernels.ops,
         )
 
+    @property
+    def heads(self) -> AttentionSpec:
+        """Its attention, apart from its products."""
+        return self._attention.heads
+
     def __call__(self, x_TD: Tensor, y_TD: Tensor | None, rope: Rotation, attend: Attend) -> Tensor:
+        """What is to be added to x, [T, D]; x += y in place, and more of the layer's own."""
         y_TD = self._attention(self._before_attention(x_TD, y_TD), rope, attend)
         if self._after_attention is not None:
             y_TD = self._after_attention(y_TD)

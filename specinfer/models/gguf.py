@@ -10,33 +10,24 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
 from specinfer.files import read_exactly
-from specinfer.hub.gguf_header import GgufHeader
+from specinfer.hub.gguf_header import TENSOR_KINDS, GgufHeader, TensorKind
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.gguf_config import config_from_gguf
 
-_PLAIN = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
-}
-_QUANTIZED_NAMES = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS"
-_KINDS = {kind.value: kind for kind in GGMLQuantizationType}
-_QUANTIZED = frozenset(GGMLQuantizationType[name] for name in _QUANTIZED_NAMES.split())
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
     """Where a tensor lies in the file, and how it is written."""
 
-    kind: GGMLQuantizationType
+    kind: TensorKind
     shape: tuple[int, ...]  # rows first
     offset: int  # bytes from the start of the file
     row_bytes: int  # of one row; of one element where the tensor is a vector
@@ -80,10 +71,15 @@ class GGUFFile:
         data = np.empty((stop - start) * tensor.row_bytes, dtype=np.uint8)
         read_exactly(self.path, tensor.offset + start * tensor.row_bytes, data.data)
         shape = (stop - start, *tensor.shape[1:])
-        dtype = _PLAIN.get(tensor.kind)
+        dtype = _PLAIN.get(tensor.kind.name)
         if dtype is not None:
             return torch.from_numpy(data).view(dtype).view(shape)
-        return torch.from_numpy(gguf.quants.dequantize(data, tensor.kind)).view(shape)
+        from gguf.constants import (
+            GGMLQuantizationType,
+        )  # a start that has quantized matrices needs none of it
+        from gguf.quants import dequantize
+
+        return torch.from_numpy(dequantize(data, GGMLQuantizationType[tensor.kind.name])).view(shape)
 
     def _rope_divisors(self) -> tuple[float, ...] | None:
         tensor = self._tensors.get("rope_freqs.weight")
@@ -111,20 +107,22 @@ def _read_table(header: GgufHeader) -> dict[str, _Placed]:
     return placed
 
 
-def _kind(path: Path, name: str, number: int) -> GGMLQuantizationType:
-    kind = _KINDS.get(number)
-    if kind is None or (kind not in _PLAIN and kind not in _QUANTIZED):
-        raise ModelFileError(
-            f"{path}: tensor {name!r} is of type {kind.name if kind else number}; supported: F32 F16 BF16 "
-            f"{_QUANTIZED_NAMES}. Use another quantization of the model."
-        )
-    return kind
+def _kind(path: Path, name: str, number: int) -> TensorKind:
+    if (kind := TENSOR_KINDS.get(number)) is not None:
+        return kind
+    from gguf.constants import GGMLQuantizationType
+
+    names = {kind.value: kind.name for kind in GGMLQuantizationType}
+    raise ModelFileError(
+        f"{path}: tensor {name!r} is of type {names.get(number, number)}; supported: "
+        f"{' '.join(kind.name for kind in TENSOR_KINDS.values())}. Use another quantization of the model."
+    )
 
 
 def _place(
-    path: Path, name: str, kind: GGMLQuantizationType, shape: tuple[int, ...], offset: int, size: int
+    path: Path, name: str, kind: TensorKind, shape: tuple[int, ...], offset: int, size: int
 ) -> _Placed:
-    block, block_bytes = GGML_QUANT_SIZES[kind]
+    _, block, block_bytes = kind
     row = shape[-1] if len(shape) > 1 else 1
     if row % block:
         raise ModelFileError(

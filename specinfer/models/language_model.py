@@ -5,9 +5,9 @@ Shapes: T rows of a step, R of them that are chosen, D hidden size, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from specinfer.attention.backend import Attend
 from specinfer.kernels.choice import Kernels
 from specinfer.models.config import ModelConfig
 from specinfer.models.linear import Linear
+
+_Part = TypeVar("_Part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,10 @@ class Weights(Placed, Protocol):
 
         `loaded` is the same matrix, already in memory: tied embeddings.
         """
+        ...
+
+    def each(self, make: Callable[[int], _Part], count: int) -> list[_Part]:
+        """`make(0)`, `make(1)`, ...: parts with tensors of their own, some at once where that is quicker."""
         ...
 
 

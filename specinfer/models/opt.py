@@ -37,7 +37,7 @@ class OPTDecoder:
         self._final_norm: LayerNorm | None = None
         if config.final_norm:
             self._final_norm = _norm("model.decoder.final_layer_norm", config, weights)
-        self._layers = [_Layer(i, config, weights) for i in range(config.num_layers)]
+        self._layers = weights.each(lambda i: _Layer(i, config, weights), config.num_layers)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
         """What the first layer is given: tokens and their positions; see LanguageModel."""

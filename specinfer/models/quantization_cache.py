@@ -68,16 +68,28 @@ def cache_path(model: Path, quantization: str, dtype: torch.dtype, folder: Path 
     return (folder or cache_dir() / "quantized") / name
 
 
-def identity(model: Path, quantization: str, dtype: torch.dtype) -> dict[str, str]:
-    """What a cache file was made from: names, sizes and times of the model's files, and how."""
-    files = [model / "config.json", *sorted(model.glob("*.safetensors"))] if model.is_dir() else [model]
-    states = [(file.name, (state := file.stat()).st_size, state.st_mtime_ns) for file in files]
+def identity(
+    model: Path, quantization: str, dtype: torch.dtype, borrowed: Path | None = None
+) -> dict[str, str]:
+    """What a cache file was made from: names, sizes and times of the model's files, and how.
+
+    `borrowed` is another model of which some tensors are.
+    """
+    states = [_state(path) for path in (model, *([] if borrowed is None else [borrowed]))]
     return {
         "made_by": f"specinfer quantization {_VERSION}",
         "quantization": quantization,
         "dtype": _NAMES[dtype],
-        "model": json.dumps([str(model.resolve()), *states]),
+        "model": json.dumps(states[0] if borrowed is None else states),
     }
+
+
+def _state(model: Path) -> list[object]:
+    files = [model / "config.json", *sorted(model.glob("*.safetensors"))] if model.is_dir() else [model]
+    return [
+        str(model.resolve()),
+        *((file.name, (state := file.stat()).st_size, state.st_mtime_ns) for file in files),
+    ]
 
 
 class KeptMatrices:

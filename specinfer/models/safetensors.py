@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from specinfer.hub.model_files import read_json
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.hf_config import config_from_hf
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER = 100 << 20  # the format's own limit
 
 # Where the text decoder sits: alone, saved without its head, or inside a model that also sees images.
@@ -36,12 +37,20 @@ _OTHER_MODALITIES = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class TensorEntry:
+    """Where a tensor lies in a file."""
+
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
     row_bytes: int
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """Rows start..stop, on the CPU, in the file's dtype; raises ModelFileError where the file ends."""
+        data = np.empty((stop - start) * self.row_bytes, dtype=np.uint8)
+        read_exactly(self.path, self.offset + start * self.row_bytes, data.data)
+        return torch.from_numpy(data).view(self.dtype).view(stop - start, *self.shape[1:])
 
 
 class SafetensorsFolder:
@@ -58,16 +67,7 @@ class SafetensorsFolder:
         self.config = config_from_hf(
             read_json(path / "config.json"), read_json(generation) if generation.is_file() else None
         )
-        entries: dict[str, _Entry] = {}
-        for file in weights:
-            for name, entry in _read_entries(file).items():
-                if name in entries:
-                    raise ModelFileError(
-                        f"tensor {name!r} is in {entries[name].path.name} and in {file.name}; "
-                        f"remove the file of {path} that does not belong there"
-                    )
-                entries[name] = entry
-        self._entries = _decoder_names(entries, self.config)
+        self._entries = _decoder_names(read_entries(weights), self.config)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -76,13 +76,27 @@ class SafetensorsFolder:
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop of a tensor, on the CPU, in the file's dtype."""
-        entry = self._entries[name]
-        data = np.empty((stop - start) * entry.row_bytes, dtype=np.uint8)
-        read_exactly(entry.path, entry.offset + start * entry.row_bytes, data.data)
-        return torch.from_numpy(data).view(entry.dtype).view(stop - start, *entry.shape[1:])
+        return self._entries[name].read_rows(start, stop)
 
 
-def _read_entries(path: Path) -> dict[str, _Entry]:
+def read_entries(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = FLOATS) -> dict[str, TensorEntry]:
+    """The tensors of safetensors files by name, all of these dtypes; their bytes stay where they are.
+
+    Raises ModelFileError where a file is damaged, or a name is in two of them.
+    """
+    entries: dict[str, TensorEntry] = {}
+    for file in files:
+        for name, entry in _read_header(file, dtypes).items():
+            if name in entries:
+                raise ModelFileError(
+                    f"tensor {name!r} is in {entries[name].path.name} and in {file.name}; "
+                    f"remove the file of {file.parent} that does not belong there"
+                )
+            entries[name] = entry
+    return entries
+
+
+def _read_header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, TensorEntry]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -98,21 +112,23 @@ def _read_entries(path: Path) -> dict[str, _Entry]:
     if not isinstance(header, dict):
         raise ModelFileError(f"{path} has a damaged header; get it again")
     header.pop("__metadata__", None)
-    return {name: _entry(path, name, value, 8 + length, size) for name, value in header.items()}
+    return {name: _entry(path, name, value, 8 + length, size, dtypes) for name, value in header.items()}
 
 
-def _entry(path: Path, name: str, value: object, start: int, size: int) -> _Entry:
+def _entry(
+    path: Path, name: str, value: object, start: int, size: int, dtypes: Mapping[str, torch.dtype]
+) -> TensorEntry:
     match value:
         case {"dtype": str(kind), "shape": [*extents], "data_offsets": [int(begin), int(end)]}:
             pass
         case _:
             raise ModelFileError(f"{path}: the entry of tensor {name!r} is damaged; get the file again")
-    if kind not in _DTYPES:
+    if kind not in dtypes:
         raise ModelFileError(
-            f"{path}: tensor {name!r} is of type {kind}; supported: {', '.join(_DTYPES)}. "
+            f"{path}: tensor {name!r} is of type {kind}; supported: {', '.join(dtypes)}. "
             "Quantized models are read from GGUF files."
         )
-    dtype, shape = _DTYPES[kind], tuple(int(extent) for extent in extents)
+    dtype, shape = dtypes[kind], tuple(int(extent) for extent in extents)
     if end - begin != math.prod(shape) * dtype.itemsize or begin < 0:
         raise ModelFileError(
             f"{path}: tensor {name!r} has {end - begin} bytes for shape {shape}; get it again"
@@ -122,16 +138,16 @@ def _entry(path: Path, name: str, value: object, start: int, size: int) -> _Entr
             f"{path} is truncated: tensor {name!r} ends at byte {start + end}, the file has {size}; "
             "get it again"
         )
-    return _Entry(path, dtype, shape, start + begin, math.prod(shape[1:]) * dtype.itemsize)
+    return TensorEntry(path, dtype, shape, start + begin, math.prod(shape[1:]) * dtype.itemsize)
 
 
-def _decoder_names(entries: Mapping[str, _Entry], config: ModelConfig) -> dict[str, _Entry]:
+def _decoder_names(entries: Mapping[str, TensorEntry], config: ModelConfig) -> dict[str, TensorEntry]:
     anchor = "decoder.embed_tokens.weight" if config.family is Family.OPT else "embed_tokens.weight"
     prefix = next((p for p in _PREFIXES if p + anchor in entries), None)
     if prefix is None:
         path = next(iter(entries.values())).path if entries else "the folder"
         raise ModelFileError(f"{path} has no tensor model.{anchor}; it is no {config.family} language model")
-    found: dict[str, _Entry] = {}
+    found: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
         if name.endswith(".rotary_emb.inv_freq") or name.startswith(_OTHER_MODALITIES):
             continue  # a table older files carry along; the parts that see images

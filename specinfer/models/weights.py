@@ -1,4 +1,4 @@
-"""Model files -> a model that is ready to run; memory never exceeds the weights by more than a matrix or two.
+"""Model files -> a model that is ready to run; memory never exceeds the weights by more than a few matrices.
 
     file --rows--> float --cast--> one stacked matrix --pack--> Linear      (then the stacked matrix is freed)
 
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from threading import Lock
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from specinfer.kernels.quantized import Int4Weight, Int8Weight, int4_bytes, int8
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.decoder import Decoder, decoder_shapes
 from specinfer.models.gguf import GGUFFile
-from specinfer.models.language_model import LanguageModel
+from specinfer.models.language_model import LanguageModel, Weights
 from specinfer.models.linear import Linear, make_linear
 from specinfer.models.opt import OPTDecoder, opt_shapes
 from specinfer.models.quantization import quantize_int4, quantize_int8
@@ -46,17 +47,17 @@ from specinfer.progress import NoProgress, Progress
 
 # Elements dequantized at a time. They pass through arrays of 0.5 MB that stay in the CPU's cache even where
 # others use it: 10 ns an element on a busy machine, 16 with 1 MB; in quiet 1.3, 6.8 with 8 MB (Q4_K).
-_READERS = 2  # threads that read a tensor
 _CHUNK_ELEMENTS = 1 << 17
+_READERS = 2  # threads that read a tensor, or layers that were kept
 _SERIAL = 1 << 14
 _LOG = logging.getLogger(__name__)
+_Part = TypeVar("_Part")
 
 
-class OpenModel(Protocol):
-    """An open model file or folder, with its tensors under the decoder's names."""
+class TensorFile(Protocol):
+    """Tensors on disk, by name."""
 
     path: Path
-    config: ModelConfig
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -66,6 +67,12 @@ class OpenModel(Protocol):
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop of a tensor, on the CPU, in any floating dtype."""
         ...
+
+
+class OpenModel(TensorFile, Protocol):
+    """An open model file or folder, with its tensors under the decoder's names."""
+
+    config: ModelConfig
 
 
 def open_model(files: ModelFiles | Path) -> OpenModel:
@@ -104,21 +111,61 @@ def load_model(
     `progress` sees the bytes of weights arrive, under `name`, by default that of the path. Raises as
     `open_model`, before any weight is read.
     """
-    file, show = open_model(model) if isinstance(model, Path) else model, progress or NoProgress()
+    file = open_model(model) if isinstance(model, Path) else model
+    made = OPTDecoder if file.config.family is Family.OPT else Decoder
 
-    def load(quantized: _Quantized | None) -> LanguageModel:
+    def make(weights: Weights) -> LanguageModel:
+        return made(file.config, weights)
+
+    return load_parts(
+        file,
+        make,
+        tensors=_shapes(file.config),
+        dtype=dtype,
+        device=device,
+        progress=progress,
+        name=name,
+        logit_ids=logit_ids,
+        kernels=kernels,
+        quantization=quantization,
+        cache=cache,
+    )
+
+
+def load_parts(
+    file: TensorFile,
+    make: Callable[[Weights], _Part],
+    *,
+    tensors: Collection[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    name: str | None = None,
+    logit_ids: Sequence[int] | None = None,
+    kernels: Kernels = TORCH,
+    quantization: Quantization = "none",
+    cache: Path | None = None,
+    borrowed: Path | None = None,
+) -> _Part:
+    """What `make` makes of a file's weights, which are these `tensors`; else as `load_model`.
+
+    `borrowed` is another model's path whose tensors are among them: matrices kept of both are of both.
+    """
+    show = progress or NoProgress()
+
+    def load(quantized: _Quantized | None) -> _Part:
         weights = _FileWeights(file, dtype, device, show, logit_ids, kernels, quantized)
-        elements = sum(math.prod(shape) for shape in _shapes(file.config).values())
+        elements = sum(math.prod(file.shapes[tensor]) for tensor in tensors)
         show.start(elements * dtype.itemsize, f"loading {name or file.path.name}")
         try:
-            return (OPTDecoder if file.config.family is Family.OPT else Decoder)(file.config, weights)
+            return make(weights)
         finally:
             show.finish()
 
     if quantization == "none":
         return load(None)
     kept = cache_path(file.path, quantization, dtype, cache)
-    made_from = identity(file.path, quantization, dtype)
+    made_from = identity(file.path, quantization, dtype, borrowed)
     try:
         if (matrices := KeptMatrices.open(kept, made_from)) is not None:
             return load(_Quantized(quantization, matrices))
@@ -217,7 +264,7 @@ class _FileWeights:
 
     def __init__(
         self,
-        file: OpenModel,
+        file: TensorFile,
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress,
@@ -231,6 +278,7 @@ class _FileWeights:
         self._file = file
         self._shapes = file.shapes
         self._progress = progress
+        self._reporting = Lock()
         self._logit_ids = logit_ids
         self._quantized = quantized
         # Of a GGUF most of the time goes into arithmetic in NumPy, which leaves the other threads alone.
@@ -290,6 +338,13 @@ class _FileWeights:
             weight = weight[torch.tensor(self._logit_ids, device=self.device)]
         return make_linear(weight, b, self.kernels)
 
+    def each(self, make: Callable[[int], _Part], count: int) -> list[_Part]:
+        """`make(0)`, `make(1)`, ...: parts with tensors of their own, some at once where that is quicker."""
+        if self._quantized is None or not isinstance(self._quantized.matrices, KeptMatrices):
+            return [make(number) for number in range(count)]  # all readers read each tensor
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="layers") as pool:
+            return [*pool.map(make, range(count))]
+
     def _quantized_linear(
         self, quantized: _Quantized, names: Sequence[str], bias: Tensor | None, output_layer: bool
     ) -> Linear:
@@ -324,4 +379,5 @@ class _FileWeights:
             yield rest
 
     def _report(self, elements: int) -> None:
-        self._progress.advance(elements * self.dtype.itemsize)
+        with self._reporting:
+            self._progress.advance(elements * self.dtype.itemsize)

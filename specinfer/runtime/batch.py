@@ -170,7 +170,9 @@ def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) 
     )
 
 
-def slots_of(block_table: Sequence[int], positions: Sequence[int], block_size: int) -> list[int]:
+def slots_of(
+    block_table: Sequence[int] | NDArray[np.int32], positions: Sequence[int], block_size: int
+) -> list[int]:
     """The cache slots of cache positions."""
     return [block_table[p // block_size] * block_size + p % block_size for p in positions]
 

@@ -15,11 +15,11 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -27,10 +27,9 @@ from numpy.typing import NDArray
 
 from specinfer.files import cache_dir, write_whole
 from specinfer.kernels.machine import allowed_cpus, cpu_name
-from specinfer.models.language_model import LanguageModel
+from specinfer.models.config import ModelConfig
+from specinfer.models.language_model import Placed
 from specinfer.progress import NoProgress, Progress
-from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.runner import ModelRunner
 
 _SIZES: Final = (1, 16, 4, 64, 2, 8, 32, 128)  # rows; a slow model is measured at the first few
 _FEWEST: Final = 2  # sizes that are measured however long they take
@@ -38,9 +37,31 @@ _SECONDS: Final = 2.0  # for all sizes together, about
 _ROUNDS: Final = 5
 _WORTH_KEEPING: Final = 0.2  # seconds; what is measured quicker is measured at every start
 _FAR: Final = 1 << 20  # rows; beyond the last size the curve goes on as it ended
-_CODE: Final = ("attention", "kernels", "models", "runtime")  # the packages a pass runs through
+_CODE: Final = ("attention", "heads", "kernels", "models", "runtime")  # the packages a pass runs through
 
 Key = Mapping[str, str]
+
+
+class TimedModel(Placed, Protocol):
+    """A model whose passes are timed."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """What the model is."""
+        ...
+
+
+class Timed(Protocol):
+    """A model with its cache, as far as a pass's seconds are concerned."""
+
+    @property
+    def model(self) -> TimedModel:
+        """What runs."""
+        ...
+
+    def probe(self, rows: int, *, every_row: bool) -> None:
+        """One pass of so many rows as a step makes it, in the cache's first slots."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +86,18 @@ class CostCurve:
 
     def seconds(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds of passes of so many rows, in the shape of `rows`."""
+        return np.asarray(np.interp(rows, *self.corners()))
+
+    def table(self, most: int) -> list[float]:
+        """Seconds of passes of 0, 1, ... `most` rows."""
+        seconds: list[float] = self.seconds(np.arange(most + 1)).tolist()
+        return seconds
+
+    def corners(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Rows and seconds where the curve bends: from no rows on, and as far as it is ever asked."""
         last, before = (self.rows[-1], self.at_rows[-1]), (self.rows[-2], self.at_rows[-2])
         far = last[1] + _slope(before, last) * (_FAR - last[0])
-        return np.asarray(np.interp(rows, (0, *self.rows, _FAR), (0.0, *self.at_rows, far)))
+        return (0, *self.rows, _FAR), (0.0, *self.at_rows, far)
 
 
 def _slope(left: tuple[int, float], right: tuple[int, float]) -> float:
@@ -75,11 +105,12 @@ def _slope(left: tuple[int, float], right: tuple[int, float]) -> float:
 
 
 def cost_curve(
-    runner: ModelRunner,
+    runner: Timed,
     *,
     max_rows: int,
     variant: str,
     every_row: bool = False,
+    keep: bool = False,
     folder: Path | None = None,
     progress: Progress | None = None,
 ) -> CostCurve:
@@ -87,7 +118,8 @@ def cost_curve(
 
     Curves are kept in `folder`, by default in the user's cache. `max_rows` is the most rows a pass will have
     and the cache has room for, `variant` is part of the key: quantization and head size. `every_row` says
-    that the logits of all rows are asked for, as a draft does, and not the likeliest first (flight.py).
+    that the logits of all rows are asked for, as a draft does, and not the likeliest first (flight.py). A
+    curve that is measured in no time is kept only if `keep` says so.
     Writes into the cache's first slots, which nobody may use yet. A folder that cannot be written costs the
     next start its time, no more.
     """
@@ -98,14 +130,14 @@ def cost_curve(
     if curve is None:
         began = time.perf_counter()
         curve = measure(runner, max_rows=max_rows, every_row=every_row, progress=progress)
-        if time.perf_counter() - began > _WORTH_KEEPING:
+        if keep or time.perf_counter() - began > _WORTH_KEEPING:
             kept_curve = {"key": key, "rows": curve.rows, "seconds": curve.at_rows}
             write_whole(file, json.dumps(kept_curve, indent=1))
     return curve
 
 
 def measure(
-    runner: ModelRunner,
+    runner: Timed,
     *,
     max_rows: int,
     every_row: bool = False,
@@ -137,18 +169,14 @@ def measure(
     return CostCurve.through(quickest)
 
 
-def _pass_seconds(runner: ModelRunner, rows: int, every_row: bool, clock: Callable[[], float]) -> float:
+def _pass_seconds(runner: Timed, rows: int, every_row: bool, clock: Callable[[], float]) -> float:
     """One pass as a step makes it: from lists to logits in host memory, which waits for a GPU."""
-    blocks = range(-(-rows // runner.block_size))
-    part = replace(
-        chain_rows([0] * rows, 0, blocks, logits=True), logits_from=0
-    )  # any node's may be asked for
     began = clock()
-    runner.launch([part], likelihoods=None if every_row else lambda: [1.0] * rows).row(0)
+    runner.probe(rows, every_row=every_row)
     return clock() - began
 
 
-def _key(model: LanguageModel, max_rows: int, variant: str, every_row: bool) -> dict[str, str]:
+def _key(model: TimedModel, max_rows: int, variant: str, every_row: bool) -> dict[str, str]:
     """Everything a pass's time depends on. The values of the weights are not among it."""
     kernels = model.kernels
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.models.language_model import LanguageModel, PassContext
-from specinfer.runtime.batch import Rows, build_batch, slots_of
+from specinfer.runtime.batch import Rows, build_batch, chain_rows, slots_of
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.kv_cache import KvCache
 
@@ -33,6 +33,11 @@ class ModelRunner:
         self.block_size = block_size
         self.cache = KvCache.of(model.config, num_blocks * block_size, model.dtype, model.device)
         self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest text the model can read."""
+        return self.model.config.max_context
 
     @torch.inference_mode()
     def launch(
@@ -58,6 +63,14 @@ class ModelRunner:
             taps={} if tapped_TND is None else dict(zip(taps, tapped_TND.unbind(1), strict=True)),
         )
 
+    def probe(self, rows: int, *, every_row: bool) -> None:
+        """One pass as a step makes it, to be timed: from lists to logits in host memory.
+
+        Writes into the cache's first slots. The logits of all rows are made, or those of the likeliest.
+        """
+        part = probe_rows(rows, self.block_size)
+        self.launch([part], likelihoods=None if every_row else lambda: [1.0] * rows).row(0)
+
     @torch.inference_mode()
     def forward(self, rows: Sequence[Rows]) -> Tensor:
         """Write K and V of `rows` and return all logits of those that want them, [R, vocab]."""
@@ -82,6 +95,11 @@ class ModelRunner:
             sources.extend(slots_of(move.block_table, move.sources, self.block_size))
             targets.extend(slots_of(move.block_table, move.targets, self.block_size))
         self.cache.move(sources, targets)
+
+
+def probe_rows(rows: int, block_size: int) -> Rows:
+    """So many rows of a text in the cache's first blocks, any of which may be asked for its logits."""
+    return replace(chain_rows([0] * rows, 0, range(-(-rows // block_size)), logits=True), logits_from=0)
 
 
 def as_rows(logits: Tensor) -> NDArray[np.float32]:

@@ -9,7 +9,7 @@ rates follow the texts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +17,8 @@ from specinfer.tree import Draw, TokenTree
 
 SUREST_MATCH: Final = 16  # tokens; more make a guess no surer
 _LEVELS: Final = 6  # log-odds are rounded to whole numbers from -6 to 6: probabilities of 0.2% to 99.8%
+_LEAST: Final = 1 / (1 + math.exp(_LEVELS + 0.5))  # what is less likely has the lowest level
+_BELIEVED: Final = {level: 1 / (1 + math.exp(-level)) for level in range(-_LEVELS, _LEVELS + 1)}
 _PRIOR: Final = 4.0  # guesses: until more were seen, a speculator is believed
 _MEMORY: Final = 0.995  # what a count keeps at each new guess: the last 200 decide
 
@@ -27,9 +29,6 @@ class _Count:
 
     accepted: float
     seen: float = _PRIOR
-
-    def rate(self) -> float:
-        return self.accepted / self.seen
 
     def add(self, accepted: bool) -> None:
         self.accepted = _MEMORY * self.accepted + accepted
@@ -42,33 +41,58 @@ class Calibration:
     def __init__(self) -> None:
         self._counts: dict[tuple[str, int, bool], _Count] = {}
 
-    def probabilities(self, tree: TokenTree) -> list[float]:
-        """The probability of every node to become text: its path's rates multiplied, [num_nodes].
+    def rates(self, draws: Sequence[Draw]) -> list[float]:
+        """How often guesses like each of these became text where their parent did, [len(draws)].
 
-        The root's is 1. Of several speculators that propose a node the most likely one is believed.
+        Of a speculator's draws below a node, the first is the first of them here.
         """
-        probabilities = [0.0] * tree.num_nodes
-        for draw, first in _ranked(tree.draws):
-            rate = self._count(draw, first).rate()
-            if rate > probabilities[draw.node]:
-                probabilities[draw.node] = rate
-        probabilities[0] = 1.0
-        for node in range(1, tree.num_nodes):
-            probabilities[node] *= probabilities[tree.parents[node]]
-        return probabilities
+        counts, rates = self._counts, list[float]()
+        seen: set[tuple[int, str]] = set()
+        for draw in draws:
+            speculator, level = draw.speculator, _level(draw.confidence)
+            place = (draw.parent, speculator)
+            count = counts.get((speculator, level, place not in seen))
+            rates.append(_BELIEVED[level] if count is None else count.accepted / count.seen)
+            seen.add(place)
+        return rates
+
+    def node_rates(self, tree: TokenTree) -> list[float]:
+        """The probability of every node to become text if its parent does, [num_nodes]; the root's is 1.
+
+        Of several speculators that propose a node the most likely one is believed.
+        """
+        if tree.num_nodes == 1:
+            return [1.0]
+        rates = [0.0] * tree.num_nodes
+        for draw, rate in zip(tree.draws, self.rates(tree.draws), strict=True):
+            if rate > rates[draw.node]:
+                rates[draw.node] = rate
+        rates[0] = 1.0
+        return rates
+
+    def probabilities(self, tree: TokenTree) -> list[float]:
+        """The probability of every node to become text: its path's rates multiplied, [num_nodes]."""
+        return along_paths(self.node_rates(tree), tree.parents)
 
     def learn(self, below: Sequence[Draw], accepted: int | None) -> None:
         """Count the draws below one node of the text, of which those at node `accepted` became text."""
-        for draw, first in _ranked(below):
-            self._count(draw, first).add(draw.node == accepted)
+        seen: set[str] = set()
+        for draw in below:
+            level = _level(draw.confidence)
+            key = (draw.speculator, level, draw.speculator not in seen)
+            count = self._counts.get(key)
+            if count is None:
+                count = self._counts[key] = _Count(_PRIOR * _BELIEVED[level])
+            count.add(draw.node == accepted)
+            seen.add(draw.speculator)
 
-    def _count(self, draw: Draw, first: bool) -> _Count:
-        level = _level(draw.confidence)
-        key = (draw.speculator, level, first)
-        count = self._counts.get(key)
-        if count is None:
-            count = self._counts[key] = _Count(_PRIOR / (1 + math.exp(-level)))
-        return count
+
+def along_paths(rates: Sequence[float], parents: Sequence[int]) -> list[float]:
+    """The rates from below the root down to each node multiplied, [num_nodes]; the root's is 1."""
+    products = [1.0]
+    for node in range(1, len(parents)):
+        products.append(rates[node] * products[parents[node]])
+    return products
 
 
 def match_confidence(tokens: int) -> float:
@@ -77,15 +101,6 @@ def match_confidence(tokens: int) -> float:
 
 
 def _level(confidence: float) -> int:
-    if not 0 < confidence < 1:  # nor if it is no number
-        return _LEVELS if confidence >= 1 else -_LEVELS
-    return max(-_LEVELS, min(_LEVELS, round(math.log(confidence / (1 - confidence)))))
-
-
-def _ranked(draws: Sequence[Draw]) -> Iterator[tuple[Draw, bool]]:
-    """Each draw, and whether it is its speculator's first below that node."""
-    seen: set[tuple[int, str]] = set()
-    for draw in draws:
-        place = (draw.parent, draw.speculator)
-        yield draw, place not in seen
-        seen.add(place)
+    if _LEAST < confidence < 1 - _LEAST:
+        return round(math.log(confidence / (1 - confidence)))
+    return _LEVELS if confidence > 0.5 else -_LEVELS  # nor is it sure if it is no number

@@ -13,9 +13,8 @@ from operator import mul
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from specinfer.runtime.cost_curve import CostCurve
+from specinfer.runtime.cost_model import PassCosts
 from specinfer.tree.expansion import Expansion
 
 _PRIOR_RATE: Final = 0.7  # of the first level, before anything was seen
@@ -32,11 +31,13 @@ class _Level:
 
 
 class DraftCosts:
-    """One draft model's costs, by `curve`, and how the levels of its `expansion` have done."""
+    """One draft model's costs, by `costs`, and how the levels of its `expansion` have done."""
 
-    def __init__(self, curve: CostCurve, expansion: Expansion) -> None:
-        self._curve = curve
+    def __init__(self, costs: PassCosts, expansion: Expansion) -> None:
+        self._costs = costs
         self._levels = [_Level() for _ in expansion.widths]
+        self._rates: list[float] = []  # of the levels; empty: to be computed
+        self._beside: dict[frozenset[str], _Level] = {}  # by who missed: hits, and as many as were expected
         self._nodes: list[int] = list(accumulate(expansion.widths, mul))  # of a request at each level
 
     @property
@@ -44,8 +45,15 @@ class DraftCosts:
         """The levels of a full tree."""
         return len(self._levels)
 
-    def learn(self, level: int, hit: bool) -> None:
-        """Count whether the guesses at `level`, 0 being the root's children, held the text's next token."""
+    def learn(self, level: int, hit: bool, missed: frozenset[str] = frozenset()) -> None:
+        """Count whether the guesses at `level`, 0 being the root's children, held the text's next token.
+
+        `missed` names the others who had guessed there, where none of them held it.
+        """
+        if missed and level < len(self._levels):
+            beside = self._beside.setdefault(missed, _Level(_PRIOR, _PRIOR))
+            beside.hits = _MEMORY * beside.hits + hit
+            beside.tries = _MEMORY * beside.tries + self.rates()[level]
         if level == 0:  # what is not tried any more is forgotten as well
             for seen in self._levels:
                 seen.hits *= _MEMORY
@@ -53,23 +61,46 @@ class DraftCosts:
         if level < len(self._levels):
             self._levels[level].hits += hit
             self._levels[level].tries += 1
+        self._rates = []
 
     def rates(self) -> list[float]:
         """The probability that the guesses at each level hold the next token of a text that got there."""
-        rates = [_PRIOR_RATE]
-        for level in self._levels:
-            rates.append((level.hits + _PRIOR * rates[-1]) / (level.tries + _PRIOR))
-        return rates[1:]
+        if not self._rates:
+            rate = _PRIOR_RATE
+            for level in self._levels:
+                rate = (level.hits + _PRIOR * rate) / (level.tries + _PRIOR)
+                self._rates.append(rate)
+        return self._rates
+
+    def rate(self, level: int, missed: frozenset[str]) -> float:
+        """The same of one level, where these others have guessed and none of them holds the next token.
+
+        Whoever misses where another does brings less beside it than alone, and the reverse.
+        """
+        usual, beside = self.rates()[level], self._beside.get(missed)
+        return usual if beside is None else min(1.0, usual * beside.hits / beside.tries)
 
     def nodes(self, level: int) -> int:
         """The guesses a request has at `level` of a full tree."""
         return self._nodes[level]
 
-    def passes(self, level: int, requests: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds of the pass for `level` with so many requests in it: a row for each node above it."""
-        return self._curve.seconds(np.asarray(requests) * (self._nodes[level - 1] if level else 1))
+    def passes(self, level: int, most: int) -> Sequence[float]:
+        """Seconds of the pass for `level` with 0, 1, ... `most` requests: each has a row a node above it."""
+        return self.seconds(self._nodes[level - 1] if level else 1, most)
 
-    def reading(self, unread: NDArray[np.int64], usual: int) -> NDArray[np.float64]:
+    def seconds(self, rows: int, most: int) -> Sequence[float]:
+        """Seconds of passes of 0, 1, ... `most` times so many rows."""
+        return self._costs.table(rows * most)[: rows * most + 1 : rows]
+
+    def alone(self, rows: int) -> float:
+        """Seconds of one pass of so many rows."""
+        return float(self._costs.seconds([rows])[0])
+
+    def reading(self, unread: Sequence[int], usual: int) -> list[float]:
         """Seconds that each request with more than `usual` unread tokens adds to a pass for all of them."""
+        if max(unread) <= usual:  # so it is in nearly every step
+            return [0.0] * len(unread)
         together = usual * len(unread)
-        return self._curve.seconds(together + unread - usual) - self._curve.seconds([together])
+        rows = together + np.maximum(np.asarray(unread) - usual, 0)
+        added: list[float] = (self._costs.seconds(rows) - self._costs.seconds([together])).tolist()
+        return added

@@ -16,21 +16,45 @@ what the draft did not guess itself it reads in the next first pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from specinfer.config import draw_rule
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.runner import ModelRunner, Move
+from specinfer.runtime.flight import Flight
+from specinfer.runtime.runner import Move
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.draws import Site, draw_children
+from specinfer.speculate.growth import Growth, Shape, trees_first
 from specinfer.speculate.speculator import Outcome
-from specinfer.tree import DrawRule, TokenTree, TreeBuilder
+from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
-from specinfer.verify.noise import draft_stream, uniform
+
+Pass = Callable[[Sequence[Rows], Sequence[Site]], None]  # runs the rows, and adds the children of the sites
+
+
+class DraftRunner(Protocol):
+    """A model with its cache, as far as a draft is concerned: of models a ModelRunner."""
+
+    @property
+    def block_size(self) -> int:
+        """Cache positions of a block."""
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest text the model can read."""
+        ...
+
+    def launch(self, rows: Sequence[Rows]) -> Flight:
+        """Run `rows`, writing their K and V."""
+        ...
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copy K and V of accepted nodes to where the text has them."""
+        ...
 
 
 @dataclass(slots=True)
@@ -40,37 +64,7 @@ class _Memory:
     incarnation: int
     cached: int = 0  # cache positions 0..cached-1 hold the request's text
     claimed: int = 0  # blocks of its table that the draft holds for good
-    growth: _Growth | None = None  # the last tree, until its outcome is known
-
-
-@dataclass(slots=True)
-class _Growth:
-    """One request's share of a step: what is read of its text, and its tree while it grows."""
-
-    entry: PlanEntry
-    memory: _Memory
-    builder: TreeBuilder
-    stream: int  # of the random numbers of sampled draws
-    limit: int  # levels, at most; 0: the text is only read
-    drawn: int = 0  # random numbers used
-    frontier: list[int] = field(default_factory=lambda: [0])  # nodes of the last depth
-    depth: int = 0  # of the frontier
-    in_cache: int = 0  # nodes 0..in_cache-1 have been run
-
-    def uniform(self) -> float:
-        """The next number in [0, 1) of this tree's own stream."""
-        self.drawn += 1
-        return uniform(self.entry.request.seed, self.entry.end - 1, self.drawn, stream=self.stream)
-
-    @property
-    def wants_more(self) -> bool:
-        """Whether there is room for another level below the frontier."""
-        return self.depth < self.limit and bool(self.frontier) and not self.builder.full
-
-    def descend(self) -> None:
-        """Make the nodes added below the frontier the new frontier."""
-        self.frontier = list(range(self.frontier[-1] + 1, len(self.builder.parents)))
-        self.depth += 1
+    growth: Growth | None = None  # the last tree, until its outcome is known
 
 
 class DraftModel:
@@ -79,33 +73,42 @@ class DraftModel:
     def __init__(
         self,
         name: str,
-        runner: ModelRunner,
+        runner: DraftRunner,
         expansion: Expansion,
         rule: DrawRule,
         *,
         max_rows: int,
         vocabulary: DraftVocabulary | None = None,
+        draw: Pass | None = None,
     ) -> None:
+        """`draw` stands in for passes and what is drawn from them: it answers from a record, or makes one."""
         self.name = name
         self._runner = runner
-        self._expansion = expansion
-        self._rule = rule
+        self._shape = Shape(expansion, rule)
         self._max_rows = max_rows  # of the text that is read in one step
         self._vocabulary = vocabulary  # of the model's logits; None: all ids
+        self._stand_in = draw
         self._block_size = runner.block_size
-        self._max_context = runner.model.config.max_context
+        self._max_context = runner.max_context
         self._memory: dict[str, _Memory] = {}
-        self._growths: list[_Growth] = []  # of the step that is open, one per entry of its plan
+        self._growths: list[Growth] = []  # of the step that is open, one per entry of its plan
+        self._memories: list[_Memory] = []  # of the same
         self._holds: dict[int, bytes] = {}  # block -> hash of the text whose K and V the draft has there
 
     def most_nodes(self, request: Request) -> int:
         """A full tree of the request's expansion, or of the engine's."""
-        return (request.params.speculation.expansion or self._expansion).num_nodes - 1
+        return (request.params.speculation.expansion or self._shape.expansion).num_nodes - 1
 
     def begin(self, plan: StepPlan) -> list[int]:
         """Open a step; the tokens of each text that the draft's cache lacks."""
         self._growths = [self._growth(entry) for entry in plan.entries]
-        return [len(growth.entry.token_ids) - growth.memory.cached for growth in self._growths]
+        self._memories = [self._memory_of(entry) for entry in plan.entries]
+        for entry, memory in zip(plan.entries, self._memories, strict=True):
+            self._memory[entry.request.request_id] = memory
+        return [
+            len(entry.token_ids) - memory.cached
+            for entry, memory in zip(plan.entries, self._memories, strict=True)
+        ]
 
     def deepen(self, which: Sequence[int]) -> list[int]:
         """One more level for these entries, by one pass of the draft; those that have room for another."""
@@ -113,20 +116,18 @@ class DraftModel:
         sites: list[Site] = []
         drawing: list[int] = []
         left = self._max_rows
-        for i in sorted(
-            which, key=lambda i: not self._growths[i].entry.has_tree
-        ):  # prompts take what is left
+        for i in trees_first(self._growths, which):
             growth = self._growths[i]
-            part = _frontier_rows(growth) if growth.in_cache else self._read(growth, left)
+            part = _frontier_rows(growth) if growth.in_cache else self._read(growth, self._memories[i], left)
             if part is None:
                 continue
             rows.append(part)
             left -= len(part.token_ids)
             if part.logits_from < len(part.token_ids):
                 drawing.append(i)
-                sites.extend(self._sites(growth))
+                sites.extend(growth.sites(self._shape))
         if rows:
-            draw_children(self._runner.launch(rows), sites, self.name, self._vocabulary)
+            (self._stand_in or self._draw)(rows, sites)
         for i in drawing:
             self._growths[i].descend()
         return [i for i in drawing if self._growths[i].wants_more]
@@ -154,24 +155,17 @@ class DraftModel:
                 moves.append(Move(growth.entry.block_table, sources, range(end, end + len(path))))
         self._runner.move(moves)
 
-    def _growth(self, entry: PlanEntry) -> _Growth:
+    def _growth(self, entry: PlanEntry) -> Growth:
         """A tree that is about to grow, or a text that is about to be read."""
-        memory = self._memory[entry.request.request_id] = self._memory_of(entry)
-        grows = min(entry.max_depth, self._expansion_for(entry).depth, self._max_context - entry.end)
-        return _Growth(
-            entry,
-            memory,
-            TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes),
-            draft_stream(self.name, entry.end - 1),
-            limit=grows if entry.max_nodes > 1 else 0,
-        )
+        depth = self._shape.expansion_for(entry).depth
+        return Growth.of(entry, self.name, min(entry.max_depth, depth, self._max_context - entry.end))
 
-    def _read(self, growth: _Growth, most: int) -> Rows | None:
+    def _read(self, growth: Growth, memory: _Memory, most: int) -> Rows | None:
         """At most so many rows of the text that the draft's cache lacks; the root's has logits.
 
         None where the step has no rows left, and where the text leaves the draft no room for a guess.
         """
-        entry, memory = growth.entry, growth.memory
+        entry = growth.entry
         start = memory.cached
         end = min(entry.end, start + most)
         if end <= start or len(entry.token_ids) >= self._max_context:
@@ -209,30 +203,11 @@ class DraftModel:
             self._holds.pop(number, None)
         memory.claimed = full
 
-    def _sites(self, growth: _Growth) -> list[Site]:
-        entry, builder = growth.entry, growth.builder
-        request, params = entry.request, entry.request.params
-        processors = entry.active_processors
-        return [
-            Site(
-                builder,
-                node,
-                width=self._expansion_for(entry).widths[growth.depth],
-                params=params,
-                seed=request.seed,
-                position=entry.end + growth.depth,
-                uniforms=growth.uniform,
-                rule=draw_rule(params.speculation.verifier, self._rule),
-                processed=partial(processors.apply, path=builder.path_tokens(node)) if processors else None,
-            )
-            for node in growth.frontier
-        ]
-
-    def _expansion_for(self, entry: PlanEntry) -> Expansion:
-        return entry.request.params.speculation.expansion or self._expansion
+    def _draw(self, rows: Sequence[Rows], sites: Sequence[Site]) -> None:
+        draw_children(self._runner.launch(rows), sites, self.name, self._vocabulary)
 
 
-def _frontier_rows(growth: _Growth) -> Rows:
+def _frontier_rows(growth: Growth) -> Rows:
     """Rows of the last depth's nodes; they see the text, their ancestors and themselves."""
     builder, first, root = growth.builder, growth.frontier[0], growth.entry.end - 1
     growth.in_cache = len(builder.parents)
@@ -245,7 +220,7 @@ def _frontier_rows(growth: _Growth) -> Rows:
     )
 
 
-def _path_of(growth: _Growth, accepted: Sequence[int]) -> list[int]:
+def _path_of(growth: Growth, accepted: Sequence[int]) -> list[int]:
     """The nodes of the draft's own tree along the accepted tokens, as far as they have been run."""
     path: list[int] = []
     node = 0

@@ -11,7 +11,7 @@ texts better gives a file of ids.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +55,11 @@ def draft_vocabulary(option: int | str | None, tokenizer: Tokenizer, size: int) 
             f"draft_vocabulary is {option}, and {len(special)} tokens are special; allowed: more than these"
         )
     return _kept(special.union([i for i in range(option) if i not in special][: option - len(special)]), size)
+
+
+def named_tokens(ids: Sequence[int], size: int) -> DraftVocabulary | None:
+    """The tokens that a head names, ascending, of a vocabulary of `size`; None where they are all."""
+    return None if len(ids) == size else DraftVocabulary(np.array(ids, dtype=np.int64), size)
 
 
 def _kept(ids: Iterable[int], size: int) -> DraftVocabulary:

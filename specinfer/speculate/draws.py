@@ -42,6 +42,7 @@ class Site:
     uniforms: Callable[[], float]  # the next number in [0, 1) of this tree's own stream
     rule: DrawRule
     processed: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None  # of logits
+    request_id: str = ""  # whose text it stands in
 
     @property
     def draws_by(self) -> DrawRule:

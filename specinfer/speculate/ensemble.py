@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import lt
 from typing import cast
 
 from specinfer.errors import ConfigError, RequestError, SpeculatorError
 from specinfer.plan import PlanEntry, StepPlan
-from specinfer.speculate.policy import SpeculationPolicy, StepReport, TrustedPolicy
-from specinfer.speculate.speculator import LevelSpeculator, Speculator
-from specinfer.tree import TokenTree, merge
-from specinfer.tree.prune import prune
+from specinfer.runtime.features import TextRows
+from specinfer.runtime.flight import Flight
+from specinfer.speculate.extension import MOST_TOKENS, likely_ends
+from specinfer.speculate.policy import LevelPass, SpeculationPolicy, StepReport, TrustedPolicy
+from specinfer.speculate.shared_tree import SharedTree
+from specinfer.speculate.speculator import ExtendsGuesses, LevelSpeculator, ReadsTarget, Speculator
+from specinfer.tree import TokenTree
+from specinfer.tree.prune import any_sampled, likeliest, prune
 from specinfer.tree.token_tree import single_node
 
 _LOG = logging.getLogger(__name__)
@@ -24,17 +30,27 @@ AnySpeculator = Speculator | LevelSpeculator
 class Ensemble:
     """Asks each speculator in turn and merges what they propose (SpecInfer's merge-based construction).
 
-    A speculator is offered the nodes its predecessors left over, and its guesses that can never become text
-    are dropped before the next one is asked. That budget is known before it draws, and sampled draws are
-    never dropped for their value, so the merged tree is lossless under every verifier (docs/losslessness.md).
-    `policy` decides how deep level speculators go, and which nodes of the merged trees are verified.
+    They are asked in the order given, so those that cost nothing come first, and a draft model after them:
+    whether it is worth its passes depends on what is known without it. Its likely ends are offered to those
+    that can go on from them. What can never become text is dropped before the next one is asked.
+
+    `policy` decides how deep level speculators go, and which nodes of the merged trees are verified. Until
+    then guesses that may be dropped take no room (shared_tree.py); what the policy leaves beyond a request's
+    nodes is cut to the nodes their speculators think likeliest. Sampled draws are never dropped, and who
+    makes them knows its room before it draws, so the tree is lossless under every verifier
+    (docs/losslessness.md).
 
     A speculator that raises, or proposes what is no tree, is logged once and never asked again: a bad guesser
     costs time, nothing else.
     """
 
     def __init__(
-        self, speculators: Sequence[AnySpeculator], *, vocab: int, policy: SpeculationPolicy
+        self,
+        speculators: Sequence[AnySpeculator],
+        *,
+        vocab: int,
+        policy: SpeculationPolicy,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         names = [s.name for s in speculators]
         if len(set(names)) != len(names):
@@ -42,28 +58,61 @@ class Ensemble:
         self._speculators = tuple(speculators)
         # To ask an instance for its methods takes as long as a guess.
         self._by_levels = frozenset(s.name for s in speculators if isinstance(s, LevelSpeculator))
+        self._extending = frozenset(s.name for s in speculators if isinstance(s, ExtendsGuesses))
+        self._reading = frozenset(s.name for s in speculators if isinstance(s, ReadsTarget))
         self._vocab = vocab  # of the target
         self._policy = TrustedPolicy(policy)
+        self._clock = clock
+        self._passes: list[LevelPass] = []  # of the step
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         """One merged tree per entry that has a tree, of at most `entry.max_nodes` nodes."""
-        trees = [single_node(entry.token_ids[entry.end - 1]) for entry in plan.tree_entries]
-        self._policy.begin_step(plan)
+        self._passes = []
+        plan = self._policy.begin_step(plan)
+        shared = [SharedTree(entry) for entry in plan.tree_entries]
         for speculator in self._speculators:
-            asked, offer = _offer(speculator.name, plan, trees)
+            asked, offer = _offer(speculator.name, plan, shared)
             if not offer.entries:
                 continue
-            self._policy.show(trees)
-            proposed = self._from(speculator, offer)
-            for i, tree in zip(asked, proposed, strict=False):  # none from one that failed
-                if tree.num_nodes > 1:
-                    trees[i] = merge((trees[i], tree)) if trees[i].num_nodes > 1 else tree
-        return self._policy.choose_nodes(trees)
+            if speculator.name in self._by_levels:
+                self._policy.show([one.tree for one in shared])
+            for one, tree in zip(asked, self._from(speculator, offer), strict=False):  # none if it failed
+                one.add(tree)
+        if self._by_levels and self._extending:
+            self._extend(shared)
+        chosen = self._policy.choose_nodes([one.tree for one in shared])
+        return [_within(one.entry, tree) for one, tree in zip(shared, chosen, strict=True)]
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's layers whose inputs somebody reads; see `hear`."""
+        if not self._reading:
+            return ()
+        return tuple(sorted({tap for reader in self._readers() for tap in reader.taps}))
+
+    def hear(self, texts: TextRows, flight: Flight) -> None:
+        """Let those that read the target's hidden states have those of texts that go on, of one pass."""
+        if not self._reading:
+            return
+        for reader in self._readers():
+            self._trying(reader, partial(self._tell, reader, texts, flight))
+
+    @staticmethod
+    def _tell(reader: ReadsTarget, texts: TextRows, flight: Flight) -> None:
+        own = texts.of_those(partial(_may_guess, reader.name))
+        reader.hear(own.features(flight, reader.taps))
+
+    def _readers(self) -> list[ReadsTarget]:
+        return [cast(ReadsTarget, s) for s in self._speculators if s.name in self._reading]
 
     def observe(self, report: StepReport) -> None:
-        """Pass the outcomes on to every speculator, and all of it to the policy."""
+        """Pass the outcomes on to every speculator; and to the policy all of it, and what was spent here."""
+        began = self._clock()
         for speculator in self._speculators:
             self._trying(speculator, partial(speculator.observe, report.outcomes))
+        if report.seconds:
+            seconds = {**report.seconds, "observe": self._clock() - began}
+            report, self._passes = replace(report, seconds=seconds, passes=self._passes), []
         self._policy.observe(report)
 
     def _from(self, speculator: AnySpeculator, plan: StepPlan) -> list[TokenTree]:
@@ -82,7 +131,8 @@ class Ensemble:
                     "propose returns one for each"
                 )
             for entry, tree in zip(entries, proposed, strict=True):
-                _check(speculator.name, entry, tree, self._vocab)
+                root = entry.token_ids[entry.end - 1]
+                _check(speculator.name, tree, root, entry.max_nodes, entry.max_depth, self._vocab)
             trees.extend(_possible(tree, entry) for entry, tree in zip(entries, proposed, strict=True))
 
         self._trying(speculator, ask)
@@ -91,18 +141,60 @@ class Ensemble:
     def _grown(self, speculator: LevelSpeculator, plan: StepPlan) -> list[TokenTree]:
         """The trees of a level speculator: level by level, wherever the policy says that it is worth it."""
         entries = plan.entries
+        began = self._clock()
         unread = speculator.begin(plan)
         worth = self._policy.worth_starting(speculator.name, entries, unread)
         which = [i for i, starts in enumerate(worth) if starts]
+        level, nodes = 0, [1] * len(entries)
+        rows = sum(max(0, entries[i].end - len(entries[i].token_ids) + unread[i]) for i in which)
         while which:
-            which = speculator.deepen(which)
+            which, ran = speculator.deepen(which), rows
             if which:
-                going = [entries[i] for i in which], [speculator.tree(i) for i in which]
-                worth = self._policy.worth_deepening(speculator.name, *going)
-                which = [i for i, goes_on in zip(which, worth, strict=True) if goes_on]
+                trees = [speculator.tree(i) for i in which]
+                worth = self._policy.worth_deepening(speculator.name, [entries[i] for i in which], trees)
+                grown = [(i, tree) for i, tree, goes_on in zip(which, trees, worth, strict=True) if goes_on]
+                which, rows = [i for i, _ in grown], sum(tree.num_nodes - nodes[i] for i, tree in grown)
+                for i, tree in grown:
+                    nodes[i] = tree.num_nodes
+            now = self._clock()
+            self._passes.append(LevelPass(speculator.name, level, ran, now - began))
+            began, level = now, level + 1
         return [speculator.tree(i) for i, entry in enumerate(entries) if entry.has_tree]
 
-    def _trying(self, speculator: AnySpeculator, action: Callable[[], None]) -> None:
+    def _extend(self, shared: Sequence[SharedTree]) -> None:
+        """Where drafts' guesses end in likely tokens, ask who can go on from these."""
+        for one in shared:
+            ends = likely_ends(one.tree, self._by_levels)
+            guesses = list[tuple[int, TokenTree]]()
+            for speculator in self._speculators if ends else ():
+                if speculator.name in self._extending and _may_guess(speculator.name, one.entry):
+                    self._trying(speculator, partial(self._go_on, speculator, one, ends, guesses))
+            if guesses:
+                one.extend(guesses)
+
+    def _go_on(
+        self,
+        speculator: AnySpeculator,
+        one: SharedTree,
+        ends: Sequence[int],
+        guesses: list[tuple[int, TokenTree]],
+    ) -> None:
+        """Add what a speculator guesses below these ends to `guesses`."""
+        entry = one.entry
+        for end in ends:
+            path = one.tree.path_tokens(end)
+            deepest = min(MOST_TOKENS, entry.max_depth - len(path))
+            if deepest < 1:
+                continue
+            tree = cast(ExtendsGuesses, speculator).extend(entry, path, deepest + 1)
+            _check(speculator.name, tree, path[-1], deepest + 1, deepest, self._vocab)
+            if any_sampled(tree.draws):
+                raise SpeculatorError(f"speculator {speculator.name!r} extends by samples, not point masses")
+            tree = _possible(tree, entry, path)
+            if tree.num_nodes > 1:
+                guesses.append((end, tree))
+
+    def _trying(self, speculator: AnySpeculator | ReadsTarget, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception:
@@ -112,55 +204,77 @@ class Ensemble:
             self._speculators = tuple(s for s in self._speculators if s is not speculator)
 
 
-def _offer(name: str, plan: StepPlan, trees: Sequence[TokenTree]) -> tuple[list[int], StepPlan]:
-    """What a speculator is shown: the entries it may guess for, each with the nodes that are left to it.
+def _offer(name: str, plan: StepPlan, shared: Sequence[SharedTree]) -> tuple[list[SharedTree], StepPlan]:
+    """What a speculator is shown: the entries it may guess for, each with the nodes it may propose.
 
-    Prompts that are being read are among them. The list says which of `trees` those with a tree have.
+    Prompts that are being read are among them. The list has the trees of those with one.
     """
-    numbers: list[int] = []
+    asked: list[SharedTree] = []
     entries: list[PlanEntry] = []
-    number = -1
+    trees = iter(shared)
+    whole = True
     for entry in plan.entries:
-        number += entry.has_tree
-        if entry.speculators is not None and name not in entry.speculators:
+        one = next(trees) if entry.max_nodes > 0 else None
+        if not _may_guess(name, entry):
+            whole = False
             continue
-        if entry.has_tree:
-            numbers.append(number)
-            if taken := trees[number].num_nodes - 1:
-                entry = replace(entry, max_nodes=entry.max_nodes - taken)
+        if one is not None:
+            asked.append(one)
+            if one.taken:
+                entry = replace(entry, max_nodes=entry.max_nodes - one.taken)
+                whole = False
         entries.append(entry)
-    return numbers, StepPlan(tuple(entries))
+    return asked, plan if whole else StepPlan(tuple(entries))
 
 
-def _check(name: str, entry: PlanEntry, tree: TokenTree, vocab: int) -> None:
+def _may_guess(name: str, entry: PlanEntry) -> bool:
+    return entry.speculators is None or name in entry.speculators
+
+
+def _check(name: str, tree: TokenTree, root: int, max_nodes: int, max_depth: int, vocab: int) -> None:
     """Raise SpeculatorError unless the tree is one the target may be asked about."""
-    root = entry.token_ids[entry.end - 1]
-    if tree.token_ids[0] != root:
-        fault = f"rooted at token {tree.token_ids[0]}; the last token is {root}"
-    elif tree.num_nodes > entry.max_nodes:
-        fault = f"of {tree.num_nodes} nodes; entry.max_nodes is {entry.max_nodes}"
-    elif tree.num_nodes == 1:
+    tokens, parents, nodes = tree.token_ids, tree.parents, tree.num_nodes
+    if tokens[0] != root:
+        fault = f"rooted at token {tokens[0]}; the last token is {root}"
+    elif nodes > max_nodes:
+        fault = f"of {nodes} nodes; entry.max_nodes is {max_nodes}"
+    elif nodes == 1:
         return
-    elif (depth := max(tree.depths())) > entry.max_depth:
-        fault = f"of depth {depth}; entry.max_depth is {entry.max_depth}"
-    elif not all(0 <= token < vocab for token in tree.token_ids):
+    elif not (
+        len(parents) == nodes
+        and parents[0] == -1
+        and all(map(lt, parents, range(nodes)))
+        and min(parents[1:]) >= 0
+    ):
+        fault = f"whose nodes do not come after their parents, {parents}"
+    elif nodes - 1 > max_depth and (depth := max(tree.depths())) > max_depth:
+        fault = f"of depth {depth}; entry.max_depth is {max_depth}"
+    elif min(tokens) < 0 or max(tokens) >= vocab:
         fault = f"with tokens outside the vocabulary of {vocab}"
-    elif not all(isinstance(draw.confidence, (int, float)) for draw in tree.draws):
+    elif not all(issubclass(kind, (int, float)) for kind in {type(draw.confidence) for draw in tree.draws}):
         fault = "with a draw whose confidence is no number"
     else:
         return
     raise SpeculatorError(f"speculator {name!r} proposed a tree {fault}; see docs/add_a_speculator.md")
 
 
-def _possible(tree: TokenTree, entry: PlanEntry) -> TokenTree:
-    """The tree without nodes that the request's parameters exclude, or that its end comes before."""
+def _possible(tree: TokenTree, entry: PlanEntry, path: tuple[int, ...] = ()) -> TokenTree:
+    """The tree below `path` without nodes the request's parameters exclude, or that its end comes before."""
     processors = entry.processors
     if processors is None or tree.num_nodes == 1:
         return tree
     permits = processors.permits if processors.bans else None
     if permits is None and processors.ending.isdisjoint(tree.token_ids):
         return tree
+    if path and path[-1] in processors.ending:
+        return single_node(tree.token_ids[0])
+    below = permits if permits is None or not path else lambda nodes, token: permits((*path, *nodes), token)
     try:
-        return prune(tree, permits=permits, ending=processors.ending)
+        return prune(tree, permits=below, ending=processors.ending)
     except RequestError:  # a grammar too complex to follow: the target's walk will meet it, and say so
         return single_node(tree.token_ids[0])
+
+
+def _within(entry: PlanEntry, tree: TokenTree) -> TokenTree:
+    """A policy's tree, cut to the request's nodes where it left more."""
+    return tree if tree.num_nodes <= entry.max_nodes else likeliest(tree, tree.likelihoods(), entry.max_nodes)

@@ -48,6 +48,21 @@ class NgramSpeculator:
             self._read(entry)
         return [self._tree(entry) for entry in plan.tree_entries]
 
+    def extend(self, entry: PlanEntry, path: Sequence[int], most: int) -> TokenTree:
+        """A chain, as it followed the newest of the longest earlier matches of the text with `path`."""
+        text, end = entry.token_ids, entry.end
+        builder = TreeBuilder(path[-1], most)
+        tail = array("i", [*text[max(0, end - SUREST_MATCH) : end], *path][-SUREST_MATCH:])
+        index = self._indexes[entry.request.request_id]
+        start = next((place for n in self._lengths for place in index.places(tail, n, 1)), None)
+        if start is not None:
+            depth = min(self._depth, most - 1)
+            followed = [*text[start : min(start + depth, end)]]
+            if len(followed) < depth:
+                followed += path[: depth - len(followed)]
+            self._add_chain(builder, _looped(followed, depth), _matched(text, start, tail))
+        return builder.build()
+
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Forget the index of requests that ended."""
         for outcome in outcomes:
@@ -70,18 +85,20 @@ class NgramSpeculator:
             return single_node(text[end - 1])
         builder = TreeBuilder(text[end - 1], entry.max_nodes)
         for start in starts:
-            node: int | None = 0
-            guess: list[int] = []
-            matched = _matched(text, start, end)
-            for i in range(depth):
-                at = start + i
-                guess.append(text[at] if at < end else guess[at - end])
-                assert node is not None
-                sure, seen = match_confidence(matched + i), (float(matched + i),)
-                node = builder.add(node, guess[-1], self.name, confidence=sure, evidence=seen)
-                if node is None:
-                    return builder.build()
+            matched = _matched(text, start, text[max(0, end - SUREST_MATCH) : end])
+            followed = [*text[start : min(start + depth, end)]]
+            self._add_chain(builder, _looped(followed, depth), matched)
         return builder.build()
+
+    def _add_chain(self, builder: TreeBuilder, guess: Sequence[int], matched: int) -> None:
+        """Draw a branch, as far as the tree has room for it."""
+        node = 0
+        for i, token in enumerate(guess):
+            sure, seen = match_confidence(matched + i), (float(matched + i),)
+            added = builder.add(node, token, self.name, confidence=sure, evidence=seen)
+            if added is None:
+                return
+            node = added
 
     def _matches(self, index: TextIndex, text: Sequence[int], end: int) -> list[int]:
         """The positions after the best earlier occurrences of the last tokens, no next token twice."""
@@ -95,9 +112,18 @@ class NgramSpeculator:
         return list(found.values())
 
 
-def _matched(text: Sequence[int], start: int, end: int) -> int:
-    """How many tokens before `start` and before `end` are the same, as far as it matters."""
+def _matched(text: Sequence[int], start: int, tail: Sequence[int]) -> int:
+    """How many tokens before `start` are the same as at the end of `tail`."""
+    most = min(start, len(tail))
     matched = 0
-    while matched < min(start, SUREST_MATCH) and text[start - 1 - matched] == text[end - 1 - matched]:
+    while matched < most and text[start - 1 - matched] == tail[-1 - matched]:
         matched += 1
     return matched
+
+
+def _looped(guess: list[int], depth: int) -> list[int]:
+    """A guess that runs into the end of the text goes on into itself, up to `depth` tokens."""
+    period = len(guess)
+    while len(guess) < depth:
+        guess.append(guess[len(guess) - period])
+    return guess

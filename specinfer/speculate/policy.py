@@ -7,37 +7,52 @@ what the step costs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree
 
 _LOG = logging.getLogger(__name__)
-_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class LevelPass:
+    """What one level of a level speculator's trees took."""
+
+    speculator: str
+    level: int  # 0: the root's children, and what it read of texts
+    rows: int  # tokens of texts that it was to read, or nodes that it ran
+    seconds: float  # the decision who goes on included
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step came to: what a policy learns from, besides the trees it was shown."""
+    """What a step came to: what a policy learns from, besides the trees it was shown.
+
+    `seconds` are those of each stage of the step so far (engine/metrics.py), and `observe`: what speculators
+    took to learn of it. None are given where requests end outside of a step.
+    """
 
     outcomes: Sequence[Outcome]
-    seconds: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of each stage of the step (engine/metrics.py)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    passes: Sequence[LevelPass] = ()
 
 
 class SpeculationPolicy(Protocol):
     """Asked by the ensemble between the guesses of a step, in this order; told of every outcome."""
 
-    def begin_step(self, plan: StepPlan) -> None:
-        """A step begins: nothing is guessed yet."""
+    def begin_step(self, plan: StepPlan) -> StepPlan:
+        """A step begins: nothing is guessed yet. The plan as speculators are to see it.
+
+        Its entries are the plan's own; only who may guess for each may differ (`PlanEntry.speculators`).
+        """
         ...
 
     def show(self, trees: Sequence[TokenTree]) -> None:
-        """What was guessed so far for each of `plan.tree_entries`; shown before a speculator is asked."""
+        """What was guessed so far for each of `plan.tree_entries`; before a level speculator is asked."""
         ...
 
     def worth_starting(
@@ -70,8 +85,9 @@ class SpeculationPolicy(Protocol):
 class FixedPolicy:
     """Lets everybody guess as configured, and drops nothing."""
 
-    def begin_step(self, plan: StepPlan) -> None:
-        """Nothing to prepare."""
+    def begin_step(self, plan: StepPlan) -> StepPlan:
+        """The plan as it is."""
+        return plan
 
     def show(self, trees: Sequence[TokenTree]) -> None:
         """Nothing to remember."""
@@ -105,44 +121,72 @@ class TrustedPolicy:
     def __init__(self, policy: SpeculationPolicy) -> None:
         self._policy = policy
 
-    def begin_step(self, plan: StepPlan) -> None:
-        """As the policy does."""
-        self._ask(lambda policy: policy.begin_step(plan))
+    def begin_step(self, plan: StepPlan) -> StepPlan:
+        """As the policy says, as long as its plan is of the same requests."""
+        try:
+            return _same_requests(self._policy.begin_step(plan), plan)
+        except Exception:
+            return self._failed().begin_step(plan)
 
     def show(self, trees: Sequence[TokenTree]) -> None:
         """As the policy does."""
-        self._ask(lambda policy: policy.show(trees))
+        try:
+            self._policy.show(trees)
+        except Exception:
+            self._failed().show(trees)
 
     def worth_starting(
         self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
     ) -> list[bool]:
         """As the policy says."""
-        return self._ask(lambda policy: _as_many(policy.worth_starting(speculator, entries, unread), entries))
+        try:
+            return _as_many(self._policy.worth_starting(speculator, entries, unread), entries)
+        except Exception:
+            return self._failed().worth_starting(speculator, entries, unread)
 
     def worth_deepening(
         self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
     ) -> list[bool]:
         """As the policy says."""
-        return self._ask(lambda policy: _as_many(policy.worth_deepening(speculator, entries, trees), entries))
+        try:
+            return _as_many(self._policy.worth_deepening(speculator, entries, trees), entries)
+        except Exception:
+            return self._failed().worth_deepening(speculator, entries, trees)
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """As the policy says, as long as every tree keeps its root and grows no node."""
-        return self._ask(lambda policy: _parts_of(policy.choose_nodes(trees), trees))
+        try:
+            return _parts_of(self._policy.choose_nodes(trees), trees)
+        except Exception:
+            return self._failed().choose_nodes(trees)
 
     def observe(self, report: StepReport) -> None:
         """As the policy does."""
-        self._ask(lambda policy: policy.observe(report))
-
-    def _ask(self, question: Callable[[SpeculationPolicy], _Answer]) -> _Answer:
         try:
-            return question(self._policy)
+            self._policy.observe(report)
         except Exception:
-            _LOG.exception(
-                "the speculation policy %s failed; trees have their configured size from here on",
-                type(self._policy).__name__,
-            )
-            self._policy = FixedPolicy()
-            return question(self._policy)
+            self._failed().observe(report)
+
+    def _failed(self) -> SpeculationPolicy:
+        """Say that the policy has raised, and who decides from here on."""
+        _LOG.exception(
+            "the speculation policy %s failed; trees have their configured size from here on",
+            type(self._policy).__name__,
+        )
+        self._policy = FixedPolicy()
+        return self._policy
+
+
+def has_own_size(entry: PlanEntry) -> bool:
+    """Whether the request itself says how large its trees are."""
+    overrides = entry.request.params.speculation
+    return overrides.expansion is not None or overrides.max_nodes is not None
+
+
+def _same_requests(shown: StepPlan, plan: StepPlan) -> StepPlan:
+    if shown is not plan and [e.request for e in shown.entries] != [e.request for e in plan.entries]:
+        raise ValueError(f"a plan of {len(shown.entries)} entries for one of {len(plan.entries)}; keep each")
+    return shown
 
 
 def _as_many(answers: list[bool], entries: Sequence[PlanEntry]) -> list[bool]:
@@ -155,6 +199,6 @@ def _parts_of(chosen: list[TokenTree], trees: Sequence[TokenTree]) -> list[Token
     if len(chosen) != len(trees):
         raise ValueError(f"{len(chosen)} trees chosen of {len(trees)}; give one for each")
     for part, tree in zip(chosen, trees, strict=True):
-        if part.token_ids[0] != tree.token_ids[0] or part.num_nodes > tree.num_nodes:
+        if part is not tree and (part.token_ids[0] != tree.token_ids[0] or part.num_nodes > tree.num_nodes):
             raise ValueError(f"{part} is no part of {tree}; choose among its nodes, the root included")
     return chosen

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from specinfer.plan import StepPlan
+from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
 from specinfer.tree import TokenTree
+
+if TYPE_CHECKING:  # who only asks what a speculator may do loads no models
+    from specinfer.runtime.features import TextFeatures
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +82,41 @@ class LevelSpeculator(Observer, Protocol):
 
 
 @runtime_checkable
+class ReadsTarget(Observer, Protocol):
+    """A speculator that reads the target's hidden states of the texts it may guess for."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers whose inputs it reads, as LanguageModel.run_layers counts them."""
+        ...
+
+    def hear(self, texts: Sequence[TextFeatures]) -> None:
+        """Take in what a pass has left of texts, each of which goes on where it ended, or begins anew.
+
+        Told before the step's outcomes; of requests that ended nothing is told.
+        """
+        ...
+
+
+@runtime_checkable
 class KnowsItsSize(Protocol):
     """A speculator that says how many nodes it may propose."""
 
     def most_nodes(self, request: Request) -> int:
         """The nodes below the root that it may propose for a request; 0: it has nothing to guess from."""
+        ...
+
+
+@runtime_checkable
+class ExtendsGuesses(Protocol):
+    """A speculator that can go on from what another guessed: point masses, in microseconds."""
+
+    def extend(self, entry: PlanEntry, path: Sequence[int], most: int) -> TokenTree:
+        """What follows if the entry's text goes on with `path`: a tree rooted at its last token.
+
+        Args:
+            entry: one it was asked about in this step.
+            path: tokens guessed behind `entry.end`, at least one.
+            most: nodes at most, the root included, 2 or more; none lies deeper than that below the root.
+        """
         ...

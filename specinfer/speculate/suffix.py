@@ -11,19 +11,22 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 from specinfer.errors import ConfigError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
-from specinfer.speculate.calibration import match_confidence
+from specinfer.speculate.calibration import SUREST_MATCH, match_confidence
 from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.suffix_store import SuffixStore
 from specinfer.speculate.text_index import TextIndex
-from specinfer.tree import TokenTree, TreeBuilder
+from specinfer.tree import Draw, DrawRule, TokenTree
 from specinfer.tree.token_tree import single_node
 
 LONGEST_MATCH = 32  # tokens; a longer match is no better a guess
 VOTERS = 16  # places looked at, in the own text and in the store each
+EXTENSION_VOTERS = 4  # and for what follows a guess of another: it may not be asked for
+_SURE: Final = [match_confidence(tokens) for tokens in range(SUREST_MATCH + 1)]
 
 
 @dataclass(slots=True)
@@ -35,16 +38,12 @@ class _Running:
     text: TextIndex = field(default_factory=TextIndex)
 
 
-@dataclass(frozen=True, slots=True)
-class _Vote:
+class _Vote(NamedTuple):
     """What followed at one place, as far as its match supports a guess."""
 
     tokens: Sequence[int]
     matched: int  # tokens before the place
-
-    @property
-    def weight(self) -> int:
-        return self.matched**2
+    weight: int
 
 
 class SuffixSpeculator:
@@ -104,6 +103,15 @@ class SuffixSpeculator:
             self._read(entry)
         return [self._tree(entry) for entry in plan.tree_entries]
 
+    def extend(self, entry: PlanEntry, path: Sequence[int], most: int) -> TokenTree:
+        """As `propose`, by the votes of fewer places."""
+        running = self._running[entry.request.request_id]
+        tail = running.text.tail(LONGEST_MATCH)
+        tail.extend(path)
+        depth = min(self._max_depth, most - 1)
+        votes = self._votes(running, tail[-LONGEST_MATCH:], depth, EXTENSION_VOTERS, path)
+        return self._grow(votes, path[-1], min(most, self._max_nodes))
+
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Add what was committed to the texts; the answers of requests that ended go to the store."""
         for outcome in outcomes:
@@ -140,55 +148,72 @@ class SuffixSpeculator:
         max_nodes = min(self._max_nodes, entry.max_nodes)
         if depth < 1 or max_nodes < 2:
             return single_node(text[end - 1])
-        return self._grow(self._votes(running, depth), text[end - 1], max_nodes)
-
-    def _votes(self, running: _Running, depth: int) -> list[_Vote]:
         tail = running.text.tail(LONGEST_MATCH)
+        return self._grow(self._votes(running, tail, depth, VOTERS), text[end - 1], max_nodes)
+
+    def _votes(
+        self, running: _Running, tail: array[int], depth: int, voters: int, path: Sequence[int] = ()
+    ) -> list[_Vote]:
+        """What followed `tail`, the end of the text with `path`, in the own text and in the store."""
         votes: list[_Vote] = []
         for index in (running.text, self._store.of(running.key)):
             if index is None:
                 continue
-            for position, matched in index.occurrences(tail, VOTERS):
+            for position, matched in index.occurrences(tail, voters):
                 reach = min(depth, max(1, int(self._depth_factor * matched)))
                 tokens = index.following(position, reach)
-                votes.append(_Vote(_looped(tokens, reach) if index is running.text else tokens, matched))
+                if index is running.text and len(tokens) < reach:
+                    tokens.extend(path[: reach - len(tokens)])
+                    _loop(tokens, reach)
+                votes.append(_Vote(tokens, matched, matched**2))
         return votes
 
     def _grow(self, votes: list[_Vote], root: int, max_nodes: int) -> TokenTree:
         """The nodes most votes go through, best first; the earlier voter is better when votes are equal."""
-        builder = TreeBuilder(root, max_nodes)
-        least = self._min_probability * sum(vote.weight for vote in votes)
+        token_ids, parents, draws = [root], [-1], list[Draw]()
+
+        def draw(parent: int, token: int, matched: int, voters: int, share: float) -> int:
+            node = len(token_ids)
+            token_ids.append(token)
+            parents.append(parent)
+            sure, seen = share * _SURE[min(matched, SUREST_MATCH)], (float(matched), float(voters), share)
+            draws.append(Draw(parent, node, self.name, DrawRule.POINT_MASS, None, sure, seen))
+            return node
+
+        least = self._min_probability * sum([vote.weight for vote in votes])
         # Likeliest first, then oldest: -weight, number, parent, depth, token, longest match, share, voters.
         waiting: list[tuple[int, int, int, int, int, int, float, list[_Vote]]] = []
         made = 0
         node, depth, through = 0, 0, votes
-        while not builder.full:
+        while len(token_ids) < max_nodes:
+            if len(through) == 1 and not waiting:  # and so it stays: one place alone says what follows
+                tokens, matched, _ = through[0]
+                for token in tokens[depth : depth + max_nodes - len(token_ids)]:
+                    node = draw(node, token, matched + depth, 1, 1.0)
+                    depth += 1
+                break
             below: dict[int, list[_Vote]] = {}
             for vote in through:
                 if depth < len(vote.tokens):
                     below.setdefault(vote.tokens[depth], []).append(vote)
-            total = sum(vote.weight for vote in through)
+            total = sum([vote.weight for vote in through])
             for token, voters in below.items():
-                weight = sum(vote.weight for vote in voters)
+                weight = sum([vote.weight for vote in voters])
                 if weight >= least:
                     made += 1
-                    matched = max(vote.matched for vote in voters) + depth
+                    matched = max([vote.matched for vote in voters]) + depth
                     heapq.heappush(
                         waiting, (-weight, made, node, depth + 1, token, matched, weight / total, voters)
                     )
             if not waiting:
                 break
             _, _, parent, depth, token, matched, share, through = heapq.heappop(waiting)
-            sure, seen = share * match_confidence(matched), (float(matched), float(len(through)), share)
-            added = builder.add(parent, token, self.name, confidence=sure, evidence=seen)
-            assert added is not None, "the tree was not full"
-            node = added
-        return builder.build()
+            node = draw(parent, token, matched, len(through), share)
+        return TokenTree(tuple(token_ids), tuple(parents), tuple(draws))
 
 
-def _looped(tokens: array[int], reach: int) -> Sequence[int]:
+def _loop(tokens: array[int], reach: int) -> None:
     """A guess that runs into the end of the text it comes from goes on into itself."""
     period = len(tokens)
     while len(tokens) < reach:
         tokens.append(tokens[len(tokens) - period])
-    return tokens

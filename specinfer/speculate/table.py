@@ -1,12 +1,12 @@
 """The speculators an engine can have: whoever adds one adds a row here, and its options to config.py.
 
-Draft models are not among them: they are loaded with the target (engine/build.py), and asked between the two
-groups.
+Draft models are not among them: they are loaded with the target (engine/build.py), and asked after all of
+these; then come a caller's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,15 +49,16 @@ def _ngram(config: SpeculationConfig) -> Speculator:
     )
 
 
-# Who guesses from what a request brings along: surest first, as the first gets the nodes.
-BEFORE_DRAFTS: Final = (Row(_grammar, None), Row(_prediction, None))
-# Who guesses from texts: cheap, and with what the drafts left over.
-AFTER_DRAFTS: Final = (
+# In the order they are asked, all before the drafts: they cost next to nothing, and what they know says
+# whether a draft's pass is worth it. Surest first, as of equal guesses the first are verified.
+TABLE: Final = (
+    Row(_grammar, None),
+    Row(_prediction, None),
     Row(_suffix, "suffix"),
     Row(_ngram, "ngram"),
 )
 
 
-def build_speculators(rows: Sequence[Row], config: SpeculationConfig) -> list[Speculator]:
-    """Those of `rows` that the config asks for, in their order."""
-    return [row.build(config) for row in rows if row.switch is None or getattr(config, row.switch)]
+def build_speculators(config: SpeculationConfig) -> list[Speculator]:
+    """Those of the table that the config asks for, in their order."""
+    return [row.build(config) for row in TABLE if row.switch is None or getattr(config, row.switch)]

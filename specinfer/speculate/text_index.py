@@ -126,10 +126,10 @@ class TextIndex:
         """
         if length > len(tail):
             return
-        gram, which = tail[len(tail) - length :], self._lengths.index(length)
+        gram, which = tail[len(tail) - length :].tobytes(), self._lengths.index(length)
         for stretch in reversed(self._stretches):
             heads, older = stretch.heads[which], stretch.older[which]
-            stop = heads[_head(heads, gram, self._tokens, stretch.start - self._origin)]
+            stop = heads[_head(heads, gram, length, self._tokens, stretch.start - self._origin)]
             while stop:
                 if stretch.start + stop <= self._base or most == 0:
                     return
@@ -202,9 +202,12 @@ class TextIndex:
         start = len(tokens)
         tokens.extend(part)
         shift, text_start = stretch.start - self._origin, self._text_start - self._origin
+        end, seen = len(tokens), max(text_start, start + 1 - self._lengths[-1])
+        text = tokens[seen:].tobytes()
         for length, heads, older in zip(self._lengths, stretch.heads, stretch.older, strict=True):
-            for stop in range(max(start + 1, text_start + length), len(tokens) + 1):
-                at = _head(heads, tokens[stop - length : stop], tokens, shift)
+            for stop in range(max(start + 1, text_start + length), end + 1):
+                last = _INT * (stop - seen)
+                at = _head(heads, text[last - _INT * length : last], length, tokens, shift)
                 older[stop - shift - 1] = heads[at]
                 heads[at] = stop - shift
         return len(part)
@@ -246,14 +249,14 @@ class _Stretch:
         return self.start + self.size
 
 
-def _head(heads: array[int], gram: array[int], tokens: array[int], shift: int) -> int:
+def _head(heads: array[int], gram: bytes, length: int, tokens: array[int], shift: int) -> int:
     """Where the table `heads` has the newest end of `gram`, or would have it; end 1 lies at tokens[shift]."""
     # Python's hash of bytes differs from process to process, so nobody can write texts that collide.
-    at = hash(gram.tobytes()) % len(heads)
+    at = hash(gram) % len(heads)
     while stop := heads[at]:
         stop += shift
-        begin = stop - len(gram)  # below 0: of a text that has left
-        if begin >= 0 and tokens[begin:stop] == gram:
+        begin = stop - length  # below 0: of a text that has left
+        if begin >= 0 and tokens[begin:stop].tobytes() == gram:
             break
         at = at + 1 if at + 1 < len(heads) else 0
     return at

@@ -43,11 +43,15 @@ class ChatTemplate:
 
         `tools` are what the assistant may call, in OpenAI's shape; `variables` are switches of the template's
         own (`enable_thinking`, say), none of which may have the name of what is given anyway. Raises
-        RequestError when a message has no role or the template refuses the conversation, and ModelFileError
-        when the template itself does not parse.
+        RequestError when a message has no role, the template refuses the conversation or never looks at tools
+        that there are, and ModelFileError when the template itself does not parse.
         """
         given = messages_for_template(messages)
         template = self._compiled
+        if tools and "tools" not in self._looked_at:
+            raise RequestError(
+                "the model's chat template knows no tools; drop them, or tell of them in a message", "tools"
+            )
         try:
             return template.render(
                 messages=given,
@@ -73,9 +77,11 @@ class ChatTemplate:
     @cached_property
     def variables(self) -> frozenset[str]:
         """The names of variables that it looks at and a caller may give, such as enable_thinking."""
-        environment = _environment()
-        found = meta.find_undeclared_variables(environment.parse(self.source))
-        return frozenset(found) - set(environment.globals) - set(_GIVEN) - set(self._special_tokens)
+        return self._looked_at - set(_environment().globals) - set(_GIVEN) - set(self._special_tokens)
+
+    @cached_property
+    def _looked_at(self) -> frozenset[str]:
+        return frozenset(meta.find_undeclared_variables(_environment().parse(self.source)))
 
     @cached_property
     def _compiled(self) -> jinja2.Template:

@@ -1,5 +1,6 @@
 """Token trees: candidate continuations, verified in one pass of the target (SpecInfer, section 3)."""
 
-from specinfer.tree.token_tree import Draw, DrawRule, TokenTree, TreeBuilder, merge
+from specinfer.tree.merging import merge
+from specinfer.tree.token_tree import Draw, DrawRule, TokenTree, TreeBuilder
 
 __all__ = ["Draw", "DrawRule", "TokenTree", "TreeBuilder", "merge"]

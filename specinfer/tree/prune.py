@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from operator import attrgetter
 
-from specinfer.tree.token_tree import DrawRule, TokenTree
+from specinfer.tree.token_tree import Draw, DrawRule, TokenTree
 
-_ANY_VALUE = frozenset({DrawRule.POINT_MASS, DrawRule.COUPLED})
+_POINT_MASS, _COUPLED = DrawRule.POINT_MASS, DrawRule.COUPLED
+_rule = attrgetter("rule")
 
 
 def prune(
@@ -22,20 +24,60 @@ def prune(
         permits: whether a token may follow the tokens of a path at all; None: everything may.
         ending: token ids after which no text follows.
     """
-    sampled = {draw.node for draw in tree.draws if draw.rule not in _ANY_VALUE}
+    firm = {draw.node for draw in tree.draws if sampled(draw)}
     paths: dict[int, tuple[int, ...]] = {0: ()}  # of the nodes that stay
     for node in range(1, tree.num_nodes):
         parent, token = tree.parents[node], tree.token_ids[node]
         if parent not in paths or (parent > 0 and tree.token_ids[parent] in ending):
             continue
-        if permits is None or node in sampled or permits(paths[parent], token):
+        if permits is None or node in firm or permits(paths[parent], token):
             paths[node] = (*paths[parent], token)
     return keep(tree, paths)
 
 
-def prunable(tree: TokenTree) -> bool:
-    """Whether any node may be dropped for its value, whichever verifier the tree meets: none was sampled."""
-    return all(draw.rule in _ANY_VALUE for draw in tree.draws)
+def sampled(draw: Draw) -> bool:
+    """Whether a draw may never be dropped for its value, as some verifier relies on how it was drawn."""
+    rule = draw.rule  # looked up in a set it would be hashed in Python
+    return rule is not _POINT_MASS and rule is not _COUPLED
+
+
+def any_sampled(draws: Iterable[Draw]) -> bool:
+    """Whether `sampled` is true of any of them."""
+    rules = [*map(_rule, draws)]  # this is asked of every draw of a step: no loop in Python
+    return rules.count(_POINT_MASS) + rules.count(_COUPLED) < len(rules)
+
+
+def firm_nodes(tree: TokenTree) -> set[int]:
+    """The nodes that have to stay, whichever verifier the tree meets; others may be dropped for any reason.
+
+    Those of sampled draws stay, those of the draws that have their turn before one below the same node, as
+    that one is drawn without knowing what becomes of them, and those above all of these.
+    """
+    firm: set[int] = set()
+    if not any_sampled(tree.draws):
+        return firm
+    drawn_below: set[int] = set()
+    for draw in reversed(tree.draws):
+        if sampled(draw):
+            drawn_below.add(draw.parent)
+        node = draw.node if draw.parent in drawn_below else 0
+        while node and node not in firm:
+            firm.add(node)
+            node = tree.parents[node]
+    return firm
+
+
+def likeliest(tree: TokenTree, hopes: Sequence[float], most: int) -> TokenTree:
+    """The tree's `most` likeliest nodes, the root and firm ones among them; of equal ones the earlier.
+
+    `hopes` is how likely each node is to become text, [num_nodes]: none is likelier than its parent.
+    """
+    if tree.num_nodes <= most:
+        return tree
+    firm = firm_nodes(tree)
+    firm.add(0)
+    ranked = sorted(range(tree.num_nodes), key=lambda node: (node not in firm, -hopes[node]))
+    return keep(tree, sorted(ranked[: max(most, len(firm))]))
 
 
 def keep(tree: TokenTree, nodes: Collection[int]) -> TokenTree:
@@ -43,8 +85,16 @@ def keep(tree: TokenTree, nodes: Collection[int]) -> TokenTree:
     if len(nodes) == tree.num_nodes:
         return tree
     new = {old: i for i, old in enumerate(nodes)}
+    tokens, parents = tree.token_ids, tree.parents
     return TokenTree(
-        token_ids=tuple(tree.token_ids[old] for old in nodes),
-        parents=tuple(new[tree.parents[old]] if old else -1 for old in nodes),
-        draws=tuple(d.moved(new[d.parent], new[d.node]) for d in tree.draws if d.node in new),
+        tuple([tokens[old] for old in nodes]),
+        (-1, *[new[parents[old]] for old in nodes if old]),
+        # Before the first node that is left out all keep their numbers, and so do their parents.
+        tuple(
+            [
+                d if new[d.node] == d.node else d.moved(new[d.parent], new[d.node])
+                for d in tree.draws
+                if d.node in new
+            ]
+        ),
     )

@@ -1,7 +1,7 @@
-"""The token tree, its draws, and merging.
+"""The token tree and its draws.
 
-Nodes merge, draws do not: two speculators that propose the same token below the same node share that
-node (and one row of the target's forward pass), but both draws are kept, in order, because multi-step
+Nodes merge (merging.py), draws do not: two speculators that propose the same token below the same node share
+that node (and one row of the target's forward pass), but both draws are kept, in order, because multi-step
 speculative sampling needs each draw with the law it came from (docs/losslessness.md).
 """
 
@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+from specinfer.errors import ensure
 
-from specinfer.errors import IntegrityError, ensure
-from specinfer.tree.distribution import Distribution
+if TYPE_CHECKING:  # options name draw rules, and commands read options before they load anything large
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from specinfer.tree.distribution import Distribution
 
 
 class DrawRule(StrEnum):
@@ -27,9 +30,11 @@ class DrawRule(StrEnum):
     WITHOUT_REPLACEMENT = "without_replacement"  # from q without this speculator's earlier draws here
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Draw:
-    """One proposal of one token at one node by one speculator, with the law it was drawn from."""
+class Draw(NamedTuple):
+    """One proposal of one token at one node by one speculator, with the law it was drawn from.
+
+    A tuple, as a step makes hundreds: they are made and taken apart quickest. Each equals itself alone.
+    """
 
     parent: int  # the node below which the token was proposed
     node: int  # the node that holds the token; several draws may share it
@@ -39,9 +44,21 @@ class Draw:
     confidence: float = 0.5  # the speculator's own idea of how likely the token is; no verifier reads it
     evidence: tuple[float, ...] = ()  # what else it saw, for a policy to learn from; its module says what
 
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
     def moved(self, parent: int, node: int) -> Draw:
         """The same draw where its nodes have other numbers."""
-        return Draw(parent, node, self.speculator, self.rule, self.law, self.confidence, self.evidence)
+        return _tuple(Draw, (parent, node, *self[2:]))
+
+
+_tuple: Final = tuple.__new__  # quicker than Draw(...)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +108,17 @@ class TokenTree:
     def likelihoods(self) -> list[float]:
         """How likely its speculators think each node to become text, [num_nodes]; the root's is 1.
 
-        The confidences along its path multiplied; of several draws of a node the surest.
+        The confidences along its path multiplied; of several draws of a node the surest. No node is likelier
+        than its parent, whatever a speculator says.
         """
         own = [1.0, *[0.0] * (self.num_nodes - 1)]
         for draw in self.draws:
-            own[draw.node] = max(own[draw.node], draw.confidence)
-        for node in range(1, self.num_nodes):
-            own[node] *= own[self.parents[node]]
+            node, sure = draw.node, draw.confidence
+            if sure > own[node]:
+                own[node] = sure if sure < 1.0 else 1.0
+        parents = self.parents
+        for node in range(1, len(own)):
+            own[node] *= own[parents[node]]
         return own
 
     def check_integrity(self) -> None:
@@ -124,14 +145,11 @@ class TreeBuilder:
     token_ids: list[int] = field(init=False)
     parents: list[int] = field(init=False)
     draws: list[Draw] = field(init=False, default_factory=list)
-    depths: list[int] = field(init=False)
-    _children: list[dict[int, int]] = field(init=False)
+    _children: dict[tuple[int, int], int] = field(init=False, default_factory=dict)  # by parent and token
 
     def __post_init__(self) -> None:
-        self.depths = [0]
         self.token_ids = [self.root]
         self.parents = [-1]
-        self._children = [{}]
 
     def add(
         self,
@@ -147,29 +165,25 @@ class TreeBuilder:
 
         A full tree drops draws of deterministic and coupled rules only: whether a *sampled* token
         fits must not depend on its value, so callers of the sampled rules check `full` before drawing.
+        Raises IndexError where `parent` is no node.
         """
-        if self.full and token not in self._children[parent]:
-            ensure(rule in (DrawRule.POINT_MASS, DrawRule.COUPLED), "a sampled draw may not be dropped")
-            return None
-        node = self.node_for(parent, token)
-        self.draws.append(Draw(parent, node, speculator, rule, law, confidence, evidence))
-        return node
-
-    def node_for(self, parent: int, token: int) -> int:
-        """The child of `parent` that holds `token`, made if there is none; records no draw."""
-        node = self._children[parent].get(token)
+        node = self._children.get((parent, token))
         if node is None:
             node = len(self.token_ids)
+            if node >= self.max_nodes:
+                ensure(rule in (DrawRule.POINT_MASS, DrawRule.COUPLED), "a sampled draw may not be dropped")
+                return None
+            if not 0 <= parent < node:
+                raise IndexError(f"parent {parent} of a tree of {node} nodes")
+            self._children[parent, token] = node
             self.token_ids.append(token)
             self.parents.append(parent)
-            self.depths.append(self.depths[parent] + 1)
-            self._children.append({})
-            self._children[parent][token] = node
+        self.draws.append(_tuple(Draw, (parent, node, speculator, rule, law, confidence, evidence)))
         return node
 
     def child(self, parent: int, token: int) -> int | None:
         """The child of `parent` that holds `token`, if there is one."""
-        return self._children[parent].get(token)
+        return self._children.get((parent, token))
 
     def path_tokens(self, node: int) -> tuple[int, ...]:
         """The token ids from below the root down to `node`; empty for the root."""
@@ -189,30 +203,6 @@ class TreeBuilder:
         return TokenTree(tuple(self.token_ids), tuple(self.parents), tuple(self.draws))
 
 
-def merge(trees: Sequence[TokenTree]) -> TokenTree:
-    """The tree that holds exactly the sequences of all `trees` (SpecInfer, definition 3.2), with all draws.
-
-    The draws keep the order of `trees`, then their order within each. Raises IntegrityError when the
-    trees do not share one root token.
-    """
-    roots = {tree.token_ids[0] for tree in trees}
-    if len(roots) != 1:
-        raise IntegrityError(f"trees to merge must share one root token, got {sorted(roots)}")
-    if len(trees) == 1:
-        return trees[0]
-    builder = TreeBuilder(root=trees[0].token_ids[0])
-    for tree in trees:
-        _graft(builder, tree)
-    return builder.build()
-
-
-def _graft(builder: TreeBuilder, tree: TokenTree) -> None:
-    nodes = [0] * tree.num_nodes  # node of `tree` -> node of the merged tree
-    for node in range(1, tree.num_nodes):
-        nodes[node] = builder.node_for(nodes[tree.parents[node]], tree.token_ids[node])
-    builder.draws.extend(d.moved(nodes[d.parent], nodes[d.node]) for d in tree.draws)
-
-
 def single_node(token: int) -> TokenTree:
     """The tree of ordinary decoding: the last committed token and nothing guessed."""
     return TokenTree((token,), (-1,))
@@ -224,6 +214,28 @@ def draws_by_parent(draws: Iterable[Draw]) -> dict[int, list[Draw]]:
     for draw in draws:
         below.setdefault(draw.parent, []).append(draw)
     return below
+
+
+def child_of(token_ids: Sequence[int], parents: Sequence[int], parent: int, token: int) -> int | None:
+    """The node below `parent` that holds `token`, if there is one: quicker than `children` for a few."""
+    node = -1
+    for _ in range(token_ids.count(token)):
+        node = token_ids.index(token, node + 1)
+        if parents[node] == parent:
+            return node
+    return None
+
+
+def next_nodes(tree: TokenTree, text: Iterable[int]) -> dict[int, int | None]:
+    """For every node down the path of `text`, the node of its next token; None where none holds it."""
+    found: dict[int, int | None] = {}
+    node = 0
+    for token in text:
+        child = found[node] = child_of(tree.token_ids, tree.parents, node, token)
+        if child is None:
+            break
+        node = child
+    return found
 
 
 def proposed_by(tree: TokenTree) -> list[list[str]]:

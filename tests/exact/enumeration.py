@@ -19,7 +19,7 @@ from math import prod
 import numpy as np
 
 from specinfer.sampling_params import SamplingParams
-from specinfer.tree.token_tree import DrawRule, TreeBuilder, merge
+from specinfer.tree import DrawRule, TreeBuilder, merge
 from specinfer.verify import verify_multistep
 from specinfer.verify.target_law import target_law
 

@@ -72,10 +72,10 @@ def test_pruning_sampled_draws_by_what_their_path_permits_is_seen(monkeypatch):
             return target_law(self.world.logits(model, (*self.output, *path)), self.params).dense()
 
     def careless(tree, *, permits, ending):
-        plain = tuple(replace(draw, rule=POINT) for draw in tree.draws)
+        plain = tuple(draw._replace(rule=POINT) for draw in tree.draws)
         kept = prune(replace(tree, draws=plain), permits=permits, ending=ending)
         laws = {draw.speculator: draw.law for draw in tree.draws}
-        return replace(kept, draws=tuple(replace(d, rule=IID, law=laws[d.speculator]) for d in kept.draws))
+        return replace(kept, draws=tuple(d._replace(rule=IID, law=laws[d.speculator]) for d in kept.draws))
 
     case, world = CASES["allowed_token_ids"], World(VOCAB, seed=3)
     monkeypatch.setattr(played_steps, "Seen", Unaware)

@@ -9,7 +9,7 @@ import pytest
 
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate import cost_policy, draws
+from specinfer.speculate import cost_policy, draws, shared_tree
 from specinfer.speculate.cost_policy import CostPolicy
 from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.draft_model import DraftModel
@@ -36,10 +36,9 @@ class MadeUpRunner:
 
     block_size = 64
 
-    class model:
-        class config:
-            max_context = 64
+    max_context = 64
 
+    class model:
         kernels = kernels("torch")
 
     def __init__(self, world, name):
@@ -70,7 +69,7 @@ class MadeUpRunner:
 
 
 class Points:
-    """A speculator that guesses token 2, and then 1."""
+    """A speculator that guesses token 2, and then 1, and 0 after whatever others guess."""
 
     name = "points"
 
@@ -83,6 +82,11 @@ class Points:
                 builder.add(node, 1, self.name, confidence=0.5)
             trees.append(builder.build())
         return trees
+
+    def extend(self, entry, path, most):
+        builder = TreeBuilder(path[-1], most)
+        builder.add(0, 0, self.name, confidence=0.5)
+        return builder.build()
 
     def observe(self, outcomes):
         pass
@@ -104,10 +108,12 @@ class Watched(CostPolicy):
 class Sized:
     """All speculators of a test as one guesser: merged trees, sized by the seconds of the drafts' passes."""
 
-    def __init__(self, drafts, pass_, monkeypatch, points=False):
+    def __init__(self, drafts, pass_, monkeypatch, points="no", target=None, max_nodes=32):
         self.drafts, self.pass_, self.points = drafts, pass_, points
         self.monkeypatch = monkeypatch
+        self.target, self.max_nodes = target or TARGET, max_nodes
         self.depths = set()  # of the trees that were verified
+        self.proposed = set()  # how many draws of each speculator
         self.starts = {name: set() for name, *_ in drafts}  # whether each draft was run
 
     def grow(self, world, text, chance):
@@ -117,19 +123,24 @@ class Sized:
             name: DraftCosts(CostCurve((1, 1000), (self.pass_, self.pass_)), Expansion(widths))
             for name, _, widths in self.drafts
         }
-        policy = Watched(self.starts, TARGET, depths)
+        policy = Watched(self.starts, self.target, depths)
         speculators = [
             DraftModel(name, MadeUpRunner(world, name), Expansion(widths), rule, max_rows=64)
             for name, rule, widths in self.drafts
         ]
-        ensemble = Ensemble([*speculators, *([Points()] if self.points else [])], vocab=VOCAB, policy=policy)
-        asked = plans.entry(PROMPT, text, params=world.params, max_nodes=32, max_depth=2, block_table=(0,))
-        [tree] = ensemble.propose(plans.plan(asked))
+        if self.points != "no":
+            speculators.insert(0 if self.points == "first" else len(speculators), Points())
+        ensemble = Ensemble(speculators, vocab=VOCAB, policy=policy)
+        room = {"max_nodes": self.max_nodes, "max_depth": 2, "block_table": (0,)}
+        [tree] = ensemble.propose(plans.plan(plans.entry(PROMPT, text, params=world.params, **room)))
+        assert tree.num_nodes <= self.max_nodes
         self.depths.add(max(tree.depths()))
+        self.proposed.add(tuple(sum(d.speculator == s.name for d in tree.draws) for s in speculators))
         return tree
 
 
 TARGET = CostCurve((1, 3, 5), (1.0, 1.1, 1.3))
+DEAR = CostCurve((1, 4), (1.0, 2.0))  # a row for a third of a token
 PARAMS = SamplingParams(temperature=0.7, speculation={"verifier": "mss"})
 DRAFTS = {
     "a chain": [("a", IID, (1, 1))],
@@ -143,10 +154,10 @@ DRAFTS = {
 PRUNED = {"top-k": [("a", POINT, (2, 1))], "nobody": []}
 
 
-def play(drafts, pass_, monkeypatch, points=False):
-    """The guesser after all texts, and how far their law is from the target's."""
-    world = Supports(vocab=VOCAB, params=PARAMS, seed=5)
-    sized = Sized(drafts, pass_, monkeypatch, points)
+def play(drafts, pass_, monkeypatch, seed=5, **sizes):
+    """The guesser after all texts of a world, and how far their law is from the target's."""
+    world = Supports(vocab=VOCAB, params=PARAMS, seed=seed)
+    sized = Sized(drafts, pass_, monkeypatch, **sizes)
     law = text_law(world, [sized], LENGTH)
     assert sum(law.values()) == pytest.approx(1, abs=EXACT)
     wanted = own_law(lambda text: processed_law(world.logits("target", text), PARAMS), VOCAB, LENGTH)
@@ -154,11 +165,40 @@ def play(drafts, pass_, monkeypatch, points=False):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("points", [False, True], ids=["drafts", "drafts and points"])
+@pytest.mark.parametrize("points", ["no", "first", "last"])
 @pytest.mark.parametrize("drafts", [*DRAFTS.values(), *PRUNED.values()], ids=[*DRAFTS, *PRUNED])
 @pytest.mark.parametrize("pass_", [0.01, 0.2])  # nothing is spared, and much
 def test_the_law_of_the_text_is_the_targets(drafts, pass_, points, monkeypatch):
-    assert play(drafts, pass_, monkeypatch, points)[1] < EXACT
+    assert play(drafts, pass_, monkeypatch, points=points)[1] < EXACT
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("max_nodes", [2, 4, 32])
+@pytest.mark.parametrize("points", ["first", "last"])
+@pytest.mark.parametrize("target", [TARGET, DEAR], ids=["rows are cheap", "rows are dear"])
+@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
+def test_guesses_may_go_for_want_of_room_or_for_their_price(drafts, target, points, max_nodes, monkeypatch):
+    sizes = {"points": points, "target": target, "max_nodes": max_nodes}
+    assert play(drafts, 0.01, monkeypatch, **sizes)[1] < EXACT
+
+
+def test_what_is_left_of_guesses_depends_on_samples(monkeypatch):
+    for room in ({"max_nodes": 4}, {"target": DEAR}):
+        sized, far = play(DRAFTS["i.i.d. draws"], 0.01, monkeypatch, points="first", **room)
+        assert len({points for points, _ in sized.proposed}) > 1
+        assert far < EXACT
+
+
+def only_samples(tree):
+    """A mutant of `firm_nodes`: what comes before a sample may go."""
+    return {draw.node for draw in tree.draws if draw.rule in (IID, WITHOUT)}
+
+
+def test_dropping_a_guess_that_comes_before_samples_is_seen(monkeypatch):
+    # Where both samples are one token there is room for what was guessed before them, and else there is none.
+    monkeypatch.setattr(shared_tree, "any_sampled", lambda draws: False)
+    monkeypatch.setattr(cost_policy, "firm_nodes", only_samples)
+    assert play(DRAFTS["i.i.d. draws"], 0.01, monkeypatch, seed=8, points="first", max_nodes=4)[1] > SEEN
 
 
 @pytest.mark.thorough
@@ -175,5 +215,5 @@ def test_whether_a_draft_is_run_depends_on_the_draws_of_another(monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
 def test_dropping_samples_for_their_value_is_seen(drafts, monkeypatch):
-    monkeypatch.setattr(cost_policy, "prunable", lambda tree: True)
+    monkeypatch.setattr(cost_policy, "firm_nodes", lambda tree: set())
     assert play(drafts, 0.01, monkeypatch)[1] > SEEN

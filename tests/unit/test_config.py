@@ -60,10 +60,10 @@ def test_a_config_is_frozen() -> None:
         ("max_batch", "did you mean max_batch_size?"),
         ("draft", "did you mean drafts?"),
         ("kv_cache_mem", "did you mean kv_cache_memory?"),
-        ("memory", "known: block_size, device, "),  # its option is kv_cache_memory
-        ("model", "known: block_size, device, "),  # given by position
-        ("speculation", "known: block_size, device, "),  # groups are flat here
-        ("zzz", "known: block_size, device, "),
+        ("memory", "known: block_size, clock, device, "),  # its option is kv_cache_memory
+        ("model", "known: block_size, clock, device, "),  # given by position
+        ("speculation", "known: block_size, clock, device, "),  # groups are flat here
+        ("zzz", "known: block_size, clock, device, "),
     ],
 )
 def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> None:
@@ -74,7 +74,7 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
     if hint.startswith("did"):
         assert line.endswith(hint)
     else:
-        assert "; known: block_size, device, " in line or "; did you mean" in line
+        assert "; known: block_size, clock, device, " in line or "; did you mean" in line
     assert "\n" not in line
 
 
@@ -88,6 +88,7 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         ({"device": 0}, "device is 0; allowed: auto, cpu, cuda, cuda:N"),
         ({"verifier": "naive"}, "verifier is 'naive'; allowed: coupled, mss"),
         ({"tree_size": 7}, "tree_size is 7; allowed: cost, fixed"),
+        ({"clock": "wall"}, "clock is 'wall'; allowed: measured, curve"),
         ({"threads": 0}, "threads is 0; allowed: an integer >= 1"),
         ({"threads": "2"}, "threads is '2'; allowed: an integer >= 1"),
         (

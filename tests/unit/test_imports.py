@@ -22,12 +22,13 @@ ORDER: list[set[str]] = [
     {"plan", "verify"},
     {"kernels", "attention"},
     {"models", "report"},
+    {"heads"},
     {"runtime"},
     {"speculate"},
     {"engine", "speculators"},
     {"llm"},
     {"check"},
-    {"bench"},
+    {"bench", "replay"},
     {"serve"},
     {"cli"},
     {"__main__"},
@@ -45,7 +46,7 @@ WITHOUT_TORCH = (
     *("engine.scheduler", "engine.kv_blocks", "engine.sequence", "engine.transcript", "engine.trace"),
     *("engine.trace_file", "serve.page_files", "serve.trace_server", "cli.view"),
     *("engine.metrics", "engine.admission", "engine.intake", "engine.loop"),
-    *("serve.reader", "serve.reasoning", "serve.tools"),
+    *("serve.reader", "serve.reasoning", "serve.tools", "serve.engine_child"),
     *(
         "kernels.cgroups",
         "kernels.machine",
@@ -143,8 +144,8 @@ def against_the_order(modules: dict[str, list[Import]]) -> list[str]:
     return found
 
 
-def way_to_torch(module: str, modules: dict[str, list[Import]]) -> list[str] | None:
-    """The chain of modules by which loading `module` loads torch; None when it does not."""
+def way_to(library: str, module: str, modules: dict[str, list[Import]]) -> list[str] | None:
+    """The chain of modules by which loading `module` loads a library; None when it does not."""
     before: dict[str, str | None] = dict.fromkeys(loads(module, modules))
     todo = list(before)
     while todo:
@@ -152,13 +153,13 @@ def way_to_torch(module: str, modules: dict[str, list[Import]]) -> list[str] | N
         for imported in modules[name]:
             if not imported.at_load:
                 continue
-            if imported.target.split(".")[0] == "torch":
+            if imported.target.split(".")[0] == library:
                 chain: list[str] = []
                 step: str | None = name
                 while step is not None:
                     chain.append(step)
                     step = before[step]
-                return [*reversed(chain), "torch"]
+                return [*reversed(chain), library]
             for loaded in loads(imported.target, modules):
                 if loaded not in before:
                     before[loaded] = name
@@ -183,8 +184,16 @@ def test_what_starts_quickly_does_not_load_torch() -> None:
         own = {m for m in modules if f"{m}.".startswith(f"specinfer.{name}.")}
         assert own, f"{name} is gone: mend WITHOUT_TORCH"
         marked |= own
-    ways = {name: way for name in sorted(marked) if (way := way_to_torch(name, modules))}
+    ways = {name: way for name in sorted(marked) if (way := way_to("torch", name, modules))}
     assert ways == {}
+
+
+def test_what_a_server_loads_before_it_starts_its_engines_process_is_little() -> None:
+    modules = read_package()
+    before = ("specinfer.cli.serve", "specinfer.serve.engine_child")  # the process's own torch takes longest
+    assert [way_to(large, name, modules) for name in before for large in ("numpy", "asyncio", "fastapi")] == (
+        [None] * 6
+    )
 
 
 def made_up(**sources: str) -> dict[str, list[Import]]:
@@ -246,7 +255,7 @@ def test_torch_is_found_behind_other_modules_and_behind_a_package() -> None:
         models__linear="import torch.nn.functional as F\n",
         request="def f():\n    import torch\n",
     )
-    assert way_to_torch("specinfer.plan", modules) == [
+    assert way_to("torch", "specinfer.plan", modules) == [
         *("specinfer.plan", "specinfer.models", "specinfer.models.linear", "torch")
     ]
-    assert way_to_torch("specinfer.request", modules) is None
+    assert way_to("torch", "specinfer.request", modules) is None

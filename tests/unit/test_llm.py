@@ -23,6 +23,7 @@ from specinfer.engine.variant import models_for
 from specinfer.errors import ClosedError, ConfigError, RequestError, UserError
 from specinfer.llm import LLM
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
+from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import single_node
 from tests.engines import ENGINE, Tiny, assert_idle, engine_of, slow_generate, write_tiny
@@ -157,6 +158,25 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(tiny: Tiny, ask: 
     assert llm.statistics().steps == 0
 
 
+@pytest.mark.parametrize("ask", ["stream_chat", "chat"])
+def test_tools_are_the_chat_templates(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, ask: str) -> None:
+    given: list[object] = []
+
+    def encode_chat(self: Tokenizer, messages: object, *, tools: object = ()) -> list[int]:
+        given.append(tools)
+        return [1, 2, 3]
+
+    llm = tiny.llm()
+    monkeypatch.setattr(Tokenizer, "encode_chat", encode_chat)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked = getattr(llm, ask)([{"role": "user", "content": "hi"}], GREEDY, tools=tools)
+    assert [output.token_ids for output in asked][-1]
+    with pytest.raises(RequestError) as caught:
+        getattr(llm, ask)([{"role": "user", "content": "hi"}], GREEDY, tools="f")
+    assert caught.value.parameter == "tools"
+    assert given == [tools]
+
+
 # What can be seen of the engine.
 
 
@@ -197,6 +217,22 @@ def test_statistics_may_be_asked_within_a_step_and_the_listener_be_taken_away(ti
     assert llm.on_tree is None
 
 
+def test_who_is_in_a_step_is_told_before_it_computes(tiny: Tiny) -> None:
+    llm = tiny.llm()
+    told: list[list[str]] = []
+    met: list[bool] = []
+    llm.on_step = lambda ids: told.append(list(ids))
+    llm.on_tree = lambda event: met.append(len(told) == event.step and event.request_id in told[-1])
+    llm.generate(PROMPTS, GREEDY)
+    assert met
+    assert all(met)
+    assert len(told) == llm.statistics().steps
+    assert max(map(len, told)) == len(PROMPTS)
+    llm.on_step = None
+    llm.generate(PROMPTS[:1], GREEDY)
+    assert len(told) < llm.statistics().steps
+
+
 # Its end.
 
 
@@ -230,6 +266,7 @@ def test_a_closed_llm_says_so_whatever_is_asked(tiny: Tiny) -> None:
         lambda: llm.models,
         lambda: llm.tokenizer,
         lambda: llm.max_context,
+        lambda: llm.on_step,
         lambda: llm.on_tree,
         llm.statistics,
         llm.check_integrity,

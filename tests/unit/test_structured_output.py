@@ -37,6 +37,12 @@ def test_each_parameter_becomes_one_form(asked, kind, source, parameter):
     assert hash(form) == hash(StructuredOutput(kind, source))
 
 
+def test_a_preamble_goes_with_a_form():
+    form = structured_output(choice=["a"], preamble="preamble: /x*/")
+    assert form == StructuredOutput(OutputKind.CHOICE, '["a"]', "preamble: /x*/")
+    assert form != structured_output(choice=["a"])
+
+
 def test_the_order_of_properties_is_kept_because_it_is_the_order_of_the_text():
     one = structured_output(schema_format({"properties": {"b": {}, "a": {}}}))
     other = structured_output(schema_format({"properties": {"a": {}, "b": {}}}))
@@ -72,6 +78,12 @@ CIRCULAR["again"] = CIRCULAR
         ({"response_format": schema_format({"maximum": math.nan})}, "cannot be written as JSON"),
         ({"response_format": schema_format({"const": {1, 2}})}, "cannot be written as JSON"),
         ({"response_format": schema_format(CIRCULAR)}, "cannot be written as JSON"),
+        ({"preamble": "preamble: /x*/"}, "preamble says what stands before a form, and there is none"),
+        (
+            {"preamble": "p: /x/", "response_format": {"type": "text"}},
+            "preamble says what stands before a form",
+        ),
+        ({"preamble": 3, "regex": "a"}, "preamble is 3; allowed: Lark rules"),
         ({"regex": 3}, "regex is 3; allowed: a regular expression"),
         ({"regex": ""}, "regex is ''; allowed: a regular expression"),
         ({"regex": "a\ud800"}, "regex has half of a surrogate pair at character 1"),

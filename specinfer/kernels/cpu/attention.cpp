@@ -203,14 +203,18 @@ class Worker {
     const int64_t columns = round_up(count, kLanes);
     lay_out_keys(shape_, k, slots, count, keys_);
     lay_out_values(shape_, v, slots, count, values_);
-    multiply_block<T, true>(queries, queries_, shape_.steps, keys_, kKeys, scores_, kKeys, shape_.words, columns);
-    for (int64_t i = 0; i < queries; ++i) {
-      const int64_t row = task.first + i / shape_.group;
-      weigh(i, scores_ + i * kKeys, weights_ + i * kKeys, seen_from(row) - block, way_.length(row) - block);
+    for (int64_t first = 0; first < queries; first += kQueriesAtOnce) {
+      const int64_t some = std::min<int64_t>(kQueriesAtOnce, queries - first);
+      multiply_block<T, true>(some, queries_ + first * shape_.steps, shape_.steps, keys_, kKeys, scores_, kKeys,
+                              shape_.words, columns);
+      for (int64_t i = 0; i < some; ++i) {
+        const int64_t row = task.first + (first + i) / shape_.group;
+        weigh(first + i, scores_ + i * kKeys, weights_ + i * kKeys, seen_from(row) - block, way_.length(row) - block);
+      }
+      multiply_block<T, false>(some, reinterpret_cast<const uint32_t*>(weights_), kKeys / kPerWord<T>, values_,
+                               shape_.padded, sums_ + first * shape_.padded, shape_.padded,
+                               (count + kPerWord<T> - 1) / kPerWord<T>, shape_.padded);
     }
-    multiply_block<T, false>(queries, reinterpret_cast<const uint32_t*>(weights_), kKeys / kPerWord<T>, values_,
-                             shape_.padded, sums_, shape_.padded, (count + kPerWord<T> - 1) / kPerWord<T>,
-                             shape_.padded);
   }
 
   // Each row sees the keys of its own path from `parting` on.

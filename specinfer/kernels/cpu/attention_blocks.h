@@ -22,7 +22,8 @@ namespace specinfer {
 constexpr int kKeys = 64;                     // of a block
 constexpr int kKeyVectors = kKeys / kLanes;
 constexpr int kStepsAtOnce = 16;              // whole operations of the matrix unit; steps are padded to it
-constexpr int kMostQueries = 96;              // that share laid out blocks: their sums stay in the L2 cache
+constexpr int kMostQueries = 384;             // that share laid out blocks: their sums stay in the L2 cache
+constexpr int kQueriesAtOnce = 96;            // of these: their scores and weights stay in the L1 cache
 
 template <typename T>
 constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,6 +111,24 @@ def test_overhead(script: Script, run: Run, run_again: Run, pair: tuple[str, str
     assert run_again(module, *options) == page
 
 
+def test_deciding(script: Script, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = script("deciding")
+    for name, fewer in (("PROMPT", 60), ("ANSWER", 80), ("SKIPPED", 1)):
+        monkeypatch.setattr(module, name, fewer)
+    page = run(module, "--rounds", "1")
+    head = [cell.strip() for cell in page[2].strip("|").split("|")]
+    assert head[:4] == ["requests", "steps", "nodes of a tree", "tokens of a step"]
+    rows = [dict(zip(head, row, strict=True)) for row in table(page)]
+    assert [row["requests"] for row in rows] == ["1", "8"]
+    for row in rows:
+        assert float(row["tokens of a step"]) > 1.2, "guesses became text"
+        assert float(row["nodes of a tree"]) > 2
+        parts = {"deciding", "draft", "merging", "ngram", "suffix"}
+        assert all(float(row[part]) > 0 for part in parts)
+        both = float(row["deciding"]) + float(row["merging"])
+        assert float(row["deciding and merging"]) == pytest.approx(both, abs=1)
+
+
 def test_structured(script: Script, run: Run, run_again: Run, pair: tuple[str, str], dataset: str) -> None:
     module = script("structured")
     options = ["--model", pair[0], "--questions", dataset, "--limit", "2", "--max-tokens", "40"]
@@ -168,6 +187,30 @@ def test_prediction(
     assert compared[-1] == "yes"
     assert alone[-1] == ""
     assert run_again(module, *options, status=0) == page
+
+
+@pytest.mark.thorough
+def test_policy_traces(
+    script: Script, run: Run, run_again: Run, pair: tuple[str, str], dataset: str, tmp_path: Path
+) -> None:
+    module = script("policy_traces")
+    options = ["--model", pair[0], "--draft", pair[1], "--texts", "2", "--max-tokens", "8"]
+    options += ["--traces", str(tmp_path / "traces")]
+    for kind in ("chat", "code", "maths"):
+        options += [f"--{kind}", dataset]
+    short = [replace(edit, source=edit.source[:200]) for edit in module.read_edits()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "read_edits", lambda: short)
+        page = run(module, *options)
+        rows = table(page)
+        kinds = ["chat", "code", "maths", "edits", "repeats", "adversarial"]
+        assert [row[0] for row in rows] == [*kinds, "mixed", "phases", "ramp", "neighbour"]
+        speeds = {row[0]: [float(cell.split()[0]) for cell in row[3:7]] for row in rows}
+        for name, (fixed, cost, best, oracle) in speeds.items():
+            assert name == "neighbour" or oracle >= 0.98 * max(fixed, cost, best), name
+        files = sorted(file.name for file in (tmp_path / "traces").iterdir())
+        assert files == sorted(f"{kind}-00.npz" for kind in kinds)
+        assert run_again(module, *options) == page
 
 
 def test_grammar(

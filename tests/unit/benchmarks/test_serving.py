@@ -146,7 +146,7 @@ def test_without_speculation_an_engine_is_always_beside(
 
 def test_every_engine_can_be_started_and_has_its_plain_one(bench: ModuleType) -> None:
     names = {engine.name for engine in bench.ENGINES}
-    values = {name: f"<{name}>" for name in ("python", "scripts", "model", "draft", "port", "threads")}
+    values = {name: f"<{name}>" for name in ("python", "model", "draft", "port", "threads")}
     values |= {name: f"<{name}>" for name in ("cores", "context", "users")}
     for engine in bench.ENGINES:
         command, variables = engine.started(**values)

@@ -17,7 +17,17 @@ from specinfer.report.dataset import Conversation, Dataset
 
 SETTINGS = {"model": "small.gguf", "modes": ("a", "b")}
 SCRIPTS = (
-    *("grammar", "identity", "kernels", "latency", "neighbour", "overhead", "parameters"),
+    *(
+        "deciding",
+        "grammar",
+        "identity",
+        "kernels",
+        "latency",
+        "neighbour",
+        "overhead",
+        "parameters",
+        "policy_traces",
+    ),
     *(
         "parity_transformers",
         "peers",
@@ -187,5 +197,5 @@ def test_every_script_says_how_it_is_used(
         script(name).main()
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    assert f"python benchmarks/{name}.py --model " in said
+    assert f"python benchmarks/{name}.py{'' if name == 'deciding' else ' --model '}" in said
     assert "--out OUT" in said

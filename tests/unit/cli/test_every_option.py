@@ -19,7 +19,16 @@ from specinfer.serve.config import ServeConfig
 
 # What users type: a flag that goes or changes its name breaks their scripts, so it needs a line in CHANGELOG.
 FLAGS = (
-    *("--api-key", "--api-key-file", "--block-size", "--call-format", "--config", "--cors-origin"),
+    *(
+        "--allowed-host",
+        "--api-key",
+        "--api-key-file",
+        "--block-size",
+        "--call-format",
+        "--clock",
+        "--config",
+        "--cors-origin",
+    ),
     *("--device", "--draft", "--draft-quantization", "--draft-vocabulary", "--draw", "--dtype"),
     *("--expansion", "--forced-depth", "--grace", "--help", "--host", "--idle-timeout", "--kernels"),
     *("--kv-cache-memory", "--log-format", "--log-level", "--log-traffic", "--log-traffic-size"),
@@ -74,11 +83,14 @@ def test_what_is_not_given_is_left_to_the_file_and_the_defaults(tmp_path: Path) 
 
 def test_a_text_in_the_file_is_one_key_and_not_its_letters(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
-    file.write_text("api_key: sesame\nserved-model-name: tiny\ncors_origin: http://a.example\n")
+    file.write_text(
+        "api_key: sesame\nserved-model-name: tiny\ncors_origin: http://a.example\nallowed-host: a.example\n"
+    )
     _, config = configs({}, file)
     assert config.api_key == ("sesame",)
     assert config.served_model_name == ("tiny",)
     assert config.cors_origin == ("http://a.example",)
+    assert config.allowed_host == ("a.example",)
 
 
 def test_a_batch_that_is_no_number_is_left_to_the_engines_config() -> None:

@@ -158,8 +158,9 @@ def curves_asked_for(
     asked: list[tuple[str, int, bool]] = []
 
     def curve(
-        runner: ModelRunner, *, max_rows: int, variant: str, every_row: bool, progress: object
+        runner: ModelRunner, *, max_rows: int, variant: str, every_row: bool, keep: bool, progress: object
     ) -> CostCurve:
+        assert keep == (engine.speculation.clock == "curve"), "the next run is to decide by the same curve"
         asked.append((variant, max_rows, every_row))
         return CostCurve((1, 2), (1.0, 2.0))
 
@@ -176,6 +177,7 @@ def curves_asked_for(
         ({"draft_quantization": "int8"}, ["none, 64 logits", "int8, 64 logits"]),
         ({"quantization": "int4"}, ["int4, 64 logits", "none, 64 logits"]),
         ({"draft_vocabulary": 40}, ["none, 64 logits", "none, 40 logits"]),
+        ({"clock": "curve"}, ["none, 64 logits", "none, 64 logits"]),
     ],
 )
 def test_one_model_run_in_two_ways_has_two_curves(

@@ -66,6 +66,7 @@ def check_others(outputs: Sequence[RequestOutput], want: Sequence[tuple[int, ...
             assert output.finish_reason == "error"
             assert output.error is not None
             assert error in output.error
+            assert output.internal_error
             assert output.token_ids == tokens[: len(output.token_ids)]
         else:
             assert (output.finish_reason, output.token_ids) == ("length", tokens)

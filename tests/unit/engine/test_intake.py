@@ -29,7 +29,7 @@ from specinfer.processors import bad_words
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import limits
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.table import AFTER_DRAFTS, BEFORE_DRAFTS, build_speculators
+from specinfer.speculate.table import build_speculators
 from specinfer.tokenizer import Tokenizer, chat_messages, chat_template, tokenizer
 from specinfer.verify.noise import completion_seed
 from tests.tiny_models import write_byte_tokenizer
@@ -41,13 +41,14 @@ TEMPLATE = (
 )
 VOCAB = 258  # 256 bytes, <s> and </s>
 HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
 Ask = Callable[[Intake], object]
 
 
 def desk(tokenizer: Tokenizer, **options: Any) -> Intake:
     shape = {"vocab": VOCAB, "max_context": 64, "capacity": 64, **options}
     config = SpeculationConfig(ngram=True)
-    speculators = build_speculators([*BEFORE_DRAFTS, *AFTER_DRAFTS], config)
+    speculators = build_speculators(config)
     return Intake(Admission(tokenizer, SpeculationLimits(config, speculators), **shape))
 
 
@@ -166,8 +167,8 @@ def prompt(value: Any, **params: Any) -> Ask:
     return lambda intake: intake.prompts(value, SamplingParams(**params))
 
 
-def chat(value: Any) -> Ask:
-    return lambda intake: intake.conversations(value)
+def chat(value: Any, **more: Any) -> Ask:
+    return lambda intake: intake.conversations(value, **more)
 
 
 def a_form(schema: Any, **more: Any) -> dict[str, Any]:
@@ -191,6 +192,8 @@ REFUSALS: dict[str, list[Ask]] = {
         chat([{"role": "user", "content": "\ud800"}]),
         chat([{"role": "user", "content": "x" * 64}]),
     ],
+    "tools": [chat(HI, tools=given) for given in (None, 5, "f", TOOL, [5], [TOOL])],  # known to no template
+    "preamble": [prompt("a", preamble="preamble: /x/"), prompt("a", regex="a", preamble="p: /x/")],
     "params": [with_params("x"), with_params([{}]), with_params([SamplingParams()] * 2)],
     "max_tokens": [prompt("a", max_tokens=0), prompt("a", max_tokens=1.5)],
     "min_tokens": [prompt("a", min_tokens=-1), prompt("a", min_tokens=9, max_tokens=8)],
@@ -270,7 +273,7 @@ def test_every_refusal_names_its_parameter(models: dict[str, Intake]) -> None:
 
 
 def test_the_parameters_are_those_there_are() -> None:
-    known = {field.name for field in fields(SamplingParams)} | {"prompt", "messages", "params"}
+    known = {field.name for field in fields(SamplingParams)} | {"prompt", "messages", "tools", "params"}
     assert {parameter for _, parameter, _ in refusals()} <= known
     never_wrong = {"structured_output"}  # not given: made of four others
     assert known - {parameter for _, parameter, _ in refusals()} == never_wrong

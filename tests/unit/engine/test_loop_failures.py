@@ -77,6 +77,7 @@ def test_a_request_the_engine_loses_is_an_error_and_no_endless_wait(
     assert last["a"].token_ids == (1, 2, 3)
     assert last["b"].finish_reason is FinishReason.ERROR
     assert "the engine lost the request" in (last["b"].error or "")
+    assert last["b"].internal_error
 
 
 def test_to_wait_for_what_cannot_come_is_an_error_and_no_endless_wait(loop: EngineLoop) -> None:

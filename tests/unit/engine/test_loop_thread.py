@@ -85,6 +85,7 @@ def test_a_failing_step_is_tried_again_and_then_costs_the_requests_not_the_threa
     assert last.token_ids == tuple(range(1, 6 + PATIENCE))  # made by failing steps, too, and not lost
     assert last.finish_reason is FinishReason.ERROR
     assert last.error == f"{PATIENCE} steps of the engine failed: SystemExit('no memory')"
+    assert last.internal_error
     assert caplog.text.count("step failed") == len(failing)
     assert said(running.stream([make("b")])) == counted("b")
 

@@ -52,8 +52,8 @@ from tests.unit.engine.byte_oracle import EOS, LENGTH, PROMPTS, SPECULATION, VOC
         ),
         (
             {"speculation": {"speculators": ["ngram", "eagle"]}},
-            "speculation.speculators names 'eagle'; this engine has grammar, prediction, 0-similar, "
-            "1-stranger, suffix, ngram",
+            "speculation.speculators names 'eagle'; this engine has grammar, prediction, suffix, ngram, "
+            "0-similar, 1-stranger",
         ),
         (
             {"speculation": {"max_nodes": 65}},
@@ -104,4 +104,5 @@ def test_a_dead_end_in_mid_text_keeps_what_was_said_and_stops_no_other(
         assert output.error is not None
         assert output.error.startswith("choice and ")
         assert f"leave no token to choose after {len(said)} tokens; relax one of them" in output.error
+        assert not output.internal_error
     assert_idle(llms[speculation])

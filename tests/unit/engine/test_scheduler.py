@@ -118,13 +118,15 @@ def test_rows_are_shared_fairly(rows: int, wanted: list[int], given: list[int]) 
         (10, [30, 4, 2], [5, 3, 2]),  # however many come, the oldest gets half
         (10, [4, 30], [4, 6]),
         (10, [0, 0, 5], [0, 0, 5]),
+        (50, [60, 50], [20, 20]),  # more than twenty none may have
+        (30, [60, 50], [15, 15]),  # what each misses in all says who is shorter
         (7, [], []),
     ],
 )
 def test_rows_of_prompts_go_to_the_shortest_and_the_oldest(
     rows: int, missing: list[int], given: list[int]
 ) -> None:
-    assert prompt_rows(rows, missing) == given
+    assert prompt_rows(rows, missing, [20] * len(missing)) == given
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_that_came_before() -> None:
@@ -143,7 +145,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_that_came_before() -> None:
 
 
 def test_a_prompt_has_fewer_rows_the_longer_its_text_is_so_that_steps_take_alike_long() -> None:
-    s = scheduler(rows=512, blocks=8000, context=40_000)
+    s = scheduler(rows=256, blocks=8000, context=40_000)
     long = sequence("a", 30_000)
     s.add(long)
     rows = []
@@ -151,28 +153,35 @@ def test_a_prompt_has_fewer_rows_the_longer_its_text_is_so_that_steps_take_alike
         plan = s.schedule()
         rows.append(plan.entries[0].end - plan.entries[0].start)
         commit(plan, [long])
-    assert rows[0] == 512
+    assert rows[0] == 256
     assert rows == sorted(rows, reverse=True)
-    assert rows[-2] == 64  # the least; 512 * 4096 / (4096 + 30,000) is 61
+    assert rows[-2] == 32  # the least; 256 * 4096 / (4096 + 30,000) is 30
     assert sum(rows) == 30_000
 
 
-def test_short_prompts_have_every_second_step_for_themselves() -> None:
+@pytest.mark.parametrize(
+    ("short", "expected"),
+    [
+        # The short one, at once; half to the shortest, the rest, and what these leave, to the oldest.
+        (10, [[1, 10], [33, 1, 10], [1, 1, 1, 10]]),
+        (40, [[1, 40], [22, 1, 21], [1, 1, 19, 23]]),  # as much as a step has rows
+        (60, [[22, 22], [1, 38, 1], [21, 1, 21, 1]]),  # more than that: its second step ends it
+    ],
+)
+def test_prompts_that_one_step_can_end_have_every_second_step_without_longer_ones(
+    short: int, expected: list[list[int]]
+) -> None:
     s = scheduler(rows=44, batch=9, blocks=1000, tree=1)
     long = sequence("a", 1000)
     s.add(long)
-    states, ends = [long], []
+    states, rows = [long], []
     for name in "bcd":  # one more before each step
-        states.append(sequence(name, 10))
+        states.append(sequence(name, short))
         s.add(states[-1])
         plan = s.schedule()
-        ends.append([e.end - e.start for e in plan.entries])
+        rows.append([e.end - e.start for e in plan.entries])
         commit(plan, states)
-    assert ends == [
-        [1, 10],  # the short one, at once
-        [33, 1, 10],  # half to the shortest; the rest, and what these leave, to the oldest
-        [1, 1, 1, 10],
-    ]
+    assert rows == expected
 
 
 def test_a_prompt_has_its_blocks_from_the_start_so_that_later_ones_do_not_take_them() -> None:

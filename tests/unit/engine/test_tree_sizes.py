@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections import Counter
 from typing import Any
 
@@ -41,7 +43,7 @@ def engine(
         return curves[runner.model is not tiny.target]
 
     monkeypatch.setattr("specinfer.engine.build.cost_curve", curve)
-    return tiny.llm(tree_size="cost", **{**SPECULATION, **options})
+    return tiny.llm(tree_size="cost", **{**SPECULATION, "clock": "curve", **options})
 
 
 def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
@@ -122,3 +124,55 @@ def test_multi_step_sampling_keeps_what_was_drawn_whatever_a_pass_costs(
             assert output.error is None
     # Draws without replacement: two children, or none. One alone would have lost its sister for her value.
     assert widths == {0, 2}
+
+
+class Erratic:
+    """A clock that says anything, and the same after the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+
+    def __call__(self) -> float:
+        return self._chance.uniform(0, 1000)
+
+
+@pytest.mark.parametrize("curves", ["seven rows are free", "rows are dear"])
+def test_multi_step_texts_come_again_where_no_clock_has_a_say(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, curves: str
+) -> None:
+    params = SamplingParams(temperature=0.9, seed=2, max_tokens=60)
+    runs: list[tuple[list[tuple[int, ...]], list[tuple[int, ...]]]] = []
+    for seed in range(2):
+        llm = engine(tiny, monkeypatch, CURVES[curves], verifier="mss")
+        trees: list[tuple[int, ...]] = []
+        llm.on_tree = lambda event, trees=trees: trees.append(event.tree.token_ids)  # type: ignore[misc]
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "perf_counter", Erratic(seed))
+            runs.append((texts(llm.generate(PROMPTS, params)), trees))
+    assert runs[0] == runs[1]
+    assert any(len(tree) > 1 for tree in runs[0][1])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_text_is_the_same_whatever_the_clock_says(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=60)
+    llm = engine(tiny, monkeypatch, CURVES["rows are free"], clock="measured")
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "perf_counter", Erratic(seed))
+        outputs = llm.generate(PROMPTS, params)
+    assert texts(outputs) == texts(tiny.llm().generate(PROMPTS, params))
+    llm.check_integrity()
+
+
+def test_the_guards_steps_and_the_costs_factors_are_told(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(tiny, monkeypatch, CURVES["rows are free"])
+    llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=60))
+    before = llm.statistics()
+    assert 5 <= before.speculation_off_steps < before.steps
+    assert before.cost_factors == {"target": 1.0, "0-similar": 1.0}
+    llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=60))
+    assert llm.statistics().since(before).speculation_off_steps < 5
+    fixed = tiny.llm(**SPECULATION).statistics()
+    assert (fixed.speculation_off_steps, fixed.cost_factors) == (0, {})

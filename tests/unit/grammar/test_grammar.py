@@ -50,6 +50,26 @@ from tests.unit.tokenizer.made_up import sentencepiece_header
         ({"grammar": 'start: "hi" " "+ NAME\nNAME: /[A-Z][a-z]*/'}, ["hi Bo", "hi  X"], ["hi", "hi bo"]),
         ({"grammar": 'root ::= [a-z]+ "x" | "1"'}, ["ax", "xxx", "1"], ["x", "a", "1x"]),
         ({"grammar": 'root ::= "(" root? ")" | [a-z]+ "x"'}, ["()", "(())", "(abx)", "axx"], ["(", "(a)"]),
+        (
+            {
+                "regex": "[a-z]{2}",
+                "preamble": 'preamble: (/[^;]*/ ";" form)?\nform: " "',
+            },  # names are each one's own
+            ["ab", "A1; ab", "; ab"],
+            [" ab", "A1;ab", "A1;  ab", "A1; ab;", "A1; "],
+        ),
+        (
+            {"grammar": 'start: "{" preamble "}" // }\npreamble: "x"', "preamble": 'preamble: "a"*'},
+            ["{x}", "aa{x}"],
+            ["aa", "{a}", "a{}"],
+        ),
+        ({"choice": ["b", "c"], "preamble": "preamble: /a+/"}, ["ab", "aac"], ["b", "a", "abb"]),
+        ({"grammar": 'root ::= "b"', "preamble": "preamble: /a+/"}, ["ab"], ["b"]),
+        (
+            {"response_format": {"type": "json_object"}, "preamble": "preamble: /a*/"},
+            ["a{}", "{}"],
+            ["a []", "a {}"],
+        ),
         ({"grammar": "root ::= [^a\\u00d6]{2} ."}, ["bc\n", "\u00e4b\U0001f600"], ["abc", "\u00d6bc", "bc"]),
     ],
 )

@@ -28,6 +28,16 @@ from tests.unit.tokenizer.made_up import byte_level_header
         ({"grammar": "start: A\nA: /b/ & /c/"}, "grammar cannot be met: nothing can follow ''"),
         ({"grammar": 'start: "a" A\nA: /b/ & /c/'}, "grammar cannot be met: nothing can follow 'a'"),
         ({"grammar": "start: a\na[max_tokens=3]: /.*/"}, "rule a has the option max_tokens"),
+        ({"regex": "(a", "preamble": "preamble: /x/"}, "regex cannot be used: .*unclosed group"),
+        (
+            {"regex": "a", "preamble": "p: /x/"},
+            'preamble cannot be used: .*unknown name: "preamble"; allowed',
+        ),
+        (
+            {"regex": "a", "preamble": 'preamble: preamble "b"'},
+            "preamble cannot be met: nothing can follow ''",
+        ),
+        ({"regex": "a", "preamble": "preamble: a\na[stop=1]: /.*/"}, "preamble: rule a has the option stop"),
     ],
 )
 def test_forms_that_cannot_be_followed_are_refused(asked, message):

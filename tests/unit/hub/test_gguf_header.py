@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from specinfer.errors import ModelFileError
-from specinfer.hub.gguf_header import Strings, check_complete, read_header
+from specinfer.hub.gguf_header import TENSOR_KINDS, Strings, TensorKind, check_complete, read_header
 
 
 def write_gguf(path):
@@ -35,6 +35,12 @@ def test_metadata_and_tensor_table_are_read(tmp_path):
     data = path.read_bytes()[header.data_offset + header.tensors[0].offset :]
     assert np.frombuffer(data[:48], np.float32).tolist() == list(range(12))
     check_complete(header)
+
+
+def test_kinds_are_those_of_the_library():
+    for number, kind in TENSOR_KINDS.items():
+        known = gguf.GGMLQuantizationType(number)
+        assert kind == TensorKind(known.name, *gguf.GGML_QUANT_SIZES[known])
 
 
 def strings(*encoded):

@@ -163,6 +163,12 @@ def test_a_curve_is_measured_once_for_a_model_and_a_way_to_run_it(
     assert len(list(tmp_path.iterdir())) == 3, "nothing but whole curves is left behind"
 
 
+def test_a_curve_that_is_measured_in_no_time_is_kept_where_somebody_asks(tiny: Tiny, tmp_path: Path) -> None:
+    first = cost_curve(runner(tiny), max_rows=4, variant="none", folder=tmp_path, keep=True)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert cost_curve(runner(tiny), max_rows=4, variant="none", folder=tmp_path) == first
+
+
 def test_other_kernels_have_another_curve(tiny: Tiny, slow: list[int], tmp_path: Path) -> None:
     chosen = tiny.target.kernels
     for kernels in (

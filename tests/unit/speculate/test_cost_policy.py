@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
@@ -11,12 +12,16 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.speculate.cost_policy import CostPolicy, fastest
+from specinfer.runtime.cost_model import CostModel
+from specinfer.speculate.calibration import Calibration
+from specinfer.speculate.cost_policy import CostPolicy
 from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.policy import StepReport
+from specinfer.speculate.tokens_per_second import fastest
 from specinfer.speculation_params import SpeculationParams
-from specinfer.tree import DrawRule, TokenTree, TreeBuilder
+from specinfer.tree import DrawRule, TokenTree, TreeBuilder, merge
 from specinfer.tree.expansion import Expansion
+from specinfer.tree.prune import keep
 from specinfer.tree.token_tree import single_node
 from tests import plans
 from tests.operations import lines_run
@@ -160,7 +165,7 @@ def test_no_other_choice_of_nodes_would_be_faster() -> None:
         for parent in parents:
             probabilities.append(float(random.uniform(0, 1 if parent < 0 else probabilities[parent])))
         seconds = 0.2 + curve.seconds(2 + np.arange(len(probabilities) + 1))
-        kept = fastest(np.array(probabilities), 2.0, seconds)
+        kept = np.array(fastest(probabilities, 2.0, seconds.tolist()))
         assert all(kept[parents[i]] for i in np.flatnonzero(kept) if parents[i] >= 0), (
             "what is kept are trees"
         )
@@ -170,8 +175,8 @@ def test_no_other_choice_of_nodes_would_be_faster() -> None:
 
 def test_choosing_among_many_nodes_runs_no_more_python_than_among_few() -> None:
     def lines(nodes: int) -> int:
-        probabilities = np.random.default_rng(0).uniform(size=nodes)
-        return lines_run(lambda: fastest(probabilities, 8.0, np.linspace(1, 20, nodes + 1)))
+        probabilities = np.random.default_rng(0).uniform(size=nodes).tolist()
+        return lines_run(lambda: fastest(probabilities, 8.0, np.linspace(1, 20, nodes + 1).tolist()))
 
     assert lines(8 * 32) == lines(4)
 
@@ -269,6 +274,148 @@ def test_what_another_has_guessed_already_needs_no_draft() -> None:
     known = chain(*4 * [0.999], speculator="prediction")
     assert depths(policy, entry(), trees=[single_node(7)]) == [4]
     assert depths(policy, entry(), trees=[known]) == [0]
+
+
+@pytest.mark.parametrize(
+    ("sure", "deepest"),
+    [
+        (0.998, 0),
+        (0.9, 0),
+        (0.5, 3),
+        (0.1, 4),
+    ],  # of n-grams' seven tokens; a draft's pass takes a fifth of the target's
+)
+def test_the_surer_others_are_on_a_drafts_way_the_sooner_it_stops(sure: float, deepest: int) -> None:
+    policy = sized(FREE, CostCurve((1, 1000), (0.2, 0.2)))
+    teach(policy, 4)
+    same_way = chain(*7 * [sure], speculator="ngram")
+    assert depths(policy, entry(), trees=[same_way]) == [deepest]
+
+
+def test_nodes_beyond_a_requests_own_are_the_least_likely_ones() -> None:
+    policy = CostPolicy(FREE, {})
+    asked = [replace(entry("a"), max_nodes=4), replace(entry("b"), max_nodes=2), entry("c")]
+    crowded = merge([chain(0.5, 0.5, 0.5), other_way(0.9, 0.1, 0.9)])
+    policy.begin_step(plan(*asked))
+    few, one, all_of_them = policy.choose_nodes([crowded] * 3)
+    assert sorted(few.token_ids) == [7, 10, 11, 20]
+    assert one.token_ids == (7, 20)
+    assert all_of_them is crowded
+
+
+@pytest.mark.parametrize("max_nodes", [2, 3, 5])
+def test_who_asks_for_a_size_gets_the_best_of_all_guesses(max_nodes: int) -> None:
+    policy = CostPolicy(DEAR, {})
+    wish = SpeculationParams(max_nodes=max_nodes)
+    policy.begin_step(plan(replace(entry(overrides=wish), max_nodes=max_nodes)))
+    (tree,) = policy.choose_nodes([merge([chain(0.5, 0.5, 0.5), other_way(0.9, 0.1, 0.9)])])
+    assert sorted(tree.token_ids) == sorted([7, 20, 10, 11, 12][:max_nodes])
+
+
+def other_way(*confidences: float) -> TokenTree:
+    builder = TreeBuilder(root=7)
+    for node, confidence in enumerate(confidences):
+        builder.add(node, 20 + node, "other", confidence=confidence)
+    return builder.build()
+
+
+def test_guesses_beside_samples_are_dropped_where_they_do_not_pay() -> None:
+    samples, guess = chain(0.5, rule=DrawRule.IID), other_way(0.5)
+    policy = CostPolicy(DEAR, {})
+    policy.begin_step(plan(entry("a"), entry("b")))
+    after, before = policy.choose_nodes([merge([samples, guess]), merge([guess, samples])])
+    assert after.token_ids == (7, 10)
+    assert sorted(before.token_ids) == [7, 10, 20], "what a sample was drawn after has to stay"
+
+
+def test_of_all_trees_within_the_requests_nodes_the_fastest_are_chosen() -> None:
+    random = np.random.default_rng(3)
+    for curve in (FREE, DEAR, HALF, CostCurve((1, 3, 12), (1.0, 1.1, 3.0))):
+        for _ in range(10):
+            asked = [replace(entry(str(i)), max_nodes=int(random.integers(1, 5))) for i in range(2)]
+            trees = [wild(random, int(random.integers(0, 5))) for _ in asked]
+            policy = CostPolicy(curve, {})
+            policy.begin_step(plan(*asked))
+            chosen = policy.choose_nodes(trees)
+            assert rate(curve, chosen) == pytest.approx(
+                max(
+                    rate(curve, parts)
+                    for parts in product(
+                        *(subtrees(t, e.max_nodes) for t, e in zip(trees, asked, strict=True))
+                    )
+                )
+            )
+            for tree, one in zip(chosen, asked, strict=True):
+                tree.check_integrity()
+                assert tree.num_nodes <= one.max_nodes
+
+
+def wild(random: np.random.Generator, nodes: int) -> TokenTree:
+    builder = TreeBuilder(root=7)
+    for node in range(nodes):
+        name = f"s{random.integers(2)}"
+        builder.add(
+            int(random.integers(node + 1)), 10 + node, name, confidence=float(random.uniform(0.05, 0.95))
+        )
+    return builder.build()
+
+
+def subtrees(tree: TokenTree, most: int) -> list[TokenTree]:
+    nodes = range(1, tree.num_nodes)
+    return [
+        keep(tree, [0, *chosen])
+        for count in range(min(most, tree.num_nodes))
+        for chosen in combinations(nodes, count)
+        if all(tree.parents[node] in (0, *chosen) for node in chosen)
+    ]
+
+
+def rate(curve: CostCurve, trees: Sequence[TokenTree]) -> float:
+    """Tokens per second, each node hoped for as it is believed at first, by the tokens it was given."""
+    tokens = sum(sum(Calibration().probabilities(tree)) for tree in trees)
+    return tokens / float(curve.seconds([sum(tree.num_nodes for tree in trees)])[0])
+
+
+def test_a_drafts_level_is_charged_less_than_it_takes() -> None:
+    # After a level there are 1.88 tokens in 1 + s seconds, and the next brings .88 x .7 in s seconds: that is
+    # worth it up to s = .49, and up to .63 if only .85 of them count.
+    def goes_on(seconds: float) -> bool:
+        policy, asked = sized(FREE, CostCurve((1, 1000), (seconds, seconds))), [entry()]
+        policy.begin_step(plan(*asked))
+        policy.show([single_node(7)])
+        assert policy.worth_starting("draft", asked, [1]) == [True]
+        return policy.worth_deepening("draft", asked, [chain(0.9, speculator="draft")])[0]
+
+    assert [goes_on(seconds) for seconds in (0.45, 0.55, 0.62, 0.64)] == [True, True, True, False]
+
+
+def test_deciding_runs_few_lines_of_python() -> None:
+    def lines(nodes: int, requests: int = 1) -> int:
+        """Those of a step with a draft that grows three levels beside n-grams of so many nodes."""
+        costs = [CostModel(name, curve) for name, curve in (("target", FREE), ("draft", QUICK))]
+        policy = CostPolicy(costs[0], {"draft": DraftCosts(costs[1], Expansion((1, 1, 1, 1)))})
+        asked = [entry(str(i)) for i in range(requests)]
+        known = chain(*nodes * [0.5], speculator="ngram")
+        drawn = [chain(*depth * [0.9], speculator="draft") for depth in range(1, 4)]
+        whole = merge([known, drawn[-1]])
+        committed = [outcome(10, 11, 99, request_id=str(i)) for i in range(requests)]
+
+        def step() -> None:
+            policy.begin_step(plan(*asked))
+            policy.show([known] * requests)
+            policy.worth_starting("draft", asked, [1] * requests)
+            for tree in drawn:
+                policy.worth_deepening("draft", asked, [tree] * requests)
+            policy.choose_nodes([whole] * requests)
+            policy.observe(StepReport(committed))
+
+        step()
+        return lines_run(step)
+
+    few, more = lines(1), lines(31)
+    assert few <= 1250
+    assert more - few <= 30 * 40
+    assert lines(31, requests=8) <= 8 * more
 
 
 def test_reading_a_long_text_has_to_be_worth_it() -> None:

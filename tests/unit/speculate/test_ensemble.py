@@ -1,4 +1,4 @@
-"""Several speculators share one request's budget of nodes."""
+"""Several speculators guess for one request, and its nodes go to the best of what they guess."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from tests import plans
 class Fan:
     """Guesses `tokens` below the root, as many as it is offered nodes for, and notes the offer."""
 
-    def __init__(self, name: str, tokens: Sequence[int]) -> None:
+    rule = DrawRule.POINT_MASS
+
+    def __init__(self, name: str, tokens: Sequence[int], confidences: Sequence[float] = ()) -> None:
         self.name = name
         self._tokens = tokens
+        self._confidences = confidences or [0.5] * len(tokens)
         self.offered: list[int] = []
         self.shown: list[PlanEntry] = []
 
@@ -35,8 +38,9 @@ class Fan:
     def _tree(self, entry: PlanEntry) -> TokenTree:
         self.offered.append(entry.max_nodes)
         builder = TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes)
-        for token in self._tokens:
-            builder.add(0, token, self.name)
+        for token, confidence in zip(self._tokens, self._confidences, strict=True):
+            if self.rule is DrawRule.POINT_MASS or not builder.full:
+                builder.add(0, token, self.name, self.rule, confidence=confidence)
         return builder.build()
 
 
@@ -45,22 +49,55 @@ def entry(max_nodes: int, max_depth: int = 5, **fields: Any) -> PlanEntry:
 
 
 @pytest.mark.parametrize(
-    ("max_nodes", "offered", "token_ids"),
+    ("max_nodes", "token_ids"),
     [
-        (9, ([9], [6], [5]), (7, 10, 11, 12, 13, 14)),  # b's 11 and 12 are a's too, and cost nothing
-        (5, ([5], [2], [2]), (7, 10, 11, 12, 14)),  # b has room for one more and guesses 11, which is there
-        (4, ([4], [1], [1]), (7, 10, 11, 12)),  # a fills the tree, the others have no room
-        (3, ([3], [1], [1]), (7, 10, 11)),
+        (9, (7, 10, 11, 12, 13, 14)),  # b's 11 and 12 are a's too, and cost nothing
+        (6, (7, 10, 11, 12, 13, 14)),
+        (4, (7, 11, 12, 14)),  # 13 is as likely as 12, and came later
+        (3, (7, 11, 14)),
+        (2, (7, 14)),
+        (1, (7,)),
     ],
 )
-def test_each_is_offered_what_its_predecessors_left(
-    max_nodes: int, offered: tuple[list[int], ...], token_ids: tuple[int, ...]
+def test_all_may_fill_the_tree_and_the_likeliest_of_all_guesses_stay(
+    max_nodes: int, token_ids: tuple[int, ...]
 ) -> None:
-    a, b, c = Fan("a", [10, 11, 12]), Fan("b", [11, 12, 13]), Fan("c", [14])
+    a = Fan("a", [10, 11, 12], [0.1, 0.6, 0.1])
+    b = Fan("b", [11, 13, 12], [0.2, 0.4, 0.4])
+    c = Fan("c", [14], [0.9])
     (tree,) = Ensemble([a, b, c], vocab=99, policy=FixedPolicy()).propose(plans.plan(entry(max_nodes)))
-    assert (a.offered, b.offered, c.offered) == offered
-    assert tree.token_ids == token_ids
-    assert tree.num_nodes <= max_nodes
+    assert a.offered == b.offered == c.offered == [max_nodes]
+    assert sorted(tree.token_ids) == sorted(token_ids)
+    tree.check_integrity()
+
+
+def test_the_earlier_of_equally_likely_guesses_stays() -> None:
+    a, b = Fan("a", [10, 11]), Fan("b", [11, 12])
+    (tree,) = Ensemble([a, b], vocab=99, policy=FixedPolicy()).propose(plans.plan(entry(3)))
+    assert tree.token_ids == (7, 10, 11)
+    assert [(draw.node, draw.speculator) for draw in tree.draws] == [(1, "a"), (2, "a"), (2, "b")]
+
+
+class Sampling(Fan):
+    """Declares its guesses as samples."""
+
+    rule = DrawRule.IID
+
+
+def test_samples_have_their_turn_and_their_room_first() -> None:
+    before, after = Fan("before", [10, 11, 12]), Fan("after", [13])
+    first, second = Sampling("first", [11, 14]), Sampling("second", [11, 15, 16])
+    ensemble = Ensemble([before, first, second, after], vocab=99, policy=FixedPolicy())
+    (tree,) = ensemble.propose(plans.plan(entry(5)))
+    offered = [fan.offered for fan in (before, first, second, after)]
+    assert offered == [[5], [5], [3], [2]]  # what samples leave: 11 and 14, then 15
+    assert tree.token_ids == (7, 11, 14, 15, 10)  # and one of the others
+    told = [(tree.token_ids[draw.node], draw.speculator) for draw in tree.draws]
+    assert told == [
+        *((11, "first"), (14, "first")),
+        *((11, "second"), (15, "second")),
+        *((10, "before"), (11, "before")),
+    ]
 
 
 def test_prompts_are_shown_and_only_trees_are_asked_for() -> None:
@@ -100,6 +137,9 @@ class Wrong(Fan):
         ([TokenTree((6,), (-1,))], "proposed a tree rooted at token 6; the last token is 7"),
         ([TokenTree((7, 1, 2, 3), (-1, 0, 0, 0))], "proposed a tree of 4 nodes; entry.max_nodes is 3"),
         ([TokenTree((7, 1, 2), (-1, 0, 1))], "proposed a tree of depth 2; entry.max_depth is 1"),
+        ([TokenTree((7, 1, 2), (-1, 2, 0))], "whose nodes do not come after their parents, (-1, 2, 0)"),
+        ([TokenTree((7, 1, 2), (-1, -1, 0))], "whose nodes do not come after their parents, (-1, -1, 0)"),
+        ([TokenTree((7, 1), (-1,))], "whose nodes do not come after their parents, (-1,)"),
         ([TokenTree((7, 99), (-1, 0))], "proposed a tree with tokens outside the vocabulary of 99"),
         ([TokenTree((7, -1), (-1, 0))], "proposed a tree with tokens outside the vocabulary of 99"),
         ([TokenTree((7, 1), (-1, 0), (UNSURE,))], "with a draw whose confidence is no number"),
@@ -171,10 +211,150 @@ class Broken(FixedPolicy):
     ],
 )
 def test_a_policy_that_fails_is_replaced(part: str, answer: object, caplog: pytest.LogCaptureFixture) -> None:
-    ensemble = Ensemble([Fan("good", [5])], vocab=99, policy=Broken(part, answer))
+    ensemble = Ensemble([Levels("good", [5], [0.9])], vocab=99, policy=Broken(part, answer))
     for _ in range(2):
         (tree,) = ensemble.propose(plans.plan(entry(9)))
         assert tree.token_ids == (7, 5)
         ensemble.observe(StepReport([plans.outcome(5)]))
     (record,) = caplog.records
     assert "the speculation policy Broken failed; trees have their configured size" in record.getMessage()
+
+
+class Levels(Fan):
+    """A draft that guesses `tokens` one below the other, and notes what the policy was shown before."""
+
+    def begin(self, plan: StepPlan) -> list[int]:
+        self._builders = [TreeBuilder(e.token_ids[e.end - 1], e.max_nodes) for e in plan.entries]
+        return [1] * len(plan.entries)
+
+    def deepen(self, which: Sequence[int]) -> list[int]:
+        for i in which:
+            last = len(self._builders[i].parents) - 1
+            token, confidence = self._tokens[last], self._confidences[last]
+            self._builders[i].add(last, token, self.name, confidence=confidence)
+        return [i for i in which if len(self._builders[i].parents) <= len(self._tokens)]
+
+    def tree(self, entry: int) -> TokenTree:
+        return self._builders[entry].build()
+
+
+class Following(Fan):
+    """Guesses nothing of its own, and `tokens` one below the other after whatever others guess."""
+
+    def __init__(self, name: str, tokens: Sequence[int]) -> None:
+        super().__init__(name, [])
+        self._follow = tokens
+        self.asked: list[tuple[tuple[int, ...], int]] = []
+
+    def extend(self, entry: PlanEntry, path: Sequence[int], most: int) -> TokenTree:
+        self.asked.append((tuple(path), most))
+        builder = TreeBuilder(path[-1], most)
+        node: int | None = 0
+        for token in self._follow:
+            node = builder.add(node, token, self.name) if node is not None else None
+        return builder.build()
+
+
+def extended(
+    asked: PlanEntry, *confidences: float, follow: Sequence[int] = (20, 21)
+) -> tuple[TokenTree, list[tuple[tuple[int, ...], int]]]:
+    """What becomes of a draft's chain 10, 11, ... beside n-grams that know 10 and 15, and a suffix tree."""
+    known, goes_on = Fan("ngram", [10, 15]), Following("suffix", follow)
+    draft = Levels("draft", range(10, 10 + len(confidences)), confidences)
+    ensemble = Ensemble([known, goes_on, draft], vocab=99, policy=FixedPolicy())
+    (tree,) = ensemble.propose(plans.plan(asked))
+    tree.check_integrity()
+    return tree, goes_on.asked
+
+
+def test_where_a_drafts_guesses_end_in_likely_tokens_others_go_on() -> None:
+    tree, asked = extended(entry(9), 0.9, 0.8)
+    assert asked == [((10, 11), 4)]  # 3 tokens more are worth guessing: 5 in all
+    assert {tree.path_tokens(node) for node in range(1, tree.num_nodes)} == {
+        *((10,), (10, 11), (15,)),
+        *((10, 11, 20), (10, 11, 20, 21)),
+    }
+    assert [draw.speculator for draw in tree.draws if tree.token_ids[draw.node] >= 20] == ["suffix"] * 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "confidences", "why"),
+    [
+        (entry(9), (0.5, 0.5), "a quarter is not likely enough"),
+        (entry(9, max_depth=2), (0.9, 0.9), "nothing deeper is worth guessing"),
+        (entry(9, speculators=("draft", "ngram")), (0.9, 0.9), "it may not guess for this request"),
+        (entry(9, speculators=("ngram", "suffix")), (0.9, 0.9), "n-grams' own ends are no draft's"),
+    ],
+)
+def test_other_ends_are_left_alone(asked: PlanEntry, confidences: tuple[float, ...], why: str) -> None:
+    tree, told = extended(asked, *confidences)
+    assert told == [], why
+    assert max(tree.token_ids) < 20
+
+
+def test_extensions_take_no_better_guess_its_room() -> None:
+    tree, _ = extended(entry(5), 0.9, 0.8)
+    assert {tree.path_tokens(node) for node in range(1, tree.num_nodes)} == {
+        *((10,), (10, 11), (15,)),  # .9, .72, .5
+        (10, 11, 20),  # .36, and 21 below it .18
+    }
+
+
+@pytest.mark.parametrize("follow", [(99,), (-1,)])
+def test_who_extends_by_what_is_no_tree_is_not_asked_again(
+    follow: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    tree, _ = extended(entry(9), 0.9, 0.8, follow=follow)
+    assert sorted(tree.token_ids) == [7, 10, 11, 15]
+    assert [r.getMessage() for r in caplog.records] == [
+        "speculator 'suffix' failed and is not asked again; texts go on without it"
+    ]
+
+
+class Samples(Following):
+    """Extends by what it says it has sampled."""
+
+    def extend(self, entry: PlanEntry, path: Sequence[int], most: int) -> TokenTree:
+        builder = TreeBuilder(path[-1], most)
+        builder.add(0, 20, self.name, DrawRule.IID)
+        return builder.build()
+
+
+def test_extensions_are_point_masses(caplog: pytest.LogCaptureFixture) -> None:
+    ensemble = Ensemble([Samples("wrong", []), Levels("draft", [10], [0.9])], vocab=99, policy=FixedPolicy())
+    (tree,) = ensemble.propose(plans.plan(entry(9)))
+    assert tree.token_ids == (7, 10)
+    assert caplog.records[0].exc_info is not None
+    assert "extends by samples" in str(caplog.records[0].exc_info[1])
+
+
+class Ending:
+    """A request's processors of which only its end counts."""
+
+    bans = False
+    ending = frozenset({11, 20})
+
+
+def test_nothing_is_guessed_behind_the_end_of_a_text() -> None:
+    processors: Any = Ending()
+    assert max(extended(entry(9, processors=processors), 0.9, 0.8)[0].token_ids) == 15  # 11 ends it
+    tree, _ = extended(entry(9, processors=processors), 0.9)
+    assert (10, 20) in {tree.path_tokens(node) for node in range(tree.num_nodes)}
+    assert 21 not in tree.token_ids
+
+
+class Watching(FixedPolicy):
+    """Notes what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[int, ...]] = []
+
+    def show(self, trees: Sequence[TokenTree]) -> None:
+        self.shown.extend(tree.token_ids for tree in trees)
+
+
+def test_before_a_draft_starts_all_is_known_that_needs_none() -> None:
+    policy = Watching()
+    free = [Fan("suffix", [10]), Fan("ngram", [11])]
+    Ensemble([*free, Levels("draft", [10], [0.9])], vocab=99, policy=policy).propose(plans.plan(entry(2)))
+    assert policy.shown == [(7, 10, 11)]

@@ -17,7 +17,7 @@ from specinfer.speculate.alignment import SIDE_DEPTH
 from specinfer.speculate.draft_model import DraftModel
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.speculator import Outcome
-from specinfer.speculate.table import AFTER_DRAFTS, BEFORE_DRAFTS, build_speculators
+from specinfer.speculate.table import build_speculators
 from specinfer.tree import DrawRule, TokenTree
 
 CONFIG = SpeculationConfig(
@@ -51,10 +51,7 @@ class Named:
 
 def drafts(config: SpeculationConfig) -> list[DraftModel]:
     names = ["draft1", "draft2"] if config.drafts else []
-    runner: Any = SimpleNamespace(
-        block_size=4,
-        model=SimpleNamespace(kernels=SimpleNamespace(scan=None), config=SimpleNamespace(max_context=99)),
-    )
+    runner: Any = SimpleNamespace(block_size=4, max_context=99)
     return [DraftModel(n, runner, config.expansion, DrawRule.COUPLED, max_rows=8) for n in names]
 
 
@@ -62,9 +59,8 @@ def limits(config: SpeculationConfig = CONFIG, extra: tuple[str, ...] = ()) -> S
     return SpeculationLimits(
         config,
         [
-            *build_speculators(BEFORE_DRAFTS, config),
+            *build_speculators(config),
             *drafts(config),
-            *build_speculators(AFTER_DRAFTS, config),
             *map(Named, extra),
         ],
     )
@@ -74,7 +70,7 @@ def request(speculation: Any = None, prediction: tuple[int, ...] = (), **params:
     return Request("r", (1,), SamplingParams(speculation=speculation, **params), 0, prediction)
 
 
-EVERYBODY = ("draft1", "draft2", "suffix", "ngram")
+EVERYBODY = ("suffix", "ngram", "draft1", "draft2")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +81,7 @@ EVERYBODY = ("draft1", "draft2", "suffix", "ngram")
         (request({"enabled": False, "speculators": ["ngram"]}), (), 1),
         (request({"speculators": ["ngram"]}), ("ngram",), 1 + NGRAM),
         # In the engine's order, whatever the request's.
-        (request({"speculators": ["ngram", "draft2"]}), ("draft2", "ngram"), 1 + DRAFT + NGRAM),
+        (request({"speculators": ["draft2", "ngram"]}), ("ngram", "draft2"), 1 + DRAFT + NGRAM),
         (request({"max_nodes": 7}), EVERYBODY, 7),
         (request({"max_nodes": 1}), EVERYBODY, 1),
         (request({"expansion": "1,1,1", "speculators": "draft1"}), ("draft1",), 1 + 3),
@@ -126,13 +122,13 @@ def test_an_engine_without_speculators_still_guesses_from_what_requests_bring() 
     [
         (
             {"speculators": ["ngram", "eagle"]},
-            "speculation.speculators names 'eagle'; this engine has grammar, prediction, draft1, draft2, "
-            "suffix, ngram",
+            "speculation.speculators names 'eagle'; this engine has grammar, prediction, suffix, ngram, "
+            "draft1, draft2",
         ),
         (
             {"speculators": "draft"},
-            "speculation.speculators names 'draft'; this engine has grammar, prediction, draft1, draft2, "
-            "suffix, ngram",
+            "speculation.speculators names 'draft'; this engine has grammar, prediction, suffix, ngram, "
+            "draft1, draft2",
         ),
         ({"max_nodes": 101}, "speculation.max_nodes is 101; the engine allows at most 100: lower it"),
     ],

@@ -200,3 +200,80 @@ def test_a_prompt_is_read_in_step_with_the_target_and_not_at_once() -> None:
     [tree], [whole] = (speculator.propose(plan(entry(text))) for speculator in (chunked, at_once))
     assert (tree.token_ids, tree.parents) == (whole.token_ids, whole.parents)
     assert tree.num_nodes == 7
+
+
+def further(text: str, path: str, *, most: int = 9, longest: int = 4, depth: int = 3) -> list[str]:
+    """What is guessed to follow `path`, if that is how the text goes on."""
+    speculator = NgramSpeculator(shortest=1, longest=longest, branches=2, depth=depth)
+    asked = entry(letters(text))
+    speculator.propose(plan(asked))
+    tree = speculator.extend(asked, letters(path), most)
+    tree.check_integrity()
+    assert tree.token_ids[0] == ord(path[-1]), "the root is the path's last token"
+    return spelled(tree)
+
+
+def test_a_guess_of_another_is_gone_on_from_as_if_it_were_text() -> None:
+    assert further("the cat sat. a dog ", "the") == [" ca"]
+    assert further("the cat sat. th", "e c") == ["at "], "a match that begins in the text"
+    assert further("abcdef", "xyz") == []
+    assert further("ab1 ab2 ", "ab") == ["2 a"], "the newest match alone"
+    assert further("b7 ab1 b8 ", "ab", longest=2) == ["1 b"], "a longer match is better than a newer one"
+    assert further("ab1 ", "ab", most=2) == ["1"]
+    assert further("ab1 ", "ab", most=3, depth=9) == ["1 "]
+
+
+def test_what_runs_into_the_end_of_the_text_goes_on_into_the_path_and_then_into_itself() -> None:
+    assert further("-abc", "ab", depth=9) == ["cabcabca"]
+    assert further("-abcd", "ab", depth=3) == ["cda"]
+
+
+def test_a_guess_behind_a_guess_says_what_matched() -> None:
+    speculator = NgramSpeculator(shortest=1, longest=2, branches=1, depth=2)
+    asked = entry(letters("-xabcd-yxa"))
+    speculator.propose(plan(asked))
+    tree = speculator.extend(asked, letters("b"), 9)
+    assert [(d.confidence, d.evidence) for d in tree.draws] == [
+        (match_confidence(3), (3.0,)),
+        (match_confidence(4), (4.0,)),
+    ]
+    assert {d.rule for d in tree.draws} == {DrawRule.POINT_MASS}
+    assert {d.speculator for d in tree.draws} == {"ngram"}
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=30),
+    st.lists(st.integers(0, 2), min_size=1, max_size=5),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.integers(2, 9),
+)
+def test_extensions_are_those_found_by_looking_everywhere(
+    text: list[int], path: list[int], shortest: int, more: int, most: int
+) -> None:
+    longest, depth = shortest + more, 6
+    speculator = NgramSpeculator(shortest=shortest, longest=longest, branches=1, depth=depth)
+    asked = entry(text)
+    speculator.propose(plan(asked))
+    [told] = [speculator.extend(asked, path, most).token_ids[1:]]
+    whole = [*text, *path]
+    stops = [
+        stop
+        for n in range(longest, shortest - 1, -1)
+        for stop in range(len(text) - 1, n - 1, -1)
+        if len(whole) >= n and whole[stop - n : stop] == whole[len(whole) - n :]
+    ]
+    wanted = list(whole)
+    for i in range(min(depth, most - 1) if stops else 0):
+        wanted.append(wanted[stops[0] + i])
+    assert list(told) == wanted[len(whole) :]
+
+
+def test_to_go_on_from_a_guess_takes_the_same_whatever_the_text() -> None:
+    speculator = NgramSpeculator(shortest=1, longest=4, branches=1, depth=7)
+    costs = []
+    for length in (64, 8192):
+        asked = entry([i % 7 for i in range(length)], request_id=str(length))
+        speculator.propose(plan(asked))
+        costs.append(lines_run(lambda asked=asked: speculator.extend(asked, (0, 1, 2), 9)))  # type: ignore[misc]
+    assert max(costs) <= 400

@@ -307,3 +307,54 @@ def test_a_prompt_is_read_in_step_with_the_target() -> None:
     assert (tree.token_ids, tree.parents) == (whole.token_ids, whole.parents)
     assert tree.num_nodes > 3
     speculator.check_integrity()
+
+
+def further(
+    speculator: SuffixSpeculator, text: str, path: str, most: int = 9, salt: str | None = None
+) -> list[str]:
+    """What is guessed to follow `path`, if that is how the text goes on."""
+    asked = entry(letters(text), params=salted(salt))
+    speculator.propose(plan(asked))
+    [before] = speculator.propose(plan(asked))
+    tree = speculator.extend(asked, letters(path), most)
+    tree.check_integrity()
+    assert tree.token_ids[0] == ord(path[-1]), "the root is the path's last token"
+    assert {draw.speculator for draw in tree.draws} <= {"suffix"}
+    assert {draw.rule for draw in tree.draws} <= {DrawRule.POINT_MASS}
+    [after] = speculator.propose(plan(asked))
+    assert after.token_ids == before.token_ids, "nothing is remembered of what is no text"
+    speculator.check_integrity()
+    return spelled(tree)
+
+
+def test_a_guess_of_another_is_gone_on_from_as_if_it_were_text() -> None:
+    assert further(suffix(), "the cat sat. a dog ", "the") == [" ca"]
+    assert further(suffix(), "the cat sat. th", "e c") == ["at "], "a match that begins in the text"
+    assert further(suffix(), "abcdef", "xyz") == []
+    assert further(suffix(max_depth=1), "ab1 ab2 ", "ab") == ["2", "1"]
+    assert further(suffix(max_depth=1), "ab1 ab2 ", "ab", most=2) == ["2"]
+    assert further(suffix(max_depth=9, depth_factor=9.0), "ab1", "ab", most=4) == ["1ab"]
+
+
+@pytest.mark.parametrize(("salt", "found"), [("mine", ["y-t"]), ("yours", []), (None, [])])
+def test_earlier_answers_of_the_same_caller_go_on_from_guesses_too(
+    salt: str | None, found: list[str]
+) -> None:
+    speculator = suffix(min_probability=0.3)
+    answer(speculator, "what?", "forty-two", salt="mine")
+    assert further(speculator, "hello ", "fort", salt=salt) == found
+
+
+def test_what_runs_into_the_end_of_the_text_goes_on_into_the_path_and_then_into_itself() -> None:
+    speculator = suffix(max_depth=8, depth_factor=9.0)
+    assert further(speculator, "-abc", "ab") == ["cabcabca"]
+
+
+def test_to_go_on_from_a_guess_takes_the_same_whatever_the_text() -> None:
+    speculator = SuffixSpeculator()
+    costs = []
+    for length in (64, 8192):
+        asked = entry([i % 7 for i in range(length)], request_id=str(length))
+        speculator.propose(plan(asked))
+        costs.append(lines_run(lambda asked=asked: speculator.extend(asked, (0, 1, 2), 9)))  # type: ignore[misc]
+    assert max(costs) <= 900

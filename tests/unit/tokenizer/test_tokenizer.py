@@ -74,11 +74,11 @@ def test_chat_is_rendered_and_encoded_without_a_second_bos(tmp_path):
 
 
 def test_the_template_is_found_wherever_models_keep_it(tmp_path):
-    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    named = [{"name": "tool_use", "template": "T{{ tools[0].type }}"}, {"name": "default", "template": "D"}]
     folder = write_folder(tmp_path, tokenizer_config={"chat_template": named})
     message = [{"role": "user", "content": "hi"}]
     assert Tokenizer.load(folder).render_chat(message) == "D"
-    assert Tokenizer.load(folder).render_chat(message, tools=[{"type": "function"}]) == "T"
+    assert Tokenizer.load(folder).render_chat(message, tools=[{"type": "function"}]) == "Tfunction"
     (folder / "chat_template.json").write_text('{"chat_template": "J"}')
     assert Tokenizer.load(folder).render_chat(message) == "J"
     (folder / "chat_template.jinja").write_text("F")

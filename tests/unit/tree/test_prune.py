@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
-from specinfer.tree.prune import keep, prunable, prune
+from specinfer.tree.prune import firm_nodes, keep, likeliest, prune
 
 #      4
 #     / \
@@ -135,6 +135,73 @@ def test_chosen_nodes_are_kept_with_their_draws() -> None:
     assert keep(whole, [0]) == TokenTree((4,), (-1,))
 
 
+POINT, IID = DrawRule.POINT_MASS, DrawRule.IID
+
+
 @pytest.mark.parametrize("rule", list(DrawRule))
-def test_a_tree_with_a_sampled_draw_is_left_alone(rule: DrawRule) -> None:
-    assert prunable(tree(rule)) == (rule in (DrawRule.POINT_MASS, DrawRule.COUPLED))
+def test_nodes_of_sampled_draws_stay(rule: DrawRule) -> None:
+    assert firm_nodes(tree(rule)) == (set() if rule in (POINT, DrawRule.COUPLED) else {1, 2, 3, 4, 5, 6})
+
+
+def grown(*draws: tuple[int, int, DrawRule], confidence: Sequence[float] = ()) -> TokenTree:
+    """The tree of these draws: parent, token, rule."""
+    builder = TreeBuilder(root=4)
+    for i, (parent, token, rule) in enumerate(draws):
+        law = np.full(10, 0.1) if rule is IID else None
+        builder.add(parent, token, "s", rule, law, confidence[i] if confidence else 0.5)
+    return builder.build()
+
+
+@pytest.mark.parametrize(
+    ("draws", "firm"),
+    [
+        ([(0, 5, IID), (0, 7, POINT), (1, 6, POINT)], {1}),
+        ([(0, 5, POINT), (0, 7, IID)], {1, 2}),  # 7 was drawn without knowing what becomes of 5
+        ([(0, 5, POINT), (1, 6, IID), (0, 7, POINT)], {1, 2}),  # 6 hangs below 5
+        ([(0, 5, POINT), (0, 7, POINT), (2, 6, IID), (2, 8, POINT)], {2, 3}),
+        ([(0, 5, IID), (0, 5, POINT), (1, 6, POINT)], {1}),  # a node that two have guessed
+    ],
+)
+def test_what_follows_all_samples_below_its_node_may_go(
+    draws: list[tuple[int, int, DrawRule]], firm: set[int]
+) -> None:
+    assert firm_nodes(grown(*draws)) == firm
+
+
+@pytest.mark.parametrize(
+    ("most", "left"),
+    [
+        (9, ALL),
+        (7, ALL),
+        (6, ALL - {(5, 6)}),
+        (4, {(7,), (7, 8), (7, 9)}),
+        (3, {(7,), (7, 8)}),  # of equal ones the earlier
+        (1, set()),
+    ],
+)
+def test_the_likeliest_nodes_are_a_tree(most: int, left: set[tuple[int, ...]]) -> None:
+    whole = tree()
+    hopes = {(): 1.0, (5,): 0.3, (5, 6): 0.1, (7,): 0.6, (7, 8): 0.5, (7, 8, 3): 0.2, (7, 9): 0.5}
+    assert paths(likeliest(whole, [hopes[whole.path_tokens(n)] for n in range(7)], most)) == left
+
+
+def test_samples_are_among_the_likeliest_however_unlikely() -> None:
+    whole = grown((0, 5, IID), (0, 7, POINT), (0, 8, POINT), confidence=(0.01, 0.2, 0.3))
+    for most, left in ((4, {(5,), (7,), (8,)}), (3, {(5,), (8,)}), (2, {(5,)}), (1, {(5,)})):
+        assert paths(likeliest(whole, whole.likelihoods(), most)) == left
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.floats(allow_nan=True, allow_infinity=True)), max_size=20),
+    st.integers(1, 22),
+)
+def test_whatever_speculators_say_of_their_guesses_what_is_left_is_a_tree(
+    told: list[tuple[int, float]], most: int
+) -> None:
+    builder = TreeBuilder(root=0)
+    for i, (parent, confidence) in enumerate(told):
+        builder.add(parent % (i + 1), i + 1, "s", confidence=confidence)
+    whole = builder.build()
+    cut = likeliest(whole, whole.likelihoods(), most)
+    assert cut.num_nodes == min(most, whole.num_nodes)
+    assert paths(cut) <= paths(whole)

@@ -92,8 +92,24 @@ def test_a_builder_shares_nodes_and_keeps_every_draw() -> None:
     ]
     assert tree.draws[0].law is law
     assert tree.draws[2].law is None
-    assert builder.depths == [0, 1, 2]
+    assert tree.depths() == [0, 1, 2]
     assert (builder.child(0, 1), builder.child(0, 2)) == (1, None)
+
+
+def test_a_draw_equals_itself_alone() -> None:
+    one, other = (Draw(0, 1, "s", DrawRule.IID, np.array([0.5, 0.5])) for _ in range(2))
+    assert [one, other].index(other) == 1
+    assert one != other
+    assert len({one, other, one}) == 2
+    moved = one.moved(3, 4)
+    assert (moved.parent, moved.node) == (3, 4)
+    assert all(new is old for new, old in zip(moved[2:], one[2:], strict=True))
+
+
+@pytest.mark.parametrize("parent", [-1, 1])
+def test_a_builder_adds_below_nodes_alone(parent: int) -> None:
+    with pytest.raises(IndexError, match=f"parent {parent} of a tree of 1 nodes"):
+        TreeBuilder(root=0).add(parent, 5, "a")
 
 
 def test_a_full_builder_takes_no_new_node_and_still_takes_draws() -> None:

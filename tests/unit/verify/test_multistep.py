@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specinfer.errors import DrawRuleError, IntegrityError
-from specinfer.tree.token_tree import DrawRule, TokenTree, TreeBuilder, merge
+from specinfer.tree import DrawRule, TokenTree, TreeBuilder, merge
 from specinfer.verify import (
     ACCEPTED_RULES,
     Acceptance,

@@ -1,0 +1,262 @@
+"""Microseconds of Python a step takes to guess, merge, and decide what is verified: no model, no data.
+
+    python benchmarks/deciding.py
+
+A target and a draft are played from made-up texts that repeat themselves, on a clock of made-up costs, so
+every run decides the same. Of each step the quickest of some rounds counts, as machines do other things, too.
+
+    draft     a DraftModel without its passes: what to run, what was drawn, what became of it
+    ...       looking guesses up in texts, by speculator, the following of other guesses included
+    deciding  the policy: costs, the guard, how likely guesses are, how deep, how many
+    merging   all else of the ensemble: offers, checks, one tree of many
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from study import natural, provenance_lines, row, run
+
+from specinfer import SamplingParams
+from specinfer.config import SpeculationConfig
+from specinfer.files import write_whole
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.replay.drafts import CostTable, NoModel, num_rows
+from specinfer.replay.simulated_engine import path_along
+from specinfer.request import Request
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.speculate.draft_model import DraftModel
+from specinfer.speculate.draws import Site
+from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.guarded_policy import sized_by_cost
+from specinfer.speculate.limits import SpeculationLimits
+from specinfer.speculate.policy import StepReport
+from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.table import build_speculators
+from specinfer.tree import DrawRule
+from specinfer.tree.expansion import Expansion
+
+VOCABULARY = 49152
+EXPANSION = Expansion((1, 2, 2, 2, 2))  # 31 nodes
+NODES = 32
+PROMPT, ANSWER = 600, 600  # tokens
+SKIPPED = 30  # steps: prompts are read, costs are learnt
+TARGET = CostCurve((1, 64, 512), (5.0e-3, 5.4e-3, 30.0e-3))
+DRAFT = CostCurve((1, 64, 512), (0.1e-3, 0.2e-3, 3.0e-3))
+RIGHT = 0.8  # how often the draft's first choice is
+POLICY = ("begin_step", "show", "worth_starting", "worth_deepening", "choose_nodes", "observe")
+
+
+class Watch:
+    """Seconds by part; what is inside of another part is not the other's."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._inner = 0.0
+
+    @contextmanager
+    def timing(self, part: str) -> Iterator[None]:
+        """Time what is inside."""
+        outside, self._inner = self._inner, 0.0
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            taken = time.perf_counter() - began
+            self.seconds[part] = self.seconds.get(part, 0.0) + taken - self._inner
+            self._inner = outside + taken
+
+    def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, timed."""
+
+        def timed(*args: Any, **options: Any) -> Any:
+            outside, self._inner = self._inner, 0.0
+            began = time.perf_counter()
+            answer = call(*args, **options)
+            taken = time.perf_counter() - began
+            self.seconds[part] = self.seconds.get(part, 0.0) + taken - self._inner
+            self._inner = outside + taken
+            return answer
+
+        return timed
+
+
+class Play:
+    """Some requests that are written at once, from made-up texts."""
+
+    def __init__(self, requests: int, watch: Watch) -> None:
+        self._watch = watch
+        self._now = 0.0
+        self._costs, self._passes = CostTable(TARGET), CostTable(DRAFT)
+        self._texts = [made_up(number) for number in range(requests)]
+        self._written = [text[:PROMPT] for text in self._texts]
+        self._computed = [0] * requests
+        params = SamplingParams(temperature=0.0)
+        self._requests = [Request(str(n), tuple(t), params, n) for n, t in enumerate(self._written)]
+        config = SpeculationConfig(ngram=True, suffix=True, expansion=EXPANSION)
+        looking_up = build_speculators(config)
+        draft = DraftModel(
+            "draft",
+            NoModel(16, 1 << 20),
+            EXPANSION,
+            DrawRule.POINT_MASS,
+            max_rows=4096,
+            draw=watch.timed("model", self._draw),
+        )
+        for speculator in looking_up:
+            for name in ("propose", "extend", "observe"):
+                _watch(watch, speculator.name, speculator, name)
+        for name in ("begin", "deepen", "tree", "observe"):
+            _watch(watch, "draft", draft, name)
+        policy = sized_by_cost(TARGET, {"draft": DRAFT}, EXPANSION, measured=True)
+        for name in POLICY:
+            _watch(watch, "deciding", policy, name)
+        limits = SpeculationLimits(config, [*looking_up, draft])
+        self._speculators = [limits.speculators(request) for request in self._requests]
+        self._ensemble = Ensemble(
+            [*looking_up, draft], vocab=VOCABULARY, policy=policy, clock=lambda: self._now
+        )
+        self.nodes = self.steps = self.tokens = 0
+
+    def step(self) -> bool:
+        """One step of the engine; whether there is another."""
+        entries = tuple(map(self._entry, range(len(self._requests))))
+        plan, began = StepPlan(entries), self._now
+        with self._watch.timing("merging"):
+            trees = self._ensemble.propose(plan)
+        seconds = {"propose": self._now - began}
+        rows = sum(entry.end - entry.start for entry in entries) + sum(tree.num_nodes - 1 for tree in trees)
+        seconds["target_forward"] = self._costs.seconds(rows)
+        self._now += seconds["target_forward"]
+        outcomes = []
+        for n, tree in enumerate(trees):
+            end = len(self._written[n])
+            path = path_along(tree, self._texts[n], end)
+            committed = self._texts[n][end : end + len(path) + 1]
+            self._written[n].extend(committed)
+            self._computed[n] = end + len(path)
+            outcomes.append(Outcome(str(n), tuple(committed), False))
+            self.tokens += len(committed)
+        with self._watch.timing("merging"):
+            self._ensemble.observe(StepReport(outcomes, seconds))
+        self.nodes += sum(tree.num_nodes for tree in trees)
+        self.steps += 1
+        return min(map(len, self._written)) < PROMPT + ANSWER - NODES
+
+    def _entry(self, n: int) -> PlanEntry:
+        end = len(self._written[n])
+        return PlanEntry(
+            self._requests[n],
+            self._written[n],
+            start=self._computed[n],
+            end=end,
+            max_nodes=NODES,
+            max_depth=NODES,
+            block_table=(),
+            incarnation=0,
+            speculators=self._speculators[n],
+            room=PROMPT + ANSWER - end,
+        )
+
+    def _draw(self, rows: Sequence[Rows], sites: Sequence[Site]) -> None:
+        """Children: the text's next token first where the path is the text's, mostly, and others."""
+        self._now += self._passes.seconds(num_rows(rows))
+        for site in sites:
+            builder, n = site.builder, int(site.request_id)
+            path, text = builder.path_tokens(site.node), self._texts[n]
+            at = site.position
+            chance = random.Random(hash((n, site.position, path)))
+            tokens = [chance.randrange(VOCABULARY) for _ in range(site.width)]
+            if tuple(text[at - len(path) : at]) == path:
+                luck = chance.random()
+                if luck < RIGHT:
+                    tokens[0] = text[at]
+                elif luck < (1 + RIGHT) / 2:
+                    tokens[-1] = text[at]
+            left = 1.0
+            for token in dict.fromkeys(tokens):
+                sure = left * chance.uniform(0.5, 0.95)
+                left -= sure
+                builder.add(site.node, token, "draft", confidence=sure, evidence=(sure, left))
+
+
+def made_up(seed: int) -> list[int]:
+    """A text of phrases that come again, some oftener than others, with single tokens between."""
+    chance = random.Random(seed)
+    known = [[chance.randrange(2000) for _ in range(chance.randint(2, 12))] for _ in range(80)]
+    text: list[int] = []
+    while len(text) < PROMPT + ANSWER + NODES:
+        text += known[int(80 * chance.random() ** 2)]
+        if chance.random() < 0.3:
+            text.append(chance.randrange(VOCABULARY))
+    return text
+
+
+def _watch(watch: Watch, part: str, of: Any, name: str) -> None:
+    if hasattr(of, name):
+        setattr(of, name, watch.timed(part, getattr(of, name)))
+
+
+def measure(requests: int, rounds: int) -> dict[str, Any]:
+    """Mean microseconds of a step by part, of each step the least of some rounds."""
+    steps: list[dict[str, float]] = []
+    for _ in range(rounds):
+        watch = Watch()
+        play, number, goes_on = Play(requests, watch), 0, True
+        while goes_on:
+            watch.seconds = {}
+            goes_on = play.step()
+            if number == len(steps):
+                steps.append(watch.seconds)
+            for part, seconds in watch.seconds.items():
+                steps[number][part] = min(seconds, steps[number][part])
+            number += 1
+    counted = steps[SKIPPED:]
+    parts = sorted(set().union(*counted) - {"model"})
+    return {
+        "steps": play.steps,
+        "nodes": play.nodes / play.steps / requests,
+        "tokens": play.tokens / play.steps / requests,
+        "microseconds": {
+            part: 1e6 * sum(step.get(part, 0.0) for step in counted) / len(counted) for part in parts
+        },
+    }
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument(
+        "--rounds", type=natural, default=20, help="of which the quickest counts (default 20)"
+    )
+    options.add_argument("--out", type=Path, help="Markdown file (default: none)")
+    args = options.parse_args()
+    cells = {requests: measure(requests, args.rounds) for requests in (1, 8)}
+    parts = list(cells[1]["microseconds"])
+    lines = [
+        "# Microseconds a step takes to guess, merge and decide",
+        "",
+        row("requests", "steps", "nodes of a tree", "tokens of a step", *parts, "deciding and merging"),
+        "|" + "---|" * (len(parts) + 5),
+    ]
+    for requests, cell in cells.items():
+        taken = cell["microseconds"]
+        both = taken["deciding"] + taken["merging"]
+        figures = [f"{cell['nodes']:.1f}", f"{cell['tokens']:.2f}", *(f"{taken[part]:.0f}" for part in parts)]
+        lines.append(row(requests, cell["steps"], *figures, f"{both:.0f}"))
+    page = "\n".join([*lines, "", *provenance_lines(), ""])
+    print(page)
+    if args.out is not None:
+        write_whole(args.out, page)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,104 @@
+"""`specinfer policy`: what a policy of speculation would have made of recorded texts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+if TYPE_CHECKING:
+    from specinfer.config import SpeculationConfig
+    from specinfer.replay.replay import Part, Played
+
+_NAMES: Final = ("off", "fixed", "cost", "best-fixed", "oracle")
+
+
+@click.group()
+def policy() -> None:
+    """Look at how speculation is decided."""
+
+
+@policy.command()
+@click.argument("traces", nargs=-1, required=True, type=Path, metavar="TRACE...")
+@click.option(
+    "--policy",
+    "names",
+    multiple=True,
+    type=click.Choice(_NAMES),
+    help="Who decides; repeatable. Default: off, fixed and cost.",
+)
+@click.option("--nodes", type=click.IntRange(1), metavar="N", help="Of one request's tree, root included.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Texts played at once.")
+@click.option("--mixed", is_flag=True, help="Texts of several traces in turns, and not one after the other.")
+@click.option("--json", "json_output", is_flag=True, help="Print one JSON object.")
+def replay(
+    traces: tuple[Path, ...],
+    names: tuple[str, ...],
+    nodes: int | None,
+    batch: int,
+    mixed: bool,
+    json_output: bool,
+) -> None:
+    """Play the texts of each TRACE under policies, without a model and on one clock.
+
+    Seconds are those of the cost curves in the trace: the same at every run and on every machine. off is no
+    speculation, fixed all of the configured trees, cost the engine's own policy; best-fixed is the quickest
+    of the policies that do the same in every step, found by trying them, and oracle knows the texts.
+    """
+    from specinfer.replay.replay import with_nodes
+    from specinfer.replay.trace_store import read_trace
+    from specinfer.replay.workloads import mixed as in_turns
+    from specinfer.replay.workloads import whole
+
+    read = [read_trace(path) for path in traces]
+    parts = in_turns(read, batch) if mixed else whole(read, batch)
+    speculation = with_nodes(read[0], nodes)
+    rows = {name: _play(name, parts, speculation) for name in names or ("off", "fixed", "cost")}
+    plain = rows["off"][0] if "off" in rows else _play("off", parts, speculation)[0]
+    if json_output:
+        policies = {name: _as_json(played, plain, notes) for name, (played, notes) in rows.items()}
+        click.echo(
+            json.dumps({"traces": [str(path) for path in traces], "batch": batch, "policies": policies})
+        )
+        return
+    click.echo(f"{'policy':12}{'tokens':>9}{'steps':>9}{'tokens/step':>13}{'seconds':>10}{'over none':>11}")
+    for name, (played, notes) in rows.items():
+        ratio = plain.seconds / played.seconds
+        click.echo(
+            f"{name:12}{played.tokens:9}{played.steps:9}{played.tokens_per_step:13.3f}{played.seconds:10.2f}"
+            f"{ratio:11.3f}{'  ' if notes else ''}{' '.join(f'{k}={v}' for k, v in notes.items())}"
+        )
+
+
+def _play(name: str, parts: list[Part], speculation: SpeculationConfig) -> tuple[Played, dict[str, Any]]:
+    """What a policy makes of the parts, and what was found out on the way."""
+    from specinfer.replay.baselines import best_fixed, play_oracle
+    from specinfer.replay.replay import POLICIES, play, play_without
+
+    if name == "off":
+        return play_without(parts), {}
+    if name == "oracle":
+        return play_oracle(parts, speculation), {}
+    if name == "best-fixed":
+        choice, played = best_fixed(parts, speculation)
+        if choice is None or played is None:
+            return play_without(parts), {}
+        return played, {
+            "speculators": "+".join(choice.speculators),
+            "depth": choice.depth,
+            "nodes": choice.nodes,
+        }
+    return play(parts, POLICIES[name](parts[0].texts[0][0], speculation), speculation=speculation), {}
+
+
+def _as_json(played: Played, plain: Played, notes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **asdict(played),
+        "tokens_per_step": played.tokens_per_step,
+        "tokens_per_second": played.tokens_per_second,
+        "over_none": plain.seconds / played.seconds,
+        **notes,
+    }

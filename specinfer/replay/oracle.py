@@ -1,0 +1,221 @@
+"""A policy that knows the text: what no policy can do better with the same speculators and shapes.
+
+At every place of a text it is known how far each speculator guesses right. So the least time from there to
+the end can be computed, from the last place to the first: over who might guess, and how far it is followed.
+
+    least(place) = min over speculators, depths of draft's passes + target's pass + least(place + depth + 1)
+
+Costs are those of a batch whose requests all do the same. What a draft has to read that was not asked for a
+while is not counted when the plan is made, but when it is played; a prompt is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from specinfer.config import SpeculationConfig
+from specinfer.engine.metrics import Stage
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.replay.drafts import CostTable
+from specinfer.replay.fixed_policies import LookingOn
+from specinfer.replay.replay import Part, play
+from specinfer.replay.simulated_engine import path_along
+from specinfer.replay.trace import Trace
+from specinfer.speculate.policy import FixedPolicy
+from specinfer.tree import TokenTree
+from specinfer.tree.prune import firm_nodes, keep
+from specinfer.tree.token_tree import draws_by_parent
+
+Reaches = Mapping[str, int]  # speculator -> how many tokens its own guesses are right, from a root on
+_USUAL_ROWS = 2  # of a draft's first pass: the root, and the last guess it had not run
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is done at one place: which draft guesses, if any, and how many nodes are verified."""
+
+    draft: str = ""
+    levels: int = 0  # of its tree
+    nodes: int = 0  # of the path along the text
+
+
+class _Listening(LookingOn):
+    """Notes of every place how far each speculator guesses right."""
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        self._texts = texts
+        self._plan = StepPlan(())
+        self.reaches: list[dict[int, Reaches]] = [
+            {} for _ in texts
+        ]  # of each text, by tokens before the root
+
+    def begin_step(self, plan: StepPlan) -> StepPlan:
+        """Remember who is in the step."""
+        self._plan = plan
+        return plan
+
+    def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        """Look at all nodes, and verify none."""
+        for entry, tree in zip(self._plan.tree_entries, trees, strict=True):
+            number = int(entry.request.request_id)
+            self.reaches[number][entry.end] = reaches(tree, self._texts[number], entry.end)
+        return super().choose_nodes(trees)
+
+
+class OraclePolicy(FixedPolicy):
+    """Does at every place what was found to be best."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], choices: Sequence[Mapping[int, Choice]]) -> None:
+        """Of each request, in the order they are played, its text and the choices by tokens before a root."""
+        self._texts = texts
+        self.choices = choices
+        self._used = [{choice.draft for choice in of_text.values()} for of_text in choices]
+        self._plan = StepPlan(())
+
+    def begin_step(self, plan: StepPlan) -> StepPlan:
+        """Remember who is in the step."""
+        self._plan = plan
+        return plan
+
+    def worth_starting(
+        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+    ) -> list[bool]:
+        """Where its guesses are followed; a prompt is read where they will be."""
+        return [
+            self._choice(entry).draft == speculator
+            if entry.max_nodes > 1
+            else speculator in self._used[int(entry.request.request_id)]
+            for entry in entries
+        ]
+
+    def worth_deepening(
+        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
+    ) -> list[bool]:
+        """As deep as they are followed."""
+        depth = max(trees[0].depths())
+        return [depth < self._choice(entry).levels for entry in entries]
+
+    def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        """The path along the text; trees with sampled draws stay whole."""
+        return [
+            tree if firm_nodes(tree) else self._path(entry, tree)
+            for entry, tree in zip(self._plan.tree_entries, trees, strict=True)
+        ]
+
+    def _choice(self, entry: PlanEntry) -> Choice:
+        return self.choices[int(entry.request.request_id)].get(entry.end, Choice())
+
+    def _path(self, entry: PlanEntry, tree: TokenTree) -> TokenTree:
+        path = path_along(tree, self._texts[int(entry.request.request_id)], entry.end)
+        return keep(tree, sorted((0, *path[: self._choice(entry).nodes])))
+
+
+def oracle(parts: Sequence[Part], speculation: SpeculationConfig) -> OraclePolicy:
+    """The policy that knows the texts of these parts, to be played in this order and from the start."""
+    played = [(trace, number, part.at_once) for part in parts for trace, number in part.texts]
+    texts = [trace.texts[number].prompt + trace.texts[number].output for trace, number, _ in played]
+    listening = _Listening(texts)
+    # In the same parts, as what a speculator knows may depend on which requests have ended.
+    play(parts, listening, speculation=speculation)
+    choices = [
+        _best(trace, len(trace.texts[number].prompt), len(text), known, at_once, speculation)
+        for (trace, number, at_once), text, known in zip(played, texts, listening.reaches, strict=True)
+    ]
+    return OraclePolicy(texts, choices)
+
+
+def reaches(tree: TokenTree, text: Sequence[int], end: int) -> Reaches:
+    """How far down a tree below `end` tokens of a text each speculator's own draws follow the text."""
+    found: dict[str, int] = {}
+    below = draws_by_parent(tree.draws)
+    parent = 0
+    for depth, node in enumerate(path_along(tree, text, end)):
+        for draw in below[parent]:
+            if draw.node == node and found.get(draw.speculator, 0) == depth:
+                found[draw.speculator] = depth + 1
+        parent = node
+    return found
+
+
+def _best(
+    trace: Trace,
+    prompt: int,
+    length: int,
+    known: Mapping[int, Reaches],
+    at_once: int,
+    speculation: SpeculationConfig,
+) -> dict[int, Choice]:
+    """The choices that bring one text to its end in the least time, by tokens before a root.
+
+    A draft that guesses at all has to read the prompt: the best of plans without any, with each, with all.
+    """
+    costs = _Costs.of(trace, at_once, speculation)
+    drafts = tuple(trace.drafts)
+    allowed = {(), *((name,) for name in drafts), drafts}
+    plans = []
+    for names in sorted(allowed):
+        seconds, choices = _plan(names, prompt, length, known, costs)
+        reading = sum(costs.reading(trace, name, prompt) for name in names)
+        plans.append((seconds + reading, choices))
+    return min(plans, key=lambda plan: plan[0])[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """Seconds of one request's share of a batch that does the same."""
+
+    at_once: int
+    rest: float  # of a step, beside all passes
+    target: CostTable
+    passes: Mapping[str, Sequence[float]]  # draft -> of trees of 0, 1, ... levels
+
+    @classmethod
+    def of(cls, trace: Trace, at_once: int, speculation: SpeculationConfig) -> _Costs:
+        """The costs that a trace tells."""
+        passes = (Stage.PROPOSE, Stage.FORWARD)
+        rest = sum(seconds for stage, seconds in trace.stages.items() if stage not in passes)
+        levels = {name: _pass_seconds(trace, name, at_once, speculation) for name in trace.drafts}
+        return cls(at_once, rest, CostTable(trace.curve), levels)
+
+    def step(self, spent: float, nodes: int) -> float:
+        """A step in which drafts take `spent` seconds and each request has so many nodes verified."""
+        return (spent + self.target.seconds(self.at_once * (1 + nodes)) + self.rest) / self.at_once
+
+    def reading(self, trace: Trace, name: str, prompt: int) -> float:
+        """Passes in which a draft reads a prompt, chunk by chunk."""
+        table, most = CostTable(trace.drafts[name].curve), trace.engine.max_step_tokens
+        return sum(table.seconds(min(most, prompt - start)) for start in range(0, prompt, most))
+
+
+def _plan(
+    drafts: Sequence[str], prompt: int, length: int, known: Mapping[int, Reaches], costs: _Costs
+) -> tuple[float, dict[int, Choice]]:
+    """The least seconds to a text's end behind its first token, where these drafts may be asked, and how."""
+    least = [0.0] * (length + 1)
+    choices: dict[int, Choice] = {}
+    for end in range(length - 1, prompt, -1):
+        reach = known.get(end, {})
+        free = max((right for name, right in reach.items() if name not in costs.passes), default=0)
+        ways = [(0.0, Choice(nodes=nodes)) for nodes in range(free + 1)]
+        for name in drafts:
+            levels = range(free + 1, reach.get(name, 0) + 1)
+            ways += [(costs.passes[name][level], Choice(name, level, level)) for level in levels]
+        found = [
+            (costs.step(spent, choice.nodes) + least[min(end + choice.nodes + 1, length)], choice)
+            for spent, choice in ways
+        ]
+        least[end], choices[end] = min(found, key=lambda way: way[0])
+    return least[min(prompt + 1, length)], choices
+
+
+def _pass_seconds(trace: Trace, name: str, at_once: int, speculation: SpeculationConfig) -> list[float]:
+    """Seconds of a draft's passes for trees of 0, 1, ... levels."""
+    table = CostTable(trace.drafts[name].curve)
+    spent, rows = [0.0], _USUAL_ROWS
+    nodes = 1
+    for width in speculation.expansion.widths:
+        spent.append(spent[-1] + table.seconds(at_once * rows))
+        nodes *= width
+        rows = nodes
+    return spent

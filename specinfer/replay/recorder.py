@@ -1,0 +1,279 @@
+"""Records traces: the target writes texts once, then the drafts guess at every place of them.
+
+The drafts run in a simulated engine whose policy verifies nothing, so that every step adds one token: they
+read and guess as they would in an engine that decodes these texts without luck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specinfer.config import NO_SPECULATION, Quantization
+from specinfer.engine.drafts import models_alone
+from specinfer.engine.metrics import Statistics
+from specinfer.errors import ConfigError, RequestError
+from specinfer.llm import LLM
+from specinfer.models.language_model import LanguageModel
+from specinfer.progress import NoProgress, Progress
+from specinfer.replay.drafts import CostTable, RecordedPasses
+from specinfer.replay.fixed_policies import LookingOn
+from specinfer.replay.guess_trie import GuessRecorder
+from specinfer.replay.simulated_engine import SimulatedEngine, num_blocks
+from specinfer.replay.trace import EngineFacts, RecordedDraft, RecordedText, Trace
+from specinfer.replay.trace_store import KEPT_PARAMS
+from specinfer.report.provenance import provenance
+from specinfer.request import Request, RequestOutput
+from specinfer.runtime.cost_curve import CostCurve, cost_curve
+from specinfer.runtime.runner import ModelRunner
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.draft_model import DraftModel
+from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import DrawRule
+
+DEPTH: Final = 8  # levels that are recorded, at least
+WIDTH: Final = (
+    8  # children that are recorded at the root, and below the deepest nodes, where they cost nothing
+)
+# Of parameters a trace does not keep those that change no text, and what it keeps in another way.
+_ELSEWHERE: Final = (
+    "seed",
+    "prediction",
+    "logprobs",
+    "prompt_logprobs",
+    "logprobs_mode",
+    "visible_token_ids",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTexts:
+    """What a target wrote, and what that took."""
+
+    texts: tuple[RecordedText, ...]
+    likeliest: NDArray[np.float32]  # [places, 2]: its two highest log-probabilities; NaN: not known
+    stages: Mapping[str, float]  # seconds of each stage of a step, on average
+
+
+def shapes_of(expansion: Expansion) -> list[Expansion]:
+    """The shapes in which drafts guess below every root, unless others are asked for.
+
+    The first is what the engine's drafts do, made as deep as DEPTH; the second is wide at the root, for
+    policies that would rather go on below its second or third child.
+    """
+    deep = (*expansion.widths, *[1] * DEPTH)[: max(DEPTH, expansion.depth)]
+    return [Expansion((*deep[:-1], max(WIDTH, deep[-1]))), Expansion((WIDTH, 2, *[1] * (DEPTH - 3), WIDTH))]
+
+
+def record(
+    llm: LLM,
+    requests: Sequence[Request],
+    *,
+    shapes: Sequence[Expansion] = (),
+    progress: Progress | None = None,
+) -> Trace:
+    """A trace of what the LLM's target answers, with the guesses of its drafts in these `shapes`.
+
+    Raises ConfigError where drafts draw samples, RequestError for parameters that a trace does not keep.
+    """
+    check(llm, requests)
+    return record_guesses(llm, write_texts(llm, requests, progress), shapes=shapes, progress=progress)
+
+
+def check(llm: LLM, requests: Sequence[Request]) -> None:
+    """Raise ConfigError or RequestError where a trace would not tell what an engine does."""
+    speculation = llm.config.speculation
+    exact = (DrawRule.POINT_MASS, DrawRule.COUPLED)
+    if speculation.verifier != "coupled" or speculation.draw_rule not in exact:
+        raise ConfigError(
+            f"the verifier is {speculation.verifier!r} and drafts draw by {speculation.draw_rule}; traces "
+            "are recorded under the coupled rule, where the text does not depend on what is guessed"
+        )
+    models_alone(llm.models.drafts, "traces are recorded")
+    if not requests:
+        raise RequestError("there are no requests to record; give at least one prompt")
+    for request in requests:
+        for f in fields(SamplingParams):
+            if not f.init or f.name in KEPT_PARAMS or f.name in _ELSEWHERE:
+                continue
+            usual = f.default_factory() if f.default_factory is not MISSING else f.default
+            if (value := getattr(request.params, f.name)) != usual:
+                raise RequestError(f"{f.name} is {value!r}, and traces do not keep it; leave it out", f.name)
+
+
+def write_texts(llm: LLM, requests: Sequence[Request], progress: Progress | None = None) -> WrittenTexts:
+    """Let the target answer, one request after the other and without speculation."""
+    show = progress or NoProgress()
+    plain = llm.variant(replace(llm.config, speculation=NO_SPECULATION))
+    before = plain.statistics()
+    outputs: list[RequestOutput] = []
+    show.start(len(requests), "writing texts", "texts")
+    try:
+        for request in requests:
+            params = replace(request.params, seed=request.seed, n=1, prediction=None, logprobs=2)
+            outputs += plain.generate([request.prompt_token_ids], params)
+            if outputs[-1].error is not None:
+                raise RequestError(outputs[-1].error)
+            show.advance(1)
+    finally:
+        show.finish()
+    done = plain.statistics().since(before)
+    plain.close()
+    return WrittenTexts(
+        tuple(_text(*pair) for pair in zip(requests, outputs, strict=True)),
+        np.array([row for output in outputs for row in _two_likeliest(output)], dtype=np.float32),
+        _stages(done),
+    )
+
+
+def record_guesses(
+    llm: LLM, written: WrittenTexts, *, shapes: Sequence[Expansion] = (), progress: Progress | None = None
+) -> Trace:
+    """A trace of given texts, with the guesses of the LLM's drafts at every place of them.
+
+    A draft guesses in all `shapes` below every root; what is kept is the union of its trees.
+    """
+    config, models = llm.config, llm.models
+    shapes = shapes or shapes_of(config.speculation.expansion)
+    vocab = models.target.config.vocab_size
+    named = vocab if models.draft_vocabulary is None else len(models.draft_vocabulary.ids)
+    weights = config.speculation.draft_quantization
+    own = models_alone(models.drafts, "traces are recorded")
+    drafts = {
+        name: _Recording(_curve(llm, model, weights, named, True, progress), GuessRecorder(), {})
+        for name, model in own.items()
+    }
+    trace = Trace(
+        model=Path(config.model).name,
+        engine=facts_of(llm),
+        speculation=replace(
+            config.speculation, drafts=tuple(Path(name).name for name in config.speculation.drafts)
+        ),
+        texts=written.texts,
+        drafts={},
+        curve=_curve(llm, models.target, config.quantization, vocab, False, progress),
+        stages=written.stages,
+        likeliest=written.likeliest,
+        provenance=provenance(config.threads),
+    )
+    _guess(llm, trace, drafts, shapes, progress)
+    found = {
+        name: RecordedDraft(
+            model=model,
+            max_context=own[name].config.max_context,
+            curve=recording.curve,
+            guesses=recording.notes.trie(),
+            measured=recording.measured,
+        )
+        for (name, recording), model in zip(drafts.items(), trace.speculation.drafts, strict=True)
+    }
+    return replace(trace, drafts=found)
+
+
+def facts_of(llm: LLM) -> EngineFacts:
+    """What of an LLM's engine decides how its steps go on."""
+    config = llm.config
+    return EngineFacts(
+        vocab=llm.models.target.config.vocab_size,
+        max_context=llm.max_context,
+        max_step_tokens=config.scheduler.max_step_tokens,
+        block_size=config.cache.block_size,
+        prefix_reuse=config.cache.prefix_reuse,
+        ending=tuple(sorted(llm.tokenizer.eos_token_ids)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """One draft while it is recorded: what its passes cost, and what it is heard to guess."""
+
+    curve: CostCurve
+    notes: GuessRecorder
+    measured: dict[int, tuple[int, float]]
+
+
+def _guess(
+    llm: LLM,
+    trace: Trace,
+    drafts: Mapping[str, _Recording],
+    shapes: Sequence[Expansion],
+    progress: Progress | None,
+) -> None:
+    """Let the drafts guess at every place of the trace's texts, and note it."""
+    speculation = llm.config.speculation
+    room = 1 + len(drafts) * sum(shape.num_nodes - 1 for shape in shapes)
+    wide = replace(speculation, drafts=(), max_nodes=room)
+    # All trees fit into a step, or they would be cut where a step of the engine has no rows left.
+    engine = replace(trace.engine, max_step_tokens=trace.engine.max_step_tokens + room)
+    blocks = num_blocks(engine, wide, 1)
+    vocabulary = llm.models.draft_vocabulary
+    speculators: list[DraftModel] = []
+    models = models_alone(llm.models.drafts, "traces are recorded")
+    for name, recording in drafts.items():
+        for number, shape in enumerate(shapes):
+            runner = ModelRunner(models[name], num_blocks=blocks, block_size=engine.block_size)
+            speculators.append(
+                DraftModel(
+                    f"{name}.{number}",
+                    runner,
+                    shape,
+                    speculation.draw_rule,
+                    max_rows=engine.max_step_tokens,
+                    draw=RecordedPasses(runner, name, vocabulary, recording.notes, recording.measured),
+                )
+            )
+    simulated = SimulatedEngine(
+        engine, speculators, LookingOn(), wide, CostTable(trace.curve), trace.stages, batch=1
+    )
+    show = progress or NoProgress()
+    show.start(trace.places, "guessing at every place", "tokens")
+    try:
+        for step in simulated.play([(trace, number) for number in range(len(trace.texts))]):
+            for _ in step.entries:
+                show.advance(1)
+                for recording in drafts.values():
+                    recording.notes.close_root()
+    finally:
+        show.finish()
+
+
+def _curve(
+    llm: LLM,
+    model: LanguageModel,
+    quantization: Quantization,
+    logits: int,
+    draft: bool,
+    progress: Progress | None,
+) -> CostCurve:
+    """What a pass of a model costs, as an engine of the LLM's config measures it, or has measured it."""
+    config = llm.config
+    rows = min(config.scheduler.max_step_tokens, model.config.max_context)
+    size = config.cache.block_size
+    return cost_curve(
+        ModelRunner(model, num_blocks=-(-rows // size), block_size=size),
+        max_rows=rows,
+        variant=f"{quantization}, {logits} logits",
+        every_row=draft,
+        progress=progress,
+    )
+
+
+def _text(request: Request, output: RequestOutput) -> RecordedText:
+    params = SamplingParams(**{name: getattr(request.params, name) for name in KEPT_PARAMS})
+    return RecordedText(request.prompt_token_ids, output.token_ids, params, request.seed, request.prediction)
+
+
+def _two_likeliest(output: RequestOutput) -> list[list[float]]:
+    """The two highest log-probabilities at each place of an output."""
+    assert output.logprobs is not None
+    ranked = [sorted((one.logprob for one in at.values()), reverse=True)[:2] for at in output.logprobs]
+    return [(best + [-np.inf] * 2)[:2] for best in ranked]
+
+
+def _stages(done: Statistics) -> dict[str, float]:
+    return {str(stage): seconds / max(1, done.steps) for stage, seconds in done.stage_seconds.items()}

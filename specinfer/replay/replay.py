@@ -1,0 +1,169 @@
+"""Playing traces under a policy, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from specinfer.config import NO_SPECULATION, SpeculationConfig
+from specinfer.errors import ConfigError
+from specinfer.replay.drafts import CostTable, ReplayedPasses
+from specinfer.replay.simulated_engine import PlayedStep, SimulatedEngine, speculators_of
+from specinfer.replay.trace import Trace
+from specinfer.speculate.guarded_policy import sized_by_cost
+from specinfer.speculate.policy import FixedPolicy, SpeculationPolicy
+
+MakePolicy = Callable[[Trace, SpeculationConfig], SpeculationPolicy]
+
+
+def cost_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPolicy:
+    """The policy of an engine whose tree_size is "cost" and clock "curve", with the trace's curves."""
+    drafts = {name: draft.curve for name, draft in trace.drafts.items()}
+    return sized_by_cost(trace.curve, drafts, speculation.expansion, measured=False)
+
+
+def fixed_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPolicy:
+    """The policy of an engine whose tree_size is "fixed"."""
+    return FixedPolicy()
+
+
+POLICIES: Final[dict[str, MakePolicy]] = {"cost": cost_policy, "fixed": fixed_policy}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some texts, by trace and number, of which so many are played at once."""
+
+    texts: Sequence[tuple[Trace, int]]
+    at_once: int = 1
+    slowdown: float = 1.0  # of all passes, by others on the machine
+
+
+@dataclass(slots=True)
+class Played:
+    """What playing some texts came to, by the traces' own curves; steps of one request count each."""
+
+    tokens: int = 0  # of all texts
+    seconds: float = 0.0
+    passes: int = 0  # of the target: steps of the engine
+    rows: int = 0  # of these
+    steps: int = 0  # a request's, those left out that read its prompt or brought its first token
+    step_tokens: int = 0  # what these brought
+    nodes: int = 0  # that they verified, roots not counted
+    draft_passes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """What a step brings a request, as RequestOutput.figures counts it."""
+        return self.step_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Prompts included."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def simulated_engine(
+    trace: Trace,
+    policy: SpeculationPolicy,
+    *,
+    speculation: SpeculationConfig | None = None,
+    batch: int = 1,
+) -> tuple[SimulatedEngine, dict[str, ReplayedPasses]]:
+    """An engine that plays texts of `trace`, and of others of the same models; and the passes of its drafts.
+
+    `speculation` is the trace's own, changed in whatever but the names of drafts and how they draw.
+    """
+    speculation = trace.speculation if speculation is None else speculation
+    replayed = {name: ReplayedPasses(name, CostTable(draft.curve)) for name, draft in trace.drafts.items()}
+    drafts = {name: (trace.drafts[name].max_context, passes) for name, passes in replayed.items()}
+    engine = SimulatedEngine(
+        trace.engine,
+        speculators_of(speculation, trace.engine, drafts),
+        policy,
+        speculation,
+        CostTable(trace.curve),
+        trace.stages,
+        batch=batch,
+        replayed=replayed,
+    )
+    return engine, replayed
+
+
+def play(
+    parts: Sequence[Part],
+    policy: SpeculationPolicy,
+    *,
+    speculation: SpeculationConfig | None = None,
+    on_step: Callable[[PlayedStep], None] | None = None,
+) -> Played:
+    """Play parts one after the other in one engine, which learns on; what all of it came to.
+
+    Raises ConfigError where the traces are not of the same models, TraceTooSmallError where one
+    lacks a guess.
+    """
+    first = _first(parts)
+    batch = max(part.at_once for part in parts)
+    engine, replayed = simulated_engine(first, policy, speculation=speculation, batch=batch)
+    played = _count(engine, parts, on_step)
+    played.draft_passes = {name: passes.passes for name, passes in replayed.items()}
+    return played
+
+
+def play_without(parts: Sequence[Part]) -> Played:
+    """Play parts without speculation: what others are compared with."""
+    first = _first(parts)
+    engine = SimulatedEngine(
+        first.engine,
+        (),
+        FixedPolicy(),
+        NO_SPECULATION,
+        CostTable(first.curve),
+        first.stages,
+        batch=max(part.at_once for part in parts),
+    )
+    return _count(engine, parts, None)
+
+
+def with_nodes(trace: Trace, nodes: int | None) -> SpeculationConfig:
+    """The trace's speculation with trees of at most so many nodes; None: as many as it was recorded for."""
+    return trace.speculation if nodes is None else replace(trace.speculation, max_nodes=nodes)
+
+
+def _first(parts: Sequence[Part]) -> Trace:
+    traces = {id(trace): trace for part in parts for trace, _ in part.texts}
+    if not traces:
+        raise ConfigError("there are no texts to play; give at least one trace")
+    first = next(iter(traces.values()))
+    for trace in traces.values():
+        same = trace.model == first.model and trace.engine == first.engine
+        if not same or list(trace.drafts) != list(first.drafts):
+            raise ConfigError(
+                f"traces of {first.model} ({', '.join(first.drafts) or 'no draft'}) and of {trace.model} "
+                f"({', '.join(trace.drafts) or 'no draft'}) are to be played together; give traces of the "
+                "same models under the same engine"
+            )
+    return first
+
+
+def _count(
+    engine: SimulatedEngine, parts: Sequence[Part], on_step: Callable[[PlayedStep], None] | None
+) -> Played:
+    played = Played()
+    begun: set[str] = set()
+    for part in parts:
+        for step in engine.play(part.texts, part.at_once, part.slowdown):
+            played.passes += 1
+            played.rows += step.rows
+            played.seconds += sum(step.seconds.values())
+            for entry in step.entries:
+                played.tokens += len(entry.committed)
+                if entry.request_id in begun:
+                    played.steps += 1
+                    played.step_tokens += len(entry.committed)
+                    played.nodes += entry.tree.num_nodes - 1
+                begun.add(entry.request_id)
+            if on_step is not None:
+                on_step(step)
+    return played

@@ -1,0 +1,238 @@
+"""The step without a model: schedule, propose, read the text off the trace, commit.
+
+Scheduler, ensemble, speculators and policy are the engine's own, and a step here is Engine.step line by line.
+What is replaced are the models: a draft's passes are answered from the trace, the target's choice is the text
+that it wrote, and a clock counts what the passes would have taken.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from specinfer.config import SchedulerConfig, SpeculationConfig
+from specinfer.engine.kv_blocks import BlockPool
+from specinfer.engine.metrics import Stage
+from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.sequence import SequenceState
+from specinfer.errors import ConfigError, IntegrityError, TraceTooSmallError
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.processors.pipeline import Processors
+from specinfer.replay.drafts import CostTable, NoModel, ReplayedPasses
+from specinfer.replay.trace import EngineFacts, RecordedText, Trace
+from specinfer.request import Request
+from specinfer.speculate.draft_model import DraftModel, Pass
+from specinfer.speculate.ensemble import AnySpeculator, Ensemble
+from specinfer.speculate.limits import SpeculationLimits
+from specinfer.speculate.policy import SpeculationPolicy, StepReport
+from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.table import build_speculators
+from specinfer.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedEntry:
+    """One request's share of a step that was played."""
+
+    request_id: str
+    tree: TokenTree
+    path: tuple[int, ...]  # nodes that became text
+    committed: tuple[int, ...]  # tokens that did: the path's, and the bonus token where the text has one
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedStep:
+    """A step that was played."""
+
+    seconds: Mapping[str, float]  # of its stages, by the trace's curves
+    rows: int  # of the target's pass
+    entries: tuple[PlayedEntry, ...]  # those with a tree
+
+
+@dataclass(slots=True)
+class _Playing:
+    """A request inside the simulated engine."""
+
+    sequence: SequenceState
+    text: tuple[int, ...]  # prompt and output
+
+
+class SimulatedEngine:
+    """Plays recorded texts under a policy. Its speculators and its policy learn from play to play."""
+
+    def __init__(
+        self,
+        engine: EngineFacts,
+        speculators: Sequence[AnySpeculator],
+        policy: SpeculationPolicy,
+        speculation: SpeculationConfig,
+        costs: CostTable,
+        stages: Mapping[str, float],
+        *,
+        batch: int,
+        replayed: Mapping[str, ReplayedPasses] | None = None,
+    ) -> None:
+        """`costs` and `stages` are the clock's: the target's passes, and the other stages of a step.
+
+        `replayed` are the passes of the drafts among the speculators, by name, where these are a trace's.
+        """
+        self._engine = engine
+        self._limits = SpeculationLimits(speculation, speculators)
+        self._ensemble = Ensemble(speculators, vocab=engine.vocab, policy=policy)
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                max_batch_size=batch,
+                max_step_tokens=max(engine.max_step_tokens, batch),
+                max_context=max(engine.max_context, 2),
+            ),
+            BlockPool(num_blocks(engine, speculation, batch), engine.block_size),
+            tree_nodes=speculation.max_nodes,
+            max_context=engine.max_context,
+            prefix_reuse=engine.prefix_reuse,
+        )
+        self._batch = batch
+        self._costs = costs
+        self._stages: dict[str, float] = {stage: stages.get(stage, 0.0) for stage in Stage}
+        self._replayed = dict(replayed or {})
+        self._playing: dict[str, _Playing] = {}
+        self._requests = 0
+
+    def play(
+        self, texts: Sequence[tuple[Trace, int]], at_once: int | None = None, slowdown: float = 1.0
+    ) -> Iterator[PlayedStep]:
+        """Play texts of traces, by number, at most `at_once` at a time; yields every step.
+
+        `slowdown` times as long as the trace says takes everything, on a machine that others use, too.
+        Request ids count from "0" on, over all plays, in the order of `texts`. Raises
+        TraceTooSmallError when the policy asks for a guess that was not recorded.
+        """
+        most = self._batch if at_once is None else at_once
+        if not 1 <= most <= self._batch:
+            raise ConfigError(f"{most} requests at once; allowed: 1 to {self._batch}, the batch size")
+        starts = {id(trace): trace.starts for trace, _ in texts}
+        waiting = deque(texts)
+        while waiting or self._playing:
+            while waiting and len(self._playing) < most:
+                trace, number = waiting.popleft()
+                self._add(trace, number, starts[id(trace)][number])
+            yield self._step(slowdown)
+
+    def _add(self, trace: Trace, number: int, place: int) -> None:
+        text, request_id = trace.texts[number], str(self._requests)
+        self._requests += 1
+        request = Request(request_id, text.prompt, text.params, text.seed, text.prediction)
+        self._limits.check(request)
+        sequence = SequenceState(
+            request,
+            tree_nodes=self._limits.nodes(request),
+            speculators=self._limits.speculators(request),
+            processors=processors_of(text, self._engine),
+        )
+        for name, passes in self._replayed.items():
+            passes.follow(request_id, trace.drafts[name], place - len(text.prompt))
+        self._playing[request_id] = _Playing(sequence, (*text.prompt, *text.output))
+        self._scheduler.add(sequence)
+
+    def _step(self, slowdown: float) -> PlayedStep:
+        spent = sum(passes.seconds for passes in self._replayed.values())
+        plan = self._scheduler.schedule()
+        if not plan.entries:
+            raise IntegrityError("requests wait in a simulated engine, and none can run")
+        trees = self._propose(plan)
+        rows = sum(entry.end - entry.start for entry in plan.entries)
+        rows += sum(tree.num_nodes - 1 for tree in trees)
+        seconds = dict(self._stages)
+        seconds[Stage.PROPOSE] = sum(passes.seconds for passes in self._replayed.values()) - spent
+        seconds[Stage.FORWARD] = self._costs.seconds(rows)
+        if slowdown != 1.0:
+            seconds = {stage: slowdown * spent for stage, spent in seconds.items()}
+        for entry in plan.entries:
+            self._playing[entry.request.request_id].sequence.computed = entry.end
+        entries = tuple(
+            self._advance(entry, tree) for entry, tree in zip(plan.tree_entries, trees, strict=True)
+        )
+        outcomes = [
+            Outcome(one.request_id, one.committed, one.request_id not in self._playing) for one in entries
+        ]
+        told = {
+            stage: spent for stage, spent in seconds.items() if stage != Stage.COMMIT
+        }  # it has just begun
+        self._ensemble.observe(StepReport(outcomes, told))
+        return PlayedStep(seconds, rows, entries)
+
+    def _propose(self, plan: StepPlan) -> list[TokenTree]:
+        for passes in self._replayed.values():
+            passes.begin_step()
+        trees = self._ensemble.propose(plan)
+        for passes in self._replayed.values():
+            if passes.lacks:
+                raise TraceTooSmallError(passes.lacks)
+        return trees
+
+    def _advance(self, entry: PlanEntry, tree: TokenTree) -> PlayedEntry:
+        """Commit what the target would have: the path along its text, and one token more."""
+        request_id = entry.request.request_id
+        playing = self._playing[request_id]
+        sequence, text = playing.sequence, playing.text
+        path = path_along(tree, text, entry.end)
+        committed = text[entry.end : entry.end + len(path) + 1]
+        if entry.end + len(committed) == len(text):
+            self._scheduler.remove(sequence)
+            del self._playing[request_id]
+            for passes in self._replayed.values():
+                passes.forget(request_id)
+        else:
+            sequence.token_ids.extend(committed)
+            sequence.computed += len(path)
+            if sequence.processors is not None:
+                sequence.processors.commit(committed)
+        return PlayedEntry(request_id, tree, path, committed)
+
+
+def num_blocks(engine: EngineFacts, speculation: SpeculationConfig, batch: int) -> int:
+    """Cache blocks for so many of the longest texts at once, with their trees."""
+    return -(-batch * (engine.max_context + speculation.max_nodes) // engine.block_size)
+
+
+def path_along(tree: TokenTree, text: Sequence[int], end: int) -> tuple[int, ...]:
+    """The nodes of a tree below `end` tokens of a text along which the text goes on."""
+    children = tree.children() if tree.num_nodes > 1 else [{}]
+    path: list[int] = []
+    node = 0
+    for token in text[end:]:
+        child = children[node].get(token)
+        if child is None:
+            break
+        node = child
+        path.append(node)
+    return tuple(path)
+
+
+def processors_of(text: RecordedText, engine: EngineFacts) -> Processors:
+    """What a request's parameters make of guesses: as admission has it, of the parameters a trace keeps."""
+    ending = {*text.params.stop_token_ids, *(() if text.params.ignore_eos else engine.ending)}
+    return Processors(text.params, text.prompt, vocab=engine.vocab, ending=ending)
+
+
+def speculators_of(
+    speculation: SpeculationConfig,
+    engine: EngineFacts,
+    drafts: Mapping[str, tuple[int, Pass]],
+) -> list[AnySpeculator]:
+    """The speculators of an engine in the order they are asked, its drafts with a context and passes each."""
+    replayed = [
+        DraftModel(
+            name,
+            NoModel(engine.block_size, max_context),
+            speculation.expansion,
+            speculation.draw_rule,
+            max_rows=engine.max_step_tokens,
+            draw=passes,
+        )
+        for name, (max_context, passes) in drafts.items()
+    ]
+    return [
+        *build_speculators(speculation),
+        *replayed,
+    ]

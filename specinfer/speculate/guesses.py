@@ -1,0 +1,134 @@
+"""What is hoped of one request's guesses while a draft is asked, level by level, to add to them.
+
+The draft's own tree and what others have guessed are one tree here: a level brings only what nobody else
+holds. So whatever is known without the draft is known when its next level is weighed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.tree import Draw, TokenTree
+from specinfer.tree.merging import MergedTree, moved
+from specinfer.tree.prune import any_sampled, firm_nodes, sampled
+
+
+class Guesses:
+    """The guesses for one request so far in a step, `tree` being those of others, and their probabilities.
+
+    `rates` says how likely each of its nodes is to become text if its parent does, [num_nodes].
+    """
+
+    def __init__(self, tree: TokenTree, rates: Sequence[float]) -> None:
+        self.level = 0  # how deep the draft's tree is
+        self.samples = False  # whether the draft draws nodes that cannot be dropped
+        self.probabilities = along_paths(rates, tree.parents)  # of nodes to become text, [num_nodes]
+        self._tree = tree
+        self._merged = MergedTree(tree)  # the draft's guesses among the others', without draws
+        self._rates = [1.0, *rates[1:]]
+        self._firm = firm_nodes(tree)
+        self._parts: tuple[float, int, list[float]] | None = None
+        # Of the draft's tree: where its nodes are here, those of its last level, its draws.
+        self._nodes = [0]
+        self._last = [0]
+        self._drawn: list[Draw] = []
+
+    def grow(self, draft: TokenTree) -> list[Draw]:
+        """Add what is new in the draft's tree, which has grown by a level.
+
+        Returns its new draws and all others below the same nodes, about which `estimate` is to be told.
+        """
+        before, others = len(self._nodes), self._tree.num_nodes
+        self._merged.place(draft, self._nodes, others)
+        self._last = self._nodes[before:]
+        self.level += 1
+        new = moved(draft.draws[len(self._drawn) :], self._nodes)
+        self._drawn += new
+        self._rates += [0.0] * (self.num_nodes - len(self._rates))
+        if any_sampled(new):
+            self.samples = True
+            self._firm.update([draw.node for draw in new if sampled(draw)])
+        shared = {draw.parent for draw in new if draw.parent < others}
+        return [draw for draw in self._tree.draws if draw.parent in shared] + new if shared else new
+
+    def estimate(self, draws: Sequence[Draw], rates: Sequence[float]) -> None:
+        """Take the rates of the nodes that hold these draws, out of [num_nodes]."""
+        own, known, parents = self._rates, self.probabilities, self._merged.parents
+        first = len(known)  # of the nodes whose probability is not known, or no longer
+        for draw in draws:
+            node = draw.node
+            if own[node] != rates[node]:
+                own[node] = rates[node]
+                first = min(first, node)
+        del known[first:]
+        for node in range(first, len(own)):
+            known.append(own[node] * known[parents[node]])
+        self._parts = None
+
+    def are(self, tree: TokenTree) -> bool:
+        """Whether `tree` is what was guessed, with all draws: so nobody dropped some, or added any."""
+        if tree is self._tree:
+            return self.level == 0
+        draws = len(self._tree.draws) + len(self._drawn)
+        return (
+            len(tree.draws) == draws
+            and (not self._drawn or _place(tree.draws[-1]) == _place(self._drawn[-1]))
+            and [*tree.parents] == self._merged.parents
+            and [*tree.token_ids] == self._merged.token_ids
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """The nodes there are, the root included."""
+        return len(self._merged.parents)
+
+    def gain(self, costs: DraftCosts, level: int) -> float:
+        """The tokens that the draft's next level, `level`, is expected to bring and nobody else holds."""
+        gain, usual = 0.0, costs.rates()[level]
+        for node in self._last:
+            rate = usual
+            if others := self._others(node):
+                held = sum([self._rates[child] for child in sorted({draw.node for draw in others})])
+                guessing = frozenset([draw.speculator for draw in others])
+                rate = max(0.0, 1.0 - held) * costs.rate(level, guessing)
+            gain += self.probabilities[node] * rate
+        return gain
+
+    def parts(self, most: int, *, all_stay: bool) -> tuple[float, int, list[float]]:
+        """What a tree of `most` nodes can hold: tokens and nodes that stay, and what each other would bring.
+
+        The root is in none of them. The others may be dropped and come likeliest first; none if `all_stay`.
+        Both are the request's, the same whenever it is asked.
+        """
+        if self._parts is not None:
+            return self._parts
+        tokens, nodes = 0.0, len(self._firm)
+        droppable = self.probabilities[1:]
+        if nodes:
+            tokens = sum(self.probabilities[node] for node in self._firm)
+            droppable = [p for node, p in enumerate(droppable, start=1) if node not in self._firm]
+        droppable.sort(reverse=True)
+        del droppable[max(0, most - 1 - nodes) :]
+        if all_stay:
+            tokens, nodes, droppable = tokens + sum(droppable), nodes + len(droppable), []
+        self._parts = tokens, nodes, droppable
+        return self._parts
+
+    def _others(self, node: int) -> list[Draw]:
+        """What others drew below a node."""
+        if node >= self._tree.num_nodes:
+            return []
+        return [draw for draw in self._tree.draws if draw.parent == node]
+
+
+def _place(draw: Draw) -> tuple[int, int, str]:
+    return draw[:3]
+
+
+def along_paths(rates: Sequence[float], parents: Sequence[int]) -> list[float]:
+    """The rates from below the root down to each node multiplied, [num_nodes]; the root's is 1."""
+    products = [1.0]
+    for node in range(1, len(parents)):
+        products.append(rates[node] * products[parents[node]])
+    return products

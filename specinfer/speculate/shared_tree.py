@@ -1,0 +1,71 @@
+"""One request's tree, to which speculators add in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specinfer.plan import PlanEntry
+from specinfer.tree import TokenTree, merge
+from specinfer.tree.merging import MergedTree
+from specinfer.tree.prune import any_sampled
+from specinfer.tree.token_tree import single_node
+
+
+class SharedTree:
+    """What was proposed for one request so far in a step, merged.
+
+    Guesses that may be dropped do not take anybody's room: the tree may have more nodes than the request
+    until all have guessed, and then the best are kept. Sampled draws are never dropped. So they have their
+    turn before the others below every node, and only they take room.
+    """
+
+    def __init__(self, entry: PlanEntry) -> None:
+        self.entry = entry
+        self.taken = 0  # nodes that will stay: that many less may be proposed
+        self._tree: TokenTree | None = single_node(entry.token_ids[entry.end - 1])  # None: as it was merged
+        self._merged: MergedTree | None = None
+        self._sampled: list[TokenTree] = []
+        self._others: list[TokenTree] = []
+
+    @property
+    def tree(self) -> TokenTree:
+        """All of it."""
+        if self._tree is None:
+            assert self._merged is not None, "where there is no tree it was merged"
+            self._tree = self._merged.build()
+        return self._tree
+
+    def add(self, tree: TokenTree) -> None:
+        """Merge what one speculator proposed; it has no more nodes than there is room."""
+        if tree.num_nodes == 1:
+            return
+        if not any_sampled(tree.draws):
+            self._others.append(tree)
+            self._graft([(0, tree)])
+            return
+        self._sampled.append(tree)
+        self._tree = merge(self._sampled)
+        self.taken = self._tree.num_nodes - 1
+        self._merged = None
+        self._graft([(0, other) for other in self._others])
+
+    def extend(self, guesses: Sequence[tuple[int, TokenTree]]) -> None:
+        """Add guesses that may be dropped below leaves: of each pair the tree's root is that leaf.
+
+        Nobody adds a tree after that.
+        """
+        self._graft(guesses)
+
+    def _graft(self, guesses: Sequence[tuple[int, TokenTree]]) -> None:
+        """Add trees below nodes of this one."""
+        if not guesses:
+            return
+        if self._merged is None:
+            tree = self.tree
+            if tree.num_nodes == 1 and len(guesses) == 1:
+                self._tree = guesses[0][1]
+                return
+            self._merged = MergedTree(tree)
+        for node, tree in guesses:
+            self._merged.graft(tree, node)
+        self._tree = None

@@ -1,0 +1,212 @@
+"""An engine whose passes take made-up seconds of a made-up clock: what a policy decides, and what it costs.
+
+The text is given, so no decision can change it; the real ensemble asks the real policy. The clock that
+policies are told of may lie about the machine's own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from specinfer import SamplingParams
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.policy import SpeculationPolicy, StepReport
+from specinfer.speculate.speculator import Outcome
+from specinfer.tree import DrawRule, TokenTree, TreeBuilder
+from tests import plans
+
+WRONG = 99  # a token that no text has
+PARAMS = SamplingParams(temperature=0)
+OVERHEAD = 0.05  # seconds of a step besides its passes
+
+Seconds = Callable[[int], float]  # of a pass, by its rows
+
+
+def word(position: int) -> int:
+    """The token that every text has there."""
+    return position % 97
+
+
+@dataclass
+class Machine:
+    """A machine's own time, and what its passes take by it."""
+
+    target: Seconds
+    draft: Seconds
+    slowness: Callable[[float], float] = lambda now: 1.0  # of all passes alike, at a time
+    now: float = 0.0
+
+    def run(self, seconds: float) -> None:
+        """Let so much time pass, or more where the machine is slow."""
+        self.now += seconds * self.slowness(self.now)
+
+
+@dataclass
+class Guesser:
+    """A draft of one guess a level: a level speculator that is right with a probability that may change."""
+
+    machine: Machine
+    hits: Callable[[int], float]  # by the step
+    depth: int = 4
+    name: str = "draft"
+    gone_at: int | None = None  # a step in which it raises
+    step: int = 0
+    passes: int = 0
+    _read: dict[str, int] = field(default_factory=dict)
+    _plan: StepPlan = field(default_factory=lambda: StepPlan(()))
+    _trees: list[TreeBuilder] = field(default_factory=list)
+    _depths: list[int] = field(default_factory=list)
+    _random: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def begin(self, plan: StepPlan) -> list[int]:
+        """All texts, as far as they were not read."""
+        self._plan = plan
+        self._trees = [TreeBuilder(e.token_ids[e.end - 1], max(1, e.max_nodes)) for e in plan.entries]
+        self._depths = [0] * len(plan.entries)
+        return [len(e.token_ids) - self._read.get(e.request.request_id, 0) for e in plan.entries]
+
+    def deepen(self, which: Sequence[int]) -> list[int]:
+        """A row for each unread token, or each last guess."""
+        if self.gone_at is not None and self.step >= self.gone_at:
+            raise RuntimeError("gone")
+        rows, going = 0, []
+        for i in which:
+            entry, depth = self._plan.entries[i], self._depths[i]
+            rows += 1 if depth else entry.end - self._read.get(entry.request.request_id, 0)
+            self._read[entry.request.request_id] = entry.end
+            if not entry.has_tree:
+                continue
+            right = self._random.random() < self.hits(self.step)
+            token = word(entry.end + depth) if right else WRONG
+            self._trees[i].add(depth, token, self.name, DrawRule.POINT_MASS, confidence=0.8)
+            self._depths[i] += 1
+            if self._depths[i] < self.depth and not self._trees[i].full:
+                going.append(i)
+        self.passes += 1
+        self.machine.run(self.machine.draft(rows))
+        return going
+
+    def tree(self, entry: int) -> TokenTree:
+        """The chain so far."""
+        return self._trees[entry].build()
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """What it ran and was right about it has read; a text that has ended is forgotten."""
+        self.step += any(outcome.committed for outcome in outcomes)
+        depths = {e.request.request_id: d for e, d in zip(self._plan.entries, self._depths, strict=True)}
+        for outcome in outcomes:
+            name = outcome.request_id
+            if outcome.finished:
+                self._read.pop(name, None)
+            elif depths.get(name):
+                self._read[name] += min(len(outcome.committed), depths[name]) - 1
+        self._plan, self._depths = StepPlan(()), []
+
+
+@dataclass
+class Simulation:
+    """Steps of an engine: `batch(step)` requests, each with an answer of `length` tokens after a prompt."""
+
+    machine: Machine
+    policy: SpeculationPolicy
+    guessers: Sequence[Guesser]
+    told: Callable[[float], float] = lambda now: now  # what the clock says at a time
+    batch: Callable[[int], int] = lambda step: 1
+    length: int = 10**9
+    prompt: int = 1  # tokens; read in a step of their own where there are more
+    chunk: int = 64  # rows of a prompt in a step
+    plain: float = 0.0  # seconds the same texts would have taken without guesses
+    tokens: int = 0
+    steps: int = 0
+    _texts: dict[str, list[int]] = field(default_factory=dict)
+    _computed: dict[str, int] = field(default_factory=dict)
+    _born: int = 0
+
+    def __post_init__(self) -> None:
+        self.ensemble = Ensemble(
+            self.guessers, vocab=100, policy=self.policy, clock=lambda: self.told(self.machine.now)
+        )
+
+    def run(self, steps: int) -> float:
+        """Run so many steps; the machine's seconds, over those without guesses."""
+        began, plain = self.machine.now, self.plain
+        for _ in range(steps):
+            self._step()
+        return (self.machine.now - began) / (self.plain - plain)
+
+    def _step(self) -> None:
+        self.steps += 1
+        while len(self._texts) < self.batch(self.steps):
+            self._born += 1
+            self._texts[str(self._born)] = [word(i) for i in range(self.prompt)]
+        while len(self._texts) > self.batch(self.steps):
+            self._end(next(iter(self._texts)))
+        entries = [self._entry(name, text) for name, text in self._texts.items()]
+        plan = StepPlan(tuple(entries))
+        seconds: dict[str, float] = {}
+        slowness = self.machine.slowness(self.machine.now)  # that the step meets
+        before = self.told(self.machine.now)
+        trees = self.ensemble.propose(plan)
+        seconds["propose"] = self.told(self.machine.now) - before
+        before = self.told(self.machine.now)
+        rows = sum(e.end - e.start for e in entries)
+        self.machine.run(self.machine.target(rows + sum(tree.num_nodes - 1 for tree in trees)))
+        seconds["target_forward"] = self.told(self.machine.now) - before
+        before = self.told(self.machine.now)
+        self.machine.run(OVERHEAD)
+        seconds["commit"] = self.told(self.machine.now) - before
+        outcomes = [self._commit(e, tree) for e, tree in zip(plan.tree_entries, trees, strict=True)]
+        for entry in entries:
+            if not entry.has_tree:
+                self._computed[entry.request.request_id] = entry.end
+        self._count_plain(rows, [len(o.committed) for o in outcomes], slowness)
+        self.ensemble.observe(StepReport(outcomes, seconds))
+        for outcome in outcomes:
+            if outcome.finished:
+                self._end(outcome.request_id)
+
+    def _entry(self, name: str, text: list[int]) -> PlanEntry:
+        computed = self._computed.get(name, 0)
+        end = min(len(text), computed + self.chunk)
+        whole = end == len(text)
+        tokens = text if whole else text[:]
+        return plans.entry(
+            tokens,
+            request_id=name,
+            params=PARAMS,
+            start=computed,
+            end=end,
+            max_nodes=16 if whole else 0,
+            room=200,
+        )
+
+    def _commit(self, entry: PlanEntry, tree: TokenTree) -> Outcome:
+        name, node, committed = entry.request.request_id, 0, list[int]()
+        while True:
+            token = word(entry.end + len(committed))
+            committed.append(token)
+            child = tree.children()[node].get(token)
+            if child is None:
+                break
+            node = child
+        text = self._texts[name]
+        self._computed[name] = entry.end + len(committed) - 1
+        text.extend(committed)
+        self.tokens += len(committed)
+        return plans.outcome(*committed, request_id=name, finished=len(text) - self.prompt >= self.length)
+
+    def _count_plain(self, rows: int, committed: Sequence[int], slowness: float) -> None:
+        """Add what its rows would have taken, and a step for each further token of a request."""
+        requests = len(committed)
+        self.plain += slowness * (self.machine.target(rows) + OVERHEAD)
+        if requests:
+            more = (sum(committed) - requests) / requests
+            self.plain += slowness * more * (self.machine.target(requests) + OVERHEAD)
+
+    def _end(self, name: str) -> None:
+        self._texts.pop(name)
+        self._computed.pop(name, None)
+        self.ensemble.observe(StepReport([Outcome(name, (), finished=True)]))

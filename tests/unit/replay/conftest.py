@@ -1,0 +1,52 @@
+"""What tests of traces share: tiny models, their requests, and the costs of their passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.llm import LLM
+from specinfer.replay.recorder import record
+from specinfer.replay.trace import Trace
+from specinfer.request import Request
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.runtime.runner import ModelRunner
+from specinfer.tree.expansion import Expansion
+from tests.engines import Tiny, write_tiny
+
+TARGET = CostCurve((1, 5, 9, 64), (1.0, 1.02, 1.6, 20.0))
+DRAFT = CostCurve((1, 64), (0.05, 0.2))
+# Prompts of several lengths, one of them longer than a step's rows, two alike, with loops in them.
+PROMPTS = [[*range(i, i + 5)] * 2 for i in range(2)] + [[7, 7, 3] * 9, [7, 7, 3] * 9, [1, 2]]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(
+        tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=128, eos_token_id=10, spread=0.25
+    )
+
+
+@pytest.fixture(autouse=True)
+def _costs(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes cost what these curves say, in engines and in traces."""
+
+    def curve(runner: ModelRunner, **_: object) -> CostCurve:
+        return TARGET if runner.model is tiny.target else DRAFT
+
+    monkeypatch.setattr("specinfer.engine.build.cost_curve", curve)
+    monkeypatch.setattr("specinfer.replay.recorder.cost_curve", curve)
+
+
+def requests(llm: LLM, prompts: Sequence[Sequence[int]], **params: Any) -> list[Request]:
+    each = [SamplingParams(**{"seed": 5 + i, **params}) for i in range(len(prompts))]
+    return [one.request for [one] in llm.intake.prompts(list(prompts), each)]
+
+
+def recorded(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS, **params: Any) -> Trace:
+    """A trace in the engine's own shape and one other: quicker made than in those that are usual."""
+    each = requests(llm, prompts, **{"temperature": 0, "max_tokens": 20, **params})
+    return record(llm, each, shapes=[llm.config.speculation.expansion, Expansion((3, 1))])

@@ -1,0 +1,132 @@
+"""The clock, the limits and the refusals of an engine without a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from specinfer.errors import ConfigError, RequestError, TraceTooSmallError
+from specinfer.replay.recorder import record, shapes_of
+from specinfer.replay.replay import POLICIES, Part, play, play_without, with_nodes
+from specinfer.replay.simulated_engine import PlayedStep, path_along
+from specinfer.replay.trace import Trace
+from specinfer.replay.workloads import disturbed, mixed, ramp, whole
+from specinfer.speculate.policy import FixedPolicy
+from specinfer.tree import TokenTree
+from specinfer.tree.expansion import Expansion
+from tests.engines import Tiny
+from tests.unit.replay.conftest import DRAFT, PROMPTS, TARGET, recorded, requests
+
+
+@pytest.fixture(scope="module")
+def made() -> list[Trace]:
+    return []
+
+
+@pytest.fixture
+def trace(tiny: Tiny, made: list[Trace]) -> Trace:
+    """A draft's trace, on whose clock nothing but passes takes time."""
+    if not made:
+        llm = tiny.llm(drafts=("similar",), expansion=(2, 1, 1))
+        made.append(replace(record(llm, requests(llm, PROMPTS, temperature=0, max_tokens=20)), stages={}))
+    return made[0]
+
+
+def test_a_path_follows_the_text_as_far_as_both_go() -> None:
+    tree = TokenTree((9, 1, 2, 3), (-1, 0, 1, 1))
+    assert path_along(tree, [9, 1, 3, 5], 1) == (1, 3)
+    assert path_along(tree, [9, 1], 1) == (1,)
+    assert path_along(tree, [9, 2, 3], 1) == ()
+    assert path_along(TokenTree((9,), (-1,)), [9, 2], 1) == ()
+
+
+def test_steps_take_what_the_curves_say(trace: Trace) -> None:
+    steps: list[PlayedStep] = []
+    came = play(whole([trace]), FixedPolicy(), on_step=steps.append)
+    in_decode = [step for step in steps if step.entries and step.entries[0].tree.num_nodes == 7]
+    assert in_decode
+    for step in in_decode:
+        # The root, and the last guess where it came true; then two nodes, and two.
+        ways = [float(DRAFT.seconds([rows, 2, 2]).sum()) for rows in (1, 2)]
+        assert min(abs(step.seconds["propose"] - way) for way in ways) < 1e-9
+        assert step.seconds["target_forward"] == pytest.approx(float(TARGET.seconds([7])[0]))
+    assert came.seconds == pytest.approx(sum(sum(step.seconds.values()) for step in steps))
+    assert came.draft_passes["0-similar"] >= 3 * len(in_decode)
+
+
+def test_without_speculation_every_step_is_a_row(trace: Trace) -> None:
+    came = play_without([Part(whole([trace])[0].texts[-1:])])
+    output = len(trace.texts[-1].output)
+    assert (came.tokens, came.passes, came.steps, came.nodes) == (output, output, output - 1, 0)
+    prompt = float(TARGET.seconds([len(trace.texts[-1].prompt)])[0])
+    assert came.seconds == pytest.approx(prompt + (output - 1) * float(TARGET.seconds([1])[0]))
+
+
+def test_every_way_of_playing_brings_every_token(trace: Trace) -> None:
+    for parts in (
+        whole([trace, trace], at_once=3),
+        mixed([trace, trace]),
+        ramp([trace, trace], (1, 4, 2)),
+        disturbed(mixed([trace]), texts=2),
+    ):
+        came = play(parts, POLICIES["cost"](trace, trace.speculation))
+        assert came.tokens == sum(len(t.texts[i].output) for part in parts for t, i in part.texts)
+    assert [part.at_once for part in ramp([trace, trace], (1, 4, 2))] == [1, 4, 2]
+    assert sum(len(part.texts) for part in ramp([trace] * 3)) == 3 * len(PROMPTS)
+    assert [part.slowdown for part in disturbed(mixed([trace]), 2.0, texts=2)] == [1.0, 2.0, 1.0]
+
+
+def test_a_busy_machine_takes_as_much_longer_as_is_said(trace: Trace) -> None:
+    parts = mixed([trace])
+    usual, slow = (play([replace(parts[0], slowdown=by)], FixedPolicy()) for by in (1.0, 3.0))
+    assert slow.seconds == pytest.approx(3 * usual.seconds)
+    assert slow.steps == usual.steps
+
+
+def test_a_guess_that_was_not_recorded_is_not_made_up(trace: Trace) -> None:
+    deepest = shapes_of(trace.speculation.expansion)[0].depth
+    for widths, reason in (
+        ((1,) * (deepest + 1), f"as deep as {deepest + 1}"),
+        ((9,), "of 9 children at depth 0"),
+        ((1, 3, 1), "of 3 children at depth 1"),
+    ):
+        larger = replace(trace.speculation, expansion=Expansion(widths))
+        with pytest.raises(TraceTooSmallError, match=f"0-similar was not recorded {reason}.*--expansion"):
+            play(whole([trace]), FixedPolicy(), speculation=larger)
+
+
+def test_other_shapes_that_were_recorded_are_played(tiny: Tiny, trace: Trace) -> None:
+    """And do what a live engine of that shape does."""
+    for widths in ((1,), (4, 2), (2, 1, 1, 1, 1, 1)):
+        shaped = replace(trace.speculation, expansion=Expansion(widths))
+        came = play(whole([trace], at_once=7), FixedPolicy(), speculation=shaped)
+        outputs = tiny.llm(drafts=("similar",), expansion=widths).generate(
+            PROMPTS, [text.params for text in trace.texts]
+        )
+        assert came.steps == sum(output.figures.steps for output in outputs)
+        assert came.nodes == sum(output.figures.drafted_tokens for output in outputs)
+
+
+def test_fewer_nodes_are_those_of_a_live_engine(tiny: Tiny, trace: Trace) -> None:
+    came = play(whole([trace], at_once=7), FixedPolicy(), speculation=with_nodes(trace, 4))
+    outputs = tiny.llm(drafts=("similar",), expansion=(2, 1, 1), max_nodes=4).generate(
+        PROMPTS, [text.params for text in trace.texts]
+    )
+    assert came.steps == sum(output.figures.steps for output in outputs)
+
+
+def test_what_cannot_be_played_or_recorded_is_refused(tiny: Tiny, trace: Trace) -> None:
+    other = replace(trace, model="another")
+    with pytest.raises(ConfigError, match="of the same"):
+        play(whole([trace, other]), FixedPolicy())
+    with pytest.raises(ConfigError, match="no texts"):
+        play([], FixedPolicy())
+    with pytest.raises(ConfigError, match="1 to 1, the batch size"):
+        play([Part(whole([trace])[0].texts, 0), Part(whole([trace])[0].texts, 1)], FixedPolicy())
+    with pytest.raises(ConfigError, match="coupled"):
+        recorded(tiny.llm(drafts=("similar",), verifier="mss"))
+    with pytest.raises(RequestError, match="frequency_penalty is 0"):
+        recorded(tiny.llm(), frequency_penalty=0.5)
+    with pytest.raises(RequestError, match="at least one prompt"):
+        recorded(tiny.llm(), [])

@@ -1,0 +1,210 @@
+"""The cost policy as it is easiest to read: every question is answered anew, from whole trees and arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.speculate.calibration import Calibration
+from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.policy import StepReport, has_own_size
+from specinfer.tree import TokenTree, merge
+from specinfer.tree.expansion import Expansion
+from specinfer.tree.prune import firm_nodes, keep, sampled
+from specinfer.tree.token_tree import draws_by_parent
+
+Floats = NDArray[np.float64]
+
+
+class ObviousPolicy:
+    """Decides as CostPolicy does, for one draft, "draft"; learns as it does."""
+
+    def __init__(self, target: CostCurve, draft: CostCurve, expansion: Expansion) -> None:
+        self.target, self.draft, self.expansion = target, draft, expansion
+        self.costs = DraftCosts(draft, expansion)  # of which only what it has counted is asked
+        self.counts = Calibration()
+        self.saved = 0.0
+
+    def begin_step(self, plan: StepPlan) -> StepPlan:
+        self.entries, self.requests = plan.tree_entries, len(plan.entries)
+        self.rows = sum(entry.end - entry.start for entry in plan.entries)
+        self.most = sum(entry.max_nodes - 1 for entry in self.entries)
+        alone, with_prompts = self.target.seconds([self.requests, self.rows])
+        self.spent = float(alone - with_prompts)
+        self.drawn: dict[str, TokenTree] = {}
+        return plan
+
+    def show(self, trees: Sequence[TokenTree]) -> None:
+        self.others = {e.request.request_id: tree for e, tree in zip(self.entries, trees, strict=True)}
+
+    def worth_starting(
+        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+    ) -> list[bool]:
+        starts = [True] * len(entries)
+        free = [i for i, entry in enumerate(entries) if not has_own_size(entry)]
+        if free:
+            worth = self._first_level([entries[i] for i in free], np.array([unread[i] for i in free]))
+            for i, start in zip(free, worth.tolist(), strict=True):
+                starts[i] = start
+        growing = sum(start and entry.max_nodes > 1 for start, entry in zip(starts, entries, strict=True))
+        self.spent += float(self.draft.seconds([growing])[0])
+        return starts
+
+    def worth_deepening(
+        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
+    ) -> list[bool]:
+        self.drawn.update({e.request.request_id: tree for e, tree in zip(entries, trees, strict=True)})
+        level = max(trees[0].depths())
+        above = int(np.prod(self.expansion.widths[: min(level, len(self.expansion.widths) - 1)]))
+        passes = self.draft.seconds(above * np.arange(len(entries) + 1))
+        goes_on = np.ones(len(entries), dtype=bool)
+        free = [i for i, entry in enumerate(entries) if not has_own_size(entry)]
+        if free:
+            tokens, nodes = self._so_far()
+            gains = np.array([self._gain(entries[i], level) for i in free])
+            samples = [any(map(sampled, trees[i].draws)) for i in free]
+            wide = int(np.prod(self.expansion.widths[: level + 1]))
+            each = sum(wide if of_samples else 1 for of_samples in samples) / len(free)
+            more = np.rint(np.arange(len(free) + 1) * each).astype(np.int64)
+            seconds = self._seconds(nodes + more) + passes[len(entries) - len(free) :]
+            order = (-gains).argsort(kind="stable")
+            goes_on[free] = False
+            best = order[: fastest(gains[order], tokens, self._patient(nodes, seconds))]
+            goes_on[np.array(free)[best]] = True
+        self.spent += float(passes[goes_on.sum()])
+        return list(map(bool, goes_on))
+
+    def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        self.trees = {e.request.request_id: tree for e, tree in zip(self.entries, trees, strict=True)}
+        tokens, nodes = float(self.requests), 0
+        stay: list[set[int]] = []
+        candidates: list[tuple[float, int, int]] = []  # least likely first; of equal ones the last
+        for i, (entry, tree) in enumerate(zip(self.entries, trees, strict=True)):
+            hopes, firm = self._hopes(tree), firm_nodes(tree)
+            free = sorted((-hopes[node], i, node) for node in range(1, tree.num_nodes) if node not in firm)
+            del free[max(0, entry.max_nodes - 1 - len(firm)) :]
+            if has_own_size(entry):
+                firm |= {node for _, _, node in free}
+                free = []
+            tokens += sum(hopes[node] for node in firm)
+            nodes += len(firm)
+            stay.append({0, *firm})
+            candidates += free
+        # Of equal hopes that of the earlier request, and there that of the earlier node.
+        candidates.sort()
+        chances = np.array([-hope for hope, _, _ in candidates])
+        count = fastest(chances, tokens, self._seconds(nodes + np.arange(len(chances) + 1)))
+        for _, i, node in candidates[:count]:
+            stay[i].add(node)
+        return [keep(tree, sorted(nodes)) for tree, nodes in zip(trees, stay, strict=True)]
+
+    def observe(self, report: StepReport) -> None:
+        for outcome in report.outcomes:
+            tree = self.trees[outcome.request_id]
+            below, node = draws_by_parent(tree.draws), 0
+            for level, token in enumerate(outcome.committed if tree.num_nodes > 1 else ()):
+                draws, child = below.get(node, []), tree.children()[node].get(token)
+                self.counts.learn(draws, child)
+                others = frozenset(draw.speculator for draw in draws) - {"draft"}
+                right = {draw.speculator for draw in draws if draw.node == child}
+                if "draft" in {draw.speculator for draw in draws}:
+                    self.costs.learn(level, "draft" in right, frozenset() if others & right else others)
+                if child is None:
+                    break
+                node = child
+
+    def _hopes(self, tree: TokenTree) -> list[float]:
+        """How likely each node is to become text."""
+        rates = [1.0] + [0.0] * (tree.num_nodes - 1)
+        for draw, rate in zip(tree.draws, self.counts.rates(tree.draws), strict=True):
+            rates[draw.node] = max(rates[draw.node], rate)
+        hopes = [1.0]
+        for node in range(1, tree.num_nodes):
+            hopes.append(rates[node] * hopes[tree.parents[node]])
+        return hopes
+
+    def _guesses(self, entry: PlanEntry) -> TokenTree:
+        others, drawn = self.others[entry.request.request_id], self.drawn.get(entry.request.request_id)
+        return others if drawn is None else merge([others, drawn])
+
+    def _gain(self, entry: PlanEntry, level: int) -> float:
+        """What the draft's next level brings that nobody else holds."""
+        others, drawn = self.others[entry.request.request_id], self.drawn.get(entry.request.request_id)
+        all_of_them = self._guesses(entry)
+        hopes = self._hopes(all_of_them)
+        below = draws_by_parent(others.draws)
+        last = {(): 0}
+        if drawn is not None:
+            depths = drawn.depths()
+            last = {drawn.path_tokens(n): n for n in range(drawn.num_nodes) if depths[n] == level}
+        gain = 0.0
+        for path in last:
+            node = next(n for n in range(all_of_them.num_nodes) if all_of_them.path_tokens(n) == path)
+            held = below.get(node, []) if node < others.num_nodes else []
+            missed = 1.0 - sum(hopes[child] / hopes[node] for child in sorted({draw.node for draw in held}))
+            rate = self.costs.rate(level, frozenset(draw.speculator for draw in held))
+            gain += hopes[node] * (max(0.0, missed) * rate if held else self.costs.rates()[level])
+        return gain
+
+    def _so_far(self) -> tuple[float, int]:
+        """The tokens and nodes of the step, as it would be without another level."""
+        tokens, nodes = float(self.requests), 0
+        free: list[float] = []
+        for entry in self.entries:
+            tree = self._guesses(entry)
+            hopes, firm = self._hopes(tree), firm_nodes(self.others[entry.request.request_id])
+            firm |= {draw.node for draw in tree.draws if sampled(draw)}
+            best = sorted((hopes[n] for n in range(1, tree.num_nodes) if n not in firm), reverse=True)
+            del best[max(0, entry.max_nodes - 1 - len(firm)) :]
+            tokens += sum(hopes[node] for node in firm)
+            nodes += len(firm)
+            if has_own_size(entry):
+                tokens, nodes, best = tokens + sum(best), nodes + len(best), []
+            free += best
+        free.sort(reverse=True)
+        kept = fastest(np.array(free), tokens, self._seconds(nodes + np.arange(len(free) + 1)))
+        return tokens + sum(free[:kept]), nodes + kept
+
+    def _first_level(self, entries: Sequence[PlanEntry], unread: NDArray[np.int64]) -> NDArray[np.bool_]:
+        grows = np.array([entry.max_nodes > 1 for entry in entries])
+        known = [entry.request.request_id in self.others for entry in entries]
+        usual = self.costs.rates()[0]
+        gains = np.array(
+            [self._gain(e, 0) if knows else usual for e, knows in zip(entries, known, strict=True)]
+        )
+        tokens, nodes = self._so_far()
+        together = 2 * len(entries)
+        reading = self.draft.seconds(together + np.maximum(unread, 2) - 2) - self.draft.seconds([together])
+        shares = reading * (1 + gains) / np.maximum(1, [entry.room for entry in entries])
+        starts = gains * self._seconds(np.array([nodes])) > shares * tokens
+        first = np.flatnonzero(starts & grows)
+        first = first[(-gains[first]).argsort(kind="stable")]
+        more = np.arange(len(first) + 1)
+        seconds = self._seconds(nodes + more) + self.draft.seconds(2 * more)
+        seconds[1:] += shares[first].cumsum()
+        chosen = first[: fastest(gains[first], tokens, self._patient(nodes, seconds))]
+        self.saved += 0.01 * float(seconds[len(chosen)])
+        starts &= ~grows
+        starts[chosen] = True
+        if not len(chosen) and grows.any():
+            least = int(np.where(grows, unread, 1 << 40).argmin())
+            if self.saved >= float(self.draft.seconds([unread[least]])[0]):
+                self.saved = 0.0
+                starts[least] = True
+        return starts
+
+    def _seconds(self, nodes: NDArray[np.int64]) -> Floats:
+        return self.spent + self.target.seconds(self.rows + np.minimum(nodes, self.most))
+
+    def _patient(self, nodes: int, seconds: Floats) -> Floats:
+        without = self._seconds(np.array([nodes]))
+        return np.asarray(without + 0.85 * (seconds - without))
+
+
+def fastest(hopes: Floats, tokens: float, seconds: Floats) -> int:
+    """How many of the likeliest make a step's tokens per second highest."""
+    return int(((np.append(0.0, hopes.cumsum()) + tokens) / seconds).argmax())

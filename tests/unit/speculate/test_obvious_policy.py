@@ -1,0 +1,134 @@
+"""The cost policy decides as the obvious one does, whatever is guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.plan import PlanEntry
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.speculate.cost_policy import CostPolicy
+from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.policy import StepReport
+from specinfer.speculate.shared_tree import SharedTree
+from specinfer.speculation_params import SpeculationParams
+from specinfer.tree import DrawRule, TokenTree, TreeBuilder
+from specinfer.tree.expansion import Expansion
+from tests import plans
+from tests.unit.speculate.obvious_policy import ObviousPolicy
+
+ROOT, TOKENS = 7, 4  # so few that guesses often agree
+WIDTHS = (2, 1, 2)
+TARGETS = (
+    CostCurve((1, 8, 64), (1.0, 1.05, 2.0)),
+    CostCurve((1, 4, 12), (1.0, 1.1, 3.0)),
+    CostCurve((1, 2), (1.0, 1.6)),
+)
+DRAFT = CostCurve((1, 16), (0.05, 0.2))
+
+
+class Run:
+    """Steps of some requests, in which both policies are asked the same; `kinds` has what they answered."""
+
+    def __init__(self, seed: int, requests: int, rule: DrawRule) -> None:
+        self.chance = np.random.default_rng(seed)
+        self.requests, self.rule = requests, rule
+        expansion = Expansion(WIDTHS)
+        target = TARGETS[seed % len(TARGETS)]
+        self.tested = CostPolicy(target, {"draft": DraftCosts(DRAFT, expansion)})
+        self.obvious = ObviousPolicy(target, DRAFT, expansion)
+        self.kinds = set[str]()
+
+    def step(self) -> None:
+        entries = [self._entry(n) for n in range(self.requests)]
+        shared = [SharedTree(entry) for entry in entries]
+        for one in shared:
+            one.add(self._guesses("ngram"))
+            one.add(self._guesses("suffix"))
+        both = (self.tested, self.obvious)
+        for policy in both:
+            policy.begin_step(plans.plan(*entries))
+            policy.show([one.tree for one in shared])
+        unread = [int(self.chance.choice([1, 2, 2, 300])) for _ in entries]
+        starts = self._same(*(policy.worth_starting("draft", entries, unread) for policy in both))
+        drawn = self._drafted(entries, [i for i, start in enumerate(starts) if start])
+        for i, tree in drawn.items():
+            if self.chance.random() < 0.9:  # else what it drew is not to be used
+                shared[i].add(tree)
+        if self.chance.random() < 0.3:
+            leaf = shared[0].tree.num_nodes - 1
+            shared[0].extend([(leaf, TokenTree((shared[0].tree.token_ids[leaf],), (-1,)))])
+            shared[0].extend([(leaf, self._guesses("suffix", shared[0].tree.token_ids[leaf]))])
+        trees = [one.tree for one in shared]
+        chosen, wanted = (policy.choose_nodes(trees) for policy in both)
+        assert [shape(tree) for tree in chosen] == [shape(tree) for tree in wanted]
+        for whole, part in zip(trees, chosen, strict=True):
+            self.kinds.add("all" if part is whole else "none" if part.num_nodes == 1 else "some")
+        outcomes = [
+            plans.outcome(*self.chance.integers(TOKENS // 2, size=3).tolist(), request_id=str(n))
+            for n in range(self.requests)
+        ]
+        for policy in both:
+            policy.observe(StepReport(outcomes))
+
+    def _drafted(self, entries: Sequence[PlanEntry], which: list[int]) -> dict[int, TokenTree]:
+        which = [i for i in which if entries[i].max_nodes > 1]
+        builders = {i: TreeBuilder(ROOT, entries[i].max_nodes) for i in which}
+        for level, width in enumerate(WIDTHS):
+            for builder in (builders[i] for i in which):
+                depths = builder.build().depths()
+                for node in [node for node, depth in enumerate(depths) if depth == level]:
+                    for token in self.chance.permutation(TOKENS)[:width].tolist():
+                        if not builder.full:
+                            sure = float(self.chance.uniform(0.01, 0.99))
+                            builder.add(node, token, "draft", self.rule, confidence=sure)
+            if not which or level + 1 == len(WIDTHS):
+                break
+            told = [entries[i] for i in which], [builders[i].build() for i in which]
+            both = (self.tested, self.obvious)
+            deeper = self._same(*(policy.worth_deepening("draft", *told) for policy in both))
+            which = [i for i, goes_on in zip(which, deeper, strict=True) if goes_on and not builders[i].full]
+        return {i: builder.build() for i, builder in builders.items() if len(builder.parents) > 1}
+
+    def _same(self, tested: list[bool], obvious: list[bool]) -> list[bool]:
+        assert tested == obvious
+        self.kinds.update(map(str, tested))
+        return tested
+
+    def _entry(self, n: int) -> PlanEntry:
+        wish = SpeculationParams(max_nodes=5) if self.chance.random() < 0.2 else None
+        params = SamplingParams(speculation=wish)
+        text = [*range(20), ROOT]
+        one = plans.entry(text, request_id=str(n), params=params, rows=int(self.chance.integers(1, 3)))
+        return replace(
+            one, max_nodes=int(self.chance.choice([1, 5, 16])), room=int(self.chance.integers(1, 99))
+        )
+
+    def _guesses(self, name: str, root: int = ROOT) -> TokenTree:
+        builder = TreeBuilder(root)
+        for _ in range(int(self.chance.integers(6))):
+            parent = int(self.chance.integers(len(builder.parents)))
+            sure = float(self.chance.choice([0.02, 0.3, 0.5, 0.9, 0.99]))
+            builder.add(parent, int(self.chance.integers(TOKENS)), name, confidence=sure)
+        return builder.build()
+
+
+def shape(tree: TokenTree) -> tuple[object, ...]:
+    places = [(draw.parent, draw.node, draw.speculator, draw.confidence) for draw in tree.draws]
+    return tree.token_ids, tree.parents, places
+
+
+@pytest.mark.parametrize("rule", [DrawRule.POINT_MASS, DrawRule.IID])
+@pytest.mark.parametrize("requests", [1, 3])
+def test_it_decides_as_the_obvious_policy_does(requests: int, rule: DrawRule) -> None:
+    kinds = set[str]()
+    for seed in range(6):
+        run = Run(seed, requests, rule)
+        for _ in range(25):
+            run.step()
+        kinds |= run.kinds
+    assert kinds == {"True", "False", "all", "some", "none"}, "all of it was asked"
