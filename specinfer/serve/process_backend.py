@@ -162,6 +162,8 @@ class ProcessBackend:
         """As Backend says."""
         state = await self._ask("ask")
         ready = state is not None
+        if self._engine is None:  # nothing runs, and all wait for the next engine
+            state = EngineState(waiting=len(self._live)).behind(self._counted)
         trouble = self._trouble or ("" if ready else "the engine does not answer")
         return Health(ready, self._facts, state, self.restarts, trouble)
 

@@ -279,9 +279,16 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         prefix_queries=100,
         prefix_hits=50,
         stage_seconds={"schedule": 1.0, "commit": 2.0},
+        speculation_off_steps=5,
+        cost_factors={"target": 1.5},
     )
     second = EngineState(
-        running=1, steps=3, prefix_queries=60, stage_seconds={"schedule": 0.5, "commit": 0.25}
+        running=1,
+        steps=3,
+        prefix_queries=60,
+        stage_seconds={"schedule": 0.5, "commit": 0.25},
+        speculation_off_steps=2,
+        cost_factors={"target": 1.25, "0-draft": 2.0},
     )
     metrics = Metrics("m")
 
@@ -292,6 +299,7 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
                 name, _, number = line.rpartition(" ")
                 found[name.removeprefix("specinfer:").replace('model_name="m"', "")] = float(number)
         wanted = ("num_pre", "num_requests_running", "engine_s", "engine_restarts", "prefix_cache_hit_rate")
+        wanted += ("speculation_off_steps", "pass_cost_factor")
         return {name: number for name, number in found.items() if name.startswith(wanted)}
 
     async def run() -> None:
@@ -320,7 +328,32 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
             'engine_stage_seconds{,stage="commit"}': 2.25,
             "engine_restarts{}": 1,
             "prefix_cache_hit_rate{}": 50 / 160,
+            "speculation_off_steps{}": 7,
+            'pass_cost_factor{model="target",}': 1.25,
+            'pass_cost_factor{model="0-draft",}': 2.0,
         }
+        await backend.close()
+
+    run_virtual(run())
+
+
+def test_while_no_engine_runs_all_requests_wait(handles: list[Handle]) -> None:
+    running = EngineState(running=2, steps=7, kv_cache_usage=0.5, cost_factors={"target": 1.5})
+
+    async def run() -> None:
+        backend = ProcessBackend(EngineConfig(model="m"))
+        await backend.start()
+        works = [replace(WORK, id=f"w{i}") for i in range(3)]
+        heard = [asyncio.ensure_future(anext(backend.generate([one]))) for one in works]
+        await asyncio.sleep(0)
+        handles[0].state = running
+        health = await backend.health()
+        assert (health.ready, health.state) == (True, running)
+        handles[0].dies()
+        health = await backend.health()
+        assert (health.ready, health.state) == (False, EngineState(waiting=3, steps=7))
+        for task in heard:
+            task.cancel()
         await backend.close()
 
     run_virtual(run())
