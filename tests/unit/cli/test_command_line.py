@@ -301,7 +301,7 @@ def test_ctrl_c_ends_cleanly(models: Path, tmp_path: Path) -> None:
         prompt.open("w"),
     ):  # which blocks until the command opens the other end, to read
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert (out, err) == ("", "\n")

@@ -50,12 +50,12 @@ def test_it_shows_the_trace_until_it_is_interrupted_without_torch_or_a_web_frame
         assert process.stdout is not None
         line = process.stdout.readline()
         [address] = re.findall(r"http://127\.0\.0\.1:\d+/\?trace=trace\.jsonl", line)
-        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=10)
+        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
         connection.request("GET", "/trace.jsonl")
         assert connection.getresponse().read() == trace.read_bytes()
         connection.close()
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
 
 

@@ -57,7 +57,7 @@ async def listening(idle: float) -> AsyncGenerator[tuple[int, ServerState]]:
 
 
 async def until_none(state: ServerState) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while state.connections:
             await asyncio.sleep(0.01)
 
@@ -112,14 +112,14 @@ def told() -> list[str]:
 
 
 async def until_told(told: list[str], *lines: str) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while told != list(lines):
             await asyncio.sleep(0.01)
 
 
 async def until_idle(state: ServerState) -> None:
     await until_none(state)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while state.tasks:
             await asyncio.sleep(0.01)
 

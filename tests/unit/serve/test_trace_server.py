@@ -24,7 +24,7 @@ def server() -> Iterator[TraceServer]:
 
 
 def ask(server: TraceServer, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection(server.authority, timeout=10)
+    connection = http.client.HTTPConnection(server.authority, timeout=60)
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
     told = answer.status, dict(answer.getheaders()), answer.read()

@@ -66,7 +66,7 @@ def page(browser: Browser, complaints: list[str]) -> Iterator[Page]:
     """A page of its own, which may neither complain nor ask another host for anything."""
     context = browser.new_context(viewport={"width": 1280, "height": 800}, accept_downloads=True)
     page = context.new_page()
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(60_000)
     hosts: set[str] = set()
     page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
