@@ -184,6 +184,18 @@ class LLM:
     def on_tree(self, listener: Callable[[TreeEvent], None] | None) -> None:
         self._open.engine.on_tree = listener
 
+    @property
+    def explains(self) -> bool:
+        """Whether `on_tree` is told why so much was guessed, too (`TreeEvent.decision`); may be set.
+
+        It takes a little time of every step, so it is off unless somebody wants to see it.
+        """
+        return self._open.engine.explains
+
+    @explains.setter
+    def explains(self, wanted: bool) -> None:
+        self._open.engine.explains = wanted
+
     def statistics(self) -> Statistics:
         """What the engine did so far, and how many requests it has; never waits for a step."""
         return self._open.engine.statistics()

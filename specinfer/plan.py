@@ -41,6 +41,10 @@ class PlanEntry:
         """Whether this entry ends in a tree, and so yields tokens."""
         return self.max_nodes > 0
 
+    def lets_guess(self, speculator: str) -> bool:
+        """Whether the speculator of this name may guess for it."""
+        return self.speculators is None or speculator in self.speculators
+
     @property
     def active_processors(self) -> Processors | None:
         """The processors, where they may change a row of logits in this step."""

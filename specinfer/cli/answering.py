@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """Hears each step's tree and shows it, writes it to a trace file, or both."""
+    """Hears each step's tree and shows it, writes it to a trace file, or keeps it in `events`."""
 
-    def __init__(self, llm: LLM, *, show: bool, trace: Path | None) -> None:
+    def __init__(self, llm: LLM, *, show: bool, trace: Path | None, explain: bool = False) -> None:
         self._tokenizer = llm.tokenizer
+        self._explain = explain
+        self.events: list[TreeEvent] = []  # with `explain`
         self.show = show
         self._colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         self._trace = trace
@@ -37,6 +39,7 @@ class Listener:
             with self._writing():
                 self._file = trace.open("w", encoding="utf-8")
         llm.on_tree = self._hear
+        llm.explains = explain or trace is not None
 
     def close(self) -> None:
         """Finish the trace file; raises ConfigError when it cannot be written."""
@@ -52,6 +55,8 @@ class Listener:
             raise ConfigError(f"cannot write the trace to {self._trace}: {error.strerror}") from None
 
     def _hear(self, event: TreeEvent) -> None:
+        if self._explain:
+            self.events.append(event)
         if self._file is not None:
             with self._writing():
                 self._file.write(json.dumps(event.to_json(self._tokenizer)) + "\n")

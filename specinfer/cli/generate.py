@@ -27,6 +27,7 @@ from specinfer.errors import RequestError
 @click.option(
     "--trace", type=Path, metavar="FILE", help="Write each step's tree to a file, a JSON line each."
 )
+@click.option("--explain", is_flag=True, help="Print of each step who guessed, who did not, and why.")
 @click.option("--n", type=int, default=1, help="Independent answers; they are printed when all are done.")
 @click.option("--logprobs", type=int, metavar="K", help="With --json: of each token and the K likeliest.")
 @click.option("--json", "json_output", is_flag=True, help="Print one JSON object instead of the text.")
@@ -40,6 +41,7 @@ def generate(
     system: str | None,
     show_trees: bool,
     trace: Path | None,
+    explain: bool,
     n: int,
     logprobs: int | None,
     json_output: bool,
@@ -58,13 +60,14 @@ def generate(
     params = sampling_params(options, n=n, logprobs=logprobs)
     llm = build_llm(options)
     from specinfer.cli.answering import Listener, as_json, stream, summary
+    from specinfer.cli.explanation import print_steps, steps_as_json
 
     chat = llm.tokenizer.has_chat_template if templated is None else templated
     if system is not None and not chat:
         raise RequestError("--system needs a chat template: leave --raw out, or use a model that has one")
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})
-    listener = Listener(llm, show=show_trees, trace=trace)
+    listener = Listener(llm, show=show_trees, trace=trace, explain=explain)
     try:
         outputs = llm.stream_chat(messages, params) if chat else llm.stream(text, params)
         echo = n == 1 and not json_output and not show_trees
@@ -72,12 +75,18 @@ def generate(
     finally:
         listener.close()
     if json_output:
-        click.echo(json.dumps(as_json(answers[0]) if n == 1 else [as_json(answer) for answer in answers]))
+        objects = [as_json(answer) for answer in answers]
+        if explain:
+            for answer, told in zip(answers, objects, strict=True):
+                told["steps"] = steps_as_json(listener.events, answer.request_id)
+        click.echo(json.dumps(objects[0] if n == 1 else objects))
     else:
         for answer in answers:
             if n > 1:
                 click.echo(f"--- {answer.index + 1} of {n}")
             click.echo("" if echo else answer.text)
+            if explain:
+                print_steps(listener.events, answer.request_id)
             click.echo(f"[{summary(answer, params)}]", err=True)
     failed = next((answer.error for answer in answers if answer.error is not None), None)
     if failed is not None:

@@ -29,6 +29,7 @@ from specinfer.runtime.batch import StepRows, step_rows
 from specinfer.runtime.features import text_rows
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import ModelRunner, Move
+from specinfer.speculate.decision import Decision
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.guarded_policy import GuardedPolicy
 from specinfer.speculate.policy import StepReport
@@ -57,6 +58,7 @@ class _Launched:
 
     plan: StepPlan
     trees: list[TokenTree]  # of plan.tree_entries
+    decisions: Sequence[Decision | None]  # about these, where somebody wants to know
     rows: StepRows
     flight: Flight
 
@@ -108,6 +110,7 @@ class Engine:
         self.clock = StageClock()
         self.on_step: Callable[[Sequence[str]], None] | None = None  # must not raise
         self.on_tree: Callable[[TreeEvent], None] | None = None
+        self.explains = False  # what `on_tree` is told says why so much was guessed
 
     @property
     def admission(self) -> Admission:
@@ -197,12 +200,14 @@ class Engine:
     def _launch(self, plan: StepPlan) -> _Launched:
         """Guess, and start the target's pass over all texts and trees."""
         trees = self._speculators.propose(plan)
+        explained = self.explains and self.on_tree is not None
+        decisions = self._speculators.explain() if explained else [None] * len(trees)
         self.clock.lap(Stage.PROPOSE)
         rows = step_rows(plan, trees)
         flight = self._target.launch(
             rows.rows, likelihoods=partial(rows.likelihoods, trees), taps=self._speculators.taps
         )
-        launched = _Launched(plan, trees, rows, flight)
+        launched = _Launched(plan, trees, decisions, rows, flight)
         self._launched.append(launched)
         self.clock.lap(Stage.FORWARD)
         return launched
@@ -270,7 +275,7 @@ class Engine:
         for entry, scored in launched.rows.scored:
             self._score_prompt(entry, launched.flight, scored)
         outcomes: list[Outcome] = []
-        for answer in answers:
+        for answer, decision in zip(answers, launched.decisions, strict=True):
             running = self._requests[answer.request.request_id]
             transcript, verdict = running.transcript, answer.verdict
             transcript.cached_tokens = running.sequence.cached_tokens
@@ -278,7 +283,7 @@ class Engine:
             if isinstance(verdict, UserError):
                 transcript.fail(str(verdict), now, internal=not isinstance(verdict, RequestError))
             else:
-                self._trace(answer.request, answer.tree, verdict)
+                self._trace(answer.request, answer.tree, verdict, decision)
                 committed = transcript.commit(answer.tree, verdict, now, answer.logprobs)
             finished = transcript.finish_reason is not None
             outcomes.append(Outcome(answer.request.request_id, committed, finished))
@@ -310,11 +315,14 @@ class Engine:
                 position, report(raw_logprobs(flight.row(row)), token, top, self._tokenizer)
             )
 
-    def _trace(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+    def _trace(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, decision: Decision | None
+    ) -> None:
         if self.on_tree is None:
             return
+        event = TreeEvent(self.clock.steps, request.request_id, tree, acceptance, self.clock.last, decision)
         try:
-            self.on_tree(TreeEvent(self.clock.steps, request.request_id, tree, acceptance, self.clock.last))
+            self.on_tree(event)
         except Exception as error:  # the listener's own, for whoever runs the step; texts do not wait for it
             self._listener_error = self._listener_error or error
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from specinfer.speculate.decision import Decision
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import proposed_by
@@ -24,6 +25,7 @@ class TreeEvent:
     tree: TokenTree
     acceptance: Acceptance
     seconds: Mapping[str, float] = field(default_factory=dict)  # of the step's stages before it was told
+    decision: Decision | None = None  # why so much was guessed, if somebody asked
 
     def to_json(self, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
         """The event as plain JSON values.
@@ -42,6 +44,7 @@ class TreeEvent:
             "next_token": self.acceptance.next_token,
             "likelihoods": [round(likely, 6) for likely in self.tree.likelihoods()],
             "seconds": {stage: round(seconds, 6) for stage, seconds in self.seconds.items()},
+            **({} if self.decision is None else {"decision": self.decision.to_json()}),
         }
 
     def _texts(self, tokenizer: Tokenizer) -> dict[str, Any]:

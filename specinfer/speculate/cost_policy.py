@@ -24,6 +24,7 @@ from typing import Final
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_model import PassCosts
 from specinfer.speculate.calibration import Calibration
+from specinfer.speculate.decision import Appraisal
 from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.guesses import Guesses, along_paths
 from specinfer.speculate.policy import StepReport, has_own_size
@@ -179,6 +180,17 @@ class CostPolicy:
             if len(stay) + best + 1 < tree.num_nodes:
                 fitted[i] = keep(tree, sorted([0, *stay, *droppable[:best]]))
         return fitted
+
+    def appraise(self, trees: Sequence[TokenTree]) -> Appraisal:
+        """The hopes it has for the nodes that were chosen, and the seconds it expects the step to take."""
+        asked = [(e, tree.draws, tree.num_nodes) for e, tree in zip(self._entries, trees, strict=True)]
+        hopes = [
+            along_paths(rates, tree.parents) for rates, tree in zip(self._rates(asked), trees, strict=True)
+        ]
+        without = self._passes[self._rows]
+        drafts = self._spent - (self._passes[self._requests] - without)
+        seconds = drafts + self._passes[min(self._rows + sum(len(of) - 1 for of in hopes), self._last)]
+        return Appraisal(hopes, seconds - without, seconds)
 
     def observe(self, report: StepReport) -> None:
         """Learn from every guess whose parent became text, verified or not: the next token is known."""

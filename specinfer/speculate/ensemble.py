@@ -14,6 +14,7 @@ from specinfer.errors import ConfigError, RequestError, SpeculatorError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.features import TextRows
 from specinfer.runtime.flight import Flight
+from specinfer.speculate.decision import Decision, Proposed
 from specinfer.speculate.extension import MOST_TOKENS, likely_ends
 from specinfer.speculate.policy import LevelPass, SpeculationPolicy, StepReport, TrustedPolicy
 from specinfer.speculate.shared_tree import SharedTree
@@ -56,6 +57,7 @@ class Ensemble:
         if len(set(names)) != len(names):
             raise ConfigError(f"speculators are named {names}; each needs a name of its own")
         self._speculators = tuple(speculators)
+        self._names = tuple(names)  # of all, those that have failed included
         # To ask an instance for its methods takes as long as a guess.
         self._by_levels = frozenset(s.name for s in speculators if isinstance(s, LevelSpeculator))
         self._extending = frozenset(s.name for s in speculators if isinstance(s, ExtendsGuesses))
@@ -64,11 +66,13 @@ class Ensemble:
         self._policy = TrustedPolicy(policy)
         self._clock = clock
         self._passes: list[LevelPass] = []  # of the step
+        self._proposed = Proposed(StepPlan(()), StepPlan(()))  # the same, for `explain`
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         """One merged tree per entry that has a tree, of at most `entry.max_nodes` nodes."""
         self._passes = []
-        plan = self._policy.begin_step(plan)
+        asked_for, plan = plan, self._policy.begin_step(plan)
+        self._proposed = Proposed(asked_for, plan)
         shared = [SharedTree(entry) for entry in plan.tree_entries]
         for speculator in self._speculators:
             asked, offer = _offer(speculator.name, plan, shared)
@@ -80,8 +84,19 @@ class Ensemble:
                 one.add(tree)
         if self._by_levels and self._extending:
             self._extend(shared)
-        chosen = self._policy.choose_nodes([one.tree for one in shared])
-        return [_within(one.entry, tree) for one, tree in zip(shared, chosen, strict=True)]
+        guessed = [one.tree for one in shared]
+        chosen = self._policy.choose_nodes(guessed)
+        fitting = [_within(one.entry, tree) for one, tree in zip(shared, chosen, strict=True)]
+        self._proposed.guessed, self._proposed.chosen = guessed, fitting
+        return fitting
+
+    def explain(self) -> list[Decision]:
+        """Of the trees last proposed: who has guessed for each of the plan's tree entries, who not, and why.
+
+        To be asked before anybody observes what became of them.
+        """
+        failed = frozenset(self._names) - {speculator.name for speculator in self._speculators}
+        return self._proposed.decisions(self._names, failed, self._policy.appraise(self._proposed.chosen))
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -99,7 +114,7 @@ class Ensemble:
 
     @staticmethod
     def _tell(reader: ReadsTarget, texts: TextRows, flight: Flight) -> None:
-        own = texts.of_those(partial(_may_guess, reader.name))
+        own = texts.of_those(lambda entry: entry.lets_guess(reader.name))
         reader.hear(own.features(flight, reader.taps))
 
     def _readers(self) -> list[ReadsTarget]:
@@ -145,6 +160,9 @@ class Ensemble:
         unread = speculator.begin(plan)
         worth = self._policy.worth_starting(speculator.name, entries, unread)
         which = [i for i, starts in enumerate(worth) if starts]
+        if len(which) < len(entries):
+            refused = [entry for entry, starts in zip(entries, worth, strict=True) if not starts]
+            self._proposed.refused[speculator.name] = refused
         level, nodes = 0, [1] * len(entries)
         rows = sum(max(0, entries[i].end - len(entries[i].token_ids) + unread[i]) for i in which)
         while which:
@@ -167,7 +185,7 @@ class Ensemble:
             ends = likely_ends(one.tree, self._by_levels)
             guesses = list[tuple[int, TokenTree]]()
             for speculator in self._speculators if ends else ():
-                if speculator.name in self._extending and _may_guess(speculator.name, one.entry):
+                if speculator.name in self._extending and one.entry.lets_guess(speculator.name):
                     self._trying(speculator, partial(self._go_on, speculator, one, ends, guesses))
             if guesses:
                 one.extend(guesses)
@@ -215,7 +233,7 @@ def _offer(name: str, plan: StepPlan, shared: Sequence[SharedTree]) -> tuple[lis
     whole = True
     for entry in plan.entries:
         one = next(trees) if entry.max_nodes > 0 else None
-        if not _may_guess(name, entry):
+        if not entry.lets_guess(name):
             whole = False
             continue
         if one is not None:
@@ -225,10 +243,6 @@ def _offer(name: str, plan: StepPlan, shared: Sequence[SharedTree]) -> tuple[lis
                 whole = False
         entries.append(entry)
     return asked, plan if whole else StepPlan(tuple(entries))
-
-
-def _may_guess(name: str, entry: PlanEntry) -> bool:
-    return entry.speculators is None or name in entry.speculators
 
 
 def _check(name: str, tree: TokenTree, root: int, max_nodes: int, max_depth: int, vocab: int) -> None:

@@ -17,6 +17,7 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.cost_policy import CostPolicy
+from specinfer.speculate.decision import Appraisal, Why
 from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.guard import Guard
 from specinfer.speculate.plain_steps import PlainSteps
@@ -76,7 +77,7 @@ class GuardedPolicy:
         self._most_nodes: list[int] = []  # of each of them, the root included
         self._prompts = False  # are read in the step
         self._wishes = False  # a request has a size of its own
-        self._held = False  # nobody may guess in the step
+        self._held: Why | None = None  # why nobody may guess in the step
         self._pass = 0.0  # seconds of a pass without guesses and prompts
         self._slowness = 1.0  # of such a pass, as the cost model has it
         self._plain = 0.0  # seconds of a step without guesses and prompts
@@ -112,7 +113,7 @@ class GuardedPolicy:
         allowed = self._guard.allows(requests, self._plain, new=new)
         anchor = self._undisturbed and self._plain_steps.due(requests, self._slowness)
         anchor = anchor and self._target.settled  # or the step would be compared with what was
-        self._held = anchor or not allowed
+        self._held = Why.GUARD if not allowed else Why.PLAIN if anchor else None
         if self._held:
             self._off_steps += 1
             plan = StepPlan(tuple(map(_without_speculators, entries)))
@@ -153,6 +154,13 @@ class GuardedPolicy:
         most = self._most_nodes  # what is beyond is cut by the ensemble
         self._nodes = sum(min(tree.num_nodes, n) - 1 for tree, n in zip(chosen, most, strict=True))
         return chosen
+
+    def appraise(self, trees: Sequence[TokenTree]) -> Appraisal | None:
+        """As the policy does; the step takes what plain ones take besides their passes, too."""
+        found = self._policy.appraise(trees)
+        if found is None:
+            return None
+        return replace(found, seconds=found.seconds + self._plain - self._pass, nobody=self._held)
 
     def observe(self, report: StepReport) -> None:
         """Let the policy learn; learn what passes take; tell the guard what the step won and lost."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from specinfer.plan import PlanEntry, StepPlan
+from specinfer.speculate.decision import Appraisal
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree
 
@@ -77,6 +78,13 @@ class SpeculationPolicy(Protocol):
         """Of each of `plan.tree_entries`' trees, now that all have guessed, the nodes worth verifying."""
         ...
 
+    def appraise(self, trees: Sequence[TokenTree]) -> Appraisal | None:
+        """What is expected of the step with these trees, the last it chose; None: it does not weigh them.
+
+        Only asked where somebody wants to see it, before `observe`.
+        """
+        ...
+
     def observe(self, report: StepReport) -> None:
         """Learn what became of the trees, and what the step cost."""
         ...
@@ -107,6 +115,10 @@ class FixedPolicy:
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """The trees as they are."""
         return list(trees)
+
+    def appraise(self, trees: Sequence[TokenTree]) -> Appraisal | None:
+        """Nothing is weighed."""
+        return None
 
     def observe(self, report: StepReport) -> None:
         """Nothing to learn."""
@@ -160,6 +172,13 @@ class TrustedPolicy:
         except Exception:
             return self._failed().choose_nodes(trees)
 
+    def appraise(self, trees: Sequence[TokenTree]) -> Appraisal | None:
+        """As the policy does, as long as it says something of every node."""
+        try:
+            return _of_every_node(self._policy.appraise(trees), trees)
+        except Exception:
+            return self._failed().appraise(trees)
+
     def observe(self, report: StepReport) -> None:
         """As the policy does."""
         try:
@@ -193,6 +212,12 @@ def _as_many(answers: list[bool], entries: Sequence[PlanEntry]) -> list[bool]:
     if len(answers) != len(entries):
         raise ValueError(f"{len(answers)} answers about {len(entries)} entries; give one for each")
     return answers
+
+
+def _of_every_node(appraisal: Appraisal | None, trees: Sequence[TokenTree]) -> Appraisal | None:
+    if appraisal is not None and [len(hopes) for hopes in appraisal.hopes] != [t.num_nodes for t in trees]:
+        raise ValueError(f"hopes of {len(appraisal.hopes)} trees, of {len(trees)}; give one for each node")
+    return appraisal
 
 
 def _parts_of(chosen: list[TokenTree], trees: Sequence[TokenTree]) -> list[TokenTree]:

@@ -217,6 +217,17 @@ def test_statistics_may_be_asked_within_a_step_and_the_listener_be_taken_away(ti
     assert llm.on_tree is None
 
 
+def test_decisions_are_told_to_those_who_ask(tiny: Tiny) -> None:
+    llm = tiny.llm(drafts=["similar"])
+    told: list[bool] = []
+    llm.on_tree = lambda event: told.append(event.decision is not None)
+    for wanted in (False, True):
+        llm.explains = wanted
+        llm.generate(PROMPTS[:1], GREEDY)
+        assert set(told) == {wanted}
+        told.clear()
+
+
 def test_who_is_in_a_step_is_told_before_it_computes(tiny: Tiny) -> None:
     llm = tiny.llm()
     told: list[list[str]] = []
@@ -268,6 +279,7 @@ def test_a_closed_llm_says_so_whatever_is_asked(tiny: Tiny) -> None:
         lambda: llm.max_context,
         lambda: llm.on_step,
         lambda: llm.on_tree,
+        lambda: llm.explains,
         llm.statistics,
         llm.check_integrity,
     ]

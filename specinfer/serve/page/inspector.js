@@ -203,6 +203,7 @@ function cost(step) {
   for (const [name, value] of facts)
     list.append(element("div", {}, element("dt", { text: name }), element("dd", { text: value })));
   made.append(list);
+  if (step.reasons) made.append(element("p", { class: "untold", text: step.reasons }));
   if (!total) {
     made.append(element("p", { class: "untold", text: "Nobody measured its time." }));
     return made;

@@ -54,6 +54,17 @@ export class Step {
     return this.seconds.reduce((sum, [, seconds]) => sum + seconds, 0);
   }
 
+  // Why so much was guessed, in a line; "" where nobody asked.
+  get reasons() {
+    const { hope, speculators } = this.event.decision ?? {};
+    if (!Array.isArray(speculators)) return "";
+    const turns = speculators.map(({ name, why, drawn, kept }) =>
+      why === "guessed" ? `${name}: ${kept} of ${drawn} verified` : `${name}: ${why}`,
+    );
+    if (typeof hope === "number") turns.unshift(`${hope.toFixed(2)} tokens hoped for`);
+    return turns.join("; ");
+  }
+
   get summary() {
     const added = plural(this.tokens.length, "token");
     if (!this.guesses) return `no guesses, ${added}`;

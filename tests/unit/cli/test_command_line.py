@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -160,6 +161,7 @@ def test_generate_as_json_and_with_a_trace(
     assert (answer["finish_reason"], len(answer["token_ids"])) == ("length", 9)
     assert len(events) == answer["speculation"]["steps"] + 1  # the first token has a step of its own
     assert sum(len(e["path"]) + 1 for e in events) >= 9
+    assert all(sum(e["decision"]["hopes"]) >= 1 for e in events)
 
 
 def test_show_trees_draws_every_step(
@@ -171,6 +173,27 @@ def test_show_trees_draws_every_step(
     assert "step 1: no guesses" in out
     assert "(draft)" in out
     assert "\x1b[" not in out  # no colour where nobody sees it
+
+
+def test_explain_says_of_each_step_who_guessed_and_why(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", "-m", models / "target", "--draft", models / "draft", "--tree-size", "fixed"]
+    arguments += ["--no-ngram", "--max-tokens", 9, "--explain", "--n", 2, "abcabc"]
+    status, out, err = run(monkeypatch, capsys, *arguments)
+    assert status == 0, err
+    assert out.count("guessed (verified of drawn)") == 2
+    assert re.search(r"draft (\d+) of \1\b", out), "trees of a fixed size are verified whole"
+    assert "draft: no room" in out  # the text's last token
+    assert "grammar, prediction: not for this request" in out
+    status, out, _ = run(monkeypatch, capsys, *arguments, "--json")
+    answers: list[dict[str, Any]] = json.loads(out)
+    for answer in answers:
+        steps = answer["steps"]
+        assert len(steps) == answer["speculation"]["steps"] + 1
+        assert sum(step["tokens"] for step in steps) == 9
+        assert {turn["name"] for turn in steps[0]["speculators"]} == {"grammar", "prediction", "draft"}
+        assert all(step["seconds"] > 0 and step["hope"] is None for step in steps)
 
 
 def test_a_prompt_on_standard_input(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from specinfer.engine.trace import TreeEvent
+from specinfer.engine.trace_file import complaint
+from specinfer.speculate.decision import Decision, Turn, Why
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TreeBuilder
 from specinfer.verify.acceptance import Acceptance
@@ -42,6 +45,13 @@ def test_an_event_says_all_of_its_step(tokenizer: Tokenizer) -> None:
         "texts": ["A", "B"],
         "next_text": "A",
     }
+
+
+def test_an_event_says_why_where_somebody_asked() -> None:
+    decision = Decision((Turn("ngram", Why.PLAIN),), (1.0,), 0.0, 0.5)
+    told = replace(step(A, B, A), decision=decision).to_json()
+    assert told["decision"] == decision.to_json()
+    assert complaint(told) == ""
 
 
 def test_parts_of_characters_have_their_bytes(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,115 @@
+"""What `specinfer generate --explain` shows of a step: who guessed, who did not, hopes, prices, what came.
+
+     step  guessed                  did not             hoped  came  price  expected    took
+        7  ngram 3 of 7, draft 2    suffix: no guess     3.21     4    5.1      24.0    23.1
+        8                           all: plain step      1.00     1    0.0      18.9    19.4
+
+Tokens are the request's; milliseconds are those of the step, which serves all requests there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from specinfer.speculate.decision import Decision, Turn, Why
+
+if TYPE_CHECKING:
+    from specinfer.engine.trace import TreeEvent
+
+_WIDTH: Final = 120  # of the table, where its width is nobody's screen
+
+
+def steps_as_json(events: Sequence[TreeEvent], request_id: str) -> list[dict[str, Any]]:
+    """One request's steps as plain JSON values: what was decided, and what came of it."""
+    return [
+        {
+            "step": event.step,
+            **decision.to_json(),
+            "tokens": len(event.acceptance.path) + 1,
+            "seconds": round(sum(event.seconds.values()), 6),
+        }
+        for event, decision in _explained(events, request_id)
+    ]
+
+
+def print_steps(events: Sequence[TreeEvent], request_id: str) -> None:
+    """Print one request's steps as a table, and what they come to."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    steps = _explained(events, request_id)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step", justify="right")
+    table.add_column("guessed (verified of drawn)")
+    table.add_column("did not")
+    for name in ("hoped", "came", "price ms", "expected ms", "took ms"):
+        table.add_column(name, justify="right")
+    never = _never(steps)
+    for event, decision in steps:
+        table.add_row(
+            str(event.step),
+            ", ".join(map(_guessed, _those_who(decision))),
+            _others([turn for turn in decision.turns if turn.speculator not in never]),
+            "-" if decision.hope is None else f"{decision.hope:.2f}",
+            str(len(event.acceptance.path) + 1),
+            _milliseconds(decision.price),
+            _milliseconds(decision.seconds),
+            _milliseconds(sum(event.seconds.values())),
+        )
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    console.print(table)
+    console.print(_total(steps), soft_wrap=True)
+
+
+def _explained(events: Sequence[TreeEvent], request_id: str) -> list[tuple[TreeEvent, Decision]]:
+    return [
+        (event, event.decision)
+        for event in events
+        if event.request_id == request_id and event.decision is not None
+    ]
+
+
+def _total(steps: Sequence[tuple[TreeEvent, Decision]]) -> str:
+    """What all steps come to, in words: hopes beside what came, and who never guesses."""
+    came = sum(len(event.acceptance.path) + 1 for event, _ in steps)
+    parts = [f"{len(steps)} steps, {came} tokens"]
+    hopes = [decision.hope for _, decision in steps if decision.hope is not None]
+    if hopes:
+        parts.append(f"{sum(hopes):.1f} hoped for")
+    expected = [decision.seconds for _, decision in steps if decision.seconds is not None]
+    if expected:
+        took = sum(sum(event.seconds.values()) for event, decision in steps if decision.seconds is not None)
+        parts.append(f"{1e3 * sum(expected):.0f} ms expected, {1e3 * took:.0f} ms taken")
+    if never := _never(steps):
+        parts.append(f"{', '.join(never)}: {Why.REQUEST}")
+    return "; ".join(parts)
+
+
+def _never(steps: Sequence[tuple[TreeEvent, Decision]]) -> list[str]:
+    """The speculators that may not guess for the request at all, or have nothing to guess from."""
+    return [turn.speculator for turn in steps[0][1].turns if turn.why is Why.REQUEST] if steps else []
+
+
+def _those_who(decision: Decision) -> list[Turn]:
+    return [turn for turn in decision.turns if turn.why is Why.GUESSED]
+
+
+def _guessed(turn: Turn) -> str:
+    return f"{turn.speculator} {turn.kept} of {turn.drawn}"
+
+
+def _others(turns: Sequence[Turn]) -> str:
+    """Those who did not guess, by their reasons."""
+    by_reason: dict[Why, list[str]] = {}
+    for turn in turns:
+        if turn.why is not Why.GUESSED:
+            by_reason.setdefault(turn.why, []).append(turn.speculator)
+    return "; ".join(f"{', '.join(names)}: {why}" for why, names in by_reason.items())
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.1f}"
