@@ -132,6 +132,7 @@ async def drive(server: Server, load: Load, args: Any) -> dict[str, Any]:
         load.seconds = time.monotonic() - begun
         done.set()
         kills = await killer
+        await wait_idle(http)  # an engine that was killed last is there again
         after_load, spent = memory(server), cpu_seconds(server) - spent
         print(f"memory after the load: {after_load >> 20} MiB", flush=True)
         await abort(http, model, load, args.aborts)
@@ -190,13 +191,14 @@ async def abort(http: Any, model: str, load: Load, count: int) -> None:
 
 
 async def wait_idle(http: Any) -> bool:
-    """Whether nothing runs and all blocks are free within half a minute."""
+    """Whether an engine is there within half a minute that runs nothing and has all blocks free."""
     for _ in range(60):
+        ready = (await http.get("/ready", timeout=60)).is_success
         text = (await http.get("/metrics", timeout=60)).text
         busy = [
             line for line in text.splitlines() if "num_requests_running{" in line or "usage_perc{" in line
         ]
-        if all(line.endswith(" 0.0") for line in busy):
+        if ready and all(line.endswith(" 0.0") for line in busy):
             return True
         await asyncio.sleep(0.5)
     return False
