@@ -18,8 +18,9 @@ Then everything is played, without a model, by the clock of the traces: these si
     ramp                mixed, 1 text at once, then 2, 4, 8, 16, 8, 4, 2, 1
     neighbour           chat, while somebody else takes part of the machine every now and then
 
-The page has the speed of each policy over no speculation, on the same texts. Traces hold token ids of prompts
-and answers, and are not kept in git.
+The page has the speed of each policy over no speculation on the same texts, the engine's own over the best
+fixed one in hindsight, with 95% intervals over texts, and what it has chosen. Traces hold token ids of
+prompts and answers, and are not kept in git.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from specinfer import LLM, SamplingParams
 from specinfer.engine.intake import Prompt
 from specinfer.progress import ProgressBar
 from specinfer.replay.baselines import best_fixed, play_oracle
+from specinfer.replay.choices import Choices, on_average
+from specinfer.replay.paired import speedup
 from specinfer.replay.recorder import record
 from specinfer.replay.replay import POLICIES, Part, Played, play, play_without
 from specinfer.replay.trace import Trace
@@ -45,10 +48,12 @@ from specinfer.replay.trace_store import read_trace, write_trace
 from specinfer.replay.workloads import disturbed, mixed, ramp, whole
 from specinfer.report.dataset import Dataset, read_dataset
 from specinfer.request import Request
+from specinfer.tree.expansion import Expansion
 
 PART: Final = 8  # texts of a file
 RANDOM_TOKENS: Final = 48  # of a prompt that means nothing
 COLUMNS: Final = ("fixed", "cost", "best fixed", "oracle")
+SETTLED: Final = 200  # steps, after which a policy should know its workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +69,18 @@ def main() -> None:
     for name in ("chat", "code", "maths"):
         options.add_argument(f"--{name}", type=Path, required=True, metavar="FILE.jsonl", help="prompts")
     options.add_argument("--traces", type=Path, required=True, metavar="FOLDER", help="where traces are kept")
+    options.add_argument(
+        "--shape",
+        type=Expansion.parse,
+        action="append",
+        default=[],
+        metavar="K1,K2,...",
+        help="in which drafts are recorded; repeatable (default: two, 8 levels deep)",
+    )
     options.add_argument("--texts", type=natural, default=128, help="of each kind (default 128)")
     args = options.parse_args()
 
-    study = Study("policies", args.out, settings_of(args, without=("traces",)))
+    study = Study("policies", args.out, settings_of(args, without=("traces", "shape")))
     for name, parts in workloads(recorded(args)).items():
         if name not in study.cells:
             study.keep(name, measured(parts))
@@ -91,7 +104,8 @@ def recorded(args: argparse.Namespace) -> dict[str, list[Trace]]:
     for kind, i in missing:
         assert llm is not None
         asked = questions[kind][i * PART : (i + 1) * PART]
-        trace = record(llm, requests_of(llm, asked, i), progress=ProgressBar())
+        requests = requests_of(llm, asked, i)
+        trace = record(llm, requests, shapes=list(args.shape), progress=ProgressBar())
         write_trace(files[kind][i], trace)
         print(f"{files[kind][i].name}: {trace.places} tokens", flush=True)
     return {kind: [read_trace(file) for file in of_kind] for kind, of_kind in files.items()}
@@ -161,58 +175,110 @@ def workloads(traces: Mapping[str, Sequence[Trace]]) -> dict[str, list[Part]]:
 
 
 def measured(parts: Sequence[Part]) -> dict[str, Any]:
-    """What each policy makes of a workload, as plain JSON values."""
+    """What each policy makes of a workload, as plain JSON values; ratios with their intervals."""
     trace = parts[0].texts[0][0]
     speculation = trace.speculation
+    choices = Choices()
     plain = play_without(parts)
     played: dict[str, Played] = {
-        name: play(parts, POLICIES[name](trace, speculation), speculation=speculation)
-        for name in ("fixed", "cost")
+        "fixed": play(parts, POLICIES["fixed"](trace, speculation), speculation=speculation),
+        "cost": play(parts, POLICIES["cost"](trace, speculation), speculation=speculation, on_step=choices),
     }
     choice, best = best_fixed(parts, speculation)
     if choice is not None and best is not None:
         played["best fixed"] = best
-    played["oracle"] = play_oracle(parts, speculation)
-    return {
+    played["oracle"] = oracle = play_oracle(parts, speculation)
+    cell: dict[str, Any] = {
+        "texts": len(plain.of_texts),
         "tokens": plain.tokens,
         "plain_per_second": plain.tokens_per_second,
-        "choice": None if choice is None else asdict(choice),
-        "over_none": {name: plain.seconds / one.seconds for name, one in played.items()},
+        "over_none": {name: interval(plain.of_texts, one.of_texts) for name, one in played.items()},
         "tokens_per_step": {name: one.tokens_per_step for name, one in played.items()},
+        "chosen": asdict(on_average(choices.steps)),
     }
+    if best is not None:
+        cost, first = played["cost"], settled(choices)
+        gap = best.seconds - oracle.seconds
+        cell |= {
+            "choice": asdict(choice),
+            "over_best": interval(best.of_texts, cost.of_texts),
+            "over_best_settled": interval(best.of_texts[first:], cost.of_texts[first:]),
+            "gap_closed": (best.seconds - cost.seconds) / gap if gap > 0 else None,
+        }
+    return cell
+
+
+def interval(before: Sequence[float], after: Sequence[float]) -> list[float] | None:
+    """A ratio of seconds and its 95% interval; None of no texts."""
+    if not before:
+        return None
+    found = speedup(before, after)
+    return [found.ratio, found.low, found.high]
+
+
+def settled(choices: Choices) -> int:
+    """The first text that begins when so many steps were made that a policy should have learnt."""
+    return max(step.text for step in choices.steps[:SETTLED]) + 1
 
 
 def page(cells: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
-    """Markdown: a row for each workload."""
+    """Markdown: tables with a row for each workload."""
     drafts = ", ".join(Path(draft).stem for draft in args.draft) or "no draft"
     return [
         f"# Policies of speculation on ten workloads: {Path(args.model).stem} with {drafts}",
         "",
         f"{args.quantization} weights, n-grams and suffix trees on, {args.max_tokens} tokens at most. Speed "
-        "over no speculation by the cost curves in the traces, without the time that Python takes to guess; "
-        "tokens per step in brackets.",
+        "over no speculation by the cost curves in the traces, without the time that Python takes to guess, "
+        "with the 95% interval over texts, which are paired.",
         "",
-        row("workload", "tokens", "without, tok/s", *COLUMNS, "the best fixed choice"),
+        row("workload", "texts", "tokens", "without, tok/s", *COLUMNS),
         row(*["---"] * (len(COLUMNS) + 4)),
         *(row_of(name, cell) for name, cell in cells.items()),
+        "",
+        "The engine's own policy over the best fixed choice in hindsight: all texts, those that begin behind "
+        f"{SETTLED} steps, and the part of the way from there to the oracle, which knows the texts.",
+        "",
+        row("workload", "cost over best fixed", "settled", "of the way", "the best fixed choice"),
+        row(*["---"] * 5),
+        *(over_best(name, cell) for name, cell in cells.items() if "choice" in cell),
+        "",
+        "What it has chosen, an average step, and in how many of the steps whose guesses were verified:",
+        "",
+        row("workload", "tokens", "nodes", "passes of drafts", "guesses of"),
+        row(*["---"] * 5),
+        *(chosen(name, cell["chosen"]) for name, cell in cells.items()),
     ]
 
 
 def row_of(name: str, cell: Mapping[str, Any]) -> str:
-    """A workload's row of the table."""
+    """A workload's row of the first table: ratio, interval, tokens per step in brackets."""
     speeds = [
-        f"{cell['over_none'][policy]:.3f} ({cell['tokens_per_step'][policy]:.2f})"
+        f"{told(cell['over_none'][policy])} ({cell['tokens_per_step'][policy]:.2f})"
         if policy in cell["over_none"]
         else ""
         for policy in COLUMNS
     ]
-    choice = cell["choice"]
-    told = (
-        ""
-        if choice is None
-        else f"{'+'.join(choice['speculators'])}, depth {choice['depth']}, {choice['nodes']} nodes"
-    )
-    return row(name, cell["tokens"], f"{cell['plain_per_second']:.1f}", *speeds, told)
+    return row(name, cell["texts"], cell["tokens"], f"{cell['plain_per_second']:.1f}", *speeds)
+
+
+def over_best(name: str, cell: Mapping[str, Any]) -> str:
+    """Its row of the second."""
+    choice, part = cell["choice"], cell["gap_closed"]
+    best = f"{'+'.join(choice['speculators'])}, depth {choice['depth']}, {choice['nodes']} nodes"
+    of_the_way = "" if part is None else f"{100 * part:.0f}%"
+    return row(name, told(cell["over_best"]), told(cell["over_best_settled"]), of_the_way, best)
+
+
+def chosen(name: str, average: Mapping[str, Any]) -> str:
+    """Its row of the third."""
+    by = ", ".join(f"{who} {100 * part:.0f}%" for who, part in average["by"].items())
+    figures = (f"{average[what]:.2f}" for what in ("tokens", "nodes", "passes"))
+    return row(name, *figures, by)
+
+
+def told(found: Sequence[float] | None) -> str:
+    """A ratio and its interval."""
+    return "" if found is None else f"{found[0]:.3f} [{found[1]:.3f}, {found[2]:.3f}]"
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def bench(
         bench_server(url, of_server, prompts, params, json_file)
         return
     if plot is not None:
-        from specinfer.bench.plot import check_plot
+        from specinfer.report.picture import check_plot
 
         check_plot(plot)
         check_writable(plot)

@@ -11,7 +11,7 @@ from specinfer.replay.fixed_policies import CutPolicy
 from specinfer.replay.oracle import oracle
 from specinfer.replay.replay import Part, Played, play, play_without
 
-NODES: Final = (4, 8, 16, 32)  # of a tree, the root included
+NODES: Final = (2, 4, 8, 16, 32)  # of a tree, the root included
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,23 +107,32 @@ def check(llm: LLM, requests: Sequence[Request]) -> None:
 
 
 def write_texts(llm: LLM, requests: Sequence[Request], progress: Progress | None = None) -> WrittenTexts:
-    """Let the target answer, one request after the other and without speculation."""
+    """Let the target answer without speculation: the first request alone, which shows what a step's stages
+    take, the others in batches.
+    """
     show = progress or NoProgress()
     plain = llm.variant(replace(llm.config, speculation=NO_SPECULATION))
     before = plain.statistics()
-    outputs: list[RequestOutput] = []
+    prompts = [request.prompt_token_ids for request in requests]
+    params = [
+        replace(request.params, seed=request.seed, n=1, prediction=None, logprobs=2) for request in requests
+    ]
+
+    def hear(output: RequestOutput) -> None:
+        if output.error is not None:
+            raise RequestError(output.error)
+        if output.finished:
+            show.advance(1)
+
     show.start(len(requests), "writing texts", "texts")
     try:
-        for request in requests:
-            params = replace(request.params, seed=request.seed, n=1, prediction=None, logprobs=2)
-            outputs += plain.generate([request.prompt_token_ids], params)
-            if outputs[-1].error is not None:
-                raise RequestError(outputs[-1].error)
-            show.advance(1)
+        outputs = plain.generate(prompts[:1], params[:1], on_output=hear)
+        done = plain.statistics().since(before)
+        if prompts[1:]:
+            outputs += plain.generate(prompts[1:], params[1:], on_output=hear)
     finally:
         show.finish()
-    done = plain.statistics().since(before)
-    plain.close()
+        plain.close()
     return WrittenTexts(
         tuple(_text(*pair) for pair in zip(requests, outputs, strict=True)),
         np.array([row for output in outputs for row in _two_likeliest(output)], dtype=np.float32),

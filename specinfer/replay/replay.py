@@ -52,6 +52,7 @@ class Played:
     step_tokens: int = 0  # what these brought
     nodes: int = 0  # that they verified, roots not counted
     draft_passes: dict[str, int] = field(default_factory=dict)
+    of_texts: list[float] = field(default_factory=list)  # seconds of each, in order: its part of its steps
 
     @property
     def tokens_per_step(self) -> float:
@@ -152,11 +153,15 @@ def _count(
 ) -> Played:
     played = Played()
     begun: set[str] = set()
+    played.of_texts = [0.0] * sum(len(part.texts) for part in parts)
     for part in parts:
         for step in engine.play(part.texts, part.at_once, part.slowdown):
             played.passes += 1
             played.rows += step.rows
-            played.seconds += sum(step.seconds.values())
+            spent = sum(step.seconds.values())
+            played.seconds += spent
+            for request_id in step.requests:  # which count from 0, in the order of the texts
+                played.of_texts[int(request_id)] += spent / len(step.requests)
             for entry in step.entries:
                 played.tokens += len(entry.committed)
                 if entry.request_id in begun:

@@ -47,6 +47,8 @@ class PlayedStep:
 
     seconds: Mapping[str, float]  # of its stages, by the trace's curves
     rows: int  # of the target's pass
+    passes: Mapping[str, int]  # of each draft
+    requests: tuple[str, ...]  # all in it, those whose prompts are being read included
     entries: tuple[PlayedEntry, ...]  # those with a tree
 
 
@@ -136,6 +138,7 @@ class SimulatedEngine:
 
     def _step(self, slowdown: float) -> PlayedStep:
         spent = sum(passes.seconds for passes in self._replayed.values())
+        before = {name: passes.passes for name, passes in self._replayed.items()}
         plan = self._scheduler.schedule()
         if not plan.entries:
             raise IntegrityError("requests wait in a simulated engine, and none can run")
@@ -159,7 +162,8 @@ class SimulatedEngine:
             stage: spent for stage, spent in seconds.items() if stage != Stage.COMMIT
         }  # it has just begun
         self._ensemble.observe(StepReport(outcomes, told))
-        return PlayedStep(seconds, rows, entries)
+        ran = {name: passes.passes - before[name] for name, passes in self._replayed.items()}
+        return PlayedStep(seconds, rows, ran, tuple(e.request.request_id for e in plan.entries), entries)
 
     def _propose(self, plan: StepPlan) -> list[TokenTree]:
         for passes in self._replayed.values():

@@ -10,7 +10,6 @@ import pytest
 from specinfer.bench import plot
 from specinfer.bench.report import as_json
 from specinfer.bench.run import Load, compare
-from specinfer.errors import ConfigError
 from specinfer.report.dataset import Dataset
 from specinfer.sampling_params import SamplingParams
 
@@ -36,13 +35,3 @@ def test_a_run_in_which_nobody_could_guess_has_a_picture_too(
     assert result["speculative"]["acceptance_per_depth"] == []
     plot.draw(result, tmp_path / "empty.png")
     assert (tmp_path / "empty.png").exists()
-
-
-def test_what_a_picture_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"--plot is 'a\.gif'; allowed: a file that ends in \.png"):
-        plot.check_plot(Path("a.gif"))
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"needs matplotlib; install it with: pip install 'specinfer\[plot\]'"
-    ):
-        plot.check_plot(Path("a.png"))

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from specinfer import LLM
+from specinfer.engine.metrics import Stage
+from specinfer.replay.trace import Trace
+from specinfer.runtime.cost_curve import CostCurve
 from tests.unit.benchmarks.conftest import Run
 
 Script = Callable[[str], ModuleType]
@@ -199,15 +202,34 @@ def test_policy_traces(
     for kind in ("chat", "code", "maths"):
         options += [f"--{kind}", dataset]
     short = [replace(edit, source=edit.source[:200]) for edit in module.read_edits()]
+    target, draft = (CostCurve((1, 8, 64), tuple(scale * s for s in (10, 11, 18))) for scale in (1e-3, 2e-4))
+    record = module.record
+
+    def priced(*args: Any, **options: Any) -> Trace:
+        """A trace at costs that no machine's noise is in."""
+        trace = record(*args, **options)
+        drafts = {name: replace(recorded, curve=draft) for name, recorded in trace.drafts.items()}
+        return replace(trace, curve=target, drafts=drafts, stages={Stage.COMMIT: 1e-4})
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "read_edits", lambda: short)
+        patch.setattr(module, "record", priced)
         page = run(module, *options)
         rows = table(page)
         kinds = ["chat", "code", "maths", "edits", "repeats", "adversarial"]
-        assert [row[0] for row in rows] == [*kinds, "mixed", "phases", "ramp", "neighbour"]
-        speeds = {row[0]: [float(cell.split()[0]) for cell in row[3:7]] for row in rows}
-        for name, (fixed, cost, best, oracle) in speeds.items():
+        names = [*kinds, "mixed", "phases", "ramp", "neighbour"]
+        heads = ("workload", "---")
+        speeds, others = (
+            [row for row in rows if len(row) == columns and row[0] not in heads] for columns in (8, 5)
+        )
+        bests, choices = others[: len(names)], others[len(names) :]
+        assert [[row[0] for row in of_table] for of_table in (speeds, bests, choices)] == [names] * 3
+        ratios = {row[0]: [float(cell.split()[0]) for cell in row[4:]] for row in speeds}
+        for name, (fixed, cost, best, oracle) in ratios.items():
             assert name == "neighbour" or oracle >= 0.98 * max(fixed, cost, best), name
+        for name, over, *_ in bests:
+            assert float(over.split()[0]) == pytest.approx(ratios[name][1] / ratios[name][2], rel=5e-3)
+        assert all(float(row[1]) >= 1 for row in choices), "tokens of a step"
         files = sorted(file.name for file in (tmp_path / "traces").iterdir())
         assert files == sorted(f"{kind}-00.npz" for kind in kinds)
         assert run_again(module, *options) == page

@@ -81,14 +81,27 @@ def test_policies_are_compared_on_the_same_texts(priced_trace: Path) -> None:
     assert {played["tokens"] for played in policies.values()} == {40}
     assert policies["off"]["over_none"] == policies["off"]["tokens_per_step"] == 1
     assert policies["fixed"]["tokens_per_step"] > 1
+    for played in policies.values():
+        low, high = played["over_none_interval"]
+        assert low <= played["over_none"] <= high
     assert policies["best-fixed"]["speculators"] in ("draft", "ngram", "draft+ngram")
     assert policies["oracle"]["over_none"] >= max(played["over_none"] for played in policies.values())
 
 
 def test_a_table_has_a_row_for_each_policy(trace: Path) -> None:
     lines = run("policy", "replay", trace, trace, "--mixed", "--nodes", 4).output.splitlines()
-    assert lines[0].split() == ["policy", "tokens", "steps", "tokens/step", "seconds", "over", "none"]
+    heads = ["policy", "tokens", "steps", "tokens/step", "seconds", "over", "none", "interval"]
+    assert lines[0].split() == heads
     assert [line.split()[:2] for line in lines[1:]] == [["off", "80"], ["fixed", "80"], ["cost", "80"]]
+
+
+def test_what_was_chosen_over_time_is_drawn(priced_trace: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "chosen.svg"
+    done = run("policy", "replay", priced_trace, priced_trace, "--policy", "off", "--plot", picture)
+    assert done.exit_code == 0, done.output
+    assert picture.read_text().startswith("<?xml")
+    refused = run("policy", "replay", priced_trace, "--plot", "chosen.gif")
+    assert "allowed: a file that ends in .png, .svg or .pdf" in str(refused.exception)
 
 
 def test_what_is_no_trace_is_refused(trace: Path) -> None:

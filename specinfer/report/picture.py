@@ -1,0 +1,54 @@
+"""What pictures of reports share: whether they can be made, how they look, where they go."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from specinfer.errors import ConfigError
+
+INK: Final = "#22303c"
+QUIET: Final = "#8a949e"
+COLOURS: Final = ("#4477aa", "#ee9944", "#66aa77", "#aa5577", "#8877bb")
+REST: Final = "#c3c9cf"  # of what is of no interest
+
+
+def check_plot(path: Path) -> None:
+    """Raise ConfigError when a picture cannot be made: no matplotlib, or a suffix it does not know."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib; install it with: pip install 'specinfer[plot]'")
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot is {str(path)!r}; allowed: a file that ends in .png, .svg or .pdf")
+
+
+def new_figure(width: float, height: float, *, dpi: int = 150) -> Any:
+    """An empty matplotlib figure of so many inches that needs no screen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(h_pad=0.1, w_pad=0.1)
+    return figure
+
+
+def dress(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
+    """Give axes their texts and the look that all have."""
+    axes.set_title(title, color=INK, fontsize=11, loc="left")
+    axes.set_xlabel(xlabel, color=INK)
+    axes.set_ylabel(ylabel, color=INK)
+    axes.tick_params(colors=INK, length=0)
+    axes.grid(axis="y", color="#e4e8eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(QUIET)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write the picture; raises ConfigError when that fails."""
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
