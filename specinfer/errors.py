@@ -17,6 +17,7 @@ SpecInferError
 |   |-- SpeculatorError           a caller's speculator that breaks its contract
 |   |-- LogitsError               a model whose logits are no numbers: the request ends
 |   |-- TraceTooSmallError        a policy asks for guesses that a trace of them does not have
+|   |-- TuneError                 a tuning that cannot be begun, gone on with or ended
 |   |-- ClosedError               an LLM that is asked after it was closed
 |   `-- CapacityError             it does not fit in memory
 `-- IntegrityError                an invariant of ours is broken: a bug in specinfer
@@ -115,6 +116,10 @@ class LogitsError(UserError):
 
 class TraceTooSmallError(UserError):
     """A policy asks for guesses that a trace does not have."""
+
+
+class TuneError(UserError):
+    """A tuning that cannot be begun, gone on with or ended."""
 
 
 class ClosedError(UserError):

@@ -26,6 +26,7 @@ COMMANDS: Final = {  # name -> module, which has a click command of that name; i
     "check": "Test on your own models that speculation does not change the output.",
     "doctor": "Print what a bug report needs: versions, CPU, kernels and how fast they are.",
     "trace": "Record texts with all that drafts would have guessed along them.",
+    "tune": "Train a draft head on what a model says.",
     "policy": "Play recorded texts under policies of speculation, without a model.",
     "view": "Look at the token trees of a trace file, in a browser.",
 }

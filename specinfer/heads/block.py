@@ -63,15 +63,20 @@ class BlockHead(Vocabulary):
         out: Tensor = self.hidden_norm(self.fc(taps_BTND.flatten(-2)))
         return out
 
-    def forward(self, taps_BTND: Tensor, anchor_ids_BA: Tensor, anchors_BA: Tensor) -> Tensor:
+    def forward(
+        self, taps_BTND: Tensor, anchor_ids_BA: Tensor, anchors_BA: Tensor, rows: int | None = None
+    ) -> Tensor:
         """What the output layer reads of every level of every block, [B, A, L, D].
+
+        With `rows` those of a causal block's first rows alone, which do not depend on the others.
 
         `anchors_BA` are places in the texts: a block sees `taps_BTND[:, :anchor]` alone, so texts may be
         padded behind their ends, and an anchor may be T, the token behind the last row.
         """
         config, body = self.config, self.config.body
         assert body.rope is not None
-        device, size = taps_BTND.device, config.block_size
+        assert rows is None or config.causal
+        device, size = taps_BTND.device, rows or config.block_size
         ids = torch.full((*anchor_ids_BA.shape, size), config.mask_token_id, device=device)
         ids[..., 0] = anchor_ids_BA
         x = self.embed_tokens(ids)  # [B, A, R, D]
@@ -81,7 +86,7 @@ class BlockHead(Vocabulary):
         of_block = rotations(
             anchors_BA[..., None] + torch.arange(size, device=device), body.rope, body.head_dim
         )
-        hidden = self._hidden(anchors_BA, len(places))
+        hidden = self._hidden(anchors_BA, len(places), size)
         for layer in self.layers:
             assert isinstance(layer, HeadLayer)
             attention, given = layer.self_attn, layer.input_layernorm(x)
@@ -108,9 +113,9 @@ class BlockHead(Vocabulary):
         out: Tensor = self.confidence_head.proj(h)[..., 0]
         return out
 
-    def _hidden(self, anchors_BA: Tensor, rows: int) -> Tensor:
-        """What rows of blocks do not see, of the text and of their block: bool [B, A, R, T + R]."""
-        size, device = self.config.block_size, anchors_BA.device
+    def _hidden(self, anchors_BA: Tensor, rows: int, size: int) -> Tensor:
+        """What `size` rows of blocks do not see, of the text and of their block: bool [B, A, R, T + R]."""
+        device = anchors_BA.device
         later = torch.arange(rows, device=device) >= anchors_BA[..., None, None]
         later = later.expand(*anchors_BA.shape, size, rows)
         block = torch.zeros(size, size, dtype=torch.bool, device=device)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 import torch
-from torch import Tensor
 
 from specinfer.errors import ModelError
 from specinfer.files import NewFile
@@ -16,14 +14,7 @@ from specinfer.heads.block import BlockHead
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.shapes import head_shapes
 from specinfer.heads.speculators_config import config_to_speculators
-
-_NAMES: Final = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.bool: "BOOL",
-}
+from specinfer.models.safetensors_writer import write_safetensors
 
 
 def write_head(
@@ -50,31 +41,11 @@ def write_head(
     named = str(dtype).removeprefix("torch.")
     described = config_to_speculators(config, verifier=verifier, architectures=architectures, dtype=named)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "model.safetensors", _safetensors(tensors))
-    _write(folder / "config.json", [json.dumps(described, indent=2).encode()])
+    write_safetensors(folder / "model.safetensors", tensors)
+    _write(folder / "config.json", json.dumps(described, indent=2))
 
 
-def _safetensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
-    """The pieces of a safetensors file."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    pieces: list[bytes | memoryview] = []
-    for name, tensor in tensors.items():
-        data = tensor.reshape(-1).view(torch.uint8).numpy().data
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + len(data)],
-        }
-        offset += len(data)
-        pieces.append(data)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *pieces]
-
-
-def _write(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
+def _write(path: Path, text: str) -> None:
     with NewFile(path, mode=0o644) as new:
-        for piece in pieces:
-            new.write(piece)
+        new.write(text.encode())
         new.keep()

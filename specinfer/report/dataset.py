@@ -10,14 +10,15 @@ keys are not looked at.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specinfer.errors import DatasetError
 
+Row = TypeVar("Row")
 _ROW = 'each line must be an object with "prompt" (a string) or "turns" (a list of strings)'
 
 
@@ -62,27 +63,53 @@ def read_dataset(path: Path) -> Dataset:
 
     Raises DatasetError, with file and line, for a row that cannot be read, and for a file without any.
     """
+    return _parse(str(path), _bytes(path))
+
+
+def read_rows(path: Path, row: Callable[[bytes, int, str], Row]) -> tuple[list[Row], list[str]]:
+    """What `row` makes of each line of a file that is not blank, and what is wrong with the others.
+
+    `row` is given a line, its number, and where that is, for its errors. Raises DatasetError where the file
+    cannot be read; those that `row` raises are collected.
+    """
+    rows: list[Row] = []
+    faults: list[str] = []
+    for number, line in _lines(_bytes(path)):
+        try:
+            rows.append(row(line, number, f"{path} line {number}"))
+        except DatasetError as error:
+            faults.append(str(error))
+    return rows, faults
+
+
+def _bytes(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise DatasetError(f"cannot read the data set {path}: {error.strerror}") from None
-    return _parse(str(path), data)
+
+
+def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, each with its number."""
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if line.strip():
+            yield number, line
 
 
 def _parse(name: str, data: bytes) -> Dataset:
     conversations: dict[tuple[str, ...], Conversation] = {}
     rows = 0
-    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if line.strip():
-            rows += 1
-            conversation = _row(line, number, f"{name} line {number}")
-            conversations.setdefault(conversation.turns, conversation)
+    for number, line in _lines(data):
+        rows += 1
+        conversation = conversation_of(line, number, f"{name} line {number}")
+        conversations.setdefault(conversation.turns, conversation)
     if not rows:
         raise DatasetError(f"{name} holds no prompts; {_ROW}")
     return Dataset(name, tuple(conversations.values()), rows - len(conversations))
 
 
-def _row(line: bytes, number: int, where: str) -> Conversation:
+def json_object(line: bytes, where: str, expected: str) -> dict[str, Any]:
+    """The JSON object that a line holds; raises DatasetError, saying what was `expected`."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -90,9 +117,15 @@ def _row(line: bytes, number: int, where: str) -> Conversation:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DatasetError(f"{where}: not JSON ({error.msg} at column {error.colno}); {_ROW}") from None
+        raise DatasetError(f"{where}: not JSON ({error.msg} at column {error.colno}); {expected}") from None
     if not isinstance(row, dict):
-        raise DatasetError(f"{where}: got {_kind(row)}; {_ROW}")
+        raise DatasetError(f"{where}: got {_kind(row)}; {expected}")
+    return row
+
+
+def conversation_of(line: bytes, number: int, where: str) -> Conversation:
+    """The conversation that a line holds; raises DatasetError."""
+    row = json_object(line, where, _ROW)
     if ("prompt" in row) == ("turns" in row):
         got = "both prompt and turns" if "prompt" in row else f"the keys {_keys(row)}"
         raise DatasetError(f"{where}: got {got}; {_ROW}")

@@ -28,7 +28,7 @@ ORDER: list[set[str]] = [
     {"engine", "speculators"},
     {"llm"},
     {"check"},
-    {"bench", "replay"},
+    {"bench", "replay", "tune"},
     {"serve"},
     {"cli"},
     {"__main__"},

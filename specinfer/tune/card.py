@@ -1,0 +1,64 @@
+"""The model card of a trained head: what it is for, what it learnt from, what it is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from specinfer.heads.config import BlockConfig
+from specinfer.tune.held_out import Figures
+from specinfer.tune.trainer import Trained
+from specinfer.version import VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What a head learnt from."""
+
+    target: str
+    sources: Sequence[str]  # names of prompt files
+    texts: int
+    held_out: int
+    tokens: int
+    collecting_seconds: float
+
+
+def card(config: BlockConfig, material: Material, state: Trained, loss: str, figures: Figures) -> str:
+    """A README.md, with the front matter that hubs read."""
+    hits = " ".join(f"{hit:.3f}" for hit in figures.hits)
+    body = config.body
+    return f"""---
+library_name: speculators
+tags: [speculative-decoding, draft-head, dspark]
+---
+
+# A draft head for {material.target}
+
+It reads the hidden states of its target and guesses {config.depth} tokens in one pass. It changes no text.
+
+    specinfer generate --model {material.target} --draft THIS_FOLDER "..."
+
+| | |
+|---|---|
+| target | {material.target} |
+| kind | causal block head (`speculators` layout, dspark), {body.num_layers} layer(s) of {body.hidden_size} |
+| reads | what the target's layers {", ".join(str(tap) for tap in config.taps)} are given |
+| can name | {config.draft_vocab_size} of {body.vocab_size} tokens |
+| learnt from | {material.texts} answers of the target, {material.tokens} tokens; to {_names(material)} |
+| collecting | {material.collecting_seconds / 60:.0f} minutes |
+| training | {state.seconds / 60:.0f} minutes, {state.steps} steps, {state.blocks} blocks, loss {loss} |
+| made | {datetime.now(UTC):%Y-%m-%d} by specinfer {VERSION} |
+
+On {figures.places} places of {material.held_out} held-out greedy answers: first guesses are right at
+{hits} of places (level by level, where all before were right), the first level's token is among three at
+{figures.first_three:.3f}, and a chain of first guesses makes {figures.tokens_per_pass:.2f} tokens a pass
+of the target's.
+
+The answers are the target's own; its licence applies to them, and that of the prompts to what is learnt from
+those.
+"""
+
+
+def _names(material: Material) -> str:
+    return ", ".join(material.sources)

@@ -1,0 +1,109 @@
+"""Losses: how far what a head guesses is from what the target thinks, place by place.
+
+The target's law p is known by its K likeliest tokens; the rest of it is one mass. The head's law q is over
+the tokens it can name, of which a shortlist is computed: those that matter to this batch, and a few of all
+others, whose logits are raised by as much as they stand for, so that the sum over all is right on average.
+
+    kl       sum p log(p / q)                    all of the target's choices matter, in proportion
+    tv       1 - sum min(p, q)                   how often one sample of q is rejected
+    hybrid   w kl + (1 - w) tv, w = e^(-3 sum min(p, q))    kl where they are far apart, then tv
+    coupled  0.3 kl + 0.7 (1 - c)                c: how often both choose the same token of the same noise
+
+Exponential races with shared noise, which the coupled rule runs, end alike with probability
+c = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i).
+
+Shapes: R places, K labels, S shortlisted tokens, U tokens the head can name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+Loss = Literal["kl", "tv", "hybrid", "coupled"]
+_DRAWN: Final = 0.25  # of a shortlist: drawn from all that is not in it by right
+_FAR: Final = 30.0  # a ratio's logarithm beyond which it makes no difference
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shortlist:
+    """Some of the tokens a head can name, standing for all."""
+
+    entries_S: Tensor  # among the U, int64, each once
+    raised_S: Tensor  # what is added to their logits
+    places_RK: Tensor  # where the labels are in it; 0 where they are not
+    chances_RK: Tensor  # p of the labels; 0 where they are not in it
+
+
+def shortlist(
+    entries_RK: Tensor, chances_RK: Tensor, named: int, size: int, generator: torch.Generator
+) -> Shortlist:
+    """A shortlist of `size` of the `named` tokens, for labels with these chances.
+
+    `entries_RK` are the labels among the tokens that can be named, -1 for others.
+    """
+    known = entries_RK >= 0
+    chances_RK = chances_RK * known
+    clamped = entries_RK.clamp(min=0)
+    if size >= named:
+        everything = torch.arange(named, device=entries_RK.device)
+        return Shortlist(everything, torch.zeros(named, device=entries_RK.device), clamped, chances_RK)
+    masses_U = torch.zeros(named, device=entries_RK.device).index_add_(
+        0, clamped.flatten(), chances_RK.flatten()
+    )
+    drawn = max(1, int(_DRAWN * size))
+    order_U = masses_U.argsort(descending=True)
+    rest = order_U[size - drawn :]
+    chosen = rest[torch.randperm(len(rest), generator=generator)[:drawn].to(rest.device)]
+    entries_S = torch.cat((order_U[: size - drawn], chosen))
+    raised_S = torch.zeros(size, device=entries_RK.device)
+    raised_S[size - drawn :] = math.log(len(rest) / drawn)
+    place_U = torch.full((named,), -1, dtype=torch.int64, device=entries_RK.device)
+    place_U[entries_S] = torch.arange(size, device=entries_RK.device)
+    places_RK = place_U[clamped]
+    # A label that was drawn for many others says nothing of them: only those in it by right are learnt from.
+    right = (places_RK >= 0) & (places_RK < size - drawn)
+    return Shortlist(entries_S, raised_S, places_RK.clamp(min=0), chances_RK * right)
+
+
+def losses(kind: Loss, logits_RS: Tensor, short: Shortlist) -> Tensor:
+    """The loss of each place, [R], of the head's logits for a shortlist, `raised_S` not yet added.
+
+    Where none of the labels can be named there is nothing to learn: those places' are constant.
+    """
+    log_q_RS = (logits_RS + short.raised_S).log_softmax(dim=-1)
+    log_q_RK = log_q_RS.gather(1, short.places_RK)
+    p_RK = short.chances_RK
+    log_p_RK = p_RK.clamp(min=1e-9).log()
+    kl_R = (p_RK * (log_p_RK - log_q_RK)).sum(dim=1)
+    if kind == "kl":
+        return kl_R
+    if kind == "coupled":
+        return 0.3 * kl_R + 0.7 * (1 - coupled_hits(p_RK, log_q_RK))
+    alike_R = torch.minimum(p_RK, log_q_RK.exp()).sum(dim=1)
+    if kind == "tv":
+        return 1 - alike_R
+    w_R = torch.exp(-3 * alike_R.detach())
+    return w_R * kl_R + (1 - w_R) * (1 - alike_R)
+
+
+def coupled_hits(p_RK: Tensor, log_q_RK: Tensor) -> Tensor:
+    """How often p and q choose the same of these tokens by the same noise, [R].
+
+    What either law gives to other tokens is one token more, that both have and neither is said to hit.
+    """
+    listed_RK = p_RK > 0
+    q_RK = torch.where(listed_RK, log_q_RK.exp(), 0.0)
+    others = [(1 - mass.sum(dim=1, keepdim=True)).clamp(min=1e-9) for mass in (p_RK, q_RK)]
+    p_RJ, q_RJ = torch.cat((p_RK, others[0]), 1), torch.cat((q_RK, others[1]), 1)
+    log_p_RJ, log_q_RJ = p_RJ.clamp(min=1e-9).log(), q_RJ.clamp(min=1e-9).log()
+    above_RIJ = torch.maximum(
+        log_p_RJ[:, None, :] - log_p_RJ[:, :-1, None], log_q_RJ[:, None, :] - log_q_RJ[:, :-1, None]
+    )
+    present_RJ = torch.cat((listed_RK, torch.ones_like(listed_RK[:, :1])), 1)
+    sums_RI = (above_RIJ.clamp(max=_FAR).exp() * present_RJ[:, None, :]).sum(dim=2)
+    return (listed_RK / sums_RI.clamp(min=1.0)).sum(dim=1)

@@ -1,0 +1,127 @@
+"""A block head for a target before it has learnt anything, and the tokens it will be able to name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from specinfer.errors import ModelError
+from specinfer.heads.block import BlockHead
+from specinfer.heads.checkpoint import target_embedding, target_head
+from specinfer.heads.config import BlockConfig, check_target
+from specinfer.heads.layers import initialise
+from specinfer.heads.vocabulary import Tables
+from specinfer.models.config import Activation, Family, ModelConfig, Rope
+from specinfer.models.weights import OpenModel
+from specinfer.tune.shards import Corpus, TunedText
+
+_LEAST: Final = 1e-6  # of a size that something is divided by
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShape:
+    """What may be chosen about a head."""
+
+    layers: int = 1
+    depth: int = 6  # tokens of a block that are guessed
+    vocabulary: int = 8192  # tokens it can name, at most
+    markov_rank: int = 64  # of the term by which a guess depends on the token before it
+
+
+def head_config(target: ModelConfig, taps: tuple[int, ...], shape: HeadShape) -> BlockConfig:
+    """A causal block head whose layers have the sizes of the target's.
+
+    It uses the target's embeddings, and has an output layer of its own, as vLLM wants it. The tokens behind a
+    block's anchor are guessed from rows of the target's end of text, from which no block ever hangs.
+    Raises ModelError for targets it does not fit.
+    """
+    rope = target.rope if target.rope is not None else Rope(10000.0)
+    if target.activation is not Activation.SILU or target.sandwich_norms:
+        raise ModelError(
+            f"no head can be trained for {target.family} yet; supported: Llama, Mistral and Qwen"
+        )
+    body = ModelConfig(
+        family=Family.QWEN3,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        embedding_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_layers=shape.layers,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        norm_eps=target.norm_eps,
+        rope=Rope(rope.theta),
+        layer_windows=(None,) * shape.layers,
+        tie_embeddings=False,
+        qk_norm=True,
+        attention_scale=target.head_dim**-0.5,
+        max_context=target.max_context,
+    )
+    config = BlockConfig(
+        body=body,
+        taps=taps,
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=min(shape.vocabulary, target.vocab_size),
+        block_size=shape.depth,
+        mask_token_id=target.eos_ids[0] if target.eos_ids else 0,
+        markov_rank=shape.markov_rank,
+    )
+    check_target(config, target, "to be trained")
+    return config
+
+
+def frequent_tokens(corpus: Corpus, count: int, vocab: int) -> list[int]:
+    """The `count` tokens that the target thinks likeliest over all answers to learn from, ascending."""
+    masses_V = torch.zeros(vocab, dtype=torch.float64)
+    for shard in corpus.shards():
+        ids, logprobs = shard.labels()
+        masses_V.index_add_(0, ids.flatten(), logprobs.flatten().double().exp())
+    return [int(token) for token in masses_V.argsort(descending=True, stable=True)[:count].sort().values]
+
+
+def sizes_of(texts: Iterable[TunedText]) -> Tensor:
+    """What to multiply hidden states by so that each of their values is about 1 in size, float32 [N, D].
+
+    Some values of a target's hidden states are a thousand times as large as others: left so, a head would
+    learn from those alone for long.
+    """
+    squares: Tensor | None = None
+    rows = 0
+    for text in texts:
+        # The first token's states are like no other's, in most targets by far the largest.
+        taps_TND = text.taps_TND[1:].double()
+        found_ND = taps_TND.square().sum(dim=0)
+        squares = found_ND if squares is None else squares + found_ND
+        rows += len(taps_TND)
+    assert squares is not None
+    return (squares / max(rows, 1)).sqrt().clamp(min=_LEAST).reciprocal().float()
+
+
+def new_head(config: BlockConfig, target: OpenModel, ids: list[int], seed: int) -> BlockHead:
+    """An untrained head: matrices are drawn, output layer and last norm are the target's."""
+    tables = Tables(target_embedding(target), target_head(target, ids))
+    head = BlockHead(replace(config, draft_vocab_size=len(ids)), ids, tables)
+    generator = torch.Generator().manual_seed(seed)
+    initialise(head, generator)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(tables.head_UD)
+        norm_D = target.read_rows("model.norm.weight", 0, config.body.hidden_size).float()
+        head.norm.weight.copy_(norm_D + target.config.norm_weight_offset)
+        # What is read is about 1 in size, and so is what comes of it.
+        head.fc.weight.mul_(1 / (0.02 * math.sqrt(head.fc.in_features)))
+    return head
+
+
+def folded(head: BlockHead, scale_ND: Tensor) -> BlockHead:
+    """A copy of a head trained on multiplied hidden states that reads them as the target leaves them."""
+    copy = BlockHead(head.config, [int(token) for token in head.ids])
+    copy.load_state_dict(head.state_dict())
+    with torch.no_grad():
+        copy.fc.weight.mul_(scale_ND.flatten())
+    return copy.eval()

@@ -1,0 +1,153 @@
+"""Training: steps over blocks of the collected texts, until the time is over.
+
+A step's batch is a function of its number, so a run that is gone on with sees what it would have seen. Blocks
+are as deep as a die says, each level .8 times as often as the one before it: deep levels count only where all
+before them are right, and what is not computed costs nothing. What is measured and exported is an average
+of the weights over the last few hundred steps, which is better than any of them and makes the end of a run
+as good as its middle; over the last quarter of the time the rate of learning falls besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from specinfer.heads.block import BlockHead
+from specinfer.tune.blocks import anchors_of, blocks
+from specinfer.tune.held_out import entries_of
+from specinfer.tune.losses import Loss, losses, shortlist
+from specinfer.tune.shards import Corpus
+
+_WARM_UP: Final = 50  # steps
+_COOLING: Final = 0.25  # of the time, at its end
+_COLDEST: Final = 0.05  # of the rate
+_DEEPER: Final = 0.8  # chance that a block that is l levels deep is l + 1
+_NORM: Final = 1.0  # of a step's gradient at most
+_MEMORY: Final = 0.995  # of the average, for a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How a head is trained."""
+
+    loss: Loss = "hybrid"
+    rate: float = 1e-3
+    texts: int = 4  # of a step
+    anchors: int = 32  # of a text, at most
+    shortlist: int = 2048  # tokens of the head's that a step computes
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Trained:
+    """How far a training has come; all of it that is not weights."""
+
+    steps: int = 0
+    blocks: int = 0
+    seconds: float = 0.0
+    loss: float = 0.0  # of late
+    history: list[dict[str, float | list[float]]] = field(default_factory=list)  # a row per measurement
+    best: float = 0.0  # tokens per pass of what is exported
+
+    def learned(self, loss: float, count: int) -> None:
+        """One more step is done."""
+        self.loss = loss if not self.steps else 0.98 * self.loss + 0.02 * loss
+        self.steps += 1
+        self.blocks += count
+
+
+class Trainer:
+    """A head, its average, and the optimizer's moments."""
+
+    def __init__(self, head: BlockHead, scale_ND: Tensor, config: TrainConfig) -> None:
+        """The head reads hidden states multiplied by `scale_ND`."""
+        self.head = head
+        self.scale_ND = scale_ND
+        self.state = Trained()
+        self._config = config
+        self._entry_V = entries_of(head)
+        named = {name: p for name, p in head.named_parameters() if p.requires_grad}
+        self._named = named
+        self.average = {name: p.detach().clone() for name, p in named.items()}
+        self._optimizer = torch.optim.AdamW(
+            named.values(), lr=config.rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+
+    def step(self, corpus: Corpus, left: float) -> None:
+        """Learn from a few texts; `left` is the part of the time that is left, of 1."""
+        config, number = self._config, self.state.steps
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
+        chosen = torch.randint(corpus.count(held_out=False), (config.texts,), generator=generator)
+        texts = [corpus.text(int(i), held_out=False) for i in chosen]
+        texts = [text for text in texts if text.answer > 1] or texts[:0]
+        levels = self._levels(generator)
+        if not texts:
+            self.state.steps += 1
+            return
+        anchors = [anchors_of(text, config.anchors, generator) for text in texts]
+        batch = blocks(texts, anchors, levels, self.scale_ND)
+        head = self.head
+        h_RD = head(batch.taps_BTND, batch.anchor_ids_BA, batch.anchors_BA, levels)[batch.valid_BAL]
+        entries = self._entry_V[batch.label_ids_BALK[batch.valid_BAL]]
+        chances = batch.label_chances_BALK[batch.valid_BAL]
+        short = shortlist(entries, chances, head.config.draft_vocab_size, config.shortlist, generator)
+        logits = h_RD @ head.lm_head.weight[short.entries_S].T
+        if head.config.markov_rank:
+            markov = head.markov_head
+            known_RM = markov.markov_w1(batch.before_BAL[batch.valid_BAL])
+            logits = logits + known_RM @ markov.markov_w2.weight[short.entries_S].T
+        loss = losses(config.loss, logits, short).mean()
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._named.values(), _NORM)
+        rate = config.rate * min(1.0, (number + 1) / _WARM_UP) * max(_COLDEST, min(1.0, left / _COOLING))
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._remember()
+        self.state.learned(float(loss.detach()), int(batch.valid_BAL[..., 0].sum()))
+
+    def averaged(self) -> BlockHead:
+        """A copy of the head with averaged weights."""
+        copy = BlockHead(self.head.config, [int(token) for token in self.head.ids])
+        copy.load_state_dict({**self.head.state_dict(), **self.average})
+        return copy.eval()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything a checkpoint holds, under names of its own; not copies."""
+        yield "scale", self.scale_ND
+        yield "ids", self.head.ids
+        for name, parameter in self._named.items():
+            yield f"head.{name}", parameter.detach()
+            yield f"average.{name}", self.average[name]
+            state = self._optimizer.state.get(parameter, {})
+            for moment in ("exp_avg", "exp_avg_sq"):
+                yield f"{moment}.{name}", state.get(moment, torch.zeros_like(parameter))
+
+    def load(self, tensors: dict[str, Tensor], state: Trained) -> None:
+        """Go on from a checkpoint of such a trainer; raises KeyError where it lacks something."""
+        self.state = state
+        for name, parameter in self._named.items():
+            with torch.no_grad():
+                parameter.copy_(tensors[f"head.{name}"])
+            self.average[name] = tensors[f"average.{name}"]
+            self._optimizer.state[parameter] = {
+                "step": torch.tensor(float(state.steps)),
+                **{moment: tensors[f"{moment}.{name}"] for moment in ("exp_avg", "exp_avg_sq")},
+            }
+
+    def _levels(self, generator: torch.Generator) -> int:
+        """How deep this step's blocks are."""
+        dice = torch.rand(self.head.config.depth - 1, generator=generator)
+        return 1 + int((dice < _DEEPER).cumprod(dim=0).sum())
+
+    @torch.no_grad()
+    def _remember(self) -> None:
+        # A young average is of few steps, or it would be of the first ones for long.
+        memory = min(_MEMORY, (1 + self.state.steps) / (10 + self.state.steps))
+        for name, parameter in self._named.items():
+            self.average[name].lerp_(parameter, 1 - memory)

@@ -1,0 +1,61 @@
+"""A tiny target, prompts for it, and a clock that no machine's speed is in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer.config import EngineConfig
+from specinfer.tune.new_head import HeadShape
+from specinfer.tune.trainer import TrainConfig
+from specinfer.tune.tuning import TuneConfig
+from tests.tiny_models import write_tiny_llama
+
+Clock = Callable[[], float]
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tune") / "target", num_layers=3, tokenizer=True)
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_prompts(tmp_path_factory.mktemp("prompts"), [f"{n} * {n + 1}" for n in range(40)])
+
+
+def write_prompts(folder: Path, texts: list[str]) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return path
+
+
+def engine(target: Path, **options: Any) -> EngineConfig:
+    return EngineConfig.from_options(
+        str(target), {"dtype": "float32", "kv_cache_memory": 1 << 24, "max_context": 64, **options}
+    )
+
+
+def tuning_of(target: Path, out: Path, **changes: Any) -> TuneConfig:
+    """A minute of a clock of `ticking`, of which a third is for collecting."""
+    options: dict[str, Any] = {
+        "target": engine(target),
+        "out": out,
+        "minutes": 1.0,
+        "chat": False,
+        "max_tokens": 20,
+        "head": HeadShape(depth=4, vocabulary=48, markov_rank=8),
+        "training": TrainConfig(rate=5e-3, shortlist=32, anchors=8),
+    }
+    return TuneConfig(**(options | changes))
+
+
+def ticking(seconds: float = 1.0) -> Clock:
+    """A clock on which so much time passes whenever somebody looks."""
+    ticks = count()
+    return lambda: seconds * next(ticks)

@@ -1,0 +1,285 @@
+"""Whole tunings of a tiny target: what comes out, what is gone on with, and how they end early."""
+
+from __future__ import annotations
+
+import errno
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specinfer import SamplingParams
+from specinfer.errors import ModelError, TuneError
+from specinfer.heads.block import BlockHead
+from specinfer.heads.checkpoint import HeadFolder
+from specinfer.llm import LLM
+from specinfer.models.weights import open_model
+from specinfer.tune import checkpoint
+from specinfer.tune.checkpoint import read_checkpoint
+from specinfer.tune.held_out import Figures, held_out_texts
+from specinfer.tune.new_head import HeadShape
+from specinfer.tune.prompts import read_prompts
+from specinfer.tune.tuning import TuneConfig, Tuning
+from tests.tiny_models import write_tiny_llama
+from tests.unit.tune.conftest import Clock, engine, ticking, tuning_of, write_prompts
+
+_CHECKPOINT = "work/checkpoint.safetensors"
+
+
+class KilledError(Exception):
+    """Stands for a process that is killed."""
+
+
+def run(
+    config: TuneConfig, prompts: Path, clock: Clock | None = None, **more: Any
+) -> tuple[Figures, list[str]]:
+    lines: list[str] = []
+    tuning = Tuning(config, clock=clock or ticking(), say=lines.append, **more)
+    return tuning.run(read_prompts([prompts]), [prompts.name]), lines
+
+
+@pytest.fixture(scope="module")
+def tuned(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tuned") / "head"
+    run(tuning_of(target, out, minutes=4.0), prompts)
+    return out
+
+
+def test_a_head_learns_what_its_target_says(tuned: Path) -> None:
+    history = read_checkpoint(tuned / _CHECKPOINT).state.history
+    assert len(history) >= 3
+    losses = [row["loss"] for row in history]
+    assert isinstance(losses[0], float)
+    assert isinstance(losses[-1], float)
+    assert losses[-1] < 0.7 * losses[0]
+    best = max(row["tokens_per_pass"] for row in history)  # type: ignore[type-var]
+    assert isinstance(best, float)
+    assert best > 1.1
+
+
+def test_what_is_exported_computes_what_was_trained(target: Path, prompts: Path, tmp_path: Path) -> None:
+    tuning = Tuning(tuning_of(target, tmp_path / "head"), clock=ticking())
+    tuning._collect(read_prompts([prompts]))
+    trainer, texts = tuning._trainer(), held_out_texts(tuning._corpus)
+    for _ in range(8):
+        trainer.step(tuning._corpus, 1.0)
+    tuning._keep(trainer, texts, [])
+    opened = open_model(target)
+    exported = HeadFolder(tmp_path / "head", opened.config).module(opened)
+    assert isinstance(exported, BlockHead)
+    trained = trainer.averaged()
+    taps, anchors = texts[0].taps_TND[None], torch.tensor([[texts[0].prompt, texts[0].prompt + 2]])
+    ids = texts[0].tokens_T[anchors]
+    with torch.no_grad():
+        there = exported.logits(exported(taps, ids, anchors)) + exported.pair_logits(ids)[:, :, None]
+        here = trained.logits(trained(taps * trainer.scale_ND, ids, anchors))
+        here += trained.pair_logits(ids)[:, :, None]
+        read, unscaled = exported.fused(taps), trained.fused(taps)
+        wanted = trained.fused(taps * trainer.scale_ND)
+    assert torch.equal(exported.ids, trained.ids)
+    assert (there - here).abs().max() < 0.05 * here.std()  # bfloat16 on disk
+    assert (read - wanted).abs().max() < 0.05 * wanted.std()
+    assert (unscaled - wanted).abs().max() > 0.5 * wanted.std()  # so the scale is in what was written
+
+
+def test_the_best_checkpoint_is_kept_and_not_the_newest(
+    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worth = iter([1.5, 2.5, 2.0, 1.0, *[1.0] * 9])
+    monkeypatch.setattr("specinfer.tune.tuning.measure", lambda *_: Figures((0.1,) * 4, 0.2, next(worth), 5))
+    config = tuning_of(target, tmp_path / "head")
+    figures, lines = run(config, prompts, ticking(3.0))
+    assert figures.tokens_per_pass == 2.5
+    told = [line.endswith("the best so far") for line in lines if "held out: first" in line]
+    assert told[:3] == [True, True, False]
+    assert not any(told[3:])
+    assert "makes 2.50 tokens a pass" in (tmp_path / "head" / "README.md").read_text()
+
+
+def test_a_model_card_says_where_a_head_is_from(tuned: Path) -> None:
+    text = (tuned / "README.md").read_text()
+    for part in (
+        "A draft head for target",
+        "prompts.jsonl",
+        "answers of the target",
+        "loss hybrid",
+        "can name | 48 of 64",
+    ):
+        assert part in text
+    assert (tuned / "training.png").exists() is (find_spec("matplotlib") is not None)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_text_is_the_same_with_it(tuned: Path, target: Path, temperature: float) -> None:
+    params = SamplingParams(max_tokens=30, temperature=temperature, seed=3)
+    config = engine(target)
+    with LLM(config) as plain, LLM(config, drafts=[str(tuned)], tree_size="fixed") as drafted:
+        texts = ["2 * 3", "7 * 8"]
+        expected = [output.token_ids for output in plain.generate(texts, params)]
+        outputs = drafted.generate(texts, params)
+    assert [output.token_ids for output in outputs] == expected
+    assert sum(output.figures.accepted_by.get("draft", 0) for output in outputs) > 0
+
+
+def test_who_is_killed_goes_on_from_the_last_checkpoint(target: Path, prompts: Path, tmp_path: Path) -> None:
+    config = tuning_of(target, tmp_path / "head", minutes=3.0, max_tokens=24)
+    many = write_prompts(tmp_path, [f"{n} * {n}" for n in range(100)])
+
+    def dies_at(steps: int) -> Clock:
+        clock, left = ticking(), iter(range(steps))
+
+        def tick() -> float:
+            if next(left, None) is None:
+                raise KilledError
+            return clock()
+
+        return tick
+
+    with pytest.raises(KilledError):
+        run(config, many, dies_at(45))  # while it collects
+    shards = sorted((config.work / "shards").glob("*.safetensors"))
+    assert shards
+    assert not (config.out / "config.json").exists()
+    again = replace(config, resume=True)
+    with pytest.raises(KilledError):
+        run(again, many, dies_at(110))  # while it trains
+    assert set(shards) <= set((config.work / "shards").glob("*.safetensors"))
+    kept = read_checkpoint(config.out / _CHECKPOINT).state
+    assert kept.steps > 0
+    _, lines = run(again, many)
+    after = read_checkpoint(config.out / _CHECKPOINT).state
+    assert after.history[: len(kept.history)] == kept.history
+    assert after.steps > kept.steps
+    assert any(f"{after.steps} steps" in line for line in lines)
+
+
+def test_a_run_in_two_parts_learns_what_one_run_learns(target: Path, prompts: Path, tmp_path: Path) -> None:
+    config = tuning_of(target, tmp_path / "head", minutes=4.0)
+    tuning = Tuning(config, clock=ticking())
+    tuning._collect(read_prompts([prompts]))
+    corpus = tuning._corpus
+    whole = tuning._trainer()
+    for _ in range(6):
+        whole.step(corpus, 1.0)
+    first = tuning._trainer()
+    for _ in range(3):
+        first.step(corpus, 1.0)
+    path = config.out / _CHECKPOINT
+    checkpoint.write_checkpoint(path, first, {})
+    second = tuning._trainer()
+    for _ in range(3):
+        second.step(corpus, 1.0)
+    assert second.state.steps == whole.state.steps
+    for name, parameter in whole.head.named_parameters():
+        assert torch.allclose(parameter, second.head.get_parameter(name), atol=1e-6), name
+    for name, average in whole.average.items():
+        assert torch.allclose(average, second.average[name], atol=1e-6), name
+
+
+def test_minutes_that_are_over_are_told_and_more_go_on(target: Path, prompts: Path, tmp_path: Path) -> None:
+    config = tuning_of(target, tmp_path / "head")
+    run(config, prompts, ticking(3.0))
+    steps = read_checkpoint(config.out / _CHECKPOINT).state.steps
+    _, lines = run(replace(config, resume=True), prompts)
+    assert lines == ["the 1 minutes are over; --resume with more goes on"]
+    run(replace(config, resume=True, minutes=3.0), prompts, ticking(8.0))
+    assert read_checkpoint(config.out / _CHECKPOINT).state.steps > steps
+
+
+def test_time_for_a_single_step_still_makes_a_head(target: Path, prompts: Path, tmp_path: Path) -> None:
+    config = tuning_of(target, tmp_path / "head", minutes=1.0)
+    figures, _ = run(config, prompts, ticking(1000.0))
+    assert figures.places > 0
+    assert read_checkpoint(config.out / _CHECKPOINT).state.steps == 1
+    HeadFolder(config.out, open_model(target).config)
+
+
+def test_a_full_disk_is_told_and_what_was_kept_stays(
+    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tuning_of(target, tmp_path / "head", minutes=4.0)
+    written = 0
+    write = checkpoint.write_safetensors
+
+    def fills(path: Path, *rest: Any, **more: Any) -> None:
+        nonlocal written
+        written += 1
+        if written == 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, *rest, **more)
+
+    monkeypatch.setattr(checkpoint, "write_safetensors", fills)
+    with pytest.raises(TuneError, match=r"cannot write to .*No space left on device.*--resume"):
+        run(config, prompts, ticking(8.0))
+    kept = read_checkpoint(config.out / _CHECKPOINT).state
+    assert len(kept.history) == 1
+    HeadFolder(config.out, open_model(target).config)
+    run(replace(config, resume=True), prompts, ticking(8.0))
+    assert len(read_checkpoint(config.out / _CHECKPOINT).state.history) > 1
+
+
+def test_a_disk_that_is_full_of_shards_is_told(
+    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("specinfer.tune.shards.write_safetensors", full)
+    config = tuning_of(target, tmp_path / "head")
+    with pytest.raises(TuneError, match=r"cannot write to .*No space left on device.*--resume"):
+        run(config, prompts)
+    assert list((config.work / "shards").iterdir()) == []
+    assert not (config.out / "config.json").exists()
+
+
+def test_bad_lines_are_told(target: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    rows = [json.dumps({"prompt": f"{n} + {n}"}) for n in range(8)]
+    path.write_text("\n".join([*rows[:3], "{broken", *rows[3:]]))
+    _, lines = run(tuning_of(target, tmp_path / "head"), path, ticking(20.0))
+    assert [line for line in lines if line.startswith("skipped")] == [
+        f"skipped: {path} line 4: not JSON (Expecting property name enclosed in double quotes at column 2); "
+        'each line must be an object with "prompt" (a string) or "turns" (a list of strings)'
+    ]
+
+
+def test_folders_that_are_something_else_are_refused(
+    tuned: Path, target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    cases: list[tuple[TuneConfig, str]] = [
+        (tuning_of(target, tuned), "has a tuning in it; --resume goes on"),
+        (tuning_of(target, target), "has a model in it already"),
+        (tuning_of(target, tmp_path / "new", resume=True), "has no tuning to resume"),
+        (tuning_of(target, tuned, resume=True, head=HeadShape(depth=3)), "the tuning in .* is of head"),
+    ]
+    for config, words in cases:
+        with pytest.raises(TuneError, match=words):
+            Tuning(config)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_damaged_checkpoint_is_told(target: Path, prompts: Path, tmp_path: Path) -> None:
+    config = tuning_of(target, tmp_path / "head")
+    run(config, prompts, ticking(20.0))
+    path = config.out / _CHECKPOINT
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(TuneError, match=r"checkpoint.safetensors is damaged .*remove it"):
+        run(replace(config, resume=True, minutes=3.0), prompts)
+
+
+def test_times_that_make_no_sense_are_refused(target: Path, tmp_path: Path) -> None:
+    for changes in ({"minutes": 0.0}, {"minutes": float("nan")}, {"collect_minutes": 1.0}):
+        with pytest.raises(TuneError, match="allowed"):
+            tuning_of(target, tmp_path, **changes)
+
+
+def test_targets_without_room_for_a_head_are_refused(tmp_path: Path) -> None:
+    target = write_tiny_llama(tmp_path / "target", num_layers=3, tokenizer=True)
+    path = target / "config.json"
+    path.write_text(path.read_text().replace('"silu"', '"gelu_pytorch_tanh"'))
+    with pytest.raises(ModelError, match="no head can be trained for llama yet"):
+        Tuning(tuning_of(target, tmp_path / "head"))
