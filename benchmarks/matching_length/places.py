@@ -79,9 +79,11 @@ def hidden_file(path: Path) -> Path:
 
 
 def hidden(path: Path) -> Floats:
-    """The hidden states beside a trace, [places, taps, D]."""
+    """The hidden states beside a trace, [places, taps, D], each divided by its root mean square."""
     with np.load(hidden_file(path)) as file:
-        return np.asarray(file["hidden"], dtype=np.float32)
+        states = np.asarray(file["hidden"], dtype=np.float32)
+    mean: Floats = np.square(states).mean(axis=-1, keepdims=True)
+    return states / np.sqrt(mean + 1e-6)
 
 
 def hidden_states(target: LanguageModel, trace: Trace, block_size: int) -> NDArray[np.float16]:
@@ -217,6 +219,7 @@ class Listening(LookingOn):
         self._first = [start - len(text.prompt) for text, start in starts]
         self._calibration = Calibration()
         self._plan = StepPlan(())
+        self.places = 0  # so far
         shape = (trace.places, LEVELS)
         self.hits = {name: np.full(shape, np.nan, dtype=np.float32) for name in names}
         self.counted = {name: np.full(shape, np.nan, dtype=np.float32) for name in names}
@@ -232,9 +235,12 @@ class Listening(LookingOn):
         for entry, tree in zip(self._plan.tree_entries, trees, strict=True):
             number = int(entry.request.request_id)
             place = self._first[number] + entry.end
+            self.places += 1
             for level, (name, hit, rate, sure) in followed(
                 tree, self._texts[number][entry.end : entry.end + LEVELS], self._calibration
             ):
+                if name not in self.hits:  # predictions and grammars: they know without a predictor
+                    continue
                 self.hits[name][place, level] = hit
                 self.counted[name][place, level] = rate
                 if level == 0:
@@ -277,6 +283,8 @@ def listened(trace: Trace) -> tuple[dict[str, Floats], dict[str, Floats], dict[s
     listening = Listening(alone, names)
     if names:
         play([Part([(alone, i) for i in range(len(alone.texts))])], listening, speculation=alone.speculation)
+        if listening.places != trace.places:  # the ensemble goes on without a policy that fails
+            raise AssertionError(f"listened at {listening.places} of {trace.places} places, then it failed")
     return listening.hits, listening.sure, listening.counted
 
 
