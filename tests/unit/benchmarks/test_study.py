@@ -26,6 +26,8 @@ SCRIPTS = (
         "neighbour",
         "overhead",
         "parameters",
+        "policy_hedge",
+        "policy_matching_length",
         "policy_traces",
     ),
     *(

@@ -1,0 +1,1 @@
+"""What policy_matching_length.py predicts, and by what it decides then."""

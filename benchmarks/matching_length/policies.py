@@ -1,0 +1,143 @@
+"""Policies that take the hazards of guesses from a predictor, from their own counts, or from the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from matching_length.places import LEVELS, Floats
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.replay.trace import Trace
+from specinfer.runtime.cost_model import CostModel
+from specinfer.speculate.cost_policy import CostPolicy, Question
+from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.guarded_policy import GuardedPolicy
+from specinfer.tree import Draw, TokenTree
+
+
+class GivenLevels(DraftCosts):
+    """A draft's costs with hazards that are given; its own counts where none are."""
+
+    given: Sequence[float] = ()
+
+    def rates(self) -> list[float]:
+        counted = super().rates()
+        return [*self.given][: len(counted)] or counted
+
+
+class ByHazards(CostPolicy):
+    """The policy with hazards of somebody else, for one request at a time.
+
+    With `ahead` a draft's depth is settled before it draws, as in the paper: the one with the most expected
+    tokens per second. Else every level is weighed by what was drawn above it, as the policy does.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        hazards: Sequence[Mapping[str, Floats]],
+        *,
+        ahead: bool,
+        lookups: bool,
+    ) -> None:
+        """`hazards` are those of each text in the order they are played, [places, LEVELS] by speculator.
+
+        `lookups` says whether guesses that cost nothing are hoped for by them, too.
+        """
+        target = CostModel("target", trace.curve, learns=False)
+        expansion = trace.speculation.expansion
+        self.models = {
+            name: CostModel(name, draft.curve, learns=False) for name, draft in trace.drafts.items()
+        }
+        self.target = target
+        self.steps = 0
+        self._levels = {name: GivenLevels(model, expansion) for name, model in self.models.items()}
+        super().__init__(target, self._levels)
+        self._hazards = hazards
+        self._ahead, self._lookups = ahead, lookups
+        self._here: Mapping[str, Floats] = {}
+        self._planned = 0  # levels of the draft that is being asked
+
+    def begin_step(self, plan: StepPlan) -> StepPlan:
+        self.steps += 1
+        self._here = {}
+        for entry in plan.tree_entries:
+            place = entry.end - len(entry.request.prompt_token_ids)
+            of_text = self._hazards[int(entry.request.request_id)] if self._hazards else {}
+            if place > 0:
+                self._here = {name: values[place] for name, values in of_text.items()}
+        for name, levels in self._levels.items():
+            levels.given = self._here[name].tolist() if name in self._here else ()
+        return super().begin_step(plan)
+
+    def worth_starting(
+        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+    ) -> list[bool]:
+        before = self._spent
+        starts = super().worth_starting(speculator, entries, unread)
+        if self._ahead and entries[0].max_nodes > 1:
+            self._spent = before
+            self._planned = self._depth(speculator, entries[0], unread[0])
+            starts = [self._planned > 0]
+            self._spent += self._drafts[speculator].passes(0, 1)[1] if self._planned else 0.0
+        return starts
+
+    def worth_deepening(
+        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
+    ) -> list[bool]:
+        before = self._spent
+        deeper = super().worth_deepening(speculator, entries, trees)
+        if self._ahead:
+            level = max(trees[0].depths())
+            deeper = [level < self._planned]
+            self._spent = before + (self._drafts[speculator].passes(level, 1)[1] if deeper[0] else 0.0)
+        return deeper
+
+    def _depth(self, speculator: str, entry: PlanEntry, unread: int) -> int:
+        """The number of levels with the most expected tokens per second, nothing being drawn yet."""
+        draft = self._drafts[speculator]
+        gain = self._guesses[entry.request.request_id].gain(draft, 0)
+        tokens, nodes = self._so_far()
+        seconds, best = 0.0, (tokens / self._seconds(nodes), 0)
+        rates = draft.rates()
+        for level in range(draft.deepest):
+            seconds += draft.alone(max(2, unread)) if level == 0 else draft.passes(level, 1)[1]
+            gain *= rates[level] if level else 1.0
+            tokens, nodes = tokens + gain, nodes + 1
+            best = max(best, (tokens / (self._seconds(nodes) + seconds), level + 1))
+        return best[1]
+
+    def _rates(self, asked: Sequence[Question]) -> list[list[float]]:
+        answers = super()._rates(asked)
+        given = {name for name in self._here if name not in self._levels} if self._lookups else set()
+        if given:
+            for rates, (_, draws, _) in zip(answers, asked, strict=True):
+                of_given(rates, [draw for draw in draws if draw.speculator in given], self._here)
+        return answers
+
+
+def of_given(rates: list[float], draws: Sequence[Draw], hazards: Mapping[str, Floats]) -> None:
+    """Scale the rates of a speculator's draws below each node so that they sum to the level's hazard."""
+    depths = {0: 0}
+    groups: dict[tuple[int, str], list[int]] = {}
+    for draw in sorted(draws, key=lambda one: one.node):
+        depths[draw.node] = depths.get(draw.parent, 0) + 1
+        groups.setdefault((draw.parent, draw.speculator), []).append(draw.node)
+    for (parent, name), nodes in groups.items():
+        level = min(depths.get(parent, 0), LEVELS - 1)
+        hazard, before = float(hazards[name][level]), sum(rates[node] for node in nodes)
+        if np.isnan(hazard) or before <= 0:
+            continue
+        for node in nodes:
+            rates[node] = min(1.0, rates[node] * hazard / before)
+
+
+def truth(hits: Floats) -> Floats:
+    """Hazards of somebody who knows the text: 1 along a guess as far as it is right, 0 behind it."""
+    return np.where(hits == 1, 0.999, 0.001).astype(np.float32)
+
+
+def guarded(policy: ByHazards) -> GuardedPolicy:
+    """As an engine has it with clock="curve"."""
+    return GuardedPolicy(policy, policy.target, policy.models, measured=False)
