@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -72,9 +73,8 @@ def replay(
     rows = {name: _play(name, parts, speculation) for name in names or ("off", "fixed", "cost")}
     plain = rows["off"][0] if "off" in rows else _play("off", parts, speculation)[0]
     if plot is not None:
-        _draw(
-            parts, speculation, {id(trace): path.stem for trace, path in zip(read, traces, strict=True)}, plot
-        )
+        kinds = {id(trace): _kind(path) for trace, path in zip(read, traces, strict=True)}
+        _draw(parts, speculation, kinds, plot)
     if json_output:
         policies = {name: _as_json(played, plain, notes) for name, (played, notes) in rows.items()}
         click.echo(
@@ -124,6 +124,11 @@ def _draw(parts: list[Part], speculation: SpeculationConfig, kinds: dict[int, st
     texts = [trace for part in parts for trace, _ in part.texts]
     play(parts, POLICIES["cost"](texts[0], speculation), speculation=speculation, on_step=choices)
     draw_choices(choices.steps, [kinds[id(trace)] for trace in texts], path)
+
+
+def _kind(path: Path) -> str:
+    """What a trace's texts are, by its file's name: "code" of code-00.npz and of code-01.npz."""
+    return re.sub(r"-\d+$", "", path.stem)
 
 
 def _as_json(played: Played, plain: Played, notes: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def draw_choices(steps: Sequence[Chosen], kinds: Sequence[str], path: Path) -> N
     if any(one.passes for one in averages):
         middle.plot(places, [one.passes for one in averages], color=COLOURS[1], label="passes of drafts")
     bottom.plot(places, [one.tokens for one in averages], color=COLOURS[2], label="tokens")
-    dress(top, "", "", "% of steps in which\ntheir guesses were verified")
+    dress(top, "", "", "% of steps with\nguesses verified")
     dress(middle, "", "", "a step")
     dress(bottom, "", "tokens of the texts", "tokens a step")
     for axes in (top, middle, bottom):

@@ -58,6 +58,20 @@ def test_a_trace_is_shown_with_its_first_tree(page: Page, viewing: Callable[[str
     assert page.get_by_role("textbox", name="Message").is_hidden()
     page.get_by_role("button", name="Settings").click()
     assert page.get_by_label("Appearance").is_visible()
+
+
+def test_why_so_much_was_guessed_is_shown_where_the_trace_says(
+    page: Page, viewing: Callable[[str], str]
+) -> None:
+    turns = [
+        {"name": "ngram", "why": "guessed", "drawn": 7, "kept": 3, "levels": 7},
+        {"name": "draft", "why": "not worth its price", "drawn": 0, "kept": 0, "levels": 0},
+    ]
+    page.goto(viewing(trace(TEXT, decision={"speculators": turns, "hope": 2.188})))
+    reasons = page.get_by_text("2.19 tokens hoped for; ngram: 3 of 7 verified; draft: not worth its price")
+    reasons.wait_for()
+    page.goto(viewing(trace(TEXT, decision={"speculators": turns, "hope": None})))
+    page.get_by_text("ngram: 3 of 7 verified; draft: not worth its price", exact=True).wait_for()
     assert page.get_by_label("Temperature").is_hidden()
 
 
