@@ -50,10 +50,11 @@ It reads the hidden states of its target and guesses {config.depth} tokens in on
 | training | {state.seconds / 60:.0f} minutes, {state.steps} steps, {state.blocks} blocks, loss {loss} |
 | made | {datetime.now(UTC):%Y-%m-%d} by specinfer {VERSION} |
 
-On {figures.places} places of {material.held_out} held-out greedy answers: first guesses are right at
-{hits} of places (level by level, where all before were right), the first level's token is among three at
-{figures.first_three:.3f}, and a chain of first guesses makes {figures.tokens_per_pass:.2f} tokens a pass
-of the target's.
+On {figures.places} places of {material.held_out} held-out greedy answers:
+
+- a chain of first guesses makes {figures.tokens_per_pass:.2f} tokens a pass of the target's;
+- first guesses are right at {hits} of places, level by level, where all before them were right;
+- the first level's token is among three at {figures.first_three:.3f}.
 
 The answers are the target's own; its licence applies to them, and that of the prompts to what is learnt from
 those.

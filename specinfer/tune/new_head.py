@@ -14,12 +14,14 @@ from specinfer.errors import ModelError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import target_embedding, target_head
 from specinfer.heads.config import BlockConfig, check_target
-from specinfer.heads.layers import initialise
+from specinfer.heads.layers import HeadLayer, initialise
 from specinfer.heads.vocabulary import Tables
 from specinfer.models.config import Activation, Family, ModelConfig, Rope
 from specinfer.models.weights import OpenModel
 from specinfer.tune.shards import Corpus, TunedText
 
+_FAINT: Final = 0.1  # of the target's output layer, to begin with
+_LOUD: Final = 4.0  # times the usual deviation of what layers add
 _LEAST: Final = 1e-6  # of a size that something is divided by
 
 
@@ -104,13 +106,21 @@ def sizes_of(texts: Iterable[TunedText]) -> Tensor:
 
 
 def new_head(config: BlockConfig, target: OpenModel, ids: list[int], seed: int) -> BlockHead:
-    """An untrained head: matrices are drawn, output layer and last norm are the target's."""
+    """An untrained head: matrices are drawn, output layer and last norm are the target's.
+
+    Left at that, it would be sure that its anchor comes again, where embeddings and output layer are one
+    table: so its guesses begin faint, and what its layers add to the embedding larger than that.
+    """
     tables = Tables(target_embedding(target), target_head(target, ids))
     head = BlockHead(replace(config, draft_vocab_size=len(ids)), ids, tables)
     generator = torch.Generator().manual_seed(seed)
     initialise(head, generator)
     with torch.no_grad():
-        head.lm_head.weight.copy_(tables.head_UD)
+        head.lm_head.weight.copy_(_FAINT * tables.head_UD)
+        for layer in head.layers:
+            assert isinstance(layer, HeadLayer)
+            layer.self_attn.o_proj.weight.mul_(_LOUD)
+            layer.mlp.down_proj.weight.mul_(_LOUD)
         norm_D = target.read_rows("model.norm.weight", 0, config.body.hidden_size).float()
         head.norm.weight.copy_(norm_D + target.config.norm_weight_offset)
         # What is read is about 1 in size, and so is what comes of it.

@@ -74,6 +74,17 @@ def test_a_block_head_is_what_a_loop_over_rows_makes(config: BlockConfig) -> Non
             np.testing.assert_allclose(hidden[sequence, block], plain, atol=1e-4)
 
 
+def test_the_first_rows_of_a_causal_block_do_not_depend_on_the_others() -> None:
+    head = tiny_head(block_config())
+    assert isinstance(head, BlockHead)
+    given = taps_of(6, 2), torch.tensor([[3, 9], [4, 1]]), torch.tensor([[2, 6], [1, 5]])
+    with torch.no_grad():
+        whole = head(*given)
+        assert whole.shape[2] == 5
+        for rows in (1, 3):
+            assert torch.allclose(head(*given, rows), whole[:, :, :rows], atol=1e-6)
+
+
 def test_the_markov_term_and_the_confidence_are_products_with_the_token_before() -> None:
     head = tiny_head(block_config())
     assert isinstance(head, BlockHead)

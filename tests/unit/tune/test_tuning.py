@@ -55,7 +55,7 @@ def test_a_head_learns_what_its_target_says(tuned: Path) -> None:
     losses = [row["loss"] for row in history]
     assert isinstance(losses[0], float)
     assert isinstance(losses[-1], float)
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] < 0.85 * losses[0]
     best = max(row["tokens_per_pass"] for row in history)  # type: ignore[type-var]
     assert isinstance(best, float)
     assert best > 1.1
