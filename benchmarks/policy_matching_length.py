@@ -32,7 +32,7 @@ from typing import Any, Final
 import numpy as np
 from matching_length.places import LEVELS, Floats, Known, hear, hidden, joined, known
 from matching_length.policies import ByHazards, guarded, truth
-from matching_length.predictors import RESAMPLES, Predictor, fit, judged, microseconds
+from matching_length.predictors import RESAMPLES, Predictor, fit, judged, microseconds, untrained
 from numpy.typing import NDArray
 from study import REQUIRED, Study, parser, row, run, settings_of
 
@@ -52,6 +52,7 @@ SIZES: Final[dict[str, tuple[int, ...]]] = {
     "64+64": (64, 64),
 }  # hidden units
 INPUTS: Final = ("cheap", "final", "cheap + final", "cheap + final + taps")
+NAMES: Final = tuple(f"{inputs}, {size}" for inputs in INPUTS for size in SIZES)
 RULES: Final[dict[str, dict[str, bool]]] = {
     "level by level": {"ahead": False, "lookups": False},
     "ahead": {"ahead": True, "lookups": False},
@@ -75,17 +76,22 @@ def main() -> None:
     train = joined([known(read_trace(path), hidden(path), without=asked) for path in args.train])
     pairs = zip(args.held_out, held_out.values(), strict=True)
     test = joined([known(trace, hidden(path)) for path, trace in pairs])
-    found: dict[str, Predictor] = {}
-    for name in INPUTS:
-        for size, units in SIZES.items():
-            predictor, validation = fit(train, train.inputs(name), units)
-            found[f"{name}, {size}"] = predictor
-            if f"predictor {name}, {size}" not in study.cells:
-                cell = judged(predictor(test.inputs(name)), test, predictor.outputs)
-                cell |= {"validation": validation, "weights": predictor.size}
-                cell["microseconds"] = [microseconds(predictor, test.inputs(name), n) for n in (1, 8)]
-                study.keep(f"predictor {name}, {size}", cell)
-                print(f"{name}, {size}: {cell['of']}", flush=True)
+    if "times" not in study.cells:
+        study.keep("times", {"us": times(test)})
+    found: dict[str, tuple[Predictor, float]] = {}  # what was trained in this run
+
+    def trained(name: str) -> tuple[Predictor, float]:
+        if name not in found:
+            inputs, size = name.rsplit(", ", 1)
+            found[name] = fit(train, train.inputs(inputs), SIZES[size])
+        return found[name]
+
+    for name in NAMES:
+        if f"predictor {name}" not in study.cells:
+            predictor, validation = trained(name)
+            cell = judged(predictor(test.inputs(name.rsplit(", ", 1)[0])), test, predictor.outputs)
+            study.keep(f"predictor {name}", {**cell, "validation": validation, "weights": predictor.size})
+            print(f"{name}: {cell['of']}", flush=True)
     for name, of_all in (("counts", test.counted), ("drawn", test.drawn)):
         if name not in study.cells:
             study.keep(name, judged(of_all, test, tuple(of_all)))
@@ -93,7 +99,8 @@ def main() -> None:
         study.keep("data", {"train": sizes_of(train), "held-out": sizes_of(test)})
     for workload, parts in workloads(held_out).items():
         if workload not in study.cells:
-            study.keep(workload, played(parts, held_out, test, best_of(study.cells, found)))
+            best = {name: trained(name)[0] for name in best_of(study.cells)}
+            study.keep(workload, played(parts, held_out, test, best))
             print(workload, study.cells[workload]["ratios"], flush=True)
     study.write(page(study.cells, args))
 
@@ -203,14 +210,21 @@ def ratio(present: Sequence[float], other: Sequence[float], rng: np.random.Gener
     return float(a.sum() / b.sum()), *(float(one) for one in np.quantile(ratios, (0.025, 0.975)))
 
 
-def best_of(cells: Mapping[str, Any], predictors: Mapping[str, Predictor]) -> dict[str, Predictor]:
+def best_of(cells: Mapping[str, Any]) -> list[str]:
     """Of each kind of input the size that was best on texts it did not learn from, held-out ones unseen."""
-    best: dict[str, Predictor] = {}
-    for inputs in INPUTS:
-        names = [f"{inputs}, {size}" for size in SIZES]
-        name = min(names, key=lambda one: cells[f"predictor {one}"]["validation"])
-        best[name] = predictors[name]
-    return best
+    of = [[name for name in NAMES if name.rsplit(", ", 1)[0] == inputs] for inputs in INPUTS]
+    return [min(names, key=lambda one: cells[f"predictor {one}"]["validation"]) for names in of]
+
+
+def times(test: Known) -> dict[str, list[float]]:
+    """Microseconds of a prediction for 1 request and for 8, by predictor: whatever its weights are."""
+    found: dict[str, list[float]] = {}
+    for name in NAMES:
+        inputs, size = name.rsplit(", ", 1)
+        x = test.inputs(inputs)
+        predictor = untrained(x.shape[1], SIZES[size], tuple(test.hits))
+        found[name] = [microseconds(predictor, x, rows) for rows in (1, 8)]
+    return found
 
 
 def sizes_of(known: Known) -> dict[str, Any]:
@@ -244,7 +258,8 @@ def page(cells: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
         lines += [row(*["---"] * 7)]
         for cell_name, cell in cells.items():
             if name in cell.get("of", {}):
-                lines.append(_judged_row(cell_name.removeprefix("predictor "), cell, cell["of"][name]))
+                shown = cell_name.removeprefix("predictor ")
+                lines.append(_judged_row(shown, cell, cell["of"][name], cells["times"]["us"].get(shown, ())))
     lines += ["", "## Played", ""]
     lines += [
         "Speed of the same texts over the present policy's, by the cost curves in the traces and without the "
@@ -263,18 +278,19 @@ def page(cells: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def _judged_row(name: str, cell: Mapping[str, Any], of: Mapping[str, Any]) -> str:
+def _judged_row(
+    name: str, cell: Mapping[str, Any], of: Mapping[str, Any], microseconds: Sequence[float]
+) -> str:
     below = ""
     if "below_counts" in of and name != "counts":
         mean, low, high = of["below_counts"]
         below = f" ({mean:+.4f}, {low:+.4f} to {high:+.4f})"
-    times = ", ".join(f"{one:.0f}" for one in cell.get("microseconds", ()))
     return row(
         name,
         f"{of['log_loss']:.4f}{below}",
         *(f"{of[key]:.3f}" for key in ("auc", "auc_first", "error")),
         cell.get("weights", ""),
-        times,
+        ", ".join(f"{one:.0f}" for one in microseconds),
     )
 
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from matching_length.places import LEVELS, Floats, Known
 
 RESAMPLES: Final = 2000  # of texts, for an interval
-DECAYS: Final = (0.1, 3.0, 30.0)  # of weights; the one that is best on texts not learnt from is taken
-EPOCHS: Final = 60
-PATIENCE: Final = 5  # epochs without a better log-loss
-BATCH: Final = 128  # places
+DECAYS: Final = (1.0, 30.0)  # of weights; the one that is best on texts not learnt from is taken
+EPOCHS: Final = 30
+PATIENCE: Final = 3  # epochs without a better log-loss
+BATCH: Final = 256  # places
 RATE: Final = 2e-3  # of learning
 
 
@@ -43,6 +43,16 @@ class Predictor:
     def size(self) -> int:
         """Its weights and biases."""
         return sum(weights.size + biases.size for weights, biases in self.layers)
+
+
+def untrained(features: int, units: Sequence[int], names: tuple[str, ...]) -> Predictor:
+    """A predictor of this shape that knows nothing."""
+    sizes = [features, *units, len(names) * LEVELS]
+    layers = [
+        (np.zeros(pair, dtype=np.float32), np.zeros(pair[1], dtype=np.float32)) for pair in pairwise(sizes)
+    ]
+    ones = np.ones(features, dtype=np.float32)
+    return Predictor(0 * ones, ones, tuple(layers), names)
 
 
 def fit(known: Known, x: Floats, units: Sequence[int], *, seed: int = 0) -> tuple[Predictor, float]:

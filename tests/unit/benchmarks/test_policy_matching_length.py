@@ -224,6 +224,9 @@ def test_a_predictor_is_the_network_that_was_trained(parts: Any) -> None:
     assert hazards.shape == (3, 8)
     np.testing.assert_allclose(hazards[:, 0], [one, one, 1 - one], rtol=1e-6)
     assert predictor.size == 2 + 2 + 16 + 8
+    alike = predictors.untrained(1, (2,), ("draft",))
+    assert alike.size == predictor.size
+    assert (alike(np.array([[5.0]], dtype=np.float32))["draft"] == 0.5).all()
 
 
 @pytest.fixture(scope="module")
@@ -352,6 +355,8 @@ def test_from_traces_to_a_page(
     parts: Any,
 ) -> None:
     monkeypatch.setattr(module, "SIZES", {"linear": (), "4": (4,)})
+    names = tuple(f"{inputs}, {size}" for inputs in module.INPUTS for size in ("linear", "4"))
+    monkeypatch.setattr(module, "NAMES", names)
     monkeypatch.setattr(parts[1], "EPOCHS", 2)
     files = [str(recorded / f"{name}.npz") for name in ("more", "chat-00", "chat-01", "code")]
     options = ["--model", pair[0], "--train", *files[:1], "--held-out", *files[1:]]
@@ -364,9 +369,10 @@ def test_from_traces_to_a_page(
     assert all(row[1] == "1.000 (1.000 to 1.000)" for row in played if row[0] == "present")
 
     def refuse(*args: Any, **options: Any) -> LLM:
-        raise AssertionError("a model is loaded although its states are there")
+        raise AssertionError("something is done anew although it is there")
 
     monkeypatch.setattr(parts[0], "LLM", refuse)
+    monkeypatch.setattr(module, "fit", refuse)
     assert run(module, *options) == page
 
 
