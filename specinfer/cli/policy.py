@@ -68,15 +68,18 @@ def reset(target: str | None) -> None:
 
 def _lines(stored: StoredPolicy) -> list[str]:
     """What one file holds, as text."""
+    from specinfer.speculate.bounded import mapping
     from specinfer.speculate.calibration import rate_of_level
-    from specinfer.speculate.draft_costs import rates_of
+    from specinfer.speculate.draft_costs import checked_levels, rates_of
     from specinfer.speculate.estimator import Estimator
 
     estimator = Estimator()
     try:
         estimator.recall(stored.learned)
-        levels = {name: rates_of(told) for name, told in stored.learned["drafts"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        levels = {
+            name: rates_of(checked_levels(told)) for name, told in mapping(stored.learned["drafts"]).items()
+        }
+    except (ValueError, KeyError) as error:
         return [f"{stored.file}", f"  cannot be used: {error}"]
     key = stored.key
     lines = [

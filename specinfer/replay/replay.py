@@ -20,7 +20,7 @@ MakePolicy = Callable[[Trace, SpeculationConfig], SpeculationPolicy]
 
 def cost_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPolicy:
     """The policy of an engine whose tree_size is "cost" and clock "curve", with the trace's curves."""
-    return policy_with(Estimator(), trace, speculation)
+    return policy_with(None, trace, speculation)
 
 
 def counting_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPolicy:
@@ -28,8 +28,10 @@ def counting_policy(trace: Trace, speculation: SpeculationConfig) -> Speculation
     return policy_with(Estimator(logistics=False), trace, speculation)
 
 
-def policy_with(estimator: Estimator, trace: Trace, speculation: SpeculationConfig) -> SpeculationPolicy:
-    """The same policy where `estimator` says how likely guesses are."""
+def policy_with(
+    estimator: Estimator | None, trace: Trace, speculation: SpeculationConfig
+) -> SpeculationPolicy:
+    """The same policy where `estimator` says how likely guesses are; None: a new one of the engine's."""
     drafts = {name: draft.curve for name, draft in trace.drafts.items()}
     return sized_by_cost(trace.curve, drafts, speculation.expansion, measured=False, estimator=estimator)[0]
 

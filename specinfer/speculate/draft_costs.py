@@ -69,17 +69,8 @@ class DraftCosts:
         """Hits and tries of each level."""
         return [[level.hits, level.tries] for level in self._levels]
 
-    def checked(self, told: object) -> list[list[float]]:
-        """What `to_json` gave, of no more levels than there are; raises ValueError for impossible numbers."""
-        found = list[list[float]]()
-        for one in bounded.rows(told, 1000)[: len(self._levels)]:
-            hits, tries = bounded.row(one, 2)
-            tries = bounded.real(tries, 0.0, _MOST)
-            found.append([bounded.real(hits, 0.0, tries), tries])
-        return found
-
     def recall(self, levels: Sequence[Sequence[float]]) -> None:
-        """Take over what `checked` gave."""
+        """Take over what `to_json` gave, of as many levels as there are."""
         for level, (hits, tries) in zip(self._levels, levels, strict=False):
             level.hits, level.tries = hits, tries
         self._rates = []
@@ -131,3 +122,13 @@ def rates_of(levels: Sequence[Sequence[float]]) -> list[float]:
         rate = (hits + _PRIOR * rate) / (tries + _PRIOR)
         rates.append(rate)
     return rates
+
+
+def checked_levels(told: object) -> list[list[float]]:
+    """Hits and tries of levels, as `DraftCosts.to_json` gave them; raises ValueError for impossible ones."""
+    found = list[list[float]]()
+    for one in bounded.rows(told, 1000):
+        hits, tries = bounded.row(one, 2)
+        tries = bounded.real(tries, 0.0, _MOST)
+        found.append([bounded.real(hits, 0.0, tries), tries])
+    return found

@@ -45,6 +45,7 @@ class Estimator:
     counts: Calibration = field(default_factory=Calibration)
     rivals: dict[str, Rival] = field(default_factory=dict)  # by speculator
     logistics: bool = True
+    outcomes: int = 0  # of all guesses, that it has learnt from
 
     def rates(self, draws: Sequence[Draw], temperature: float) -> list[float]:
         """The probability of each of these draws to become text where its parent did, [len(draws)].
@@ -67,6 +68,7 @@ class Estimator:
 
     def learn(self, below: Sequence[Draw], accepted: int | None, temperature: float) -> None:
         """Learn what became of all draws below one node of the text: those at node `accepted` became text."""
+        self.outcomes += len(below)
         if self.logistics and below:
             counted = self.counts.rates(below)
             for draw, features, rate in zip(below, features_of(below, temperature), counted, strict=True):
@@ -79,18 +81,13 @@ class Estimator:
                 rival.logistic.learn(features, likely, became)
         self.counts.learn(below, accepted)
 
-    @property
-    def outcomes(self) -> int:
-        """Of all guesses, that it has learnt from."""
-        return sum(rival.outcomes for rival in self.rivals.values())
-
     def to_json(self) -> dict[str, Any]:
         """What it has learnt, as JSON values."""
         logistics = {
             name: {"weights": rival.logistic.named(), "lead": rival.lead, "outcomes": rival.outcomes}
             for name, rival in self.rivals.items()
         }
-        return {"counts": self.counts.to_json(), "logistics": logistics}
+        return {"outcomes": self.outcomes, "counts": self.counts.to_json(), "logistics": logistics}
 
     def recall(self, told: Mapping[str, Any]) -> None:
         """Take over what `to_json` gave; raises ValueError or KeyError, and then takes nothing."""
@@ -103,10 +100,11 @@ class Estimator:
                 bounded.real(rival["lead"], -MOST_LEAD, MOST_LEAD),
                 bounded.whole(rival["outcomes"], 0, _MOST_OUTCOMES),
             )
-            for name, rival in logistics.items()
+            for name, rival in ((name, bounded.mapping(one)) for name, one in logistics.items())
         }
+        outcomes = bounded.whole(told["outcomes"], 0, _MOST_OUTCOMES)
         self.counts.recall(told["counts"])
-        self.rivals = rivals
+        self.rivals, self.outcomes = rivals, outcomes
 
     def _meet(self, draw: Draw) -> Rival:
         """Begin a logistic for a speculator that was not known: by what its guesses look like."""

@@ -267,13 +267,14 @@ def sized_by_cost(
 ) -> tuple[GuardedPolicy, Learned]:
     """The policy of an engine whose tree_size is "cost", given what its models' passes cost.
 
-    `estimator` says how likely guesses are, a new one by default. Returns also the policy's parts that learn
-    what guesses are worth.
+    `estimator` says how likely guesses are: by default a new one, which is the counts alone where there is no
+    draft, as a logistic takes more of such a step than it gains (docs/log.md). Returns also the policy's
+    parts that learn what guesses are worth.
     """
     costs = CostModel("target", target, learns=measured)
     of_drafts = {name: CostModel(name, curve, learns=measured) for name, curve in drafts.items()}
     depths = {name: DraftCosts(cost, expansion) for name, cost in of_drafts.items()}
-    learned = Learned(estimator or Estimator(), depths)
+    learned = Learned(estimator or Estimator(logistics=bool(drafts)), depths)
     policy = TrustedPolicy(CostPolicy(costs, depths, learned.estimator))
     return GuardedPolicy(policy, costs, of_drafts, measured=measured), learned
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from specinfer.files import cache_dir, write_whole
 from specinfer.speculate.bounded import mapping
-from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.draft_costs import DraftCosts, checked_levels
 from specinfer.speculate.estimator import Estimator
 
 _LOG = logging.getLogger(__name__)
@@ -44,8 +44,9 @@ class Learned:
         return {**self.estimator.to_json(), "drafts": drafts}
 
     def recall(self, told: Mapping[str, Any]) -> None:
-        """Take over what `to_json` gave; raises ValueError, KeyError or TypeError, and then takes nothing."""
-        levels = {name: costs.checked(told["drafts"].get(name, [])) for name, costs in self.drafts.items()}
+        """Take over what `to_json` gave; raises ValueError or KeyError, and then takes nothing."""
+        of_drafts = mapping(told["drafts"])
+        levels = {name: checked_levels(of_drafts.get(name, [])) for name in self.drafts}
         self.estimator.recall(told)
         for name, costs in self.drafts.items():
             costs.recall(levels[name])
@@ -75,13 +76,13 @@ class PolicyMemory:
         """Take over what the file holds, where there is one that can be used."""
         try:
             stored = read_policy(self._file)
-            if stored.key != self._key:
+            if stored.key != self._key:  # two keys of one name, or a file that was moved
                 raise ValueError("it is of other models")
             self._learned.recall(stored.learned)
             self._kept = self._learned.estimator.outcomes
         except (FileNotFoundError, NotADirectoryError):
             pass
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError) as error:
             _LOG.warning(
                 "what speculation had learnt is not used, it begins anew: %s: %s; `specinfer policy reset` "
                 "removes it",
@@ -158,6 +159,4 @@ def _digest(value: object) -> str:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or "it cannot be read"
-    if isinstance(error, ValueError):
-        return str(error)
-    return f"it lacks {error}" if isinstance(error, KeyError) else "it is not of the right shape"
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)

@@ -26,6 +26,7 @@ SCRIPTS = (
         "neighbour",
         "overhead",
         "parameters",
+        "policy_estimator",
         "policy_traces",
     ),
     *(

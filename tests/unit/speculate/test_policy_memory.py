@@ -11,12 +11,12 @@ import pytest
 
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
+from specinfer.speculate import policy_memory
 from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.estimator import Estimator
 from specinfer.speculate.policy_memory import (
     EVERY,
     LARGEST,
-    LEAST,
     Learned,
     PolicyMemory,
     read_policy,
@@ -26,6 +26,7 @@ from specinfer.speculate.policy_memory import (
 from specinfer.tree import Draw, DrawRule
 from specinfer.tree.expansion import Expansion
 
+LEAST = 500
 KEY = {"target": "large, int8", "drafts": ["draft: small, int8"], "device": "2 x CPU"}
 CURVE = CostCurve((1, 2), (1.0, 1.5))
 BELOW = [
@@ -48,6 +49,11 @@ def teach(learned: Learned, outcomes: int = LEAST) -> None:
 
 def facts(learned: Learned) -> tuple[list[float], list[float]]:
     return learned.estimator.rates(BELOW, 0.0), learned.drafts["draft"].rates()
+
+
+@pytest.fixture(autouse=True)
+def _worth_keeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_memory, "LEAST", LEAST)
 
 
 @pytest.fixture
@@ -138,6 +144,7 @@ def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         (put("logistics", "draft", value={}), "lacks 'weights'"),
         (put("logistics", value=[]), "stands where an object"),
         (put("logistics", value={str(n): {} for n in range(300)}), "300 logistics"),
+        (put("logistics", "draft", value=3), "3 stands where an object"),
         (put("counts", 0, 3, value=1e300), "1e+300 stands where"),
         (put("counts", 0, 4, value=float("inf")), "inf stands where"),
         (put("counts", 0, 1, value=99), "99 stands where"),
@@ -147,7 +154,8 @@ def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         (put("counts", value=None), "None stands where"),
         (put("drafts", "draft", 0, value=[5.0, 1.0]), "5.0 stands where 0 to 1"),
         (put("drafts", "draft", value=7), "7 stands where"),
-        (put("drafts", value=7), "not of the right shape"),
+        (put("drafts", value=7), "7 stands where an object"),
+        (put("outcomes", value=1e300), "1e+300 stands where"),
     ],
 )
 def test_a_number_that_cannot_be_costs_what_was_learnt_and_one_line(
