@@ -115,7 +115,7 @@ class Play:
                 _watch(watch, speculator.name, speculator, name)
         for name in ("begin", "deepen", "tree", "observe"):
             _watch(watch, "draft", draft, name)
-        policy = sized_by_cost(TARGET, {"draft": DRAFT}, EXPANSION, measured=True)
+        policy, _ = sized_by_cost(TARGET, {"draft": DRAFT}, EXPANSION, measured=True)
         for name in POLICY:
             _watch(watch, "deciding", policy, name)
         limits = SpeculationLimits(config, [*looking_up, draft])

@@ -139,7 +139,7 @@ class Arm(CostPolicy):
 
     def share(self, leader: Arm) -> None:
         """Learn what `leader` learns, which alone is told."""
-        self._calibration = leader._calibration
+        self._estimator = leader._estimator
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
         self.levels, self.drafting, self.hoped = {}, 0.0, 0.0

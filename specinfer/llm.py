@@ -119,6 +119,7 @@ class LLM:
         """
         if (parts := self._parts) is not None:
             parts.loop.close()
+            parts.engine.keep_learnt()
             self._parts = None
 
     def __enter__(self) -> LLM:

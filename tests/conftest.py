@@ -32,6 +32,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a policy learns in one test is not known in the next one, nor in the user's cache."""
+    monkeypatch.setattr("specinfer.speculate.policy_memory.LEAST", 1 << 60)
+
+
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of the test's own, but for compiled kernels, which take most of a minute to make."""

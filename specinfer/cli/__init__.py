@@ -27,7 +27,7 @@ COMMANDS: Final = {  # name -> module, which has a click command of that name; i
     "doctor": "Print what a bug report needs: versions, CPU, kernels and how fast they are.",
     "trace": "Record texts with all that drafts would have guessed along them.",
     "tune": "Train a draft head on what a model says.",
-    "policy": "Play recorded texts under policies of speculation, without a model.",
+    "policy": "See and reset what speculation has learnt, and play recorded texts under policies.",
     "view": "Look at the token trees of a trace file, in a browser.",
 }
 BUG: Final = 70  # the exit status of an internal error, as in sysexits.h

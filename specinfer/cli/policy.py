@@ -1,4 +1,4 @@
-"""`specinfer policy`: what a policy of speculation would have made of recorded texts."""
+"""`specinfer policy`: what decides how much is guessed, what it has learnt, what others would have done."""
 
 from __future__ import annotations
 
@@ -13,13 +13,102 @@ import click
 if TYPE_CHECKING:
     from specinfer.config import SpeculationConfig
     from specinfer.replay.replay import Part, Played
+    from specinfer.speculate.policy_memory import StoredPolicy
 
-_NAMES: Final = ("off", "fixed", "cost", "best-fixed", "oracle")
+_NAMES: Final = ("off", "fixed", "counts", "cost", "best-fixed", "oracle")
 
 
 @click.group()
 def policy() -> None:
     """Look at how speculation is decided."""
+
+
+@policy.command()
+@click.option("--json", "json_output", is_flag=True, help="Print one JSON object.")
+def show(json_output: bool) -> None:
+    """Print what speculation has learnt on this machine, of each target with its drafts: where it is, how
+    much it is, how often guesses became text, and what weights their features have.
+    """
+    from specinfer.speculate.policy_memory import policies_dir, stored_policies
+
+    found = stored_policies()
+    if json_output:
+        files = [
+            {"file": str(file), "error": why}
+            if stored is None
+            else {"file": str(file), "key": stored.key, "learned": stored.learned}
+            for file, stored, why in found
+        ]
+        click.echo(json.dumps({"folder": str(policies_dir()), "policies": files}))
+        return
+    if not found:
+        click.echo(f"nothing was learnt so far; it would be in {policies_dir()}")
+    for number, (file, stored, why) in enumerate(found):
+        lines = [f"{file}", f"  cannot be used: {why}"] if stored is None else _lines(stored)
+        click.echo("\n".join(["", *lines] if number else lines))
+
+
+@policy.command()
+@click.argument("target", required=False, metavar="[TARGET]")
+def reset(target: str | None) -> None:
+    """Forget what speculation has learnt: of all targets, or of those with TARGET in their names.
+
+    Files that cannot be used go as well. A process that runs keeps what it knows, and may write it again.
+    """
+    from specinfer.speculate.policy_memory import stored_policies
+
+    removed = 0
+    for file, stored, _ in stored_policies():
+        if target is None or stored is None or target in str(stored.key.get("target")):
+            file.unlink(missing_ok=True)
+            removed += 1
+            click.echo(f"removed {file}")
+    if not removed:
+        click.echo("there is nothing to forget")
+
+
+def _lines(stored: StoredPolicy) -> list[str]:
+    """What one file holds, as text."""
+    from specinfer.speculate.bounded import mapping
+    from specinfer.speculate.calibration import rate_of_level
+    from specinfer.speculate.draft_costs import checked_levels, rates_of
+    from specinfer.speculate.estimator import Estimator
+
+    estimator = Estimator()
+    try:
+        estimator.recall(stored.learned)
+        levels = {
+            name: rates_of(checked_levels(told)) for name, told in mapping(stored.learned["drafts"]).items()
+        }
+    except (ValueError, KeyError) as error:
+        return [f"{stored.file}", f"  cannot be used: {error}"]
+    key = stored.key
+    lines = [
+        f"{stored.file}",
+        f"  target     {key.get('target')}",
+        *(f"  draft      {draft}" for draft in key.get("drafts") or ()),
+        f"  device     {key.get('device')}",
+        f"  learnt of  {estimator.outcomes} guesses",
+        *(
+            f"  levels     {name}: right at level 1, 2, ... {' '.join(f'{rate:.2f}' for rate in rates)}"
+            for name, rates in levels.items()
+        ),
+    ]
+    for name, rival in estimator.rivals.items():
+        better = "a logistic" if rival.lead >= 0 else "counts"
+        lines.append(
+            f"  {name}: {rival.outcomes} guesses, estimated by {better} (ahead by {rival.lead:+.1f} nats)"
+        )
+        lines.append("    " + " ".join(f"{k} {weight:+.2f}" for k, weight in rival.logistic.named().items()))
+        for first in (True, False):
+            rates = [
+                f"{rate_of_level(level):.2f}->{accepted / seen:.2f}"
+                for speculator, level, of_first, accepted, seen in sorted(estimator.counts.to_json())
+                if speculator == name and of_first is first
+            ]
+            if rates:
+                lines.append(f"    {'first choices' if first else 'others'}, said->became: {' '.join(rates)}")
+    return lines
 
 
 @policy.command()
@@ -53,9 +142,10 @@ def replay(
     """Play the texts of each TRACE under policies, without a model and on one clock.
 
     Seconds are those of the cost curves in the trace: the same at every run and on every machine. off is no
-    speculation, fixed all of the configured trees, cost the engine's own policy; best-fixed is the quickest
-    of the policies that do the same in every step, found by trying them, and oracle knows the texts. Of the
-    ratio to off there is a 95% interval: what other texts of the same kind would show.
+    speculation, fixed all of the configured trees, cost the engine's own policy, which begins with nothing
+    learnt, counts the same without logistics; best-fixed is the quickest of the policies that do the same in
+    every step, found by trying them, and oracle knows the texts. Of the ratio to off there is a 95% interval:
+    what other texts of the same kind would show.
     """
     from specinfer.replay.paired import speedup
     from specinfer.replay.replay import with_nodes

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,13 +39,14 @@ from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import estimate_bytes, load_model
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime import memory
-from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve
+from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve, device_name
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.draft_vocabulary import DraftVocabulary, draft_vocabulary
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.guarded_policy import GuardedPolicy, sized_by_cost
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy import FixedPolicy
+from specinfer.speculate.policy_memory import PolicyMemory
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.speculate.table import build_speculators
 from specinfer.tokenizer import Tokenizer
@@ -181,6 +185,7 @@ def build_engine(
         for name, model in models.drafts.items()
     }
     guard: GuardedPolicy | None = None
+    kept: PolicyMemory | None = None  # what the policy learns, over many runs
     if speculation.tree_size == "cost":
         of_target = curve(target, config.quantization, f"{vocab} logits")
         of_drafts = {
@@ -191,9 +196,11 @@ def build_engine(
             )
             for name, (runner, _) in drafting.items()
         }
-        guard = sized_by_cost(
-            of_target, of_drafts, speculation.expansion, measured=speculation.clock == "measured"
-        )
+        measured = speculation.clock == "measured"
+        guard, learned = sized_by_cost(of_target, of_drafts, speculation.expansion, measured=measured)
+        if measured:  # a run by the curve decides what the last one decided
+            kept = PolicyMemory(_learned_of(config, models), learned)
+            kept.recall()
     speculators: list[Speculator | LevelSpeculator] = [
         *build_speculators(speculation),
         *(draft for _, draft in drafting.values()),
@@ -220,7 +227,23 @@ def build_engine(
         ),
         verifier=Verifier(speculation.verifier),
         guard=guard,
+        memory=kept,
     )
+
+
+def _learned_of(config: EngineConfig, models: Models) -> dict[str, Any]:
+    """What a policy learns of: target, drafts and device, without folders, which are nobody's business."""
+    speculation, target = config.speculation, models.target
+    drafts = [
+        f"{name}: {Path(model).name}, {speculation.draft_quantization}, by {speculation.draw_rule}"
+        for name, model in draft_names(speculation.drafts).items()
+    ]
+    kind = hashlib.sha256(repr(target.config).encode()).hexdigest()[:8]
+    return {
+        "target": f"{Path(config.model).name}, {config.quantization}, {kind}",
+        "drafts": drafts,
+        "device": device_name(target.device),
+    }
 
 
 def pick_device(name: str) -> torch.device:

@@ -33,6 +33,7 @@ from specinfer.speculate.decision import Decision
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.guarded_policy import GuardedPolicy
 from specinfer.speculate.policy import StepReport
+from specinfer.speculate.policy_memory import PolicyMemory
 from specinfer.speculate.speculator import Outcome
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
@@ -92,6 +93,7 @@ class Engine:
         scheduler: Scheduler,
         verifier: Verifier,
         guard: GuardedPolicy | None = None,
+        memory: PolicyMemory | None = None,
     ) -> None:
         self._target = target
         self._speculators = speculators
@@ -100,6 +102,7 @@ class Engine:
         self._scheduler = scheduler
         self._verifier = verifier
         self._guard = guard  # of the speculators' policy, if it has one: for statistics
+        self._memory = memory  # of what that policy learns, if it is to outlive the engine
         self._requests: dict[str, _Running] = {}
         self._outputs: list[RequestOutput] = []  # made and not yet returned: an interrupt loses none
         self._launched: list[_Launched] = []  # whose answers are not in the texts yet
@@ -138,6 +141,11 @@ class Engine:
             speculation_off_steps=0 if guard is None else guard.off_steps,
             cost_factors={} if guard is None else guard.factors,
         )
+
+    def keep_learnt(self) -> None:
+        """Keep on disk what the policy has learnt; no step may run meanwhile."""
+        if self._memory is not None:
+            self._memory.keep()
 
     def add(self, admitted: Admitted) -> None:
         """Queue a request that `admission` let in; raises RequestError when its id is in use."""
@@ -223,6 +231,8 @@ class Engine:
         self._launched.remove(launched)
         self.clock.lap(Stage.COMMIT)
         self._speculators.observe(StepReport(outcomes, self.clock.last))
+        if self._memory is not None:
+            self._memory.stepped()
         self.clock.lap(Stage.COMMIT)
 
     def _ask(self, launched: _Launched) -> list[_Answer]:

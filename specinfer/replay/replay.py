@@ -11,6 +11,7 @@ from specinfer.errors import ConfigError
 from specinfer.replay.drafts import CostTable, ReplayedPasses
 from specinfer.replay.simulated_engine import PlayedStep, SimulatedEngine, speculators_of
 from specinfer.replay.trace import Trace
+from specinfer.speculate.estimator import Estimator
 from specinfer.speculate.guarded_policy import sized_by_cost
 from specinfer.speculate.policy import FixedPolicy, SpeculationPolicy
 
@@ -19,8 +20,20 @@ MakePolicy = Callable[[Trace, SpeculationConfig], SpeculationPolicy]
 
 def cost_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPolicy:
     """The policy of an engine whose tree_size is "cost" and clock "curve", with the trace's curves."""
+    return policy_with(None, trace, speculation)
+
+
+def counting_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPolicy:
+    """The same policy where counts alone say how likely guesses are."""
+    return policy_with(Estimator(logistics=False), trace, speculation)
+
+
+def policy_with(
+    estimator: Estimator | None, trace: Trace, speculation: SpeculationConfig
+) -> SpeculationPolicy:
+    """The same policy where `estimator` says how likely guesses are; None: a new one of the engine's."""
     drafts = {name: draft.curve for name, draft in trace.drafts.items()}
-    return sized_by_cost(trace.curve, drafts, speculation.expansion, measured=False)
+    return sized_by_cost(trace.curve, drafts, speculation.expansion, measured=False, estimator=estimator)[0]
 
 
 def fixed_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPolicy:
@@ -28,7 +41,11 @@ def fixed_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPol
     return FixedPolicy()
 
 
-POLICIES: Final[dict[str, MakePolicy]] = {"cost": cost_policy, "fixed": fixed_policy}
+POLICIES: Final[dict[str, MakePolicy]] = {
+    "cost": cost_policy,
+    "counts": counting_policy,
+    "fixed": fixed_policy,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,14 +188,15 @@ def _key(model: TimedModel, max_rows: int, variant: str, every_row: bool) -> dic
         "loose": str(kernels.products.loose),
         "level": "" if kernels.library is None else kernels.library.level.name,
         "max_rows": str(min(max_rows, max(_SIZES))),
-        "device": _device_name(model.device),
+        "device": device_name(model.device),
         "threads": str(torch.get_num_threads() if kernels.library is None else kernels.library.threads()),
         "torch": torch.__version__,
         "code": _code(),
     }
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """What computes there: a GPU's name, or how many CPUs of which kind."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{len(allowed_cpus())} x {cpu_name()}"

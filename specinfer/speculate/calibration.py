@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+from specinfer.speculate import bounded
 from specinfer.tree import Draw, TokenTree
 
 SUREST_MATCH: Final = 16  # tokens; more make a guess no surer
@@ -21,6 +22,8 @@ _LEAST: Final = 1 / (1 + math.exp(_LEVELS + 0.5))  # what is less likely has the
 _BELIEVED: Final = {level: 1 / (1 + math.exp(-level)) for level in range(-_LEVELS, _LEVELS + 1)}
 _PRIOR: Final = 4.0  # guesses: until more were seen, a speculator is believed
 _MEMORY: Final = 0.995  # what a count keeps at each new guess: the last 200 decide
+_MOST: Final = _PRIOR + 1 / (1 - _MEMORY)  # that a count can come to
+_MOST_COUNTS: Final = 4096
 
 
 @dataclass(slots=True)
@@ -85,6 +88,25 @@ class Calibration:
                 count = self._counts[key] = _Count(_PRIOR * _BELIEVED[level])
             count.add(draw.node == accepted)
             seen.add(draw.speculator)
+
+    def to_json(self) -> list[list[Any]]:
+        """Every count: speculator, level, whether of first choices, accepted, seen."""
+        return [[*key, count.accepted, count.seen] for key, count in self._counts.items()]
+
+    def recall(self, told: object) -> None:
+        """Take over what `to_json` gave; raises ValueError for numbers it cannot have given."""
+        counts = dict[tuple[str, int, bool], _Count]()
+        for one in bounded.rows(told, _MOST_COUNTS):
+            speculator, level, first, accepted, seen = bounded.row(one, 5)
+            key = (bounded.name(speculator), bounded.whole(level, -_LEVELS, _LEVELS), first is True)
+            seen = bounded.real(seen, _PRIOR, _MOST)
+            counts[key] = _Count(bounded.real(accepted, 0.0, seen), seen)
+        self._counts = counts
+
+
+def rate_of_level(level: int) -> float:
+    """What a confidence of so many log-odds says."""
+    return _BELIEVED[level]
 
 
 def along_paths(rates: Sequence[float], parents: Sequence[int]) -> list[float]:

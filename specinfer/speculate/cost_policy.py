@@ -23,9 +23,9 @@ from typing import Final
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_model import PassCosts
-from specinfer.speculate.calibration import Calibration
 from specinfer.speculate.decision import Appraisal
 from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.estimator import Estimator
 from specinfer.speculate.guesses import Guesses, along_paths
 from specinfer.speculate.policy import StepReport, has_own_size
 from specinfer.speculate.tokens_per_second import fastest, how_many
@@ -54,16 +54,20 @@ class CostPolicy:
     a level is drawn is decided before it is, by what was drawn until then (docs/losslessness.md).
     """
 
-    def __init__(self, target: PassCosts, drafts: Mapping[str, DraftCosts]) -> None:
+    def __init__(
+        self, target: PassCosts, drafts: Mapping[str, DraftCosts], estimator: Estimator | None = None
+    ) -> None:
+        """`estimator` says how likely guesses are; without one that is what became of guesses like them."""
         self._target = target
         self._drafts = drafts
-        self._calibration = Calibration()
+        self._estimator = estimator or Estimator(logistics=False)
         self._saved = dict.fromkeys(drafts, 0.0)  # seconds each draft may spend without seeming worth it
         self._entries: tuple[PlanEntry, ...] = ()  # of this step, those with a tree
         self._requests = 0  # of this step, each of which makes a token
         self._shown: Sequence[TokenTree] = ()  # what all have guessed so far, by entry
         self._guesses: dict[str, Guesses] = {}  # the same and what a draft is adding, by request
-        self._trees: dict[str, TokenTree] = {}  # what all have guessed in the end, by request
+        # What all have guessed in the end, by request, and its temperature.
+        self._trees: dict[str, tuple[TokenTree, float]] = {}
         self._passes: Sequence[float] = [0.0]  # seconds of the target's pass by its rows
         self._rows = 0  # of the target in the step, without nodes below roots
         self._last = 0  # and with all that there may be
@@ -146,7 +150,10 @@ class CostPolicy:
 
         Requests with a size of their own have as many as there are.
         """
-        self._trees = {e.request.request_id: tree for e, tree in zip(self._entries, trees, strict=True)}
+        self._trees = {
+            e.request.request_id: (tree, e.request.params.temperature)
+            for e, tree in zip(self._entries, trees, strict=True)
+        }
         tokens, nodes = float(self._requests), 0
         hopes = list[float]()  # of all nodes that may be dropped
         choices = list[_Choice]()
@@ -195,7 +202,7 @@ class CostPolicy:
     def observe(self, report: StepReport) -> None:
         """Learn from every guess whose parent became text, verified or not: the next token is known."""
         for outcome in report.outcomes:
-            tree = self._trees.pop(outcome.request_id, None)
+            tree, temperature = self._trees.pop(outcome.request_id, (None, 0.0))
             if tree is None or tree.num_nodes == 1:
                 continue
             becomes = next_nodes(tree, outcome.committed)
@@ -204,7 +211,7 @@ class CostPolicy:
                 if draw.parent in below:
                     below[draw.parent].append(draw)
             for level, (node, child) in enumerate(becomes.items()):
-                self._calibration.learn(below[node], child)
+                self._estimator.learn(below[node], child, temperature)
                 if self._drafts:
                     self._learn_drafts(level, below[node], child)
 
@@ -255,9 +262,10 @@ class CostPolicy:
         Of nodes that hold none of these draws it is 0; of several draws of one the likeliest is believed.
         """
         answers = list[list[float]]()
-        for _, draws, num_nodes in asked:
+        for entry, draws, num_nodes in asked:
             rates = [0.0] * num_nodes
-            for draw, rate in zip(draws, self._calibration.rates(draws), strict=True):
+            likely = self._estimator.rates(draws, entry.request.params.temperature)
+            for draw, rate in zip(draws, likely, strict=True):
                 node = draw.node
                 if rate > rates[node]:
                     rates[node] = rate

@@ -15,11 +15,13 @@ from typing import Final
 import numpy as np
 
 from specinfer.runtime.cost_model import PassCosts
+from specinfer.speculate import bounded
 from specinfer.tree.expansion import Expansion
 
 _PRIOR_RATE: Final = 0.7  # of the first level, before anything was seen
 _PRIOR: Final = 8.0  # guesses; a level nobody has been to is thought to be like the one above it
 _MEMORY: Final = 0.99  # what a count keeps at each new outcome
+_MOST: Final = 1e4  # outcomes that levels of a full batch can come to
 
 
 @dataclass(slots=True)
@@ -63,13 +65,20 @@ class DraftCosts:
             self._levels[level].tries += 1
         self._rates = []
 
+    def to_json(self) -> list[list[float]]:
+        """Hits and tries of each level."""
+        return [[level.hits, level.tries] for level in self._levels]
+
+    def recall(self, levels: Sequence[Sequence[float]]) -> None:
+        """Take over what `to_json` gave, of as many levels as there are."""
+        for level, (hits, tries) in zip(self._levels, levels, strict=False):
+            level.hits, level.tries = hits, tries
+        self._rates = []
+
     def rates(self) -> list[float]:
         """The probability that the guesses at each level hold the next token of a text that got there."""
         if not self._rates:
-            rate = _PRIOR_RATE
-            for level in self._levels:
-                rate = (level.hits + _PRIOR * rate) / (level.tries + _PRIOR)
-                self._rates.append(rate)
+            self._rates = rates_of([(level.hits, level.tries) for level in self._levels])
         return self._rates
 
     def rate(self, level: int, missed: frozenset[str]) -> float:
@@ -104,3 +113,22 @@ class DraftCosts:
         rows = together + np.maximum(np.asarray(unread) - usual, 0)
         added: list[float] = (self._costs.seconds(rows) - self._costs.seconds([together])).tolist()
         return added
+
+
+def rates_of(levels: Sequence[Sequence[float]]) -> list[float]:
+    """How often the guesses at each level are right where those above were, by hits and tries of each."""
+    rates, rate = list[float](), _PRIOR_RATE
+    for hits, tries in levels:
+        rate = (hits + _PRIOR * rate) / (tries + _PRIOR)
+        rates.append(rate)
+    return rates
+
+
+def checked_levels(told: object) -> list[list[float]]:
+    """Hits and tries of levels, as `DraftCosts.to_json` gave them; raises ValueError for impossible ones."""
+    found = list[list[float]]()
+    for one in bounded.rows(told, 1000):
+        hits, tries = bounded.row(one, 2)
+        tries = bounded.real(tries, 0.0, _MOST)
+        found.append([bounded.real(hits, 0.0, tries), tries])
+    return found

@@ -19,9 +19,11 @@ from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.cost_policy import CostPolicy
 from specinfer.speculate.decision import Appraisal, Why
 from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.estimator import Estimator
 from specinfer.speculate.guard import Guard
 from specinfer.speculate.plain_steps import PlainSteps
 from specinfer.speculate.policy import SpeculationPolicy, StepReport, TrustedPolicy, has_own_size
+from specinfer.speculate.policy_memory import Learned
 from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
 
@@ -264,13 +266,25 @@ class GuardedPolicy:
 
 
 def sized_by_cost(
-    target: CostCurve, drafts: Mapping[str, CostCurve], expansion: Expansion, *, measured: bool
-) -> GuardedPolicy:
-    """The policy of an engine whose tree_size is "cost", given what its models' passes cost."""
+    target: CostCurve,
+    drafts: Mapping[str, CostCurve],
+    expansion: Expansion,
+    *,
+    measured: bool,
+    estimator: Estimator | None = None,
+) -> tuple[GuardedPolicy, Learned]:
+    """The policy of an engine whose tree_size is "cost", given what its models' passes cost.
+
+    `estimator` says how likely guesses are: by default a new one, which is the counts alone where there is no
+    draft, as a logistic takes more of such a step than it gains (docs/log.md). Returns also the policy's
+    parts that learn what guesses are worth.
+    """
     costs = CostModel("target", target, learns=measured)
     of_drafts = {name: CostModel(name, curve, learns=measured) for name, curve in drafts.items()}
     depths = {name: DraftCosts(cost, expansion) for name, cost in of_drafts.items()}
-    return GuardedPolicy(TrustedPolicy(CostPolicy(costs, depths)), costs, of_drafts, measured=measured)
+    learned = Learned(estimator or Estimator(logistics=bool(drafts)), depths)
+    policy = TrustedPolicy(CostPolicy(costs, depths, learned.estimator))
+    return GuardedPolicy(policy, costs, of_drafts, measured=measured), learned
 
 
 def _without_speculators(entry: PlanEntry) -> PlanEntry:

@@ -1,4 +1,4 @@
-"""`specinfer trace record` and `specinfer policy replay`."""
+"""`specinfer trace record` and `specinfer policy`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from specinfer.engine.metrics import Stage
 from specinfer.errors import UserError
 from specinfer.replay.trace_store import read_trace, write_trace
 from specinfer.runtime.cost_curve import CostCurve
+from specinfer.speculate.estimator import Estimator
+from specinfer.speculate.policy_memory import policies_dir, read_policy, write_policy
+from specinfer.tree import Draw, DrawRule
 from tests.tiny_models import write_pair
 
-NAMES = ("off", "fixed", "cost", "best-fixed", "oracle")
+NAMES = ("off", "fixed", "counts", "cost", "best-fixed", "oracle")
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +111,57 @@ def test_what_is_no_trace_is_refused(trace: Path) -> None:
     refused = run("policy", "replay", trace.with_name("prompts.jsonl"))
     assert isinstance(refused.exception, UserError)
     assert "is no policy trace" in str(refused.exception)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of what was learnt of two targets, and of a file that is broken."""
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+    estimator = Estimator()
+    for number in range(30):
+        below = [
+            Draw(0, 1, "draft", DrawRule.POINT_MASS, None, 0.7, (0.7, 0.2)),
+            Draw(0, 2, "draft", DrawRule.POINT_MASS, None, 0.2, (0.7, 0.2)),
+        ]
+        estimator.learn(below, 1 if number % 3 else 2, 0.0)
+    learned = {**estimator.to_json(), "drafts": {"draft": [[12.0, 20.0], [5.0, 10.0]]}}
+    for target in ("large, int8", "larger, int8"):
+        key = {"target": target, "drafts": ["draft: small, int8"], "device": "2 x CPU"}
+        assert write_policy(policies_dir() / f"{target[:6]}.json", key, learned)
+    (policies_dir() / "x.json").write_text("{")
+    return policies_dir()
+
+
+def test_what_was_learnt_is_shown(kept: Path) -> None:
+    shown = run("policy", "show").output
+    assert shown.count("draft: small, int8") == 2
+    assert "target     large, int8" in shown
+    assert "learnt of  60 guesses" in shown
+    assert "right at level 1, 2, ... 0.63 0.56" in shown
+    assert "draft: 60 guesses, estimated by" in shown
+    assert "sureness +" in shown
+    assert "first choices, said->became: 0.73->0.6" in shown
+    assert f"{kept / 'x.json'}\n  cannot be used: it is no whole JSON file" in shown
+
+
+def test_what_was_learnt_is_shown_as_json(kept: Path) -> None:
+    shown = json.loads(run("policy", "show", "--json").output)
+    assert shown["folder"] == str(kept)
+    assert [one.get("error", "") for one in shown["policies"]] == ["", "", "it is no whole JSON file"]
+    assert shown["policies"][0]["learned"]["outcomes"] == 60
+
+
+def test_a_file_with_a_number_that_cannot_be_is_shown_as_such(kept: Path) -> None:
+    for file in kept.glob("larg*.json"):
+        stored = read_policy(file)
+        write_policy(file, stored.key, {**stored.learned, "outcomes": 1e300})
+    assert run("policy", "show").output.count("cannot be used: 1e+300 stands where") == 2
+
+
+def test_what_was_learnt_is_forgotten_of_one_or_all(kept: Path) -> None:
+    assert run("policy", "reset", "larger").output.count("removed") == 2  # and what nobody can read
+    [file] = kept.iterdir()
+    assert read_policy(file).key["target"] == "large, int8"
+    assert run("policy", "reset").output == f"removed {file}\n"
+    assert run("policy", "reset").output == "there is nothing to forget\n"
+    assert run("policy", "show").output == f"nothing was learnt so far; it would be in {kept}\n"
