@@ -38,6 +38,7 @@ from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace
 from specinfer.runtime.cost_model import CostModel, PassCosts
 from specinfer.speculate.cost_policy import CostPolicy, Question
+from specinfer.speculate.decision import Appraisal
 from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.guarded_policy import GuardedPolicy
 from specinfer.speculate.policy import StepReport
@@ -85,15 +86,14 @@ def played(order: Sequence[tuple[str, int]], traces: Mapping[str, Trace]) -> dic
         hedge = Hedge(first, ARMS, **options)
         seconds[name] = seconds_of(parts, hedge.guarded(), inner=hedge)
         shares[name] = hedge.shares()
-    rng = np.random.default_rng(0)
     return {
         "texts": len(order),
         "tokens": sum(len(traces[name].texts[number].output) for name, number in order),
         "present": sum(present),
         "shares": shares,
         "ratios": {
-            **{name: ratio(present, each, rng) for name, each in seconds.items()},
-            "best per text": ratio(present, best, rng),
+            **{name: ratio(present, each) for name, each in seconds.items()},
+            "best per text": ratio(present, best),
         },
     }
 
@@ -310,6 +310,9 @@ class Hedge:
             if (draw.speculator not in self.models or deep) and draw.parent in stays:
                 stays.add(draw.node)
         return tree if len(stays) == tree.num_nodes else keep(tree, sorted(stays))
+
+    def appraise(self, trees: Sequence[TokenTree]) -> Appraisal | None:
+        return self._leader.appraise(trees)
 
     def observe(self, report: StepReport) -> None:
         committed = {
