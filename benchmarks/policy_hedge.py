@@ -119,11 +119,8 @@ class ScaledLevels(DraftCosts):
     def rates(self) -> list[float]:
         return [scaled(rate, self._odds) for rate in self._counted.rates()]
 
-    def rate(self, level: int, missed: frozenset[str]) -> float:
-        return scaled(self._counted.rate(level, missed), self._odds)
-
-    def learn(self, level: int, hit: bool, missed: frozenset[str] = frozenset()) -> None:
-        self._counted.learn(level, hit, missed)
+    def learn(self, level: int, hit: bool) -> None:
+        self._counted.learn(level, hit)
 
 
 class Arm(CostPolicy):

@@ -37,7 +37,6 @@ _CURIOSITY: Final = 0.01  # of all time goes at most into drafts that do not see
 # Of the seconds a draft's level takes so much counts: it is worth more than its own hits, as it opens the
 # next level, and nobody looks that far ahead. Simulated, 0.85 beside n-grams gave -0.7% to +1.5% over 1.
 _PATIENCE: Final = 0.85
-_NOBODY: Final = frozenset[str]()
 _USUAL_UNREAD: Final = 2  # tokens a draft reads in every step: the root, and a last guess it has not run
 
 # A request, draws in it, all there are below their parents, and how many nodes there are.
@@ -217,12 +216,9 @@ class CostPolicy:
 
     def _learn_drafts(self, level: int, draws: Sequence[Draw], child: int | None) -> None:
         """Learn from the draws below one node of the text, of which those at `child` became text."""
-        guessed = frozenset(draw.speculator for draw in draws)
         right = {draw.speculator for draw in draws if draw.node == child}
-        for name in guessed & self._drafts.keys():
-            others = guessed - {name}
-            missed = others if others.isdisjoint(right) else _NOBODY
-            self._drafts[name].learn(level, name in right, missed)
+        for name in {draw.speculator for draw in draws} & self._drafts.keys():
+            self._drafts[name].learn(level, name in right)
 
     def _so_far(self) -> tuple[float, int]:
         """The step's expected tokens and nodes below roots, with those guesses so far that pay."""

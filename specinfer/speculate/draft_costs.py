@@ -39,7 +39,6 @@ class DraftCosts:
         self._costs = costs
         self._levels = [_Level() for _ in expansion.widths]
         self._rates: list[float] = []  # of the levels; empty: to be computed
-        self._beside: dict[frozenset[str], _Level] = {}  # by who missed: hits, and as many as were expected
         self._nodes: list[int] = list(accumulate(expansion.widths, mul))  # of a request at each level
 
     @property
@@ -47,15 +46,8 @@ class DraftCosts:
         """The levels of a full tree."""
         return len(self._levels)
 
-    def learn(self, level: int, hit: bool, missed: frozenset[str] = frozenset()) -> None:
-        """Count whether the guesses at `level`, 0 being the root's children, held the text's next token.
-
-        `missed` names the others who had guessed there, where none of them held it.
-        """
-        if missed and level < len(self._levels):
-            beside = self._beside.setdefault(missed, _Level(_PRIOR, _PRIOR))
-            beside.hits = _MEMORY * beside.hits + hit
-            beside.tries = _MEMORY * beside.tries + self.rates()[level]
+    def learn(self, level: int, hit: bool) -> None:
+        """Count whether the guesses at `level`, 0 being the root's children, held the text's next token."""
         if level == 0:  # what is not tried any more is forgotten as well
             for seen in self._levels:
                 seen.hits *= _MEMORY
@@ -80,14 +72,6 @@ class DraftCosts:
         if not self._rates:
             self._rates = rates_of([(level.hits, level.tries) for level in self._levels])
         return self._rates
-
-    def rate(self, level: int, missed: frozenset[str]) -> float:
-        """The same of one level, where these others have guessed and none of them holds the next token.
-
-        Whoever misses where another does brings less beside it than alone, and the reverse.
-        """
-        usual, beside = self.rates()[level], self._beside.get(missed)
-        return usual if beside is None else min(1.0, usual * beside.hits / beside.tries)
 
     def nodes(self, level: int) -> int:
         """The guesses a request has at `level` of a full tree."""

@@ -90,8 +90,7 @@ class Guesses:
             rate = usual
             if others := self._others(node):
                 held = sum([self._rates[child] for child in sorted({draw.node for draw in others})])
-                guessing = frozenset([draw.speculator for draw in others])
-                rate = max(0.0, 1.0 - held) * costs.rate(level, guessing)
+                rate *= max(0.0, 1.0 - held)
             gain += self.probabilities[node] * rate
         return gain
 

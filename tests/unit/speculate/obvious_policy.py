@@ -109,10 +109,8 @@ class ObviousPolicy:
             for level, token in enumerate(outcome.committed if tree.num_nodes > 1 else ()):
                 draws, child = below.get(node, []), tree.children()[node].get(token)
                 self.counts.learn(draws, child)
-                others = frozenset(draw.speculator for draw in draws) - {"draft"}
-                right = {draw.speculator for draw in draws if draw.node == child}
-                if "draft" in {draw.speculator for draw in draws}:
-                    self.costs.learn(level, "draft" in right, frozenset() if others & right else others)
+                if drawn := [draw for draw in draws if draw.speculator == "draft"]:
+                    self.costs.learn(level, any(draw.node == child for draw in drawn))
                 if child is None:
                     break
                 node = child
@@ -146,8 +144,7 @@ class ObviousPolicy:
             node = next(n for n in range(all_of_them.num_nodes) if all_of_them.path_tokens(n) == path)
             held = below.get(node, []) if node < others.num_nodes else []
             missed = 1.0 - sum(hopes[child] / hopes[node] for child in sorted({draw.node for draw in held}))
-            rate = self.costs.rate(level, frozenset(draw.speculator for draw in held))
-            gain += hopes[node] * (max(0.0, missed) * rate if held else self.costs.rates()[level])
+            gain += hopes[node] * max(0.0, missed) * self.costs.rates()[level]
         return gain
 
     def _so_far(self) -> tuple[float, int]:

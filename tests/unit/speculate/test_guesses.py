@@ -145,19 +145,3 @@ def test_samples_stay_whatever_they_are() -> None:
     full = guesses_of(chain([10], 0.5, "ngram"))
     grow(full, chain([20], 0.1, rule=DrawRule.IID))
     assert full.parts(2, all_stay=False) == (pytest.approx(of(0.1)), 1, []), "and take the room"
-
-
-def test_who_misses_where_another_does_is_worth_less_beside_it() -> None:
-    beside = frozenset({"ngram"})
-    together, apart, unseen = costs(), costs(), costs()
-    for _ in range(100):
-        for draft, hits in ((together, False), (apart, True)):
-            draft.learn(0, hit=hits, missed=beside)  # a step in which n-grams had missed
-            draft.learn(0, hit=True)  # and three in which they had not
-            draft.learn(0, hit=True)
-            draft.learn(0, hit=not hits)
-    assert together.rates()[0] == pytest.approx(apart.rates()[0], abs=0.05), "as often right in all"
-    assert together.rate(0, beside) < 0.1 < 0.8 < apart.rate(0, beside) <= 1
-    assert together.rate(0, frozenset()) == together.rates()[0]
-    assert together.rate(0, frozenset({"suffix"})) == together.rates()[0], "of others nothing is known"
-    assert unseen.rate(0, beside) == RATE
