@@ -33,7 +33,7 @@ from policy_matching_length import ratio, seconds_of, workloads
 from study import REQUIRED, Study, parser, row, run, settings_of
 
 from specinfer.plan import PlanEntry, StepPlan
-from specinfer.replay.replay import Part, cost_policy
+from specinfer.replay.replay import Part, counting_policy
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace
 from specinfer.runtime.cost_model import CostModel, PassCosts
@@ -78,7 +78,7 @@ def played(order: Sequence[tuple[str, int]], traces: Mapping[str, Trace]) -> dic
     """Seconds of each text under each arm and the hedge, and their speed over the present policy's."""
     parts = [Part([(traces[name], number) for name, number in order])]
     first = traces[order[0][0]]
-    present = seconds_of(parts, cost_policy(first, first.speculation))
+    present = seconds_of(parts, counting_policy(first, first.speculation))
     seconds = {f"odds x {odds:g}": seconds_of(parts, _alone(first, odds)) for odds in ARMS}
     best = [min(of_text) for of_text in zip(*seconds.values(), strict=True)]
     shares = dict[str, Any]()
@@ -293,7 +293,10 @@ class Hedge:
             for entry, tree in zip(self._entries, fitted, strict=True):
                 self._verified[entry.request.request_id].append(tree)
         # Who leads learns of all that was drawn.
-        self.arms[0]._trees = dict(self._whole)
+        self.arms[0]._trees = {
+            entry.request.request_id: (tree, entry.request.params.temperature)
+            for entry, tree in zip(self._entries, trees, strict=True)
+        }
         return chosen
 
     def _own(self, arm: Arm, entry: PlanEntry, tree: TokenTree) -> TokenTree:

@@ -39,7 +39,7 @@ from study import REQUIRED, Study, parser, row, run, settings_of
 from specinfer.config import NO_SPECULATION
 from specinfer.replay.baselines import play_oracle
 from specinfer.replay.paired import speedup
-from specinfer.replay.replay import Part, cost_policy, play
+from specinfer.replay.replay import Part, counting_policy, play
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace
 from specinfer.speculate.policy import FixedPolicy, SpeculationPolicy
@@ -153,7 +153,7 @@ def played(
     sources["truth"] = {name: truth(hits) for name, hits in test.hits.items()}
     seconds: dict[str, list[float]] = {
         "none": seconds_of(parts, FixedPolicy(), plain=True),
-        "present": seconds_of(parts, cost_policy(first, first.speculation)),
+        "present": seconds_of(parts, counting_policy(first, first.speculation)),
         "always": seconds_of(parts, FixedPolicy()),
     }
     for source, of in sources.items():

@@ -12,7 +12,7 @@ import pytest
 
 from specinfer import LLM, SamplingParams
 from specinfer.replay.recorder import record
-from specinfer.replay.replay import Part, cost_policy, play
+from specinfer.replay.replay import Part, counting_policy, play
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import write_trace
 from specinfer.runtime.cost_curve import CostCurve
@@ -52,7 +52,7 @@ def parts(trace: Trace) -> list[Part]:
 
 
 def test_one_arm_that_hopes_as_the_policy_does_is_the_policy(module: ModuleType, trace: Trace) -> None:
-    usual = module.seconds_of(parts(trace), cost_policy(trace, trace.speculation))
+    usual = module.seconds_of(parts(trace), counting_policy(trace, trace.speculation))
     hedge = module.Hedge(trace, (1.0,))
     assert module.seconds_of(parts(trace), hedge.guarded(), inner=hedge) == usual
     # And with arms that hope for nothing and for everything beside it, the texts take other times.

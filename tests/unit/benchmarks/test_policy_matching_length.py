@@ -17,7 +17,7 @@ from specinfer import LLM, SamplingParams
 from specinfer.config import SpeculationConfig
 from specinfer.replay.guess_trie import GuessRecorder
 from specinfer.replay.recorder import record
-from specinfer.replay.replay import Part, cost_policy, play
+from specinfer.replay.replay import Part, counting_policy, play
 from specinfer.replay.simulated_engine import PlayedStep
 from specinfer.replay.trace import EngineFacts, RecordedDraft, RecordedText, Trace
 from specinfer.replay.trace_store import read_trace, write_trace
@@ -264,7 +264,7 @@ def test_by_its_own_counts_it_is_the_policy(parts: Any, recorded: Path) -> None:
     trace = read_trace(recorded / "code.npz")
     same = policies.ByHazards(trace, (), ahead=False, lookups=False)
     usual, other = (
-        seconds(trace, one) for one in (cost_policy(trace, trace.speculation), policies.guarded(same))
+        seconds(trace, one) for one in (counting_policy(trace, trace.speculation), policies.guarded(same))
     )
     assert other[0] == usual[0]
     assert same.steps == len(usual[1])

@@ -200,5 +200,6 @@ def test_every_script_says_how_it_is_used(
         script(name).main()
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    assert f"python benchmarks/{name}.py{'' if name == 'deciding' else ' --model '}" in said
+    asks = {"deciding": "", "policy_estimator": " --traces "}.get(name, " --model ")
+    assert f"python benchmarks/{name}.py{asks}" in said
     assert "--out OUT" in said

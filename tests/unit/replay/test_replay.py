@@ -79,7 +79,7 @@ PAIRS = [
 def test_a_replay_is_the_live_run(tiny: Tiny, name: str, law: str) -> None:
     llm = tiny.llm(**SPECULATIONS[name], max_step_tokens=24, max_batch_size=4)
     trace = recorded(llm, **LAWS[law])
-    for policy in POLICIES:
+    for policy in POLICIES.keys() - {"counts"}:  # which no engine's option asks for
         for batch in (1, 4):
             engine = llm.variant(tree_size=policy, clock="curve", max_batch_size=batch)
             steps = live(engine, trace)
