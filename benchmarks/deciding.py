@@ -174,7 +174,7 @@ class Play:
             at = site.position
             chance = random.Random(hash((n, site.position, path)))
             tokens = [chance.randrange(VOCABULARY) for _ in range(site.width)]
-            if tuple(text[at - len(path) : at]) == path:
+            if at < len(text) and tuple(text[at - len(path) : at]) == path:
                 luck = chance.random()
                 if luck < RIGHT:
                     tokens[0] = text[at]

@@ -55,15 +55,20 @@ class Estimator:
         """
         if not self.logistics:
             return self.counts.rates(draws)
-        ahead = list[Logistic | None]()
-        for draw in draws:
-            rival = self.rivals.get(draw.speculator) or self._meet(draw)
-            ahead.append(rival.logistic if rival.lead >= 0 else None)
-        behind = None in ahead
-        rates = self.counts.rates(draws) if behind else [0.0] * len(draws)
-        for i, (logistic, features) in enumerate(zip(ahead, features_of(draws, temperature), strict=True)):
-            if logistic is not None:
-                rates[i] = logistic.probability(features)
+        ahead = {name: rival.logistic for name, rival in self.rivals.items() if rival.lead >= 0}
+        rates, behind = list[float](), False
+        for draw, features in zip(draws, features_of(draws, temperature), strict=True):
+            logistic = ahead.get(draw.speculator)
+            if logistic is None:
+                if draw.speculator in self.rivals:
+                    behind = True
+                    rates.append(-1.0)
+                    continue
+                logistic = ahead[draw.speculator] = self._meet(draw).logistic
+            rates.append(logistic.probability(features))
+        if behind:
+            counted = self.counts.rates(draws)
+            rates = [known if rate < 0 else rate for rate, known in zip(rates, counted, strict=True)]
         return rates
 
     def learn(self, below: Sequence[Draw], accepted: int | None, temperature: float) -> None:
