@@ -7,13 +7,17 @@ grows by 1% of the time, and that pays for trying again.
 
     the bound   In any steps, of S seconds, speculation has lost at most 1.5% of S and 64 plain steps.
 
-    the proof   The allowance A begins at 32 plain steps and is cut to at most that in every step. A step with
+    the proof   The allowance A begins at 32 plain steps or less and is cut to that in every step. A step with
                 guesses is run only while A > 0, and adds at most 1.5% of its time less what it lost; one
                 without adds at most 1% of its time. Nothing else adds to A. So all that was lost comes to at
                 most 32 plain steps + 1.5% of S - A. A step counts for at most 32 plain steps, so A is never
                 below -32 of them; what was spent on reading texts is spread over 64 steps and stands to A's
                 debit at once when speculation is switched off, whatever it is, and has to be earned back
                 before anybody guesses again.
+
+The more requests a step has, the surer is what it shows: what their guesses win and lose by chance evens out
+with the root of their number, and so the allowance begins at 32 plain steps of one request, 16 of four and 5.7
+of 32, which are long ones.
 
 That is true of the seconds it is told. It is told what steps take, and what plain ones of now would: an error
 there is one in the bound. A step of more than 33 plain ones is taken for a pause of the machine.
@@ -36,7 +40,7 @@ WINDOW: Final = 64  # steps
 LONGEST_PAUSE: Final = 4096  # steps
 LOSS: Final = 0.015  # of the time of steps with guesses
 TRIALS: Final = 0.01  # of the time of steps without
-CREDIT: Final = 32.0  # plain steps
+CREDIT: Final = 32.0  # plain steps of one request; of more, divided by the root of their number
 _SURE: Final = 1.645  # standard errors; 95% of what is no loss lies above
 _TRIAL: Final = 4.0  # plain steps that a trial may lose
 _ENOUGH: Final = 0.5  # plain steps; a trial with less would end at its first miss
@@ -77,7 +81,7 @@ class Guard:
             new: one of them was not there before.
         """
         self._plain = plain
-        self._allowance = min(self._allowance, CREDIT * plain)
+        self._allowance = min(self._allowance, CREDIT * plain / math.sqrt(max(1, requests)))
         size, before = requests.bit_length(), self._size
         self._size = size
         if not self._guessing:

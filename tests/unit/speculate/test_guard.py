@@ -106,6 +106,25 @@ def test_plain_steps_of_any_length_keep_the_bound() -> None:
         assert driven.lost <= driven.bound()
 
 
+@pytest.mark.parametrize(("requests", "steps"), [(1, 32), (4, 16), (8, 12), (16, 8), (32, 6)])
+def test_the_more_requests_the_fewer_steps_may_be_lost(requests: int, steps: int) -> None:
+    driven = Driven()
+    for _ in range(40):
+        driven.step(1.04, 0.0, requests=requests)
+    assert driven.guessed == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize("requests", [4, 16, 32])
+def test_many_requests_that_gain_are_left_alone(requests: int) -> None:
+    """Guesses take .5 of a step and save .6 on average; the first steps of any run may be unlucky."""
+    chance = random.Random(3)
+    for _ in range(20):
+        driven = Driven()
+        for _ in range(1000):
+            driven.step(0.5, sum(chance.random() < 0.6 for _ in range(requests)) / requests, requests=requests)
+        assert len(driven.guessed) >= 950
+
+
 @pytest.mark.parametrize(
     ("spent", "hits", "least"),
     [(0.3, 0.9, 0.99), (0.5, 0.8, 0.98), (0.5, 0.6, 0.9)],  # gains of 60%, 30% and 10% of a step
