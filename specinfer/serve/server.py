@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import signal
 import socket
@@ -21,6 +22,7 @@ from specinfer.hub.model_files import ModelFiles
 from specinfer.hub.resolution import resolve
 from specinfer.progress import Progress
 from specinfer.serve.access import Keys
+from specinfer.serve.api_error import ApiError
 from specinfer.serve.backend import BackendError
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
@@ -37,6 +39,10 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 _LOG = logging.getLogger(__name__)
+_NO_HTTP: Final = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    b"connection: close\r\n\r\n%b"
+)
 _MOST_QUEUED: Final = 16  # requests of one connection; of others nothing is read before one is answered
 _FAREWELL_SECONDS: Final = 0.2  # for a load balancer to see that the server is not ready
 
@@ -200,7 +206,8 @@ def _protocol(idle: float) -> type[HttpToolsProtocol]:
     """uvicorn's protocol, which waits neither for half a request nor for a reader that takes nothing.
 
     And which tells the request that is being answered when the client goes away: where a client sends several
-    at once, uvicorn tells the last one alone, which waits behind it.
+    at once, uvicorn tells the last one alone, which waits behind it. What is no HTTP is told so as any other
+    fault is.
     """
 
     class Patient(HttpToolsProtocol):
@@ -232,6 +239,12 @@ def _protocol(idle: float) -> type[HttpToolsProtocol]:
         def on_response_complete(self) -> None:
             self._unanswered.popleft()
             super().on_response_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            error = ApiError(f"{msg} Send HTTP/1.1 requests to this port; TLS is a proxy's.")
+            body = json.dumps(error.body).encode()
+            self.transport.write(_NO_HTTP % (len(body), body))
+            self.transport.close()
 
         def pause_writing(self) -> None:
             super().pause_writing()

@@ -15,9 +15,8 @@ grows by 1% of the time, and that pays for trying again.
                 debit at once when speculation is switched off, whatever it is, and has to be earned back
                 before anybody guesses again.
 
-The more requests a step has, the surer is what it shows: what their guesses win and lose by chance evens out
-with the root of their number, and so the allowance begins at 32 plain steps of one request, 16 of four and 5.7
-of 32, which are long ones.
+The more requests a step has, the surer is what it shows: what their guesses win by chance evens out with the
+root of their number. So the allowance begins at 32 plain steps of one request, 16 of four and 5.7 of 32.
 
 That is true of the seconds it is told. It is told what steps take, and what plain ones of now would: an error
 there is one in the bound. A step of more than 33 plain ones is taken for a pause of the machine.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -74,6 +75,24 @@ def test_half_a_request_is_not_waited_for_whether_it_is_the_first_or_not() -> No
             await until_none(state)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("said", [b"\x16\x03\x01\x00\xee", b"GET / HTTP/9\r\n\r\n", b"hello\r\n\r\n"])
+def test_what_is_no_http_is_told_so_as_other_faults_are(said: bytes) -> None:
+    async def run() -> bytes:
+        async with listening(5.0) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(said)
+            told = await asyncio.wait_for(reader.read(), 60)  # until the server closes it
+            writer.close()
+            return told
+
+    head, body = asyncio.run(run()).split(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert f"content-length: {len(body)}".encode() in head
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith("Invalid HTTP request received. Send HTTP/1.1 requests")
 
 
 def test_a_connection_whose_reader_takes_nothing_is_gone_in_time() -> None:

@@ -121,7 +121,8 @@ def test_many_requests_that_gain_are_left_alone(requests: int) -> None:
     for _ in range(20):
         driven = Driven()
         for _ in range(1000):
-            driven.step(0.5, sum(chance.random() < 0.6 for _ in range(requests)) / requests, requests=requests)
+            hits = sum(chance.random() < 0.6 for _ in range(requests))
+            driven.step(0.5, hits / requests, requests=requests)
         assert len(driven.guessed) >= 950
 
 
