@@ -37,6 +37,9 @@ _CURIOSITY: Final = 0.01  # of all time goes at most into drafts that do not see
 # Of the seconds a draft's level takes so much counts: it is worth more than its own hits, as it opens the
 # next level, and nobody looks that far ahead. Simulated, 0.85 beside n-grams gave -0.7% to +1.5% over 1.
 _PATIENCE: Final = 0.85
+# When a draft is about to start, the odds of what only others have guessed count as so much: its first level
+# brings more than a token. It shows which of their guesses to drop, and whether to go on (docs/log.md).
+_DOUBT: Final = 0.35
 _USUAL_UNREAD: Final = 2  # tokens a draft reads in every step: the root, and a last guess it has not run
 
 # A request, draws in it, all there are below their parents, and how many nodes there are.
@@ -95,16 +98,15 @@ class CostPolicy:
         A prompt is read where the reading will have been worth it when the answer is written.
         """
         asked = [(e, tree.draws, tree.num_nodes) for e, tree in zip(self._entries, self._shown, strict=True)]
-        self._guesses = {
-            entry.request.request_id: Guesses(tree, rates)
-            for entry, tree, rates in zip(self._entries, self._shown, self._rates(asked), strict=True)
-        }
+        rates = self._rates(asked)
         starts = [True] * len(entries)
         free = [i for i, entry in enumerate(entries) if not has_own_size(entry)]
         if free:
+            self._guesses = self._shown_with([*map(self._doubted, self._shown, rates)])
             worth = self._first_level(speculator, [entries[i] for i in free], [unread[i] for i in free])
             for i, start in zip(free, worth, strict=True):
                 starts[i] = start
+        self._guesses = self._shown_with(rates)
         growing = sum([start and entry.max_nodes > 1 for start, entry in zip(starts, entries, strict=True)])
         if growing:
             self._spent += self._drafts[speculator].passes(0, growing)[growing]
@@ -219,6 +221,21 @@ class CostPolicy:
         right = {draw.speculator for draw in draws if draw.node == child}
         for name in {draw.speculator for draw in draws} & self._drafts.keys():
             self._drafts[name].learn(level, name in right)
+
+    def _shown_with(self, rates: Sequence[Sequence[float]]) -> dict[str, Guesses]:
+        """What others than the draft have guessed, by request, where these are the rates of the nodes."""
+        return {
+            entry.request.request_id: Guesses(tree, of_tree)
+            for entry, tree, of_tree in zip(self._entries, self._shown, rates, strict=True)
+        }
+
+    def _doubted(self, tree: TokenTree, rates: Sequence[float]) -> list[float]:
+        """The rates of a tree's nodes as they count when a draft is about to start."""
+        drafted = {draw.node for draw in tree.draws if draw.speculator in self._drafts}
+        return [
+            rate if node in drafted else _DOUBT * rate / (1 - rate + _DOUBT * rate)
+            for node, rate in enumerate(rates)
+        ]
 
     def _so_far(self) -> tuple[float, int]:
         """The step's expected tokens and nodes below roots, with those guesses so far that pay."""
