@@ -25,7 +25,7 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_model import PassCosts
 from specinfer.speculate.decision import Appraisal
 from specinfer.speculate.draft_costs import DraftCosts
-from specinfer.speculate.estimator import Estimator
+from specinfer.speculate.estimator import Estimates, Estimator
 from specinfer.speculate.guesses import Guesses, along_paths
 from specinfer.speculate.policy import StepReport, has_own_size
 from specinfer.speculate.tokens_per_second import fastest, how_many
@@ -57,12 +57,12 @@ class CostPolicy:
     """
 
     def __init__(
-        self, target: PassCosts, drafts: Mapping[str, DraftCosts], estimator: Estimator | None = None
+        self, target: PassCosts, drafts: Mapping[str, DraftCosts], estimator: Estimates | None = None
     ) -> None:
         """`estimator` says how likely guesses are; without one that is what became of guesses like them."""
         self._target = target
         self._drafts = drafts
-        self._estimator = estimator or Estimator(logistics=False)
+        self._estimator: Estimates = estimator or Estimator(logistics=False)
         self._saved = dict.fromkeys(drafts, 0.0)  # seconds each draft may spend without seeming worth it
         self._entries: tuple[PlanEntry, ...] = ()  # of this step, those with a tree
         self._requests = 0  # of this step, each of which makes a token
@@ -211,10 +211,11 @@ class CostPolicy:
             for draw in tree.draws:
                 if draw.parent in below:
                     below[draw.parent].append(draw)
-            for level, (node, child) in enumerate(becomes.items()):
-                self._estimator.learn(below[node], child, temperature)
-                if self._drafts:
-                    self._learn_drafts(level, below[node], child)
+            path = [(below[node], child) for node, child in becomes.items()]
+            self._estimator.learn_path(path, tree.num_nodes, temperature)
+            if self._drafts:
+                for level, (draws, child) in enumerate(path):
+                    self._learn_drafts(level, draws, child)
 
     def _learn_drafts(self, level: int, draws: Sequence[Draw], child: int | None) -> None:
         """Learn from the draws below one node of the text, of which those at `child` became text."""
@@ -270,20 +271,9 @@ class CostPolicy:
         return sorted(known.items())
 
     def _rates(self, asked: Sequence[Question]) -> list[list[float]]:
-        """The probability of every node to become text if its parent does, for each question [num_nodes].
-
-        Of nodes that hold none of these draws it is 0; of several draws of one the likeliest is believed.
-        """
-        answers = list[list[float]]()
-        for entry, draws, num_nodes in asked:
-            rates = [0.0] * num_nodes
-            likely = self._estimator.rates(draws, entry.request.params.temperature)
-            for draw, rate in zip(draws, likely, strict=True):
-                node = draw.node
-                if rate > rates[node]:
-                    rates[node] = rate
-            answers.append(rates)
-        return answers
+        """The probability of every node to become text if its parent does, for each question [num_nodes]."""
+        rates = self._estimator.node_rates
+        return [rates(draws, nodes, entry.request.params.temperature) for entry, draws, nodes in asked]
 
     def _seconds(self, nodes: int) -> float:
         """Of the step with so many nodes below its roots, as far as it has been spent or will be."""
