@@ -26,6 +26,8 @@ from study import natural, provenance_lines, row, run
 from specinfer import SamplingParams
 from specinfer.config import SpeculationConfig
 from specinfer.files import write_whole
+from specinfer.kernels.library import Library
+from specinfer.kernels.native import load_library
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.replay.drafts import CostTable, NoModel, num_rows
 from specinfer.replay.simulated_engine import path_along
@@ -91,7 +93,7 @@ class Watch:
 class Play:
     """Some requests that are written at once, from made-up texts."""
 
-    def __init__(self, requests: int, watch: Watch) -> None:
+    def __init__(self, requests: int, watch: Watch, library: Library | None) -> None:
         self._watch = watch
         self._now = 0.0
         self._costs, self._passes = CostTable(TARGET), CostTable(DRAFT)
@@ -115,7 +117,7 @@ class Play:
                 _watch(watch, speculator.name, speculator, name)
         for name in ("begin", "deepen", "tree", "observe"):
             _watch(watch, "draft", draft, name)
-        policy, _ = sized_by_cost(TARGET, {"draft": DRAFT}, EXPANSION, measured=True)
+        policy, _ = sized_by_cost(TARGET, {"draft": DRAFT}, EXPANSION, measured=True, library=library)
         for name in POLICY:
             _watch(watch, "deciding", policy, name)
         limits = SpeculationLimits(config, [*looking_up, draft])
@@ -204,12 +206,12 @@ def _watch(watch: Watch, part: str, of: Any, name: str) -> None:
         setattr(of, name, watch.timed(part, getattr(of, name)))
 
 
-def measure(requests: int, rounds: int) -> dict[str, Any]:
+def measure(requests: int, rounds: int, library: Library | None) -> dict[str, Any]:
     """Mean microseconds of a step by part, of each step the least of some rounds."""
     steps: list[dict[str, float]] = []
     for _ in range(rounds):
         watch = Watch()
-        play, number, goes_on = Play(requests, watch), 0, True
+        play, number, goes_on = Play(requests, watch, library), 0, True
         while goes_on:
             watch.seconds = {}
             goes_on = play.step()
@@ -237,9 +239,11 @@ def main() -> None:
     options.add_argument(
         "--rounds", type=natural, default=20, help="of which the quickest counts (default 20)"
     )
+    options.add_argument("--twins", action="store_true", help="without native kernels (default: with them)")
     options.add_argument("--out", type=Path, help="Markdown file (default: none)")
     args = options.parse_args()
-    cells = {requests: measure(requests, args.rounds) for requests in (1, 8)}
+    library = None if args.twins else load_library()
+    cells = {requests: measure(requests, args.rounds, library) for requests in (1, 8)}
     parts = list(cells[1]["microseconds"])
     lines = [
         "# Microseconds a step takes to guess, merge and decide",

@@ -197,7 +197,11 @@ def build_engine(
             for name, (runner, _) in drafting.items()
         }
         measured = speculation.clock == "measured"
-        guard, learned = sized_by_cost(of_target, of_drafts, speculation.expansion, measured=measured)
+        guard, learned = sized_by_cost(
+            *(of_target, of_drafts, speculation.expansion),
+            measured=measured,
+            library=models.target.kernels.library,
+        )
         if measured:  # a run by the curve decides what the last one decided
             kept = PolicyMemory(_learned_of(config, models), learned)
             kept.recall()

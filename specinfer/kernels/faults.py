@@ -264,6 +264,14 @@ def other_faults(library: Library) -> Iterator[str]:
     mass = library.mass(logits.ctypes.data, len(logits), float(logits.max()), 1.0)
     if not np.isclose(mass, np.exp(logits - logits.max()).sum(), rtol=1e-4):
         yield f"the mass of a row is not {mass:.6g}"
+    # One guess, of which nothing is known: by a logistic without weights it is as likely as not.
+    guess, known = np.array([0.9, 0, 0]), np.ones(10 + 2 * 13 * 2)
+    guess[1:].view(np.int32)[:] = 0, 1, 0, 0  # below node 0, at node 1
+    known[:10] = 0
+    rates = np.empty(2)
+    there = library.estimate(guess.tobytes(), 1, 0, 0.0, 1, known.ctypes.data, 2, rates.ctypes.data)
+    if not there or rates.tolist() != [0.0, 0.5]:
+        yield f"a guess as likely as not is thought to be {rates[1]:.6g} likely"
     racers = np.empty(1000, dtype=np.int64)
     top = int(best[0])
     if library.racers(logits.ctypes.data, 1000, None, top, 1.0, 7, racers.ctypes.data) < 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -164,6 +164,9 @@ class Library:
         self.choices = _function(
             library.specinfer_choices, c_int64, *block, address, count, address, *[address] * 4
         )
+        guesses = (c_char_p, count, count, c_double, flag)
+        self.estimate = _function(library.specinfer_estimate, c_int32, *guesses, address, count, address)
+        self.learn = _function(library.specinfer_learn, c_int32, *guesses, count, count, address)
         self.stream = _function(library.specinfer_stream, c_double, address, count)
         self.profile = _function(library.specinfer_profile, None, flag, address)
 

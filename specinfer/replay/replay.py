@@ -11,7 +11,7 @@ from specinfer.errors import ConfigError
 from specinfer.replay.drafts import CostTable, ReplayedPasses
 from specinfer.replay.simulated_engine import PlayedStep, SimulatedEngine, speculators_of
 from specinfer.replay.trace import Trace
-from specinfer.speculate.estimator import Estimator
+from specinfer.speculate.estimator import Estimates, Estimator
 from specinfer.speculate.guarded_policy import sized_by_cost
 from specinfer.speculate.policy import FixedPolicy, SpeculationPolicy
 
@@ -29,7 +29,7 @@ def counting_policy(trace: Trace, speculation: SpeculationConfig) -> Speculation
 
 
 def policy_with(
-    estimator: Estimator | None, trace: Trace, speculation: SpeculationConfig
+    estimator: Estimates | None, trace: Trace, speculation: SpeculationConfig
 ) -> SpeculationPolicy:
     """The same policy where `estimator` says how likely guesses are; None: a new one of the engine's."""
     drafts = {name: draft.curve for name, draft in trace.drafts.items()}

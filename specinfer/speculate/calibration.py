@@ -20,9 +20,9 @@ SUREST_MATCH: Final = 16  # tokens; more make a guess no surer
 _LEVELS: Final = 6  # log-odds are rounded to whole numbers from -6 to 6: probabilities of 0.2% to 99.8%
 _LEAST: Final = 1 / (1 + math.exp(_LEVELS + 0.5))  # what is less likely has the lowest level
 _BELIEVED: Final = {level: 1 / (1 + math.exp(-level)) for level in range(-_LEVELS, _LEVELS + 1)}
-_PRIOR: Final = 4.0  # guesses: until more were seen, a speculator is believed
+PRIOR: Final = 4.0  # guesses: until more were seen, a speculator is believed
 _MEMORY: Final = 0.995  # what a count keeps at each new guess: the last 200 decide
-_MOST: Final = _PRIOR + 1 / (1 - _MEMORY)  # that a count can come to
+_MOST: Final = PRIOR + 1 / (1 - _MEMORY)  # that a count can come to
 _MOST_COUNTS: Final = 4096
 
 
@@ -31,7 +31,7 @@ class _Count:
     """What became of the guesses of one kind, fading."""
 
     accepted: float
-    seen: float = _PRIOR
+    seen: float = PRIOR
 
     def add(self, accepted: bool) -> None:
         self.accepted = _MEMORY * self.accepted + accepted
@@ -85,7 +85,7 @@ class Calibration:
             key = (draw.speculator, level, draw.speculator not in seen)
             count = self._counts.get(key)
             if count is None:
-                count = self._counts[key] = _Count(_PRIOR * _BELIEVED[level])
+                count = self._counts[key] = _Count(PRIOR * _BELIEVED[level])
             count.add(draw.node == accepted)
             seen.add(draw.speculator)
 
@@ -99,9 +99,18 @@ class Calibration:
         for one in bounded.rows(told, _MOST_COUNTS):
             speculator, level, first, accepted, seen = bounded.row(one, 5)
             key = (bounded.name(speculator), bounded.whole(level, -_LEVELS, _LEVELS), first is True)
-            seen = bounded.real(seen, _PRIOR, _MOST)
+            seen = bounded.real(seen, PRIOR, _MOST)
             counts[key] = _Count(bounded.real(accepted, 0.0, seen), seen)
         self._counts = counts
+
+    def put(self, speculator: str, level: int, first: bool, accepted: float, seen: float) -> None:
+        """Have one count be this."""
+        self._counts[speculator, level, first] = _Count(accepted, seen)
+
+
+def levels() -> range:
+    """The log-odds that confidences are rounded to, ascending."""
+    return range(-_LEVELS, _LEVELS + 1)
 
 
 def rate_of_level(level: int) -> float:

@@ -25,7 +25,7 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_model import PassCosts
 from specinfer.speculate.decision import Appraisal
 from specinfer.speculate.draft_costs import DraftCosts
-from specinfer.speculate.estimator import Estimator
+from specinfer.speculate.estimator import Estimates, Estimator
 from specinfer.speculate.guesses import Guesses, along_paths
 from specinfer.speculate.policy import StepReport, has_own_size
 from specinfer.speculate.tokens_per_second import fastest, how_many
@@ -37,6 +37,9 @@ _CURIOSITY: Final = 0.01  # of all time goes at most into drafts that do not see
 # Of the seconds a draft's level takes so much counts: it is worth more than its own hits, as it opens the
 # next level, and nobody looks that far ahead. Simulated, 0.85 beside n-grams gave -0.7% to +1.5% over 1.
 _PATIENCE: Final = 0.85
+# When a draft is about to start, the odds of what only others have guessed count as so much: its first level
+# brings more than a token. It shows which of their guesses to drop, and whether to go on (docs/log.md).
+_DOUBT: Final = 0.35
 _USUAL_UNREAD: Final = 2  # tokens a draft reads in every step: the root, and a last guess it has not run
 
 # A request, draws in it, all there are below their parents, and how many nodes there are.
@@ -54,12 +57,12 @@ class CostPolicy:
     """
 
     def __init__(
-        self, target: PassCosts, drafts: Mapping[str, DraftCosts], estimator: Estimator | None = None
+        self, target: PassCosts, drafts: Mapping[str, DraftCosts], estimator: Estimates | None = None
     ) -> None:
         """`estimator` says how likely guesses are; without one that is what became of guesses like them."""
         self._target = target
         self._drafts = drafts
-        self._estimator = estimator or Estimator(logistics=False)
+        self._estimator: Estimates = estimator or Estimator(logistics=False)
         self._saved = dict.fromkeys(drafts, 0.0)  # seconds each draft may spend without seeming worth it
         self._entries: tuple[PlanEntry, ...] = ()  # of this step, those with a tree
         self._requests = 0  # of this step, each of which makes a token
@@ -95,16 +98,15 @@ class CostPolicy:
         A prompt is read where the reading will have been worth it when the answer is written.
         """
         asked = [(e, tree.draws, tree.num_nodes) for e, tree in zip(self._entries, self._shown, strict=True)]
-        self._guesses = {
-            entry.request.request_id: Guesses(tree, rates)
-            for entry, tree, rates in zip(self._entries, self._shown, self._rates(asked), strict=True)
-        }
+        rates = self._rates(asked)
         starts = [True] * len(entries)
         free = [i for i, entry in enumerate(entries) if not has_own_size(entry)]
         if free:
+            self._guesses = self._shown_with([*map(self._doubted, self._shown, rates)])
             worth = self._first_level(speculator, [entries[i] for i in free], [unread[i] for i in free])
             for i, start in zip(free, worth, strict=True):
                 starts[i] = start
+        self._guesses = self._shown_with(rates)
         growing = sum([start and entry.max_nodes > 1 for start, entry in zip(starts, entries, strict=True)])
         if growing:
             self._spent += self._drafts[speculator].passes(0, growing)[growing]
@@ -209,16 +211,32 @@ class CostPolicy:
             for draw in tree.draws:
                 if draw.parent in below:
                     below[draw.parent].append(draw)
-            for level, (node, child) in enumerate(becomes.items()):
-                self._estimator.learn(below[node], child, temperature)
-                if self._drafts:
-                    self._learn_drafts(level, below[node], child)
+            path = [(below[node], child) for node, child in becomes.items()]
+            self._estimator.learn_path(path, tree.num_nodes, temperature)
+            if self._drafts:
+                for level, (draws, child) in enumerate(path):
+                    self._learn_drafts(level, draws, child)
 
     def _learn_drafts(self, level: int, draws: Sequence[Draw], child: int | None) -> None:
         """Learn from the draws below one node of the text, of which those at `child` became text."""
         right = {draw.speculator for draw in draws if draw.node == child}
         for name in {draw.speculator for draw in draws} & self._drafts.keys():
             self._drafts[name].learn(level, name in right)
+
+    def _shown_with(self, rates: Sequence[Sequence[float]]) -> dict[str, Guesses]:
+        """What others than the draft have guessed, by request, where these are the rates of the nodes."""
+        return {
+            entry.request.request_id: Guesses(tree, of_tree)
+            for entry, tree, of_tree in zip(self._entries, self._shown, rates, strict=True)
+        }
+
+    def _doubted(self, tree: TokenTree, rates: Sequence[float]) -> list[float]:
+        """The rates of a tree's nodes as they count when a draft is about to start."""
+        drafted = {draw.node for draw in tree.draws if draw.speculator in self._drafts}
+        return [
+            rate if node in drafted else _DOUBT * rate / (1 - rate + _DOUBT * rate)
+            for node, rate in enumerate(rates)
+        ]
 
     def _so_far(self) -> tuple[float, int]:
         """The step's expected tokens and nodes below roots, with those guesses so far that pay."""
@@ -253,20 +271,9 @@ class CostPolicy:
         return sorted(known.items())
 
     def _rates(self, asked: Sequence[Question]) -> list[list[float]]:
-        """The probability of every node to become text if its parent does, for each question [num_nodes].
-
-        Of nodes that hold none of these draws it is 0; of several draws of one the likeliest is believed.
-        """
-        answers = list[list[float]]()
-        for entry, draws, num_nodes in asked:
-            rates = [0.0] * num_nodes
-            likely = self._estimator.rates(draws, entry.request.params.temperature)
-            for draw, rate in zip(draws, likely, strict=True):
-                node = draw.node
-                if rate > rates[node]:
-                    rates[node] = rate
-            answers.append(rates)
-        return answers
+        """The probability of every node to become text if its parent does, for each question [num_nodes]."""
+        rates = self._estimator.node_rates
+        return [rates(draws, nodes, entry.request.params.temperature) for entry, draws, nodes in asked]
 
     def _seconds(self, nodes: int) -> float:
         """Of the step with so many nodes below its roots, as far as it has been spent or will be."""

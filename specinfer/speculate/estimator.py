@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from specinfer.speculate import bounded
 from specinfer.speculate.calibration import Calibration
@@ -26,6 +26,38 @@ _MOST_OUTCOMES: Final = 1 << 53
 _MOST_RIVALS: Final = 256
 
 
+class Estimates(Protocol):
+    """Whoever says how likely guesses are, and learns from what became of them."""
+
+    outcomes: int  # of all guesses, that it has learnt from
+
+    def node_rates(self, draws: Sequence[Draw], num_nodes: int, temperature: float) -> list[float]:
+        """The probability of every node to become text if its parent does, [num_nodes].
+
+        Of nodes that hold none of these draws it is 0; of several draws of one the likeliest is believed. The
+        draws are all there are below their parents, in the order in which they were made; `temperature` is
+        the request's.
+        """
+        ...
+
+    def learn_path(
+        self, below: Sequence[tuple[Sequence[Draw], int | None]], num_nodes: int, temperature: float
+    ) -> None:
+        """Learn what became of all draws below nodes of the text, from the root of a tree on.
+
+        Of the draws below each of them those at the node beside them became text; of None no draw did.
+        """
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """What it has learnt, as JSON values."""
+        ...
+
+    def recall(self, told: Mapping[str, Any]) -> None:
+        """Take over what `to_json` gave; raises ValueError or KeyError, and then takes nothing."""
+        ...
+
+
 @dataclass(slots=True)
 class Rival:
     """A logistic of one speculator's guesses, and by how much it beats the counts."""
@@ -37,10 +69,7 @@ class Rival:
 
 @dataclass(slots=True)
 class Estimator:
-    """Says how likely guesses are, and learns from what became of them.
-
-    Without `logistics` it is the counts alone.
-    """
+    """An `Estimates` in plain Python; without `logistics` it is the counts alone."""
 
     counts: Calibration = field(default_factory=Calibration)
     rivals: dict[str, Rival] = field(default_factory=dict)  # by speculator
@@ -70,6 +99,22 @@ class Estimator:
             counted = self.counts.rates(draws)
             rates = [known if rate < 0 else rate for rate, known in zip(rates, counted, strict=True)]
         return rates
+
+    def node_rates(self, draws: Sequence[Draw], num_nodes: int, temperature: float) -> list[float]:
+        """As Estimates says."""
+        rates = [0.0] * num_nodes
+        for draw, rate in zip(draws, self.rates(draws, temperature), strict=True):
+            node = draw.node
+            if rate > rates[node]:
+                rates[node] = rate
+        return rates
+
+    def learn_path(
+        self, below: Sequence[tuple[Sequence[Draw], int | None]], num_nodes: int, temperature: float
+    ) -> None:
+        """As Estimates says."""
+        for draws, accepted in below:
+            self.learn(draws, accepted, temperature)
 
     def learn(self, below: Sequence[Draw], accepted: int | None, temperature: float) -> None:
         """Learn what became of all draws below one node of the text: those at node `accepted` became text."""

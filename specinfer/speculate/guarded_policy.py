@@ -13,14 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from specinfer.kernels.library import Library
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.cost_policy import CostPolicy
 from specinfer.speculate.decision import Appraisal, Why
 from specinfer.speculate.draft_costs import DraftCosts
-from specinfer.speculate.estimator import Estimator
+from specinfer.speculate.estimator import Estimates, Estimator
 from specinfer.speculate.guard import Guard
+from specinfer.speculate.native_estimator import NativeEstimator
 from specinfer.speculate.plain_steps import PlainSteps
 from specinfer.speculate.policy import SpeculationPolicy, StepReport, TrustedPolicy, has_own_size
 from specinfer.speculate.policy_memory import Learned
@@ -271,14 +273,17 @@ def sized_by_cost(
     expansion: Expansion,
     *,
     measured: bool,
-    estimator: Estimator | None = None,
+    library: Library | None = None,
+    estimator: Estimates | None = None,
 ) -> tuple[GuardedPolicy, Learned]:
     """The policy of an engine whose tree_size is "cost", given what its models' passes cost.
 
     `estimator` says how likely guesses are: by default a new one, which is the counts alone where there is no
-    draft, as a logistic takes more of such a step than it gains (docs/log.md). Returns also the policy's
-    parts that learn what guesses are worth.
+    draft, as a logistic takes more of such a step than it gains (docs/log.md); it computes in `library` where
+    there is one. Returns also the policy's parts that learn what guesses are worth.
     """
+    if estimator is None and library is not None:
+        estimator = NativeEstimator(library, logistics=bool(drafts))
     costs = CostModel("target", target, learns=measured)
     of_drafts = {name: CostModel(name, curve, learns=measured) for name, curve in drafts.items()}
     depths = {name: DraftCosts(cost, expansion) for name, cost in of_drafts.items()}

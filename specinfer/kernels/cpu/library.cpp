@@ -1,5 +1,6 @@
 // What the library offers; kernels/library.py declares the same. Shapes are checked there.
 
+#include "estimates.h"
 #include "layers.h"
 #include "layout.h"
 #include "memory.h"
@@ -119,6 +120,16 @@ int64_t specinfer_choices(int32_t type, const void* logits, int64_t block_rows, 
   const Claim claim;
   const LogitBlock block{logits, block_rows, size, stride, static_cast<Type>(type)};
   return choices(block, {rows, count}, asks, {changed, terms, ends}, ids);
+}
+
+int32_t specinfer_estimate(const void* draws, int64_t count, int64_t evidence, double temperature, int32_t logistics,
+                           const Known* known, int64_t num_nodes, double* rates) {
+  return estimate({draws, count, evidence}, temperature, logistics != 0, known, num_nodes, rates) ? 1 : 0;
+}
+
+int32_t specinfer_learn(const void* draws, int64_t count, int64_t evidence, double temperature, int32_t logistics,
+                        int64_t groups, int64_t num_nodes, Known* known) {
+  return learn({draws, count, evidence}, temperature, logistics != 0, groups, num_nodes, known) ? 1 : 0;
 }
 
 // Bytes per second at which `bytes` of memory are read once by all threads.

@@ -18,6 +18,7 @@ from specinfer.tree.prune import firm_nodes, keep, sampled
 from specinfer.tree.token_tree import draws_by_parent
 
 Floats = NDArray[np.float64]
+DOUBT = 0.35  # times the odds of others' guesses, when a draft is about to start
 
 
 class ObviousPolicy:
@@ -115,11 +116,13 @@ class ObviousPolicy:
                     break
                 node = child
 
-    def _hopes(self, tree: TokenTree) -> list[float]:
-        """How likely each node is to become text."""
+    def _hopes(self, tree: TokenTree, doubt: float = 1.0) -> list[float]:
+        """How likely each node is to become text; the odds of each count `doubt` times."""
         rates = [1.0] + [0.0] * (tree.num_nodes - 1)
         for draw, rate in zip(tree.draws, self.counts.rates(tree.draws), strict=True):
             rates[draw.node] = max(rates[draw.node], rate)
+        if doubt != 1:
+            rates = [doubt * rate / (1 - rate + doubt * rate) for rate in rates]
         hopes = [1.0]
         for node in range(1, tree.num_nodes):
             hopes.append(rates[node] * hopes[tree.parents[node]])
@@ -129,11 +132,11 @@ class ObviousPolicy:
         others, drawn = self.others[entry.request.request_id], self.drawn.get(entry.request.request_id)
         return others if drawn is None else merge([others, drawn])
 
-    def _gain(self, entry: PlanEntry, level: int) -> float:
+    def _gain(self, entry: PlanEntry, level: int, doubt: float = 1.0) -> float:
         """What the draft's next level brings that nobody else holds."""
         others, drawn = self.others[entry.request.request_id], self.drawn.get(entry.request.request_id)
         all_of_them = self._guesses(entry)
-        hopes = self._hopes(all_of_them)
+        hopes = self._hopes(all_of_them, doubt)
         below = draws_by_parent(others.draws)
         last = {(): 0}
         if drawn is not None:
@@ -147,13 +150,13 @@ class ObviousPolicy:
             gain += hopes[node] * max(0.0, missed) * self.costs.rates()[level]
         return gain
 
-    def _so_far(self) -> tuple[float, int]:
+    def _so_far(self, doubt: float = 1.0) -> tuple[float, int]:
         """The tokens and nodes of the step, as it would be without another level."""
         tokens, nodes = float(self.requests), 0
         free: list[float] = []
         for entry in self.entries:
             tree = self._guesses(entry)
-            hopes, firm = self._hopes(tree), firm_nodes(self.others[entry.request.request_id])
+            hopes, firm = self._hopes(tree, doubt), firm_nodes(self.others[entry.request.request_id])
             firm |= {draw.node for draw in tree.draws if sampled(draw)}
             best = sorted((hopes[n] for n in range(1, tree.num_nodes) if n not in firm), reverse=True)
             del best[max(0, entry.max_nodes - 1 - len(firm)) :]
@@ -171,9 +174,9 @@ class ObviousPolicy:
         known = [entry.request.request_id in self.others for entry in entries]
         usual = self.costs.rates()[0]
         gains = np.array(
-            [self._gain(e, 0) if knows else usual for e, knows in zip(entries, known, strict=True)]
+            [self._gain(e, 0, DOUBT) if knows else usual for e, knows in zip(entries, known, strict=True)]
         )
-        tokens, nodes = self._so_far()
+        tokens, nodes = self._so_far(DOUBT)
         together = 2 * len(entries)
         reading = self.draft.seconds(together + np.maximum(unread, 2) - 2) - self.draft.seconds([together])
         shares = reading * (1 + gains) / np.maximum(1, [entry.room for entry in entries])
