@@ -19,6 +19,7 @@ Verifier = Literal["coupled", "mss"]
 DraftDraw = Literal["coupled", "top_k", "iid", "without_replacement"]
 TreeSize = Literal["cost", "fixed"]
 Clock = Literal["measured", "curve"]
+DraftTokens = Literal["shared", "text"]
 
 # What a draft model may do for each verifier, its default first (docs/losslessness.md). The top-k of a
 # draft model is a point mass whichever verifier looks at it.
@@ -56,6 +57,7 @@ class SpeculationConfig:
     drafts: tuple[str, ...] = ()  # models, each named as `model` is
     draft_quantization: Quantization = "none"  # how their matrices are kept, as `quantization`
     draft_vocabulary: int | str | None = None  # tokens drafts can name: how many, or a file of ids; None: all
+    draft_tokens: DraftTokens = "shared"  # what drafts of another vocabulary guess: tokens both have, or text
     ngram: bool = _switch("Look guesses up in the text itself. On where nobody else guesses.")
     ngram_min: int = 1  # tokens that must match, at least
     ngram_max: int = 4  # and at most; longer matches are tried first
@@ -81,6 +83,7 @@ class SpeculationConfig:
         object.__setattr__(self, "drafts", _model_names("drafts", self.drafts))
         _choice("draft_quantization", self.draft_quantization, get_args(Quantization))
         object.__setattr__(self, "draft_vocabulary", _vocabulary(self.draft_vocabulary))
+        _choice("draft_tokens", self.draft_tokens, get_args(DraftTokens))
         object.__setattr__(self, "expansion", Expansion.of(self.expansion))
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):

@@ -65,6 +65,11 @@ def speculation_options(command: _Command) -> _Command:
                 metavar="N|FILE",
                 help="Cut a draft's output layer to N common tokens, or to the token ids in FILE.",
             ),
+            click.option(
+                "--draft-tokens",
+                show_default="shared",
+                help="What drafts of another vocabulary guess: shared, the tokens both have, or text.",
+            ),
             *(
                 click.option(f"--{name}/--no-{name}", default=None, help=purpose)
                 for name, purpose in SWITCHES.items()
@@ -117,7 +122,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         given["kv_cache_memory"] = parse_size(memory)
     given.setdefault("ngram", not any(given.get(name) for name in ("drafts", *SWITCHES)))
     config = EngineConfig.from_options(model, given)
-    for name in ("draft_quantization", "draft_vocabulary", "expansion", "draw"):
+    for name in ("draft_quantization", "draft_vocabulary", "draft_tokens", "expansion", "draw"):
         if name in given and not given.get("drafts"):
             raise ConfigError(
                 f"--{name.replace('_', '-')} is for draft models, and none is named; add --draft MODEL"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from specinfer.engine.drafts import (
     Found,
     FoundHead,
     check_options,
-    check_vocabularies,
     draft_names,
+    exchanges,
     find,
     find_drafts,
     make_draft,
@@ -43,6 +43,7 @@ from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve, device_na
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.draft_vocabulary import DraftVocabulary, draft_vocabulary
 from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.foreign_tokens import ForeignTokens
 from specinfer.speculate.guarded_policy import GuardedPolicy, sized_by_cost
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy import FixedPolicy
@@ -66,13 +67,14 @@ class Models:
     tokenizer: Tokenizer
     drafts: dict[str, AnyDraft]
     draft_vocabulary: DraftVocabulary | None = None  # None: every token
+    foreign: Mapping[str, ForeignTokens] = field(default_factory=dict)  # of drafts with another vocabulary
 
 
 def load_models(config: EngineConfig, progress: Progress | None = None) -> Models:
     """Find, check and load every model the config names.
 
-    Raises ModelError and its kind for files that cannot be used, ConfigError for a draft whose vocabulary
-    is not the target's, CapacityError when the weights do not fit into memory.
+    Raises ModelError and its kind for files that cannot be used, ConfigError for a draft that has no token in
+    common with the target, CapacityError when the weights do not fit into memory.
     """
     show = progress or NoProgress()
     device = pick_device(config.device)
@@ -85,10 +87,11 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     found = find_drafts(config.speculation.drafts, target, config.model, show)
     drafts = {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
     check_options(config.speculation, [*drafts.values()])
-    check_vocabularies(target, drafts.values())
     tokenizer = Tokenizer.load(target.files)
     named = draft_vocabulary(config.speculation.draft_vocabulary, tokenizer, target.model.config.vocab_size)
-    logit_ids = None if named is None else named.ids.tolist()
+    foreign = exchanges(target, drafts, tokenizer, config.speculation, named)
+    logit_ids = {name: one.logit_ids.tolist() for name, one in foreign.items()}
+    usual_ids = None if named is None else named.ids.tolist()
     of_target, of_drafts = config.quantization, config.speculation.draft_quantization
     if lacking is not None:
         _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
@@ -106,10 +109,10 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
 
     loaded = _load(target, dtype, device, show, fitting(target), of_target)
 
-    def load_draft(draft: Found | FoundHead) -> AnyDraft:
+    def load_draft(name: str, draft: Found | FoundHead) -> AnyDraft:
         own = guessing(fitting(draft))
         if isinstance(draft, Found):
-            return _load(draft, dtype, device, show, own, of_drafts, logit_ids)
+            return _load(draft, dtype, device, show, own, of_drafts, logit_ids.get(name, usual_ids))
         return load_head(
             draft.head,
             target.model,
@@ -123,8 +126,9 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     models = Models(
         target=loaded,
         tokenizer=tokenizer,
-        drafts={name: load_draft(draft) for name, draft in drafts.items()},
+        drafts={name: load_draft(name, draft) for name, draft in drafts.items()},
         draft_vocabulary=named,
+        foreign=foreign,
     )
     _leave_cores_to_kernels(models)
     return models
@@ -178,6 +182,7 @@ def build_engine(
             model,
             speculation,
             models.draft_vocabulary,
+            models.foreign.get(name),
             num_blocks=blocks,
             block_size=block_size,
             max_rows=limits.max_step_tokens,
@@ -192,7 +197,7 @@ def build_engine(
             name: curve(
                 runner,
                 speculation.draft_quantization,
-                what_is_timed(models.drafts[name], models.draft_vocabulary),
+                what_is_timed(models.drafts[name], models.draft_vocabulary, models.foreign.get(name)),
             )
             for name, (runner, _) in drafting.items()
         }
@@ -240,6 +245,7 @@ def _learned_of(config: EngineConfig, models: Models) -> dict[str, Any]:
     speculation, target = config.speculation, models.target
     drafts = [
         f"{name}: {Path(model).name}, {speculation.draft_quantization}, by {speculation.draw_rule}"
+        + (f", {speculation.draft_tokens} tokens" if name in models.foreign else "")
         for name, model in draft_names(speculation.drafts).items()
     ]
     kind = hashlib.sha256(repr(target.config).encode()).hexdigest()[:8]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +27,14 @@ from specinfer.speculate.block import BlockDraft
 from specinfer.speculate.draft_model import DraftModel
 from specinfer.speculate.draft_vocabulary import DraftVocabulary, named_tokens
 from specinfer.speculate.eagle import EagleDraft
+from specinfer.speculate.foreign_draft import ForeignDraft
+from specinfer.speculate.foreign_tokens import ForeignTokens, foreign_tokens
 from specinfer.speculate.parallel_eagle import ParallelEagleDraft
 from specinfer.speculate.speculator import LevelSpeculator
+from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.vocabulary import Vocabulary
 
+_LOG = logging.getLogger(__name__)
 AnyDraft = LanguageModel | HeadModel
 
 
@@ -91,29 +96,43 @@ def find_drafts(
     return found
 
 
-def check_vocabularies(target: Found, drafts: Iterable[Found | FoundHead]) -> None:
-    """Raise ConfigError unless an id stands for the same token in every model.
+def exchanges(
+    target: Found,
+    drafts: Mapping[str, Found | FoundHead],
+    tokenizer: Tokenizer,
+    speculation: SpeculationConfig,
+    kept: DraftVocabulary | None,
+) -> dict[str, ForeignTokens]:
+    """Of each draft for which an id is not the same token as for the target: how they exchange tokens.
 
     A head has no tokenizer of its own: that its target has as many tokens was checked when it was opened.
+    Raises ConfigError as `foreign_tokens`, and where draft_tokens is set though no draft needs it.
     """
-    ours = Vocabulary(target.files)
-    for draft in drafts:
+    ours, found = Vocabulary(target.files), dict[str, ForeignTokens]()
+    for name, draft in drafts.items():
         if isinstance(draft, FoundHead):
             continue
-        theirs = Vocabulary(draft.files)
         sizes = target.config.vocab_size, draft.config.vocab_size
-        if sizes[0] != sizes[1] or not ours.same_ids(theirs):
-            raise ConfigError(
-                f"draft {draft.files.name} has another vocabulary "
-                f"({theirs.size} tokens, logits of {sizes[1]}) than the target {target.files.name} "
-                f"({ours.size}, {sizes[0]}); use one of its family"
-            )
+        if sizes[0] == sizes[1] and ours.same_ids(Vocabulary(draft.files)):
+            continue
+        theirs = Tokenizer.load(draft.files)
+        found[name] = foreign_tokens(tokenizer, theirs, sizes, speculation, kept, draft=draft.files.name)
+        _LOG.info(
+            "draft %s has another vocabulary than %s: %d of its %d tokens are shared",
+            *(draft.files.name, target.files.name, found[name].shared, sizes[1]),
+        )
+    if drafts and not found and speculation.draft_tokens != SpeculationConfig().draft_tokens:
+        raise ConfigError(
+            f"draft_tokens is {speculation.draft_tokens!r}, and all drafts have the target's vocabulary; "
+            "leave it out"
+        )
+    return found
 
 
 def check_options(speculation: SpeculationConfig, drafts: Sequence[Found | FoundHead]) -> None:
     """Raise ConfigError for options of drafts that none of them heeds."""
     unset = SpeculationConfig()
-    for option in ("expansion", "draw", "draft_quantization", "draft_vocabulary"):
+    for option in ("expansion", "draw", "draft_quantization", "draft_vocabulary", "draft_tokens"):
         value = getattr(speculation, option)
         if value != getattr(unset, option) and not drafts:
             raise ConfigError(
@@ -135,17 +154,30 @@ def weight_bytes(
     return estimate_bytes(found.model, dtype, kernels, speculation.draft_quantization)
 
 
-def named_by(model: AnyDraft, kept: DraftVocabulary | None) -> DraftVocabulary | None:
-    """The tokens a draft can name, of which `kept` are a model's; None: all."""
+def named_by(
+    model: AnyDraft, kept: DraftVocabulary | None, foreign: ForeignTokens | None = None
+) -> DraftVocabulary | None:
+    """The tokens a draft can name, of which `kept` are a model's with the target's vocabulary; None: all."""
+    if foreign is not None:
+        return foreign.vocabulary
     if not isinstance(model, EagleModel | BlockModel):
         return kept
     return named_tokens(model.ids, model.config.vocab_size)
 
 
-def models_alone(drafts: Mapping[str, AnyDraft], purpose: str) -> dict[str, LanguageModel]:
-    """Drafts that are all models; raises ConfigError where one is a head, which `purpose` has no use for."""
+def models_alone(
+    drafts: Mapping[str, AnyDraft], foreign: Collection[str], purpose: str
+) -> dict[str, LanguageModel]:
+    """Drafts that are all models of the target's vocabulary.
+
+    Raises ConfigError where one is a head, or has tokens of its own: `purpose` has no use for either.
+    """
     models: dict[str, LanguageModel] = {}
     for name, draft in drafts.items():
+        if name in foreign:
+            raise ConfigError(
+                f"{name} has another vocabulary than the target; {purpose} without: leave it out"
+            )
         if isinstance(draft, EagleModel | BlockModel):
             raise ConfigError(
                 f"{name} is a head that reads its target's hidden states; {purpose} without one: leave it out"
@@ -154,9 +186,9 @@ def models_alone(drafts: Mapping[str, AnyDraft], purpose: str) -> dict[str, Lang
     return models
 
 
-def what_is_timed(model: AnyDraft, kept: DraftVocabulary | None) -> str:
+def what_is_timed(model: AnyDraft, kept: DraftVocabulary | None, foreign: ForeignTokens | None = None) -> str:
     """What a draft's pass depends on besides its layers."""
-    vocabulary = named_by(model, kept)
+    vocabulary = named_by(model, kept, foreign)
     logits = model.config.vocab_size if vocabulary is None else len(vocabulary.ids)
     head = f", {model.head}" if isinstance(model, EagleModel | BlockModel) else ""
     return f"{logits} logits{head}"
@@ -167,6 +199,7 @@ def make_draft(
     model: AnyDraft,
     speculation: SpeculationConfig,
     kept: DraftVocabulary | None,
+    foreign: ForeignTokens | None = None,
     *,
     num_blocks: int,
     block_size: int,
@@ -177,6 +210,10 @@ def make_draft(
     expansion, rule = speculation.expansion, speculation.draw_rule
     if not isinstance(model, EagleModel | BlockModel):
         runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size)
+        if foreign is not None:
+            return runner, ForeignDraft(
+                name, runner, expansion, rule, max_rows=max_rows, num_blocks=num_blocks, tokens=foreign
+            )
         return runner, DraftModel(name, runner, expansion, rule, max_rows=max_rows, vocabulary=vocabulary)
     taps = model.head.taps
     if isinstance(model, EagleModel):

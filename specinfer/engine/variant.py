@@ -10,7 +10,7 @@ from specinfer.errors import ConfigError
 
 # What decides which weights are loaded and what runs them; `drafts` may name fewer.
 _LOADED = ("model", "dtype", "device", "quantization", "kernels", "threads")
-_OF_DRAFTS = ("draft_quantization", "draft_vocabulary")
+_OF_DRAFTS = ("draft_quantization", "draft_vocabulary", "draft_tokens")
 
 
 def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Models:
@@ -32,6 +32,7 @@ def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Mo
             )
     left = list(zip(config.speculation.drafts, models.drafts.items(), strict=True))
     drafts = {}
+    foreign = {}
     for draft in wanted.speculation.drafts:
         found = next((one for one in left if one[0] == draft), None)
         if found is None:
@@ -43,4 +44,7 @@ def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Mo
         left.remove(found)
         name, model = found[1]
         drafts[name] = model
-    return replace(models, drafts=drafts, draft_vocabulary=models.draft_vocabulary if drafts else None)
+        if name in models.foreign:
+            foreign[name] = models.foreign[name]
+    kept = models.draft_vocabulary if drafts else None
+    return replace(models, drafts=drafts, draft_vocabulary=kept, foreign=foreign)

@@ -94,7 +94,7 @@ def check(llm: LLM, requests: Sequence[Request]) -> None:
             f"the verifier is {speculation.verifier!r} and drafts draw by {speculation.draw_rule}; traces "
             "are recorded under the coupled rule, where the text does not depend on what is guessed"
         )
-    models_alone(llm.models.drafts, "traces are recorded")
+    models_alone(llm.models.drafts, llm.models.foreign, "traces are recorded")
     if not requests:
         raise RequestError("there are no requests to record; give at least one prompt")
     for request in requests:
@@ -152,7 +152,7 @@ def record_guesses(
     vocab = models.target.config.vocab_size
     named = vocab if models.draft_vocabulary is None else len(models.draft_vocabulary.ids)
     weights = config.speculation.draft_quantization
-    own = models_alone(models.drafts, "traces are recorded")
+    own = models_alone(models.drafts, models.foreign, "traces are recorded")
     drafts = {
         name: _Recording(_curve(llm, model, weights, named, True, progress), GuessRecorder(), {})
         for name, model in own.items()
@@ -222,7 +222,7 @@ def _guess(
     blocks = num_blocks(engine, wide, 1)
     vocabulary = llm.models.draft_vocabulary
     speculators: list[DraftModel] = []
-    models = models_alone(llm.models.drafts, "traces are recorded")
+    models = models_alone(llm.models.drafts, llm.models.foreign, "traces are recorded")
     for name, recording in drafts.items():
         for number, shape in enumerate(shapes):
             runner = ModelRunner(models[name], num_blocks=blocks, block_size=engine.block_size)

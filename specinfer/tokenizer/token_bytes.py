@@ -28,6 +28,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = byte_alphabet()
+_CHARACTERS = {byte: character for character, byte in _ALPHABET.items()}
 
 
 class TokenBytes(dict[int, bytes]):
@@ -45,6 +46,12 @@ class TokenBytes(dict[int, bytes]):
         found = b"" if token is None else self._to_bytes(token)
         self[token_id] = found
         return found
+
+    def byte_id(self, byte: int) -> int | None:
+        """The token of that byte alone, whatever it is a part of; None where there is none."""
+        name = _CHARACTERS[byte] if self._to_bytes is _byte_level else f"<0x{byte:02X}>"
+        token_id: int | None = self._backend.token_to_id(name)
+        return token_id
 
 
 def _decoding_rules(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
@@ -82,6 +89,11 @@ def _byte_level(token: str) -> bytes:
         return bytes([_ALPHABET[character] for character in token])
     except KeyError:  # an added token, stored as it reads
         return token.encode()
+
+
+def is_byte_token(token: str) -> bool:
+    """Whether SentencePiece wrote this token for a byte that it had no other token for."""
+    return _BYTE_TOKEN.fullmatch(token) is not None
 
 
 def _sentencepiece(token: str) -> bytes:

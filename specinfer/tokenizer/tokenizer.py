@@ -18,6 +18,7 @@ from specinfer.tokenizer.vocabulary import read_backend, tokenizer_file
 if TYPE_CHECKING:
     from specinfer.tokenizer.chat_template import ChatTemplate
 
+_LINE = "\n"  # what a text goes on behind
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -74,6 +75,22 @@ class Tokenizer:
             ) from None
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
         return ids
+
+    def encode_behind(self, text: str) -> list[int]:
+        """The token ids of a text that goes on behind another one: nothing is put before it.
+
+        Raises as `encode`.
+        """
+        if not self.token_bytes.strips_first_space:
+            return self.encode(text, add_special=False)
+        # Such a tokenizer begins every text with a space, which decoding takes away again.
+        ids = self.encode(_LINE + text, add_special=False)
+        before = self._line
+        return ids[len(before) :] if ids[: len(before)] == before else self.encode(text, add_special=False)
+
+    @cached_property
+    def _line(self) -> list[int]:
+        return self.encode(_LINE, add_special=False)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; special tokens are left out, invalid UTF-8 becomes U+FFFD."""

@@ -56,6 +56,16 @@ def test_the_same_seed_gives_the_same_text_with_and_without_speculation(plain: L
     assert texts(plain, params, together=True) == expected
 
 
-def test_a_draft_of_another_vocabulary_is_refused() -> None:
-    with pytest.raises(ValueError, match="has another vocabulary"):
-        LLM(smollm2(), drafts=(qwen_draft(),))
+@pytest.mark.parametrize("how", ["shared", "text"])
+def test_a_model_of_another_family_guesses_for_qwen(how: str) -> None:
+    options: dict[str, Any] = {"quantization": "int8", "max_context": 512, "kv_cache_memory": 1 << 29}
+    drafts: dict[str, Any] = {"drafts": (smollm2(),), "draft_tokens": how, "tree_size": "fixed"}
+    llm = LLM(qwen_draft(), **options, **drafts)
+    assert llm.models.foreign["draft"].shared == 39237
+    plain = llm.variant(drafts=(), draft_tokens="shared")
+    for params in (SamplingParams(temperature=0, max_tokens=48), SamplingParams(seed=3, max_tokens=48)):
+        expected = texts(plain, params, together=False)
+        assert texts(llm, params, together=False) == expected
+        assert texts(llm, params, together=True) == expected
+    [output] = llm.chat([{"role": "user", "content": QUESTIONS[2]}], params)
+    assert output.figures.tokens_per_step > 1.3

@@ -138,14 +138,14 @@ def test_a_gguf_file_is_parsed_once_and_a_draft_gets_no_tokenizer(
     assert list(models.drafts) == ["draft1", "draft2", "draft3"]
 
 
-def test_a_draft_of_another_vocabulary_is_refused_before_any_tokenizer_is_built(
+def test_a_draft_of_another_vocabulary_brings_its_tokenizer(
     tmp_path: Path, counted: dict[str, list[str]]
 ) -> None:
     target = write_tiny_gguf(tmp_path / "target.gguf")
     other = write_tiny_gguf(tmp_path / "other.gguf", last_token="<end>")
-    with pytest.raises(ConfigError, match=r"other\.gguf has another vocabulary \(97 tokens, logits of 97\)"):
-        load_models(config(target, drafts=(str(other),)))
-    assert counted["built"] == []
+    models = load_models(config(target, drafts=(str(other),)))
+    assert counted["built"] == ["target.gguf", "other.gguf"]
+    assert models.foreign["draft"].shared == 96
 
 
 def curves_asked_for(

@@ -1,0 +1,113 @@
+"""A draft with tokens of its own leaves the law of the text as it is, by exact enumeration.
+
+The production code reads the text, draws and tells guesses again; the enumeration stands in for its chance.
+The target's tokens are A, B, C, D. The draft has AB, ABC and E besides, counts backwards and lacks D.
+"""
+
+import numpy as np
+import pytest
+
+from specinfer.config import SpeculationConfig
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculate import draws
+from specinfer.speculate.draws import Site, draw_children
+from specinfer.speculate.foreign_tokens import foreign_tokens
+from specinfer.speculate.retold_tree import RetoldTree
+from specinfer.tokenizer import Tokenizer
+from specinfer.tree.token_tree import DrawRule, TreeBuilder
+from tests.flights import flight_of
+from tests.foreign import byte_level
+
+from .enumeration import Supports, World, distance, own_law, text_law
+from .oracles import processed_law
+
+EXACT = 1e-9
+VOCAB = 4
+OURS = Tokenizer(byte_level(b"ABCD", []), eos_token_ids=[])
+THEIRS = Tokenizer(byte_level(b"ECBA", ["ABC"]), eos_token_ids=[])
+IID, WITHOUT, POINT = DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT, DrawRule.POINT_MASS
+PARAMS = {
+    "temperature": SamplingParams(temperature=0.7),
+    "truncated": SamplingParams(temperature=1.2, top_k=3, top_p=0.9),
+}
+
+
+class ForeignGuesser:
+    """Draws children as a ForeignDraft does; `declared` makes something else of the tree it declares."""
+
+    def __init__(self, name, rule, widths, how, monkeypatch, declared=lambda tree, law: tree):
+        self.name, self.widths, self.monkeypatch, self.declared = name, widths, monkeypatch, declared
+        config = SpeculationConfig(draft_tokens=how)
+        self.tokens = foreign_tokens(OURS, THEIRS, (VOCAB, THEIRS.vocab_size), config, draft=name)
+        self.rule = self.tokens.rule(rule)
+        self.own = World(vocab=THEIRS.vocab_size, seed=3)
+
+    def grow(self, world, text, chance):
+        self.monkeypatch.setattr(draws, "inverse_cdf", lambda left, u: chance.pick(0, 0, left))
+        spelled = self.tokens.respelling()
+        spelled.extend(text)
+        builder = TreeBuilder(root=-1)
+        frontier = [0]
+        for depth, width in enumerate(self.widths):
+            first = len(builder.parents)
+            paths = [tuple(self.tokens.spelled(builder.path_tokens(node))) for node in frontier]
+            rows = [self.own.logits(self.name, (*spelled.ids, *path)) for path in paths]
+            sites = [
+                Site(builder, node, width, world.params, 0, len(text) + depth, lambda: 0.0, self.rule)
+                for node in frontier
+            ]
+            named = np.array([row[self.tokens.logit_ids] for row in rows], dtype=np.float32)
+            draw_children(flight_of(named.reshape(len(sites), -1)), sites, self.name, self.tokens.vocabulary)
+            frontier = list(range(first, len(builder.parents)))
+        if self.tokens.by_text:
+            return RetoldTree(self.tokens, builder, max_depth=3).tree()
+        return self.declared(builder.build(), self.own.law(self.name, tuple(spelled.ids)))
+
+
+def expected(world, length):
+    return own_law(lambda text: processed_law(world.logits("target", text), world.params), VOCAB, length)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+@pytest.mark.parametrize(
+    ("how", "rule"), [("shared", IID), ("shared", WITHOUT), ("shared", POINT), ("text", IID)]
+)
+def test_the_law_of_the_text_is_the_targets(how, rule, params, monkeypatch):
+    world = Supports(vocab=VOCAB, params=params, seed=5)
+    guessers = [
+        ForeignGuesser("b", IID, (1,), "shared", monkeypatch),
+        ForeignGuesser("a", rule, (2, 1), how, monkeypatch),
+    ]
+    law = text_law(world, guessers, 2)
+    assert sum(law.values()) == pytest.approx(1, abs=EXACT)
+    assert distance(law, expected(world, 2)) < EXACT
+
+
+def test_text_reaches_deeper_than_shared_tokens_and_is_drawn_without_chance(monkeypatch):
+    world = Supports(vocab=VOCAB, params=PARAMS["temperature"], seed=5)
+    retold = ForeignGuesser("a", IID, (6,), "text", monkeypatch).grow(world, (0,), None)
+    paths = {retold.path_tokens(node) for node in range(1, retold.num_nodes)}
+    assert {(0, 1), (0, 1, 2)} <= paths  # AB and ABC, at one level of the draft
+    assert {draw.rule for draw in retold.draws} == {POINT}
+    assert {draw.law for draw in retold.draws} == {None}
+
+
+def test_declaring_the_law_of_all_the_drafts_tokens_would_change_it(monkeypatch):
+    # The mutant: drawn from the restricted law, declared as the draft's law, whatever the target lacks.
+    world = Supports(vocab=VOCAB, params=PARAMS["temperature"], seed=5)
+    honest = ForeignGuesser("a", IID, (1,), "shared", monkeypatch)
+
+    def lie(tree, law):
+        whole = np.zeros(VOCAB)
+        for name, token in zip(honest.tokens.vocabulary.ids, honest.tokens.logit_ids, strict=True):
+            whole[name] = law[token]
+        whole[3] = 1 - whole.sum()  # on the token that the draft cannot name
+        builder = TreeBuilder(root=-1)
+        for draw in tree.draws:
+            builder.add(draw.parent, tree.token_ids[draw.node], "a", IID, whole)
+        return builder.build()
+
+    liar = ForeignGuesser("a", IID, (1,), "shared", monkeypatch, declared=lie)
+    assert distance(text_law(world, [honest], 1), expected(world, 1)) < EXACT
+    assert distance(text_law(world, [liar], 1), expected(world, 1)) > 1e-3

@@ -1,0 +1,140 @@
+"""Drafts with another vocabulary in engines: the text is the target's, whatever they guess and however."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from specinfer import LLM, SamplingParams
+from specinfer.errors import ConfigError
+from specinfer.replay.recorder import check
+from specinfer.speculate.foreign_draft import ForeignDraft
+from tests.engines import ENGINE, assert_idle, engine_of
+from tests.foreign import write_foreign_llama
+from tests.tiny_models import write_similar_llama, write_tiny_llama
+
+PROMPTS = [[9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3] * 37, [50, 2, 61, 7], [49, 50, 49, 50, 30]]
+SAMPLED = {"temperature": 0.8, "seed": 5}
+WORDS = ["12", "3333", "\x02\x01", "\x00\x00\x00"]
+HOW = pytest.mark.parametrize("how", ["shared", "text"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("foreign")
+    target = write_tiny_llama(
+        folder / "target", vocab_size=64, max_context=96, tokenizer=True, eos_token_id=63
+    )
+    write_foreign_llama(target, folder / "draft", words=WORDS, lacks=[30, 60])
+    write_similar_llama(target, folder / "similar", noise=0.1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llms(folder: Path) -> dict[str, LLM]:
+    return {how: engine(folder, how) for how in ("shared", "text")}
+
+
+def engine(folder: Path, how: str, **options: Any) -> LLM:
+    drafts = {"drafts": (str(folder / "draft"),), "draft_tokens": how}
+    return LLM(str(folder / "target"), **cast(Any, {**ENGINE, **drafts, **options}))
+
+
+def foreign(llm: LLM) -> ForeignDraft:
+    [draft] = [s for s in engine_of(llm)._speculators._speculators if isinstance(s, ForeignDraft)]  # type: ignore[attr-defined]
+    return draft
+
+
+@HOW
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, SAMPLED, {**SAMPLED, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 4, "max_step_tokens": 20},
+        {"prefix_reuse": False, "kv_cache_memory": 90_000, "block_size": 4},
+        {"tree_size": "cost", "clock": "curve"},
+    ],
+    ids=["chunks", "little memory", "by cost"],
+)
+def test_the_text_is_that_of_the_target_alone(
+    llms: dict[str, LLM], how: str, sampling: dict[str, Any], options: dict[str, Any]
+) -> None:
+    params = SamplingParams(max_tokens=24, **sampling)
+    # With a size of its own a request is guessed for, whatever that costs here.
+    guessed = replace(params, speculation={"expansion": (1, 2, 1)})
+    with llms[how].variant(**options) as llm, llms[how].variant(drafts=(), draft_tokens="shared") as plain:
+        alone = [output.token_ids for output in plain.generate(PROMPTS, params)]
+        for _ in range(2):  # once more behind what the first left in the cache
+            outputs = llm.generate(PROMPTS, guessed)
+            assert [output.token_ids for output in outputs] == alone
+            proposed = sum(output.figures.proposed_by.get("draft", 0) for output in outputs)
+            accepted = sum(output.figures.accepted_by.get("draft", 0) for output in outputs)
+            assert proposed > 0
+            assert accepted > 0
+            foreign(llm).check_integrity()
+        assert_idle(llm)
+
+
+@HOW
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, max_tokens=16, regex="[0-9]{12}"),
+        SamplingParams(**SAMPLED, max_tokens=16, repetition_penalty=1.3, bad_words=["12"]),
+        SamplingParams(**SAMPLED, max_tokens=16, min_tokens=8, logit_bias={50: 4.0, 30: 3.0}),
+    ],
+    ids=["form", "penalty", "bias"],
+)
+def test_parameters_that_change_laws_change_no_text(
+    llms: dict[str, LLM], how: str, params: SamplingParams
+) -> None:
+    plain = llms[how].variant(drafts=(), draft_tokens="shared")
+    alone = [output.token_ids for output in plain.generate(PROMPTS, params)]
+    outputs = llms[how].generate(PROMPTS, params)
+    assert [output.token_ids for output in outputs] == alone
+    assert sum(output.figures.proposed_by.get("draft", 0) for output in outputs) > 0
+
+
+@HOW
+def test_multistep_sampling_takes_what_they_draw(llms: dict[str, LLM], how: str) -> None:
+    params = SamplingParams(**SAMPLED, max_tokens=16)
+    with llms[how].variant(verifier="mss") as llm:
+        outputs = llm.generate(PROMPTS, params)
+        assert [output.token_ids for output in llm.generate(PROMPTS, params)] == [
+            output.token_ids for output in outputs
+        ]
+        assert sum(output.figures.accepted_by.get("draft", 0) for output in outputs) > 0
+    asked = SamplingParams(**SAMPLED, max_tokens=16, speculation={"verifier": "mss"})
+    assert all(output.error is None for output in llms[how].generate(PROMPTS, asked))
+
+
+def test_it_guesses_beside_a_draft_of_the_targets_family(folder: Path) -> None:
+    drafts = (str(folder / "draft"), str(folder / "similar"))
+    params = SamplingParams(temperature=0, max_tokens=24)
+    with engine(folder, "shared", drafts=drafts, draft_vocabulary=40) as llm:
+        assert list(llm.models.foreign) == ["draft1"]
+        assert len(llm.models.foreign["draft1"].vocabulary.ids) == 39  # of 40 one is a token it lacks
+        alone = llm.variant(drafts=(), draft_vocabulary=None).generate(PROMPTS, params)
+        outputs = llm.generate(PROMPTS, params)
+        assert [one.token_ids for one in outputs] == [one.token_ids for one in alone]
+        names = {name for one in outputs for name, count in one.figures.accepted_by.items() if count}
+        assert names == {"draft1", "draft2"}
+        with llm.variant(drafts=drafts[1:]) as own:
+            assert own.models.foreign == {}
+
+
+def test_what_cannot_be_is_refused(folder: Path, llms: dict[str, LLM]) -> None:
+    similar = (str(folder / "similar"),)
+    with pytest.raises(ConfigError, match=r"^draft_tokens is 'text', and all drafts have the target's"):
+        engine(folder, "text", drafts=similar)
+    with pytest.raises(ConfigError, match=r"^draft_tokens is 'text', and no draft model is named"):
+        engine(folder, "text", drafts=())
+    with pytest.raises(ConfigError, match=r"^draft_tokens is 'words'; allowed: shared, text"):
+        engine(folder, "words")
+    with pytest.raises(ConfigError, match=r"^draft_tokens is 'text', and a variant shares weights"):
+        llms["shared"].variant(draft_tokens="text")
+    with pytest.raises(ConfigError, match=r"^draft has another vocabulary than the target; traces are"):
+        check(llms["shared"], [])

@@ -1,0 +1,123 @@
+"""A text in another model's tokens, however it grew."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer.respelling import Respelling, complete
+from tests.foreign import byte_level
+
+from .made_up import sentencepiece_header
+from .test_gguf_vocabulary import load
+
+BYTES = list(range(256))
+TEXT = "hello hell, helping no \u00e9\u4e2d one; " * 12 + "x" * 300 + " hello"
+
+
+def of(words: list[str], specials: list[str] = [], singles: list[int] = BYTES) -> Tokenizer:  # noqa: B006
+    return Tokenizer(byte_level(singles, words, specials), eos_token_ids=[])
+
+
+WRITER = of(["hel", " no", "lo h"], ["<s>", "<end>"])
+READERS = {
+    "finer": of([]),
+    "coarser": of(["hello", " hell", "lping", "xxxx", "\u00e9"], ["<end>"]),
+    "sentencepiece": load(sentencepiece_header(["\u2581", "he", "hel", "\u2581he", "\u2581hel", "\u00e9"])),
+}
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("seed", range(4))
+def test_it_is_what_the_reader_makes_of_the_whole_text(reader: Tokenizer, seed: int) -> None:
+    tokens, chance = WRITER.encode(TEXT), random.Random(seed)
+    text = Respelling(WRITER, reader, {})
+    head = len(text.ids)
+    while text.taken < len(tokens):
+        before = list(text.ids)
+        kept = text.extend(tokens[text.taken : text.taken + chance.choice([1, 2, 5, 40])])
+        assert text.ids[:kept] == before[:kept]
+        assert text.ids[kept : kept + 1] != before[kept : kept + 1] or kept in (len(before), len(text.ids))
+    assert text.whole
+    assert b"".join(reader.token_bytes[i] for i in text.ids) == TEXT.encode()
+    if not reader.token_bytes.strips_first_space:
+        assert text.ids[head:] == reader.encode(TEXT, add_special=False)
+
+
+def test_what_lies_far_back_is_not_spelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = READERS["coarser"]
+    text = Respelling(WRITER, reader, {})
+    lengths = list[int]()
+    encode = reader.encode_behind
+    monkeypatch.setattr(reader, "encode_behind", lambda part: lengths.append(len(part)) or encode(part))
+    for token in WRITER.encode(TEXT):
+        text.extend([token])
+    assert max(lengths) < 100
+
+
+def test_an_end_that_goes_on_is_spelled_anew() -> None:
+    text = Respelling(WRITER, READERS["coarser"], {})
+    [hel], [ell], [o] = map(WRITER.encode, ("hel", "l", "o"))
+    assert text.extend([hel, ell]) == 0
+    assert [READERS["coarser"].text_of(i) for i in text.ids] == ["hell"]
+    assert text.extend([o]) == 0
+    assert [READERS["coarser"].text_of(i) for i in text.ids] == ["hello"]
+    assert text.extend(WRITER.encode(" x")) == 1
+    assert text.extend([]) == 3
+
+
+def test_special_tokens_are_those_of_the_same_name_or_nothing() -> None:
+    reader = READERS["coarser"]
+    start, end = WRITER.special_id("<s>"), WRITER.special_id("<end>")
+    assert start is not None
+    assert end is not None
+    theirs = reader.special_id("<end>")
+    assert theirs is not None
+    text = Respelling(WRITER, reader, {end: theirs})
+    text.extend([start, *WRITER.encode("hel"), end, *WRITER.encode("lo")])
+    assert text.ids == [*reader.encode("hel"), theirs, *reader.encode("lo")]
+    assert text.extend(WRITER.encode("!")) == len(text.ids) - 1
+
+
+def test_a_begin_of_text_token_stands_once() -> None:
+    backend = byte_level(BYTES, [], ["<s>"])
+    from tokenizers.processors import TemplateProcessing
+
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    reader = Tokenizer(backend, eos_token_ids=[], bos_token_id=256)
+    start = WRITER.special_id("<s>")
+    assert start is not None
+    with_one, without = Respelling(WRITER, reader, {start: 256}), Respelling(WRITER, reader, {start: 256})
+    with_one.extend([start, 65])
+    without.extend([65])
+    assert with_one.ids == without.ids == [256, 65]
+
+
+def test_half_a_character_waits_where_it_cannot_be_spelled() -> None:
+    half, _ = WRITER.encode("\u00e9")
+    spelled = Respelling(WRITER, READERS["finer"], {})
+    spelled.extend([half])
+    assert (spelled.ids, spelled.whole) == ([0xC3], True)
+    words = Respelling(WRITER, of([], singles=[0xA9, 65]), {})  # that byte has no token of its own
+    words.extend([65, half])
+    assert words.whole is False
+    assert len(words.ids) == 1
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "text", "rest"),
+    [
+        (b"", "", b""),
+        (b"ab", "ab", b""),
+        (b"ab\xc3", "ab", b"\xc3"),
+        (b"\xe4\xb8", "", b"\xe4\xb8"),
+        (b"\xe4\xb8\xad", "\u4e2d", b""),
+        (b"\xf0\x9f\x98", "", b"\xf0\x9f\x98"),
+        (b"a\xb8", "a\ufffd", b""),
+        (b"\x80\x80\x80\x80", "\ufffd" * 4, b""),
+    ],
+)
+def test_a_text_is_cut_before_half_a_character(bytes_: bytes, text: str, rest: bytes) -> None:
+    assert complete(bytes_) == (text, rest)
