@@ -42,6 +42,7 @@ HEADS: dict[str, EagleConfig | BlockConfig] = {
         body=tiny_body(num_layers=2), mask_token_id=2, norm_before_residual=True
     ),
     "block": block_config(own_head=False),
+    "block behind the last state": block_config(reads_last=True),
     "block, bidirectional": block_config(
         causal=False, sample_from_anchor=False, markov_rank=0, confidence=False, confidence_reads_token=False
     ),
