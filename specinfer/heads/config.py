@@ -103,7 +103,7 @@ class BlockConfig:
     markov_rank: int = 0  # of the term by which a guess depends on the token before it; 0: there is none
     confidence: bool = False  # a row says how likely its guess is right
     confidence_reads_token: bool = False  # from the token before it, too
-    # Rows begin with products of the last hidden state and the anchor, a matrix for each; else with embeddings.
+    # A row begins with a product of its own with the last hidden state and the anchor; else as an embedding.
     reads_last: bool = False
     own_embedding: bool = False
     own_head: bool = True

@@ -173,7 +173,7 @@ class BlockDraft:
         if growth.limit < 1 or text.cached != entry.end - 1:
             return None
         if head.reads_last and text.last_D is None:
-            return None  # what stands before the root was read for another request, and is known by K and V alone
+            return None  # the token before the root was read for another request: only its K and V are there
         wanted = growth.limit + skipped if head.causal else head.block_size
         count = min(wanted, entry.max_nodes)  # for so many positions there are blocks
         if count <= skipped:
