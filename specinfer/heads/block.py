@@ -128,7 +128,8 @@ class BlockHead(Vocabulary):
             return embedded
         last = context.gather(1, (anchors_BA - 1)[..., None].expand(-1, -1, width))
         read = torch.cat((last, self.entry_norm(self.embed_tokens(anchor_ids_BA))), dim=-1)
-        return F.linear(read, self.entry.weight[: size * width]).unflatten(-1, (size, width))
+        entered = F.linear(read, self.entry.weight[: size * width])
+        return entered.view(*anchor_ids_BA.shape, size, width)
 
     def _hidden(self, anchors_BA: Tensor, rows: int, size: int) -> Tensor:
         """What `size` rows of blocks do not see, of the text and of their block: bool [B, A, R, T + R]."""

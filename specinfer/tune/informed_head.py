@@ -25,6 +25,7 @@ from specinfer.heads.layers import HeadLayer
 from specinfer.models.weights import OpenModel
 from specinfer.tune.shards import Corpus, TunedText
 
+_LEAST_CHANCE: Final = 1e-3  # of a token that is counted
 _SHRUNK: Final = 3.0  # imagined tokens behind each token, that follow as tokens do on the whole
 _ROWS: Final = 60_000  # of texts that are enough for least squares
 _RIDGE: Final = 1e-2  # of the mean square of what is known
@@ -118,10 +119,11 @@ def _pairs(corpus: Corpus, entry_V: Tensor, named: int) -> tuple[Tensor, Tensor]
         text = corpus.text(number, held_out=False)
         before_R = text.tokens_T[text.prompt - 1 : -1]
         entries_RK = entry_V[text.label_ids_RK]
-        known_RK = entries_RK >= 0
+        chances_RK = text.label_logprobs_RK.exp()
+        known_RK = (entries_RK >= 0) & (chances_RK >= _LEAST_CHANCE)
         codes.append((before_R[:, None] * named + entries_RK)[known_RK])
-        masses.append(text.label_logprobs_RK.exp()[known_RK])
-    code, where = torch.cat(codes).unique(return_inverse=True)
+        masses.append(chances_RK[known_RK])
+    code, where = torch.unique(torch.cat(codes), return_inverse=True)
     summed = torch.zeros(len(code)).index_add_(0, where, torch.cat(masses))
     return torch.stack((code // named, code % named)), summed
 
@@ -139,14 +141,14 @@ def _take(layer: HeadLayer, target: OpenModel, prefix: str) -> None:
     parts = dict(layer.named_modules())
     for norm, products in _BEHIND_NORMS.items():
         factor_D = read(norm) + target.config.norm_weight_offset
-        parts[norm].weight.fill_(1.0)  # type: ignore[operator, union-attr]
+        parts[norm].weight.fill_(1.0)
         for name in products:
-            parts[name].weight.copy_(read(name) * factor_D)  # type: ignore[operator, union-attr]
+            parts[name].weight.copy_(read(name) * factor_D)
     if target.config.qk_norm:
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
-            parts[name].weight.copy_(read(name))  # type: ignore[operator, union-attr]
+            parts[name].weight.copy_(read(name))
     for name in _PRODUCTS:
-        parts[name].weight.copy_(read(name))  # type: ignore[operator, union-attr]
+        parts[name].weight.copy_(read(name))
 
 
 def _solve_entry(head: BlockHead, texts: Iterable[TunedText], scale_ND: Tensor) -> Tensor:
