@@ -86,6 +86,17 @@ def test_what_is_exported_computes_what_was_trained(target: Path, prompts: Path,
     assert (unscaled - wanted).abs().max() > 0.5 * wanted.std()  # so the scale is in what was written
 
 
+def test_a_head_in_the_layout_that_vllm_reads(target: Path, prompts: Path, tmp_path: Path) -> None:
+    shape = HeadShape(layout="dspark", depth=4, vocabulary=48, markov_rank=8)
+    run(tuning_of(target, tmp_path / "head", minutes=2.0, head=shape), prompts)
+    history = read_checkpoint(tmp_path / "head" / _CHECKPOINT).state.history
+    assert history[-1]["loss"] < history[0]["loss"]  # type: ignore[operator]
+    assert "reads_last_hidden_state" not in json.loads((tmp_path / "head" / "config.json").read_text())
+    folder = HeadFolder(tmp_path / "head", open_model(target).config)
+    assert folder.config.own_head
+    assert "entry.weight" not in folder.shapes
+
+
 def test_the_best_checkpoint_is_kept_and_not_the_newest(
     target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
