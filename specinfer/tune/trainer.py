@@ -53,6 +53,7 @@ class Trained:
     loss: float = 0.0  # of late
     history: list[dict[str, float | list[float]]] = field(default_factory=list)  # a row per measurement
     best: float = 0.0  # tokens per pass of what is exported
+    places: int = 0  # of held-out answers, on which that was measured
 
     def learned(self, loss: float, count: int) -> None:
         """One more step is done."""

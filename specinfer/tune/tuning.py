@@ -25,6 +25,7 @@ from specinfer.config import EngineConfig
 from specinfer.errors import TuneError
 from specinfer.files import NewFile
 from specinfer.heads.block import BlockHead
+from specinfer.heads.checkpoint import HeadFolder
 from specinfer.heads.export import write_head
 from specinfer.hub import resolve
 from specinfer.kernels.machine import thread_count
@@ -206,6 +207,7 @@ class Tuning:
             )
         total = 60 * config.minutes
         seconds = max(total - corpus.seconds, _LEAST_TRAINING * total)
+        self._measure_anew(trainer, texts)
         left = seconds - trainer.state.seconds
         if left <= 0:
             self._say(f"the {config.minutes:g} minutes are over; --resume with more goes on")
@@ -285,7 +287,7 @@ class Tuning:
             }
         )
         if better:
-            state.best = figures.tokens_per_pass
+            state.best, state.places = figures.tokens_per_pass, figures.places
             self._export(folded(averaged, trainer.scale_ND), trainer, figures, sources)
         draw_training(state.history, self._config.out / "training.png")
         state.seconds += self._clock() - began
@@ -297,6 +299,20 @@ class Tuning:
             f"{', the best so far' if better else ''}"
         )
         return figures if better else None
+
+    def _measure_anew(self, trainer: Trainer, texts: list[TunedText]) -> None:
+        """What is exported, where more is held out than then: later heads are held against that."""
+        state, out = trainer.state, self._config.out
+        if not state.history or not (out / "config.json").exists():
+            return
+        exported = HeadFolder(out, self._target.config).module(self._target)
+        assert isinstance(exported, BlockHead)
+        figures = measure(exported, texts, torch.ones_like(trainer.scale_ND))
+        if figures.places != state.places:
+            state.best, state.places = figures.tokens_per_pass, figures.places
+            self._say(
+                f"on {figures.places} held-out places that there are now the best head makes {state.best:.3f}"
+            )
 
     def _export(self, head: BlockHead, trainer: Trainer, figures: Figures, sources: Sequence[str]) -> None:
         corpus, out = self._corpus, self._config.out

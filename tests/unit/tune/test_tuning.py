@@ -294,3 +294,15 @@ def test_targets_without_room_for_a_head_are_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"silu"', '"gelu_pytorch_tanh"'))
     with pytest.raises(ModelError, match="no head can be trained for llama yet"):
         Tuning(tuning_of(target, tmp_path / "head"))
+
+
+def test_the_best_head_is_measured_anew_where_more_is_held_out(
+    target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    config = tuning_of(target, tmp_path / "head")
+    run(config, prompts)
+    more = write_prompts(tmp_path, [f"{n} * {n + 2}" for n in range(60)])
+    kept = read_checkpoint(config.out / _CHECKPOINT).state
+    _, lines = run(replace(config, resume=True, minutes=2.0, collect_minutes=1.0), more)
+    assert any("held-out places that there are now" in line for line in lines)
+    assert read_checkpoint(config.out / _CHECKPOINT).state.places > kept.places > 0
