@@ -33,9 +33,21 @@ _LOSSES: Final = ("hybrid", "kl", "tv", "coupled")
 )
 @click.option("--resume", is_flag=True, help="Go on with the tuning in DIR.")
 @click.option("--loss", type=click.Choice(_LOSSES), default="hybrid", show_default=True)
+@click.option(
+    "--init",
+    metavar="target|random|DRAFT",
+    help="What it begins as: layers of the target's, random numbers, or a trained head.",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(("specinfer", "dspark")),
+    default="specinfer",
+    show_default=True,
+    help="dspark is read by vLLM, too, and learns far more slowly.",
+)
 @click.option("--layers", type=click.IntRange(1, 8), default=1, show_default=True, help="Of the head.")
 @click.option(
-    "--depth", type=click.IntRange(2, 16), default=6, show_default=True, help="Tokens it guesses in a pass."
+    "--depth", type=click.IntRange(2, 16), default=5, show_default=True, help="Tokens it guesses in a pass."
 )
 @click.option(
     "--vocabulary",
@@ -57,6 +69,8 @@ def tune(
     collect_minutes: float | None,
     resume: bool,
     loss: str,
+    init: str | None,
+    layout: str,
     layers: int,
     depth: int,
     vocabulary: int,
@@ -79,7 +93,7 @@ def tune(
 
     from specinfer.progress import ProgressBar
     from specinfer.tune.losses import Loss
-    from specinfer.tune.new_head import HeadShape
+    from specinfer.tune.new_head import HeadShape, Layout
     from specinfer.tune.trainer import TrainConfig
     from specinfer.tune.tuning import TuneConfig, Tuning
 
@@ -92,7 +106,8 @@ def tune(
             resume=resume,
             chat=chat,
             max_tokens=max_tokens,
-            head=HeadShape(layers=layers, depth=depth, vocabulary=vocabulary),
+            init=init,
+            head=HeadShape(layout=cast(Layout, layout), layers=layers, depth=depth, vocabulary=vocabulary),
             training=TrainConfig(loss=cast(Loss, loss), seed=seed),
         ),
         progress=ProgressBar(),

@@ -2,7 +2,9 @@
 
 A block hangs from an anchor, a token of the text: its rows are the anchor and mask tokens behind it, at the
 positions of the tokens they stand for. In every layer they see keys and values made of the target's hidden
-states of the text before the anchor, and of the block's own rows: those up to their own, or all.
+states of the text before the anchor, and of the block's own rows: those up to their own, or all. Rows begin
+as embeddings; or, with `reads_last`, each as a product of its own with the anchor's embedding and what was
+made of the hidden states of the token before the anchor, which has not to be found by attention then.
 
 Shapes: B sequences, T rows of a text, A anchors, R rows of a block, L levels guessed, N taps, D the head's
 hidden size, U tokens it can name, M rank of the Markov term.
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specinfer.heads.config import BlockConfig
@@ -51,6 +54,9 @@ class BlockHead(Vocabulary):
         self.hidden_norm = nn.RMSNorm(body.hidden_size, body.norm_eps)
         self.layers = nn.ModuleList(HeadLayer(body) for _ in range(body.num_layers))
         self.norm = nn.RMSNorm(body.hidden_size, body.norm_eps)
+        if config.reads_last:
+            self.entry_norm = nn.RMSNorm(body.hidden_size, body.norm_eps)
+            self.entry = nn.Linear(2 * body.hidden_size, config.block_size * body.hidden_size, bias=False)
         if rank:
             self.markov_head = MarkovHead(body.vocab_size, config.draft_vocab_size, rank)
         if config.confidence:
@@ -71,16 +77,15 @@ class BlockHead(Vocabulary):
         With `rows` those of a causal block's first rows alone, which do not depend on the others.
 
         `anchors_BA` are places in the texts: a block sees `taps_BTND[:, :anchor]` alone, so texts may be
-        padded behind their ends, and an anchor may be T, the token behind the last row.
+        padded behind their ends, and an anchor may be T, the token behind the last row. It is 1 or more where
+        the head reads the last hidden state.
         """
         config, body = self.config, self.config.body
         assert body.rope is not None
         assert rows is None or config.causal
         device, size = taps_BTND.device, rows or config.block_size
-        ids = torch.full((*anchor_ids_BA.shape, size), config.mask_token_id, device=device)
-        ids[..., 0] = anchor_ids_BA
-        x = self.embed_tokens(ids)  # [B, A, R, D]
         context = self.fused(taps_BTND)
+        x = self._entered(context, anchor_ids_BA, anchors_BA, size)
         places = torch.arange(context.shape[1], device=device)
         of_text = rotations(places, body.rope, body.head_dim)
         of_block = rotations(
@@ -112,6 +117,19 @@ class BlockHead(Vocabulary):
             h = torch.cat((h, self.markov_head.markov_w1(before)), dim=-1)
         out: Tensor = self.confidence_head.proj(h)[..., 0]
         return out
+
+    def _entered(self, context: Tensor, anchor_ids_BA: Tensor, anchors_BA: Tensor, size: int) -> Tensor:
+        """What `size` rows of blocks begin with, [B, A, R, D]."""
+        config, width = self.config, self.config.body.hidden_size
+        if not config.reads_last:
+            ids = torch.full((*anchor_ids_BA.shape, size), config.mask_token_id, device=context.device)
+            ids[..., 0] = anchor_ids_BA
+            embedded: Tensor = self.embed_tokens(ids)
+            return embedded
+        last = context.gather(1, (anchors_BA - 1)[..., None].expand(-1, -1, width))
+        read = torch.cat((last, self.entry_norm(self.embed_tokens(anchor_ids_BA))), dim=-1)
+        entered = F.linear(read, self.entry.weight[: size * width])
+        return entered.view(*anchor_ids_BA.shape, size, width)
 
     def _hidden(self, anchors_BA: Tensor, rows: int, size: int) -> Tensor:
         """What `size` rows of blocks do not see, of the text and of their block: bool [B, A, R, T + R]."""

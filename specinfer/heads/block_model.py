@@ -44,6 +44,9 @@ class BlockModel:
         self._head = weights.linear("lm_head")
         self._fc = weights.linear("fc")
         self._hidden_norm = RMSNorm(weights.tensor("hidden_norm.weight"), eps, ops)
+        if head.reads_last:
+            self._entry_norm = RMSNorm(weights.tensor("entry_norm.weight"), eps, ops)
+            self._entry = weights.linear("entry")
         # Keys and values of a text are products of all layers with the same rows: one product makes them.
         of_layers = [[f"layers.{i}.self_attn.{x}_proj" for x in "kv"] for i in range(body.num_layers)]
         self._context = weights.linear(*chain(*of_layers), bias=body.qkv_bias)
@@ -65,11 +68,14 @@ class BlockModel:
             self._confidence_1W = weights.tensor("confidence_head.proj.weight").float()
             self._confidence_bias = float(weights.tensor("confidence_head.proj.bias"))
 
-    def context(self, taps_TND: Tensor, positions_T: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def fused(self, taps_TND: Tensor) -> Tensor:
+        """What the head makes of the target's hidden states, [T, D]."""
+        return self._hidden_norm(self._fc(taps_TND.flatten(1)))
+
+    def context(self, fused_TD: Tensor, positions_T: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The keys and values of a text's rows, each [T, K, H] of every layer."""
-        fused_TD = self._hidden_norm(self._fc(taps_TND.flatten(1)))
         kv_heads, size = self.config.num_kv_heads, self.config.head_dim
-        made = self._context(fused_TD).view(len(taps_TND), len(self._layers), 2, kv_heads, size)
+        made = self._context(fused_TD).view(len(fused_TD), len(self._layers), 2, kv_heads, size)
         rope = rotation(positions_T, self._frequencies)
         keys = []
         for i, layer in enumerate(self._layers):
@@ -77,13 +83,26 @@ class BlockModel:
             keys.append(rotated(made[:, i, 0], heads.k_norm_H, heads.norm_eps, rope))
         return keys, [made[:, i, 1] for i in range(len(self._layers))]
 
-    def run(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """What the output layer reads of each row of the blocks, [T, D]; writes their K and V."""
-        rope = rotation(positions_T, self._frequencies)
+    def embedded(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """The tokens' embeddings, [T, D]."""
         if self._embedding_VD is None:
-            x_TD = self._target.embed(token_ids_T, positions_T).summed()
-        else:
-            x_TD = self.kernels.ops.embed(token_ids_T, self._embedding_VD, 1.0)
+            return self._target.embed(token_ids_T, positions_T).summed()
+        return self.kernels.ops.embed(token_ids_T, self._embedding_VD, 1.0)
+
+    def entered(self, last_PD: Tensor, anchors_PD: Tensor) -> Tensor:
+        """What all rows of P blocks begin with, [P, R, D], of a head that reads the last hidden state.
+
+        `last_PD` is what `fused` made of the token before each anchor, `anchors_PD` the anchors' embeddings.
+        """
+        read = torch.cat((last_PD, self._entry_norm(anchors_PD)), dim=-1)
+        return self._entry(read).view(len(last_PD), self.head.block_size, -1)
+
+    def run(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """What the output layer reads of each row of the blocks, [T, D]; writes their K and V.
+
+        `x_TD` is what they begin with; it is used up.
+        """
+        rope = rotation(positions_T, self._frequencies)
         y_TD: Tensor | None = None
         if self._at_once is not None and isinstance(attend, NativeAttend):
             y_TD, _ = self._at_once(x_TD, None, rope, rope, attend, range(len(self._layers)))

@@ -88,7 +88,8 @@ class BlockConfig:
     """A head that guesses a block of tokens in one pass (DFlash, DSpark).
 
     The text's keys and values are products with the target's hidden states, in every layer; the block's rows
-    are the last token, the *anchor*, and mask tokens behind it.
+    are the last token, the *anchor*, and mask tokens behind it. With `reads_last`, which no published head
+    has, mask tokens are nothing but places.
     """
 
     body: ModelConfig
@@ -102,6 +103,8 @@ class BlockConfig:
     markov_rank: int = 0  # of the term by which a guess depends on the token before it; 0: there is none
     confidence: bool = False  # a row says how likely its guess is right
     confidence_reads_token: bool = False  # from the token before it, too
+    # A row begins with a product of its own with the last hidden state and the anchor; else as an embedding.
+    reads_last: bool = False
     own_embedding: bool = False
     own_head: bool = True
 

@@ -18,6 +18,7 @@ from specinfer.models.fields import count, integer, mapping
 TYPES: Final = ("dflash", "dspark", "eagle3", "peagle")
 _CLASSES: Final = {"eagle3": "Eagle3", "peagle": "PEagle", "dspark": "DSpark", "dflash": "DFlash"}
 _VERSION: Final = "0.7.0"  # of the library whose files these are; its layout has been the same from 0.1 on
+_READS_LAST: Final = "reads_last_hidden_state"  # a word of ours: the library has no such heads
 _KNOWN_VERSIONS: Final = re.compile(r"0\.\d")
 
 
@@ -80,6 +81,7 @@ def _block(
         markov_rank=rank,
         confidence=confidence,
         confidence_reads_token=confidence and flag(c, "confidence_head_with_markov", True),
+        reads_last=markov and flag(c, _READS_LAST, False),
     )
 
 
@@ -136,13 +138,14 @@ def _block_fields(config: BlockConfig) -> tuple[str, dict[str, object]]:
         "sliding_window_non_causal": False,
         "sample_from_anchor": config.sample_from_anchor,
     }
-    if not (config.markov_rank or config.confidence or config.sample_from_anchor):
+    if not (config.markov_rank or config.confidence or config.sample_from_anchor or config.reads_last):
         return "dflash", fields
     return "dspark", fields | {
         "markov_rank": config.markov_rank,
         "markov_head_type": "vanilla",
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence_reads_token,
+        **({_READS_LAST: True} if config.reads_last else {}),
     }
 
 

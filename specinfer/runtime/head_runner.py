@@ -121,29 +121,52 @@ class BlockRunner:
         return self._cached.cache
 
     @torch.inference_mode()
-    def read(self, parts: Sequence[HeadRows], taps_TND: Tensor) -> None:
-        """Write K and V of texts' rows, made of the target's hidden states; their tokens do not matter."""
+    def read(self, parts: Sequence[HeadRows], taps_TND: Tensor) -> Tensor:
+        """Write K and V of texts' rows, made of the target's hidden states; their tokens do not matter.
+
+        Returns what was made of these, [T, D], before it was keys and values.
+        """
         positions = np.concatenate([_places(part) + part.shift for part in parts])
         slots = np.concatenate(
             [slots_of(part.rows.block_table, _places(part).tolist(), self.block_size) for part in parts]
         )
         device = self.model.device
-        keys, values = self.model.context(taps_TND, torch.from_numpy(positions).to(device))
+        fused_TD = self.model.fused(taps_TND)
+        keys, values = self.model.context(fused_TD, torch.from_numpy(positions).to(device))
         where = torch.from_numpy(slots.astype(np.int64)).to(device)
         for layer, (k_TKH, v_TKH) in enumerate(zip(keys, values, strict=True)):
             self.cache.keys[layer][where] = k_TKH
             self.cache.values[layer][where] = v_TKH
+        return fused_TD
 
     @torch.inference_mode()
-    def launch(self, parts: Sequence[HeadRows]) -> Tensor:
-        """What the output layer reads of every row of these blocks, [T, D]; writes their K and V."""
+    def launch(self, parts: Sequence[HeadRows], last_PD: Tensor | None = None) -> Tensor:
+        """What the output layer reads of every row of these blocks, [T, D]; writes their K and V.
+
+        `last_PD` is what `read` returned of the token before each block, for heads that read it.
+        """
         model = self.model
         batch = self._cached.batch(parts, model.device)
         if not model.head.causal:  # each row sees all of its block
             requests = batch.paths.requests_R4
             batch.paths.shared_T[:] = np.repeat(requests[:, 3], requests[:, 1] - requests[:, 0])
         attend = self._cached.attention.bind(batch.paths)
-        return model.run(batch.token_ids_T, _positions(batch, parts), attend)
+        positions_T = _positions(batch, parts)
+        return model.run(self._begun(batch.token_ids_T, positions_T, parts, last_PD), positions_T, attend)
+
+    def _begun(
+        self, token_ids_T: Tensor, positions_T: Tensor, parts: Sequence[HeadRows], last_PD: Tensor | None
+    ) -> Tensor:
+        """What the rows begin with, [T, D]."""
+        model = self.model
+        if not model.head.reads_last:
+            return model.embedded(token_ids_T, positions_T)
+        assert last_PD is not None
+        counts = [len(part.rows.token_ids) for part in parts]
+        firsts_P = torch.from_numpy(np.cumsum([0, *counts[:-1]])).to(model.device)
+        anchors_PD = model.embedded(token_ids_T[firsts_P], positions_T[firsts_P])
+        entered_PRD = model.entered(last_PD, anchors_PD)
+        return torch.cat([rows_RD[:count] for rows_RD, count in zip(entered_PRD, counts, strict=True)])
 
     def probe(self, rows: int, *, every_row: bool) -> None:
         """A step's pass, to be timed, in which so many tokens are read, two of each text.
@@ -157,10 +180,13 @@ class BlockRunner:
         taps = torch.zeros(2 * texts, len(head.taps), head.target_hidden_size, dtype=self.model.dtype)
         # All in the same slots, as a small cache has no others: it takes as long.
         read = HeadRows(probe_rows(2, self.block_size), 0)
-        self.read([read] * texts, taps.to(device))
+        last_PD = self.read([read] * texts, taps.to(device))[::2]
         block = HeadRows(probe_rows(head.block_size, self.block_size), 0)
         Flight(
-            self.launch([block] * texts), self.model.logits, len(self.model.ids), self.model.kernels.scan
+            self.launch([block] * texts, last_PD),
+            self.model.logits,
+            len(self.model.ids),
+            self.model.kernels.scan,
         ).row(0)
 
 

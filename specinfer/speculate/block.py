@@ -44,12 +44,12 @@ class BlockHeadRunner(Protocol):
         """The head."""
         ...
 
-    def read(self, parts: Sequence[HeadRows], taps_TND: Tensor) -> None:
-        """Write K and V of texts' rows."""
+    def read(self, parts: Sequence[HeadRows], taps_TND: Tensor) -> Tensor:
+        """Write K and V of texts' rows; what was made of their hidden states, [T, D]."""
         ...
 
-    def launch(self, parts: Sequence[HeadRows]) -> Tensor:
-        """What the output layer reads of every row of these blocks, [T, D]."""
+    def launch(self, parts: Sequence[HeadRows], last_PD: Tensor | None = None) -> Tensor:
+        """What the output layer reads of every row of these blocks, behind these last rows: [T, D]."""
         ...
 
 
@@ -99,6 +99,7 @@ class BlockDraft:
         order = trees_first(self._growths, which)
         self._read(order)
         blocks: list[HeadRows] = []
+        last: list[Tensor] = []  # row of the text before each of them
         guessed: list[Guessed] = []
         chosen: list[int] = []  # rows of the pass that guess
         skipped = 0 if self._model.head.sample_from_anchor else 1
@@ -109,11 +110,14 @@ class BlockDraft:
                 continue
             count = len(rows.rows.token_ids)
             blocks.append(rows)
+            if (last_D := self._seen[i].last_D) is not None:
+                last.append(last_D)
             guessed.append(Guessed(self._growths[i], levels, count - skipped))
             chosen.extend(range(row + skipped, row + count))
             row, levels = row + count, levels + count - skipped
         if blocks:
-            read_TD = self._runner.launch(blocks).index_select(
+            last_PD = torch.stack(last) if self._model.head.reads_last else None
+            read_TD = self._runner.launch(blocks, last_PD).index_select(
                 0, torch.tensor(chosen, device=self._model.device)
             )
             self._trees.grow(guessed, read_TD)
@@ -138,6 +142,7 @@ class BlockDraft:
         """Write K and V of what waits of these entries' texts, as far as the step has rows."""
         parts: list[HeadRows] = []
         taps: list[Tensor] = []
+        read: list[HeadText] = []
         left = self._max_rows
         for i in order:
             text, entry = self._seen[i], self._growths[i].entry
@@ -150,8 +155,16 @@ class BlockDraft:
             parts.append(HeadRows(chain_rows([0] * count, place, table, logits=False), text.origin))
             taps.append(text.unread.take(count))
             text.cached += count
-        if parts:
-            self._runner.read(parts, torch.cat(taps))
+            read.append(text)
+        if not parts:
+            return
+        made_TD = self._runner.read(parts, torch.cat(taps))
+        if not self._model.head.reads_last:
+            return
+        end = 0
+        for part, text in zip(parts, read, strict=True):
+            end += len(part.rows.token_ids)
+            text.last_D = made_TD[end - 1].clone()
 
     def _block(self, i: int, skipped: int) -> HeadRows | None:
         """The rows of an entry's block; None where it has no tree, or its text is not read to the end."""
@@ -159,6 +172,8 @@ class BlockDraft:
         entry = growth.entry
         if growth.limit < 1 or text.cached != entry.end - 1:
             return None
+        if head.reads_last and text.last_D is None:
+            return None  # the token before the root was read for another request: only its K and V are there
         wanted = growth.limit + skipped if head.causal else head.block_size
         count = min(wanted, entry.max_nodes)  # for so many positions there are blocks
         if count <= skipped:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from specinfer.plan import PlanEntry
 from specinfer.runtime.features import TextFeatures, UnreadFeatures
 
@@ -26,6 +28,7 @@ class HeadText:
     cached: int  # positions origin..cached-1 are in its cache
     claimed: int  # blocks of the table that it holds for good
     unread: UnreadFeatures
+    last_D: Tensor | None = None  # what the head made of the last row it read, where it needs that
 
 
 class HeadTexts:

@@ -25,6 +25,7 @@ from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.draws import Site, draw_children
 from specinfer.speculate.growth import Growth, Shape
 from specinfer.tree import DrawRule
+from specinfer.verify.scan import Likeliest
 
 MOST_NODES: Final = 32  # of a tree grown best first, the root left out: more are hardly ever worth their rows
 _CANDIDATES: Final = 16  # of a level where the likeliest are wanted
@@ -101,60 +102,94 @@ class OnePassTrees:
     def _grow_best_first(
         self, guessed: Sequence[tuple[Guessed, Site]], read_TD: Tensor, logits_TU: Tensor
     ) -> None:
-        flight = Flight(logits_TU, lambda logits: logits, logits_TU.shape[1], self._head.kernels.scan)
-        rows: list[int] = []
-        temperatures: list[float] = []
-        for one, site in guessed:
-            rows.extend(range(one.first, one.first + one.growth.limit))
-            temperatures.extend([site.temperature] * one.growth.limit)
         racing = any(site.draws_by is DrawRule.COUPLED for _, site in guessed)
-        likeliest = flight.likeliest(rows, _RACERS if racing else _CANDIDATES, temperatures)
-        begin = 0
-        for one, site in guessed:
-            end = begin + one.growth.limit
-            raced = site.draws_by is DrawRule.COUPLED
-            count = min(_RACERS if raced else _CANDIDATES, int(likeliest.found[begin:end].min()))
-            if count:
-                levels = self._levels(
-                    read_TD[one.first : one.first + one.growth.limit],
-                    one.growth.builder.root,
-                    likeliest.ids[begin:end, :count],
-                    likeliest.values[begin:end, :count],
-                    likeliest.masses[begin:end],
-                    site.temperature,
+        most = _RACERS if racing else _CANDIDATES
+        grown = [_Levels(one, site, self._block) for one, site in guessed]
+        if self._markov_UM is None:
+            flight = Flight(logits_TU, lambda logits: logits, logits_TU.shape[1], self._head.kernels.scan)
+            rows = [one.first + level for one, _ in guessed for level in range(one.growth.limit)]
+            temperatures = [site.temperature for one, site in guessed for _ in range(one.growth.limit)]
+            likeliest = flight.likeliest(rows, most, temperatures)
+            levels = iter(range(len(rows)))
+            for one in grown:
+                for _ in range(one.wanted):
+                    self._add_level(one, read_TD, likeliest, next(levels), None)
+        else:
+            for level in range(max(one.wanted for one in grown)):
+                self._grow_level_of_pairs(
+                    [one for one in grown if one.wanted > level], read_TD, logits_TU, most
                 )
-                race = Race(site.seed, site.position) if raced else None
-                grow(one.growth.builder, levels, MOST_NODES, self._name, race)
-            begin = end
+        for one in grown:
+            site = one.site
+            race = Race(site.seed, site.position) if site.draws_by is DrawRule.COUPLED else None
+            if one.levels:
+                grow(one.guessed.growth.builder, one.levels, MOST_NODES, self._name, race)
 
-    def _levels(
-        self,
-        read_LD: Tensor,
-        anchor: int,
-        entries_LC: NDArray[np.int64],
-        values_LC: NDArray[np.float32],
-        masses_L: NDArray[np.float64],
-        temperature: float,
-    ) -> list[Level]:
-        """What each level of a block guesses behind each token that may stand before it."""
-        block, markov_UM = self._block, self._markov_UM
-        tokens_LC = entries_LC if self._vocabulary is None else self._vocabulary.ids[entries_LC]
+    def _grow_level_of_pairs(
+        self, grown: Sequence[_Levels], read_TD: Tensor, logits_TU: Tensor, most: int
+    ) -> None:
+        """Add the next level to these, whose likeliest tokens depend on what may stand before it.
+
+        They are found behind the mean of the tokens that may, as likely as these are: behind the anchor, and
+        wherever one token is all but sure, that is the token itself.
+        """
+        assert self._markov_UM is not None
+        rows = torch.tensor([one.row for one in grown], device=logits_TU.device)
+        mean_RM = torch.stack([one.mean_M for one in grown])
+        made_RU = logits_TU.index_select(0, rows).float() + mean_RM @ self._markov_UM.T
+        flight = Flight(made_RU, lambda logits: logits, made_RU.shape[1], self._head.kernels.scan)
+        temperatures = [one.site.temperature for one in grown]
+        likeliest = flight.likeliest(range(len(grown)), most, temperatures)
+        for row, one in enumerate(grown):
+            self._add_level(one, read_TD, likeliest, row, self._markov_UM)
+
+    def _add_level(
+        self, one: _Levels, read_TD: Tensor, likeliest: Likeliest, row: int, markov_UM: Tensor | None
+    ) -> None:
+        """What the next level guesses behind each token that may stand before it, of a row of `likeliest`."""
+        raced = one.site.draws_by is DrawRule.COUPLED
+        count = min(_RACERS if raced else _CANDIDATES, int(likeliest.found[row]))
+        if not count:
+            one.wanted = len(one.levels)
+            return
+        block, temperature = self._block, one.site.temperature
+        entries_C, values_C = likeliest.ids[row, :count], likeliest.values[row, :count]
+        tokens_C = entries_C if self._vocabulary is None else self._vocabulary.ids[entries_C]
         # Logits and masses count from the largest logit of their row.
-        scaled_LC = (values_LC.astype(np.float64) - values_LC[:, :1]) / temperature
-        rest_L = masses_L - np.exp(scaled_LC).sum(axis=1)
-        levels: list[Level] = []
-        before_A = np.array([anchor])
-        for level, tokens_C in enumerate(tokens_LC):
-            logits_AC = np.repeat(scaled_LC[level][None], len(before_A), axis=0)
-            known_AM: Tensor | None = None
-            right_A = None
-            if block is not None and markov_UM is not None:
-                known_AM = block.before(before_A.tolist())
-                pairs_AC = known_AM @ markov_UM[torch.from_numpy(entries_LC[level]).to(markov_UM.device)].T
-                logits_AC += pairs_AC.double().cpu().numpy() / temperature
-            if block is not None and block.head.confidence:
-                read_AD = read_LD[level].expand(len(before_A), -1)
-                right_A = block.confidence(read_AD, known_AM).double().cpu().numpy()
-            levels.append(Level(tokens_C, logits_AC, max(0.0, float(rest_L[level])), right_A))
-            before_A = tokens_C
-        return levels
+        scaled_C = (values_C.astype(np.float64) - values_C[0]) / temperature
+        rest = max(0.0, float(likeliest.masses[row]) - float(np.exp(scaled_C).sum()))
+        logits_AC = np.repeat(scaled_C[None], len(one.before_A), axis=0)
+        known_AM: Tensor | None = None
+        right_A = None
+        if block is not None and markov_UM is not None:
+            known_AM = block.before(one.before_A.tolist())
+            named_CM = markov_UM[torch.from_numpy(entries_C).to(markov_UM.device)]
+            apart_AC = (known_AM - one.mean_M) @ named_CM.T
+            logits_AC += apart_AC.double().cpu().numpy() / temperature
+            chances_C = np.exp(scaled_C)
+            weights_C = torch.from_numpy(chances_C / chances_C.sum()).to(markov_UM)
+            one.mean_M = weights_C @ block.before(tokens_C.tolist())
+        if block is not None and block.head.confidence:
+            read_AD = read_TD[one.row].expand(len(one.before_A), -1)
+            right_A = block.confidence(read_AD, known_AM).double().cpu().numpy()
+        one.levels.append(Level(tokens_C, logits_AC, rest, right_A))
+        one.before_A = tokens_C
+
+
+class _Levels:
+    """One request's levels so far, and what may stand before the next."""
+
+    def __init__(self, guessed: Guessed, site: Site, block: BlockModel | None) -> None:
+        self.guessed = guessed
+        self.site = site
+        self.wanted = guessed.growth.limit
+        self.levels: list[Level] = []
+        self.before_A: NDArray[np.int64] = np.array([guessed.growth.builder.root])
+        self.mean_M = torch.zeros(0)  # what is known of the token before, on average
+        if block is not None and block.markov_UM is not None:
+            self.mean_M = block.before(self.before_A.tolist())[0]
+
+    @property
+    def row(self) -> int:
+        """The next level's, of all that guess."""
+        return self.guessed.first + len(self.levels)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-from specinfer.errors import ModelError
+from specinfer.errors import ModelError, TuneError
 from specinfer.heads.block import BlockHead
-from specinfer.heads.checkpoint import target_embedding, target_head
+from specinfer.heads.checkpoint import HeadFolder, is_head, target_embedding, target_head
 from specinfer.heads.config import BlockConfig, check_target
 from specinfer.heads.layers import HeadLayer, initialise
 from specinfer.heads.vocabulary import Tables
+from specinfer.hub import resolve
 from specinfer.models.config import Activation, Family, ModelConfig, Rope
 from specinfer.models.weights import OpenModel
 from specinfer.tune.shards import Corpus, TunedText
+
+Layout = Literal["specinfer", "dspark"]
 
 _FAINT: Final = 0.1  # of the target's output layer, to begin with
 _LOUD: Final = 4.0  # times the usual deviation of what layers add
@@ -29,8 +32,11 @@ _LEAST: Final = 1e-6  # of a size that something is divided by
 class HeadShape:
     """What may be chosen about a head."""
 
+    # Rows begin with the target's last hidden state, and its output layer is used; or, as vLLM reads it, rows
+    # begin with embeddings, and the output layer is the head's own.
+    layout: Layout = "specinfer"
     layers: int = 1
-    depth: int = 6  # tokens of a block that are guessed
+    depth: int = 5  # tokens of a block that are guessed
     vocabulary: int = 8192  # tokens it can name, at most
     markov_rank: int = 64  # of the term by which a guess depends on the token before it
 
@@ -38,8 +44,8 @@ class HeadShape:
 def head_config(target: ModelConfig, taps: tuple[int, ...], shape: HeadShape) -> BlockConfig:
     """A causal block head whose layers have the sizes of the target's.
 
-    It uses the target's embeddings, and has an output layer of its own, as vLLM wants it. The tokens behind a
-    block's anchor are guessed from rows of the target's end of text, from which no block ever hangs.
+    It uses the target's embeddings. The tokens behind a block's anchor are guessed from rows of the target's
+    end of text, from which no block ever hangs.
     Raises ModelError for targets it does not fit.
     """
     rope = target.rope if target.rope is not None else Rope(10000.0)
@@ -73,6 +79,8 @@ def head_config(target: ModelConfig, taps: tuple[int, ...], shape: HeadShape) ->
         block_size=shape.depth,
         mask_token_id=target.eos_ids[0] if target.eos_ids else 0,
         markov_rank=shape.markov_rank,
+        reads_last=shape.layout == "specinfer",
+        own_head=shape.layout != "specinfer",
     )
     check_target(config, target, "to be trained")
     return config
@@ -106,7 +114,7 @@ def sizes_of(texts: Iterable[TunedText]) -> Tensor:
 
 
 def new_head(config: BlockConfig, target: OpenModel, ids: list[int], seed: int) -> BlockHead:
-    """An untrained head: matrices are drawn, output layer and last norm are the target's.
+    """A head of random matrices, but for the target's output layer and last norm.
 
     Left at that, it would be sure that its anchor comes again, where embeddings and output layer are one
     table: so its guesses begin faint, and what its layers add to the embedding larger than that.
@@ -116,15 +124,19 @@ def new_head(config: BlockConfig, target: OpenModel, ids: list[int], seed: int) 
     generator = torch.Generator().manual_seed(seed)
     initialise(head, generator)
     with torch.no_grad():
-        head.lm_head.weight.copy_(_FAINT * tables.head_UD)
+        if config.own_head:
+            head.lm_head.weight.copy_(_FAINT * tables.head_UD)
         for layer in head.layers:
             assert isinstance(layer, HeadLayer)
             layer.self_attn.o_proj.weight.mul_(_LOUD)
             layer.mlp.down_proj.weight.mul_(_LOUD)
         norm_D = target.read_rows("model.norm.weight", 0, config.body.hidden_size).float()
-        head.norm.weight.copy_(norm_D + target.config.norm_weight_offset)
+        loudness = 1.0 if config.own_head else _FAINT
+        head.norm.weight.copy_(loudness * (norm_D + target.config.norm_weight_offset))
         # What is read is about 1 in size, and so is what comes of it.
         head.fc.weight.mul_(1 / (0.02 * math.sqrt(head.fc.in_features)))
+        if config.reads_last:
+            head.entry.weight.mul_(1 / (0.02 * math.sqrt(head.entry.in_features)))
     return head
 
 
@@ -135,3 +147,27 @@ def folded(head: BlockHead, scale_ND: Tensor) -> BlockHead:
     with torch.no_grad():
         copy.fc.weight.mul_(scale_ND.flatten())
     return copy.eval()
+
+
+def known_head(name: str, wanted: BlockConfig, target: OpenModel, scale_ND: Tensor) -> BlockHead:
+    """A head that was exported, to be trained on with multiplied hidden states; `name` is its folder.
+
+    Raises TuneError where it is not of the shape that is `wanted`, but for how many tokens it can name, and
+    ModelError and its kind where there is none that fits the target.
+    """
+    files = resolve(name)
+    if not is_head(files.path):
+        raise TuneError(
+            f"init is {name!r}, which is no draft head; allowed: target, random, or a head's folder"
+        )
+    opened = HeadFolder(files, target.config)
+    if replace(wanted, draft_vocab_size=opened.config.draft_vocab_size) != opened.config:
+        raise TuneError(
+            f"the head {name} has another shape than the one that is wanted; give --layers, --depth and "
+            "--layout as it was trained, or begin with --init target"
+        )
+    head = opened.module(target)
+    assert isinstance(head, BlockHead)
+    with torch.no_grad():
+        head.fc.weight.div_(scale_ND.flatten())
+    return head

@@ -1,15 +1,15 @@
 """Training: steps over blocks of the collected texts, until the time is over.
 
 A step's batch is a function of its number, so a run that is gone on with sees what it would have seen. Blocks
-are as deep as a die says, each level .8 times as often as the one before it: deep levels count only where all
+are as deep as a die says, each level .6 times as often as the one before it: deep levels count only where all
 before them are right, and what is not computed costs nothing. What is measured and exported is an average
 of the weights over the last few hundred steps, which is better than any of them and makes the end of a run
-as good as its middle; over the last quarter of the time the rate of learning falls besides.
+as good as its middle; over the last half of the time the rate of learning falls besides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,14 +20,15 @@ from specinfer.heads.block import BlockHead
 from specinfer.tune.blocks import anchors_of, blocks
 from specinfer.tune.held_out import entries_of
 from specinfer.tune.losses import Loss, losses, shortlist
-from specinfer.tune.shards import Corpus
+from specinfer.tune.shards import Corpus, TunedText
 
-_WARM_UP: Final = 50  # steps
-_COOLING: Final = 0.25  # of the time, at its end
-_COLDEST: Final = 0.05  # of the rate
-_DEEPER: Final = 0.8  # chance that a block that is l levels deep is l + 1
+_WARM_UP: Final = 30  # steps
+_COOLING: Final = 0.5  # of the time, at its end
+_COLDEST: Final = 0.03  # of the rate
+_DEEPER: Final = 0.6  # chance that a block that is l levels deep is l + 1
 _NORM: Final = 1.0  # of a step's gradient at most
 _MEMORY: Final = 0.995  # of the average, for a step
+_REMEMBERED: Final = 4  # one step in so many goes into it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,8 @@ class TrainConfig:
     loss: Loss = "hybrid"
     rate: float = 1e-3
     texts: int = 4  # of a step
-    anchors: int = 32  # of a text, at most
-    shortlist: int = 2048  # tokens of the head's that a step computes
+    anchors: int = 64  # of a text, at most
+    shortlist: int = 768  # tokens of the head's that a step computes
     seed: int = 0
 
 
@@ -52,6 +53,7 @@ class Trained:
     loss: float = 0.0  # of late
     history: list[dict[str, float | list[float]]] = field(default_factory=list)  # a row per measurement
     best: float = 0.0  # tokens per pass of what is exported
+    places: int = 0  # of held-out answers, on which that was measured
 
     def learned(self, loss: float, count: int) -> None:
         """One more step is done."""
@@ -74,7 +76,7 @@ class Trainer:
         self._named = named
         self.average = {name: p.detach().clone() for name, p in named.items()}
         self._optimizer = torch.optim.AdamW(
-            named.values(), lr=config.rate, betas=(0.9, 0.95), weight_decay=0.0
+            named.values(), lr=config.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
 
     def step(self, corpus: Corpus, left: float) -> None:
@@ -89,8 +91,37 @@ class Trainer:
             self.state.steps += 1
             return
         anchors = [anchors_of(text, config.anchors, generator) for text in texts]
+        loss, count = self._loss(self.head, texts, anchors, levels, generator)
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._named.values(), _NORM)
+        rate = config.rate * min(1.0, (number + 1) / _WARM_UP) * max(_COLDEST, min(1.0, left / _COOLING))
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        if number % _REMEMBERED == 0:
+            self._remember()
+        self.state.learned(float(loss.detach()), count)
+
+    @torch.no_grad()
+    def loss_of(self, head: BlockHead, texts: Sequence[TunedText]) -> float:
+        """The loss of a head of this shape on some of each text, all levels; the same places every time."""
+        generator = torch.Generator().manual_seed(self._config.seed)
+        anchors = [anchors_of(text, self._config.anchors, generator) for text in texts]
+        loss, _ = self._loss(head, texts, anchors, head.config.depth, generator)
+        return float(loss)
+
+    def _loss(
+        self,
+        head: BlockHead,
+        texts: Sequence[TunedText],
+        anchors: Sequence[Tensor],
+        levels: int,
+        generator: torch.Generator,
+    ) -> tuple[Tensor, int]:
+        """The mean loss of so many levels at these anchors of the texts, and how many anchors there are."""
+        config = self._config
         batch = blocks(texts, anchors, levels, self.scale_ND)
-        head = self.head
         h_RD = head(batch.taps_BTND, batch.anchor_ids_BA, batch.anchors_BA, levels)[batch.valid_BAL]
         entries = self._entry_V[batch.label_ids_BALK[batch.valid_BAL]]
         chances = batch.label_chances_BALK[batch.valid_BAL]
@@ -100,16 +131,12 @@ class Trainer:
             markov = head.markov_head
             known_RM = markov.markov_w1(batch.before_BAL[batch.valid_BAL])
             logits = logits + known_RM @ markov.markov_w2.weight[short.entries_S].T
-        loss = losses(config.loss, logits, short).mean()
-        self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self._named.values(), _NORM)
-        rate = config.rate * min(1.0, (number + 1) / _WARM_UP) * max(_COLDEST, min(1.0, left / _COOLING))
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        self._remember()
-        self.state.learned(float(loss.detach()), int(batch.valid_BAL[..., 0].sum()))
+        return losses(config.loss, logits, short).mean(), int(batch.valid_BAL[..., 0].sum())
+
+    def start_average(self) -> None:
+        """Begin the average of the weights with what they are."""
+        for name, parameter in self._named.items():
+            self.average[name] = parameter.detach().clone()
 
     def averaged(self) -> BlockHead:
         """A copy of the head with averaged weights."""
@@ -148,6 +175,6 @@ class Trainer:
     @torch.no_grad()
     def _remember(self) -> None:
         # A young average is of few steps, or it would be of the first ones for long.
-        memory = min(_MEMORY, (1 + self.state.steps) / (10 + self.state.steps))
+        memory = min(_MEMORY, (1 + self.state.steps) / (10 + self.state.steps)) ** _REMEMBERED
         for name, parameter in self._named.items():
             self.average[name].lerp_(parameter, 1 - memory)

@@ -25,6 +25,7 @@ from specinfer.config import EngineConfig
 from specinfer.errors import TuneError
 from specinfer.files import NewFile
 from specinfer.heads.block import BlockHead
+from specinfer.heads.checkpoint import HeadFolder
 from specinfer.heads.export import write_head
 from specinfer.hub import resolve
 from specinfer.kernels.machine import thread_count
@@ -35,9 +36,18 @@ from specinfer.progress import NoProgress, Progress
 from specinfer.tune.card import Material, card
 from specinfer.tune.checkpoint import read_checkpoint, write_checkpoint
 from specinfer.tune.collect import Collected, Collector, collecting, default_taps
-from specinfer.tune.held_out import Figures, held_out_texts, measure
+from specinfer.tune.held_out import Figures, entries_of, held_out_texts, measure
+from specinfer.tune.informed_head import begin_as_target, learn_pairs, some_texts, tune_loudness
 from specinfer.tune.listener import Listener
-from specinfer.tune.new_head import HeadShape, folded, frequent_tokens, head_config, new_head, sizes_of
+from specinfer.tune.new_head import (
+    HeadShape,
+    folded,
+    frequent_tokens,
+    head_config,
+    known_head,
+    new_head,
+    sizes_of,
+)
 from specinfer.tune.plot import draw_training
 from specinfer.tune.prompts import Prompts
 from specinfer.tune.shards import Corpus, TunedText
@@ -47,6 +57,8 @@ _BETWEEN: Final = 90.0  # seconds from one checkpoint to the next, at most; writ
 _CHECKPOINTS: Final = 4  # at least, however short the training
 _LEAST_TRAINING: Final = 1 / 3  # of the time, whatever collecting took
 _SCALED_BY: Final = 64  # texts whose hidden states say how large these are
+_SOLVED_BY: Final = 1000  # texts by which a head begins as its target
+_TRIED_BY: Final = 8  # texts on which it is tried how loud it should be
 _ARCHITECTURES: Final = {
     Family.LLAMA: "LlamaForCausalLM",
     Family.MISTRAL: "MistralForCausalLM",
@@ -66,6 +78,7 @@ class TuneConfig:
     resume: bool = False
     chat: bool | None = None  # prompts go through the chat template; None: where there is one
     max_tokens: int = 256  # of an answer
+    init: str | None = None  # target, random, or an exported head to go on from; None: as the layout allows
     head: HeadShape = field(default_factory=HeadShape)
     training: TrainConfig = field(default_factory=TrainConfig)
 
@@ -76,6 +89,11 @@ class TuneConfig:
             raise TuneError(
                 f"{self.collect_minutes} minutes are to collect in, of {self.minutes} in all; allowed: 0 or "
                 "more, and fewer than these"
+            )
+
+        if self.init == "target" and self.head.layout != "specinfer":
+            raise TuneError(
+                f"a head of layout {self.head.layout} cannot begin as its target; allowed: random, or a head"
             )
 
     @property
@@ -189,6 +207,7 @@ class Tuning:
             )
         total = 60 * config.minutes
         seconds = max(total - corpus.seconds, _LEAST_TRAINING * total)
+        self._measure_anew(trainer, texts)
         left = seconds - trainer.state.seconds
         if left <= 0:
             self._say(f"the {config.minutes:g} minutes are over; --resume with more goes on")
@@ -222,10 +241,24 @@ class Tuning:
                 raise TuneError(f"{path} is of another head ({error}); remove it to train anew") from error
             return trainer
         learnt = min(_SCALED_BY, self._corpus.count(held_out=False))
+        scale_ND = sizes_of(self._corpus.text(number, held_out=False) for number in range(learnt))
+        init = self._config.init or ("target" if self._head.reads_last else "random")
+        if init not in ("target", "random"):
+            return Trainer(
+                known_head(init, self._head, self._target, scale_ND), scale_ND, self._config.training
+            )
         ids = frequent_tokens(self._corpus, self._head.draft_vocab_size, self._head.body.vocab_size)
         head = new_head(self._head, self._target, ids, self._config.training.seed)
-        scale_ND = sizes_of(self._corpus.text(number, held_out=False) for number in range(learnt))
-        return Trainer(head, scale_ND, self._config.training)
+        if init == "target":
+            texts = some_texts(self._corpus, _SOLVED_BY)
+            learn_pairs(head, self._corpus, entries_of(head))
+            begin_as_target(head, self._target, texts, scale_ND)
+        trainer = Trainer(head, scale_ND, self._config.training)
+        if init == "target":
+            loss = tune_loudness(head, lambda head: trainer.loss_of(head, texts[:_TRIED_BY]))
+            trainer.start_average()
+            self._say(f"the head begins with a loss of {loss:.2f}")
+        return trainer
 
     def _stretch(self, trainer: Trainer, seconds: float, total: float) -> None:
         """Train for so many seconds, at least one step, of `total` that this training has."""
@@ -254,7 +287,7 @@ class Tuning:
             }
         )
         if better:
-            state.best = figures.tokens_per_pass
+            state.best, state.places = figures.tokens_per_pass, figures.places
             self._export(folded(averaged, trainer.scale_ND), trainer, figures, sources)
         draw_training(state.history, self._config.out / "training.png")
         state.seconds += self._clock() - began
@@ -266,6 +299,20 @@ class Tuning:
             f"{', the best so far' if better else ''}"
         )
         return figures if better else None
+
+    def _measure_anew(self, trainer: Trainer, texts: list[TunedText]) -> None:
+        """What is exported, where more is held out than then: later heads are held against that."""
+        state, out = trainer.state, self._config.out
+        if not state.history or not (out / "config.json").exists():
+            return
+        exported = HeadFolder(out, self._target.config).module(self._target)
+        assert isinstance(exported, BlockHead)
+        figures = measure(exported, texts, torch.ones_like(trainer.scale_ND))
+        if figures.places != state.places:
+            state.best, state.places = figures.tokens_per_pass, figures.places
+            self._say(
+                f"on {figures.places} held-out places that there are now the best head makes {state.best:.3f}"
+            )
 
     def _export(self, head: BlockHead, trainer: Trainer, figures: Figures, sources: Sequence[str]) -> None:
         corpus, out = self._corpus, self._config.out

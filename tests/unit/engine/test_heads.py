@@ -42,6 +42,7 @@ HEADS: dict[str, EagleConfig | BlockConfig] = {
         body=tiny_body(num_layers=2), mask_token_id=2, norm_before_residual=True
     ),
     "block": block_config(own_head=False),
+    "block behind the last state": block_config(reads_last=True),
     "block, bidirectional": block_config(
         causal=False, sample_from_anchor=False, markov_rank=0, confidence=False, confidence_reads_token=False
     ),
@@ -329,3 +330,36 @@ def test_what_heads_do_not_heed_is_refused(folder: Path) -> None:
 def test_traces_of_heads_are_refused(tiny: Tiny, heads: dict[str, HeadModel]) -> None:
     with engine(tiny, heads["block"]) as llm, pytest.raises(ConfigError, match="draft is a head"):
         check(llm, [])
+
+
+def test_guesses_are_the_likeliest_with_what_the_token_before_adds(tiny: Tiny, folder: Path) -> None:
+    head = tiny_head(block_config(reads_last=True, confidence=False, confidence_reads_token=False), seed=9)
+    with torch.no_grad():
+        head.markov_head.markov_w2.weight.mul_(15)  # what stands before decides, more than hidden states
+    written = HeadFolder(write_tiny_head(head, folder / "pairs"), open_model(folder / "target").config)
+    kernels = guessing(choose_kernels("auto", CPU)[0])
+    loaded = load_head(written, open_model(folder / "target"), tiny.target, kernels=kernels)
+    module = written.module(open_model(folder / "target"))
+    events: list[TreeEvent] = []
+    with engine(tiny, loaded) as llm:
+        engine_of(llm).on_tree = events.append
+        (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=12, temperature=0))
+    text, end = [*PROMPTS[0], *output.token_ids], len(PROMPTS[0])
+    hidden_TND = hidden_states(tiny, text)
+    roots, deeper = 0, []
+    for event in events:
+        tree = event.tree
+        for node in range(tree.num_nodes):
+            below = [tree.token_ids[i] for i in range(tree.num_nodes) if tree.parents[i] == node]
+            if not below:
+                continue
+            said = module_logits(module, text[:end], hidden_TND, list(tree.path_tokens(node)))
+            likeliest = module.ids[said.argsort(descending=True)[: len(below)]].tolist()
+            if node == 0:  # what stands before is known: all children are the likeliest, in order
+                assert below == likeliest
+                roots += 1
+            else:  # candidates are chosen behind the mean of what may stand there
+                deeper.append(below[0] == likeliest[0])
+        end += 1 + len(event.acceptance.path)
+    assert roots > 3
+    assert sum(deeper) > 0.7 * len(deeper) > 0

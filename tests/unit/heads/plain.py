@@ -129,6 +129,10 @@ def block_hidden(
     ]
     ids = [anchor_id, *[config.mask_token_id] * (config.block_size - 1)]
     rows = [weights["embed_tokens.weight"][token] for token in ids]
+    if config.reads_last:
+        token = norm(rows[0], weights["entry_norm.weight"], eps)
+        entered = weights["entry.weight"] @ np.concatenate([context[-1], token])
+        rows = list(entered.reshape(config.block_size, -1))
     for number in range(body.num_layers):
         layer = Layer(weights, number, body)
         of_text = [layer.seen(c, position) for position, c in enumerate(context)]

@@ -38,6 +38,7 @@ CONFIGS = {
     "two layers, biases": eagle_config(body=tiny_body(num_layers=2, bias=True), draft_vocab_size=VOCAB),
     "P-EAGLE": eagle_config(body=tiny_body(num_layers=4), mask_token_id=7, depth=8),
     "DSpark": block_config(),
+    "behind the last state": block_config(reads_last=True, own_head=False),
     "bidirectional": block_config(causal=False, confidence_reads_token=False),
     "DFlash": block_config(
         causal=False,

@@ -34,6 +34,7 @@ BLOCKS = {
         causal=False, sample_from_anchor=False, markov_rank=0, confidence=False, confidence_reads_token=False
     ),
     "one row": block_config(block_size=1),
+    "behind the last state": block_config(reads_last=True),
 }
 
 

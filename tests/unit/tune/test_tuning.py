@@ -86,6 +86,17 @@ def test_what_is_exported_computes_what_was_trained(target: Path, prompts: Path,
     assert (unscaled - wanted).abs().max() > 0.5 * wanted.std()  # so the scale is in what was written
 
 
+def test_a_head_in_the_layout_that_vllm_reads(target: Path, prompts: Path, tmp_path: Path) -> None:
+    shape = HeadShape(layout="dspark", depth=4, vocabulary=48, markov_rank=8)
+    run(tuning_of(target, tmp_path / "head", minutes=2.0, head=shape), prompts)
+    history = read_checkpoint(tmp_path / "head" / _CHECKPOINT).state.history
+    assert history[-1]["loss"] < history[0]["loss"]  # type: ignore[operator]
+    assert "reads_last_hidden_state" not in json.loads((tmp_path / "head" / "config.json").read_text())
+    folder = HeadFolder(tmp_path / "head", open_model(target).config)
+    assert folder.config.own_head
+    assert "entry.weight" not in folder.shapes
+
+
 def test_the_best_checkpoint_is_kept_and_not_the_newest(
     target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,3 +294,15 @@ def test_targets_without_room_for_a_head_are_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"silu"', '"gelu_pytorch_tanh"'))
     with pytest.raises(ModelError, match="no head can be trained for llama yet"):
         Tuning(tuning_of(target, tmp_path / "head"))
+
+
+def test_the_best_head_is_measured_anew_where_more_is_held_out(
+    target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    config = tuning_of(target, tmp_path / "head")
+    run(config, prompts)
+    more = write_prompts(tmp_path, [f"{n} * {n + 2}" for n in range(60)])
+    kept = read_checkpoint(config.out / _CHECKPOINT).state
+    _, lines = run(replace(config, resume=True, minutes=2.0, collect_minutes=1.0), more)
+    assert any("held-out places that there are now" in line for line in lines)
+    assert read_checkpoint(config.out / _CHECKPOINT).state.places > kept.places > 0

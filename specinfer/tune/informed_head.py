@@ -1,0 +1,196 @@
+"""A head that knows something before it learns: of its target's weights, and of what the target said.
+
+A head that begins with random numbers spends most of a short training on what can be had for nothing:
+
+    pairs    which tokens follow which: counts of the target's own laws, as the Markov term
+    layers   the target's last ones, which turn a hidden state into the next one's beginning
+    entry    what the last hidden state and the next token say of the states to come, by least squares
+    norm     as loud as guesses are right, tried out
+
+Shapes: N taps, D hidden size, R rows of a block, X = 2 D values that a row is made of, U tokens it can name,
+M rank of the Markov term.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from specinfer.heads.block import BlockHead
+from specinfer.heads.layers import HeadLayer
+from specinfer.models.weights import OpenModel
+from specinfer.tune.shards import Corpus, TunedText
+
+_LEAST_CHANCE: Final = 1e-3  # of a token that is counted
+_SHRUNK: Final = 3.0  # imagined tokens behind each token, that follow as tokens do on the whole
+_ROWS: Final = 60_000  # of texts that are enough for least squares
+_RIDGE: Final = 1e-2  # of the mean square of what is known
+_LOUDNESSES: Final = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)
+
+_PRODUCTS: Final = ("self_attn.o_proj", "mlp.down_proj")
+_BEHIND_NORMS: Final = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def learn_pairs(head: BlockHead, corpus: Corpus, entry_V: Tensor) -> None:
+    """Make the Markov term the law of a token behind the one before it, as far as its rank goes.
+
+    The law is a mean of the target's own, shrunk to how frequent tokens are. `entry_V` is where tokens are
+    among those the head can name, -1: they are not.
+    """
+    rank, named = head.config.markov_rank, head.config.draft_vocab_size
+    vocab = head.config.body.vocab_size
+    places, masses = _pairs(corpus, entry_V, named)
+    singles_U = torch.zeros(named).index_add_(0, places[1], masses) + 0.1
+    singles_U /= singles_U.sum()
+    seen_V = torch.zeros(vocab).index_add_(0, places[0], masses)
+    # What is above the law of all tokens, as a logarithm; 0 for pairs that were never seen.
+    above = (1 + masses / (_SHRUNK * singles_U[places[1]])).log()
+    weight_V = (seen_V + 0.5).sqrt()  # rows that are seen often have to be right
+    law_VU = torch.sparse_coo_tensor(
+        places, above * weight_V[places[0]], (vocab, named), check_invariants=True
+    )
+    kept = min(rank - 1, named)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        left_VM, sizes_M, right_UM = torch.svd_lowrank(law_VU, q=kept, niter=3)
+    left_VM = left_VM / weight_V[:, None]
+    # The same product, with both sides about as large.
+    balance_M = (left_VM.norm(dim=0).clamp(min=1e-9) / right_UM.norm(dim=0).clamp(min=1e-9)).sqrt()
+    root_M = sizes_M.sqrt()
+    markov = head.markov_head
+    with torch.no_grad():
+        markov.markov_w1.weight.zero_()
+        markov.markov_w2.weight.zero_()
+        markov.markov_w1.weight[:, 0] = 1.0
+        markov.markov_w2.weight[:, 0] = singles_U.log() - singles_U.log().mean()
+        markov.markov_w1.weight[:, 1 : 1 + kept] = left_VM * root_M / balance_M
+        markov.markov_w2.weight[:, 1 : 1 + kept] = right_UM * root_M * balance_M
+
+
+def begin_as_target(head: BlockHead, target: OpenModel, texts: Iterable[TunedText], scale_ND: Tensor) -> None:
+    """Make layers and norms the target's last ones, and the entry what least squares say of the last tap.
+
+    The head reads its last tap alone, to begin with.
+    """
+    last = scale_ND.shape[0] - 1
+    size = scale_ND.shape[1]
+    with torch.no_grad():
+        # Fused is the last tap as it is, divided by its size alone.
+        head.fc.weight.zero_()
+        sizes_D = scale_ND[last].reciprocal()
+        head.fc.weight[:, last * size :] = torch.diag(sizes_D * math.sqrt(size) / sizes_D.norm())
+        first = target.config.num_layers - len(head.layers)
+        for number, layer in enumerate(head.layers):
+            assert isinstance(layer, HeadLayer)
+            _take(layer, target, f"model.layers.{first + number}")
+        norm_D = target.read_rows("model.norm.weight", 0, size).float()
+        head.norm.weight.copy_(norm_D + target.config.norm_weight_offset)
+        known_RX = _solve_entry(head, texts, scale_ND)
+        for layer in () if target.config.qk_norm else head.layers:
+            assert isinstance(layer, HeadLayer)
+            _size_norms(layer, known_RX, head.entry.weight[:size])
+
+
+def tune_loudness(head: BlockHead, loss: Callable[[BlockHead], float]) -> float:
+    """Multiply the last norm by what makes the loss least, of a few values; the loss."""
+    whole_D = head.norm.weight.detach().clone()
+    found: list[tuple[float, float]] = []
+    with torch.no_grad():
+        for loudness in _LOUDNESSES:
+            head.norm.weight.copy_(whole_D * loudness)
+            found.append((loss(head), loudness))
+        least, best = min(found)
+        head.norm.weight.copy_(whole_D * best)
+    return least
+
+
+def _pairs(corpus: Corpus, entry_V: Tensor, named: int) -> tuple[Tensor, Tensor]:
+    """Tokens before [0] and entries behind them [1], with the target's probabilities added up."""
+    codes: list[Tensor] = []
+    masses: list[Tensor] = []
+    for number in range(corpus.count(held_out=False)):
+        text = corpus.text(number, held_out=False)
+        before_R = text.tokens_T[text.prompt - 1 : -1]
+        entries_RK = entry_V[text.label_ids_RK]
+        chances_RK = text.label_logprobs_RK.exp()
+        known_RK = (entries_RK >= 0) & (chances_RK >= _LEAST_CHANCE)
+        codes.append((before_R[:, None] * named + entries_RK)[known_RK])
+        masses.append(chances_RK[known_RK])
+    code, where = torch.unique(torch.cat(codes), return_inverse=True)
+    summed = torch.zeros(len(code)).index_add_(0, where, torch.cat(masses))
+    return torch.stack((code // named, code % named)), summed
+
+
+def _take(layer: HeadLayer, target: OpenModel, prefix: str) -> None:
+    """Copy a layer of the target's; what norms multiply by goes into the products behind them.
+
+    So keys and values can be made of what has no such factors.
+    """
+
+    def read(name: str) -> Tensor:
+        full = f"{prefix}.{name}.weight"
+        return target.read_rows(full, 0, target.shapes[full][0]).float()
+
+    parts = dict(layer.named_modules())
+    for norm, products in _BEHIND_NORMS.items():
+        factor_D = read(norm) + target.config.norm_weight_offset
+        parts[norm].weight.fill_(1.0)
+        for name in products:
+            parts[name].weight.copy_(read(name) * factor_D)
+    if target.config.qk_norm:
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+            parts[name].weight.copy_(read(name))
+    for name in _PRODUCTS:
+        parts[name].weight.copy_(read(name))
+
+
+def _solve_entry(head: BlockHead, texts: Iterable[TunedText], scale_ND: Tensor) -> Tensor:
+    """Solve for the entry: each row begins as the last tap will be at its place. Some of what is known."""
+    size, rows = head.config.body.hidden_size, head.config.block_size
+    squares_XX = torch.zeros(2 * size, 2 * size)
+    products_XY = torch.zeros(2 * size, rows * size)
+    count = 0
+    kept: list[Tensor] = []
+    for text in texts:
+        taps_TND = text.taps_TND
+        anchors = torch.arange(2, len(taps_TND) - rows)  # the first token's states are like no other's
+        if not len(anchors):
+            continue
+        fused_TD = head.fused(taps_TND.float() * scale_ND)
+        embedded = head.entry_norm(head.embed_tokens(text.tokens_T[anchors]))
+        known_AX = torch.cat((fused_TD[anchors - 1], embedded), dim=1)
+        wanted_AY = torch.cat([taps_TND[anchors + row, -1].float() for row in range(rows)], dim=1)
+        squares_XX += known_AX.T @ known_AX
+        products_XY += known_AX.T @ wanted_AY
+        kept.append(known_AX[:: max(1, len(known_AX) // 16)])
+        count += len(anchors)
+        if count >= _ROWS:
+            break
+    if count < 2 * rows:
+        return torch.zeros(0, 2 * size)
+    squares_XX.diagonal().add_(_RIDGE * float(squares_XX.diagonal().mean()))
+    head.entry.weight.copy_(torch.cholesky_solve(products_XY, torch.linalg.cholesky(squares_XX)).T)
+    return torch.cat(kept)
+
+
+def _size_norms(layer: HeadLayer, known_RX: Tensor, entry_DX: Tensor) -> None:
+    """The norms of queries and keys, which the target may not have: as large as these mostly are there."""
+    attention = layer.self_attn
+    if not len(known_RX) or not hasattr(attention, "q_norm"):
+        return
+    queries = attention.q_proj(layer.input_layernorm(known_RX @ entry_DX.T))
+    keys = attention.k_proj(known_RX[:, : len(entry_DX)])
+    for norm, made in ((attention.q_norm, queries), (attention.k_norm, keys)):
+        norm.weight.fill_(float(made.square().mean().sqrt()))
+
+
+def some_texts(corpus: Corpus, most: int) -> Sequence[TunedText]:
+    """The first texts to learn from, at most so many."""
+    return [corpus.text(number, held_out=False) for number in range(min(most, corpus.count(held_out=False)))]

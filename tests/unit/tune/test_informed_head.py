@@ -1,0 +1,175 @@
+"""What a head knows before it learns: the target's last layers, least squares, and counts of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from specinfer.errors import TuneError
+from specinfer.heads.block import BlockHead
+from specinfer.heads.layers import HeadLayer
+from specinfer.models.weights import OpenModel, open_model
+from specinfer.tune.held_out import entries_of
+from specinfer.tune.informed_head import begin_as_target, learn_pairs, tune_loudness
+from specinfer.tune.new_head import HeadShape, head_config, known_head, new_head
+from specinfer.tune.prompts import read_prompts
+from specinfer.tune.shards import Corpus, TunedText
+from specinfer.tune.tuning import Tuning
+from tests.unit.tune.conftest import ticking, tuning_of
+
+SHAPE = HeadShape(depth=3, vocabulary=24, markov_rank=24)
+SCALE = torch.full((2, 32), 0.5)
+
+
+@pytest.fixture(scope="module")
+def opened(target: Path) -> OpenModel:
+    return open_model(target)
+
+
+def untrained(opened: OpenModel) -> BlockHead:
+    return new_head(head_config(opened.config, (1, 2), SHAPE), opened, [*range(24)], seed=0)
+
+
+def text_of(
+    tokens: Sequence[int], laws: torch.Tensor, taps: torch.Tensor, *, held_out: bool = False
+) -> TunedText:
+    """A text whose first token is the prompt; `laws` [V, V] says what follows which token."""
+    ids_T = torch.tensor(tokens)
+    chances, ids = laws[ids_T[:-1]].sort(dim=1, descending=True)
+    return TunedText(ids_T, 1, taps, ids[:, :4], chances[:, :4].log(), tokens[1], held_out)
+
+
+def test_the_markov_term_is_the_law_of_pairs(opened: OpenModel, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    laws = torch.zeros(64, 64)
+    for token in range(24):  # each is followed by one of four, of which one is the likeliest
+        laws[token, torch.randperm(24, generator=generator)[:4]] = torch.tensor([0.6, 0.2, 0.15, 0.05])
+    texts = []
+    for _ in range(30):
+        tokens = [int(torch.randint(24, (1,), generator=generator))]
+        while len(tokens) < 40:
+            tokens.append(int(torch.multinomial(laws[tokens[-1]], 1, generator=generator)))
+        texts.append(text_of(tokens, laws, torch.zeros(39, 2, 32)))
+    (tmp_path / "shards").mkdir()
+    corpus = Corpus(tmp_path / "shards")
+    corpus.add(texts, 1.0)
+    head = untrained(opened)
+    learn_pairs(head, corpus, entries_of(head))
+    seen = torch.cat([text.tokens_T[:-1] for text in texts]).unique()
+    with torch.no_grad():
+        said = head.pair_logits(seen).softmax(dim=-1)
+        unseen = head.pair_logits(torch.tensor([60, 61])).softmax(dim=-1)
+    wanted = laws[seen][:, :24]
+    assert torch.equal(said.argmax(dim=1), wanted.argmax(dim=1))
+    apart = (said - wanted).abs().sum(dim=1) / 2
+    assert float(apart.mean()) < 0.15
+    # Tokens that never stood before another are followed as tokens are on the whole.
+    assert torch.allclose(unseen[0], unseen[1])
+
+
+def test_the_entry_says_what_can_be_known_of_the_last_tap(opened: OpenModel) -> None:
+    generator = torch.Generator().manual_seed(1)
+    head = untrained(opened)
+    table = head.embed_tokens.weight.detach()
+    texts = []
+    for _ in range(40):
+        tokens_T = torch.randint(64, (30,), generator=generator)
+        # The last tap is a sum of what the token is and what the last tap was: both are known.
+        last = torch.randn(32, generator=generator)
+        rows = []
+        for token in tokens_T[:-1]:
+            last = 0.5 * last.roll(1) / last.square().mean().sqrt() + torch.nn.functional.rms_norm(
+                table[token], (32,)
+            )
+            rows.append(torch.stack((torch.randn(32, generator=generator), last)))
+        taps = torch.stack(rows)
+        texts.append(text_of(tokens_T.tolist(), torch.full((64, 64), 1 / 64), taps))
+    begin_as_target(head, opened, texts, SCALE)
+    text, anchors = texts[-1], torch.arange(4, 20)
+    with torch.no_grad():
+        fused = head.fused(text.taps_TND * SCALE)
+        read = torch.cat((fused[anchors - 1], head.entry_norm(table[text.tokens_T[anchors]])), dim=1)
+        begun = (read @ head.entry.weight.T).unflatten(-1, (3, 32))
+    wanted = text.taps_TND[anchors, 1]
+    missed = (begun[:, 0] - wanted).square().mean() / wanted.square().mean()
+    later = text.taps_TND[anchors + 2, 1]
+    assert float(missed) < 0.05
+    assert float((begun[:, 2] - later).square().mean() / later.square().mean()) > 0.3  # unknown tokens decide
+
+
+def test_a_layer_computes_what_the_targets_last_one_does(opened: OpenModel) -> None:
+    head = untrained(opened)
+    begin_as_target(head, opened, [], SCALE)
+    (layer,) = head.layers
+    assert isinstance(layer, HeadLayer)
+    prefix = f"model.layers.{opened.config.num_layers - 1}"
+
+    def read(name: str) -> torch.Tensor:
+        full = f"{prefix}.{name}.weight"
+        return opened.read_rows(full, 0, opened.shapes[full][0]).float()
+
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
+    eps = opened.config.norm_eps
+    normed = torch.nn.functional.rms_norm(x, (32,), read("input_layernorm"), eps)
+    with torch.no_grad():
+        values = layer.self_attn.values(layer.input_layernorm(x)).flatten(1)
+        assert torch.allclose(values, normed @ read("self_attn.v_proj").T, atol=1e-5)
+        added = layer.mlp(layer.post_attention_layernorm(x))
+    normed = torch.nn.functional.rms_norm(x, (32,), read("post_attention_layernorm"), eps)
+    gate = torch.nn.functional.silu(normed @ read("mlp.gate_proj").T)
+    plain = (gate * (normed @ read("mlp.up_proj").T)) @ read("mlp.down_proj").T
+    assert torch.allclose(added, plain, atol=1e-5)
+
+
+def test_the_loudness_that_loses_least_is_kept(opened: OpenModel) -> None:
+    head = untrained(opened)
+    whole = head.norm.weight.detach().clone()
+    least = tune_loudness(head, lambda head: abs(float(head.norm.weight[0] / whole[0]) - 0.3))
+    assert least == pytest.approx(0.05)
+    assert torch.allclose(head.norm.weight, whole * 0.35) or torch.allclose(head.norm.weight, whole * 0.25)
+
+
+def test_a_head_that_begins_as_its_target_is_better_than_a_random_one(
+    target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    losses = {}
+    for init in ("target", "random"):
+        config = replace(tuning_of(target, tmp_path / init), init=init)
+        tuning = Tuning(config, clock=ticking())
+        tuning._collect(read_prompts([prompts]))
+        trainer = tuning._trainer()
+        texts = [tuning._corpus.text(number, held_out=False) for number in range(8)]
+        losses[init] = trainer.loss_of(trainer.head, texts)
+    assert losses["target"] < 0.8 * losses["random"]
+
+
+def test_an_exported_head_is_trained_on(target: Path, prompts: Path, tmp_path: Path) -> None:
+    first = Tuning(tuning_of(target, tmp_path / "first"), clock=ticking())
+    first.run(read_prompts([prompts]), [prompts.name])
+    config = replace(tuning_of(target, tmp_path / "second"), init=str(tmp_path / "first"))
+    second = Tuning(config, clock=ticking())
+    second._collect(read_prompts([prompts]))
+    trainer = second._trainer()
+    texts = [second._corpus.text(number, held_out=False) for number in range(8)]
+    begun = first._trainer()
+    assert torch.equal(trainer.head.ids, begun.head.ids)
+    assert trainer.loss_of(trainer.head, texts) == pytest.approx(
+        begun.loss_of(begun.averaged(), texts), rel=0.05
+    )  # bfloat16 on disk
+
+
+def test_what_a_head_cannot_begin_as_is_refused(target: Path, prompts: Path, tmp_path: Path) -> None:
+    opened = open_model(target)
+    config = head_config(opened.config, (1, 2), SHAPE)
+    with pytest.raises(TuneError, match="which is no draft head"):
+        known_head(str(target), config, opened, SCALE)
+    first = Tuning(tuning_of(target, tmp_path / "first"), clock=ticking())
+    first.run(read_prompts([prompts]), [prompts.name])
+    with pytest.raises(TuneError, match="has another shape"):
+        known_head(str(tmp_path / "first"), replace(config, block_size=7), opened, SCALE)
+    with pytest.raises(TuneError, match="layout dspark cannot begin as its target"):
+        replace(tuning_of(target, tmp_path / "x"), init="target", head=replace(SHAPE, layout="dspark"))
