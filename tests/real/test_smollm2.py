@@ -62,7 +62,7 @@ def test_a_model_of_another_family_guesses_for_qwen(how: str) -> None:
     drafts: dict[str, Any] = {"drafts": (smollm2(),), "draft_tokens": how, "tree_size": "fixed"}
     llm = LLM(qwen_draft(), **options, **drafts)
     assert llm.models.foreign["draft"].shared == 39237
-    plain = llm.variant(drafts=(), draft_tokens="shared")
+    plain = llm.variant(drafts=())
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:2]]
     for params in (SamplingParams(temperature=0, max_tokens=24), SamplingParams(seed=3, max_tokens=24)):
         expected = plain.chat(chats, params)
