@@ -19,7 +19,7 @@ Verifier = Literal["coupled", "mss"]
 DraftDraw = Literal["coupled", "top_k", "iid", "without_replacement"]
 TreeSize = Literal["cost", "fixed"]
 Clock = Literal["measured", "curve"]
-DraftTokens = Literal["shared", "text"]
+DraftTokens = Literal["auto", "shared", "text"]
 
 # What a draft model may do for each verifier, its default first (docs/losslessness.md). The top-k of a
 # draft model is a point mass whichever verifier looks at it.
@@ -57,7 +57,8 @@ class SpeculationConfig:
     drafts: tuple[str, ...] = ()  # models, each named as `model` is
     draft_quantization: Quantization = "none"  # how their matrices are kept, as `quantization`
     draft_vocabulary: int | str | None = None  # tokens drafts can name: how many, or a file of ids; None: all
-    draft_tokens: DraftTokens = "shared"  # what drafts of another vocabulary guess: tokens both have, or text
+    # What drafts of another vocabulary guess: tokens both have, or text; auto: text unless a law is needed.
+    draft_tokens: DraftTokens = "auto"
     ngram: bool = _switch("Look guesses up in the text itself. On where nobody else guesses.")
     ngram_min: int = 1  # tokens that must match, at least
     ngram_max: int = 4  # and at most; longer matches are tried first

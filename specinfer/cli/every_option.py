@@ -40,7 +40,7 @@ PURPOSES: Final = {
     "drafts": "A draft model; repeatable.",
     "draft_quantization": "As --quantization, of draft models.",
     "draft_vocabulary": "Cut a draft's output layer to N common tokens, or to the token ids in a file.",
-    "draft_tokens": "What drafts of another vocabulary guess: shared, the tokens both have, or text.",
+    "draft_tokens": "What drafts of another vocabulary guess: shared tokens, text, or auto.",
     "ngram": "Look guesses up in the text itself. On where nobody else guesses.",
     "ngram_min": "Tokens that must match, at least.",
     "ngram_max": "And at most; longer matches are tried first.",

@@ -67,8 +67,8 @@ def speculation_options(command: _Command) -> _Command:
             ),
             click.option(
                 "--draft-tokens",
-                show_default="shared",
-                help="What drafts of another vocabulary guess: shared, the tokens both have, or text.",
+                show_default="auto",
+                help="What drafts of another vocabulary guess: shared tokens, text, or auto.",
             ),
             *(
                 click.option(f"--{name}/--no-{name}", default=None, help=purpose)

@@ -245,7 +245,7 @@ def _learned_of(config: EngineConfig, models: Models) -> dict[str, Any]:
     speculation, target = config.speculation, models.target
     drafts = [
         f"{name}: {Path(model).name}, {speculation.draft_quantization}, by {speculation.draw_rule}"
-        + (f", {speculation.draft_tokens} tokens" if name in models.foreign else "")
+        + (f", {models.foreign[name].way} tokens" if name in models.foreign else "")
         for name, model in draft_names(speculation.drafts).items()
     ]
     kind = hashlib.sha256(repr(target.config).encode()).hexdigest()[:8]

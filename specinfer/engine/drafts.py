@@ -118,8 +118,8 @@ def exchanges(
         theirs = Tokenizer.load(draft.files)
         found[name] = foreign_tokens(tokenizer, theirs, sizes, speculation, kept, draft=draft.files.name)
         _LOG.info(
-            "draft %s has another vocabulary than %s: %d of its %d tokens are shared",
-            *(draft.files.name, target.files.name, found[name].shared, sizes[1]),
+            "draft %s has another vocabulary than %s: %d of its %d tokens are shared; it guesses by '%s'",
+            *(draft.files.name, target.files.name, found[name].shared, sizes[1], found[name].way),
         )
     if drafts and not found and speculation.draft_tokens != SpeculationConfig().draft_tokens:
         raise ConfigError(

@@ -6,6 +6,9 @@ It reads the target's text in its own tokens (tokenizer/respelling.py), and gues
               law its draws are declared with: a valid q for every verifier
     text      any token. What a path of them spells is spelled again in the target's tokens: guesses that are
               functions of the text, without a law, so coupled draws and point masses alone
+
+Text makes more tokens a step of as many nodes, so it is what is done where nothing needs a law: under the
+coupled verifier.
 """
 
 from __future__ import annotations
@@ -56,6 +59,11 @@ class ForeignTokens:
         """What one of the draft's ids is called; -1 for one that it cannot guess."""
         return self._names.get(token_id, -1)
 
+    @property
+    def way(self) -> str:
+        """Which of the two it is."""
+        return "text" if self.by_text else "shared"
+
     def rule(self, rule: DrawRule) -> DrawRule:
         """How it draws where drafts draw by `rule`."""
         sampled = rule in (DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT)
@@ -76,7 +84,10 @@ def foreign_tokens(
     `kept` are the only tokens of the target that a draft may name. Raises ConfigError for a draft that
     shares no token with its target, and for options that make no sense for one that writes text.
     """
-    shared, by_text = shared_tokens(ours, theirs, *sizes), speculation.draft_tokens == "text"
+    shared = shared_tokens(ours, theirs, *sizes)
+    by_text = speculation.draft_tokens == "text"
+    if speculation.draft_tokens == "auto":
+        by_text = speculation.verifier == "coupled" and kept is None
     specials = {
         one: other
         for one, other in zip(shared.ours.tolist(), shared.theirs.tolist(), strict=True)

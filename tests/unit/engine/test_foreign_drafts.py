@@ -65,7 +65,7 @@ def test_the_text_is_that_of_the_target_alone(
     params = SamplingParams(max_tokens=24, **sampling)
     # With a size of its own a request is guessed for, whatever that costs here.
     guessed = replace(params, speculation={"expansion": (1, 2, 1)})
-    with llms[how].variant(**options) as llm, llms[how].variant(drafts=(), draft_tokens="shared") as plain:
+    with llms[how].variant(**options) as llm, llms[how].variant(drafts=()) as plain:
         alone = [output.token_ids for output in plain.generate(PROMPTS, params)]
         for _ in range(2):  # once more behind what the first left in the cache
             outputs = llm.generate(PROMPTS, guessed)
@@ -91,7 +91,7 @@ def test_the_text_is_that_of_the_target_alone(
 def test_parameters_that_change_laws_change_no_text(
     llms: dict[str, LLM], how: str, params: SamplingParams
 ) -> None:
-    plain = llms[how].variant(drafts=(), draft_tokens="shared")
+    plain = llms[how].variant(drafts=())
     alone = [output.token_ids for output in plain.generate(PROMPTS, params)]
     outputs = llms[how].generate(PROMPTS, params)
     assert [output.token_ids for output in outputs] == alone
@@ -132,7 +132,7 @@ def test_what_cannot_be_is_refused(folder: Path, llms: dict[str, LLM]) -> None:
         engine(folder, "text", drafts=similar)
     with pytest.raises(ConfigError, match=r"^draft_tokens is 'text', and no draft model is named"):
         engine(folder, "text", drafts=())
-    with pytest.raises(ConfigError, match=r"^draft_tokens is 'words'; allowed: shared, text"):
+    with pytest.raises(ConfigError, match=r"^draft_tokens is 'words'; allowed: auto, shared, text"):
         engine(folder, "words")
     with pytest.raises(ConfigError, match=r"^draft_tokens is 'text', and a variant shares weights"):
         llms["shared"].variant(draft_tokens="text")

@@ -249,5 +249,24 @@ def test_options_that_make_no_sense_are_refused(
 def test_a_draft_that_shares_no_token_is_refused() -> None:
     one, other = (Tokenizer(byte_level(singles, []), eos_token_ids=[]) for singles in ([65], [66]))
     with pytest.raises(ConfigError, match=r"^draft d and the target have no token in common"):
-        foreign_tokens(one, other, (1, 1), SpeculationConfig(), draft="d")
-    foreign_tokens(one, other, (1, 1), SpeculationConfig(draft_tokens="text"), draft="d")
+        foreign_tokens(one, other, (1, 1), SpeculationConfig(draft_tokens="shared"), draft="d")
+    assert foreign_tokens(one, other, (1, 1), SpeculationConfig(), draft="d").by_text
+
+
+@pytest.mark.parametrize(
+    ("options", "cut", "by_text"),
+    [
+        ({}, False, True),
+        ({"draw": "top_k"}, False, True),
+        ({"verifier": "mss"}, False, False),
+        ({"verifier": "mss", "draw": "iid"}, False, False),
+        ({}, True, False),
+    ],
+)
+def test_where_nobody_says_it_is_text_unless_something_needs_a_law(
+    folder: Path, options: dict[str, Any], cut: bool, by_text: bool
+) -> None:
+    ours, theirs = (Tokenizer.load(folder / name) for name in ("target", "draft"))
+    kept = DraftVocabulary(np.array([3, 9, 30]), 64) if cut else None
+    made = foreign_tokens(ours, theirs, (64, 65), SpeculationConfig(**options), kept, draft="d")
+    assert made.by_text is by_text
