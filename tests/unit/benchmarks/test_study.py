@@ -26,6 +26,7 @@ SCRIPTS = (
         "neighbour",
         "overhead",
         "parameters",
+        "policy_before",
         "policy_estimator",
         "policy_hedge",
         "policy_matching_length",
