@@ -41,8 +41,8 @@ from specinfer.speculate.policy import SpeculationPolicy, StepReport
 from specinfer.tree import Draw, TokenTree
 from specinfer.tree.token_tree import draws_by_parent, next_nodes
 
-ESTIMATORS: Final = ("counts", "logistic", "unfitted", "chosen", "knowing", "net")
-PLAYED: Final = ("chosen", "knowing", "net")
+ESTIMATORS: Final = ("counts", "counts, knowing", "logistic", "unfitted", "chosen", "knowing", "net")
+PLAYED: Final = ("counts, knowing", "chosen", "knowing", "net")
 HIDDEN: Final = 16  # units of the net
 EPOCHS: Final = 30
 ROUNDS: Final = 2000  # of the bootstrap
@@ -140,6 +140,18 @@ class Net:
         ):
             part -= 0.02 * len(below) * slope
 
+    def node_rates(self, draws: Sequence[Draw], num_nodes: int, temperature: float) -> list[float]:
+        rates = [0.0] * num_nodes
+        for draw, rate in zip(draws, self.rates(draws, temperature), strict=True):
+            rates[draw.node] = max(rate, rates[draw.node])
+        return rates
+
+    def learn_path(
+        self, below: Sequence[tuple[Sequence[Draw], int | None]], num_nodes: int, temperature: float
+    ) -> None:
+        for draws, accepted in below:
+            self.learn(draws, accepted, temperature)
+
     @staticmethod
     def _inputs(draws: Sequence[Draw], temperature: float) -> list[Floats]:
         """The features, and which kind of evidence a draw has."""
@@ -228,12 +240,14 @@ def shown(trace: Trace) -> list[Place]:
 
 def estimators(before: Sequence[Place]) -> dict[str, Any]:
     """One of each kind, as it is when it has learnt what it may before."""
-    knowing = Estimator()
+    counting, knowing = Estimator(logistics=False), Estimator()
     for place in before:
+        counting.learn(place.draws, place.accepted, place.temperature)
         knowing.learn(place.draws, place.accepted, place.temperature)
     names = {draw.speculator for place in before for draw in place.draws} | {"draft", "ngram", "suffix"}
     return {
         "counts": Estimator(logistics=False),
+        "counts, knowing": counting,
         "logistic": Estimator(),
         "unfitted": Estimator(rivals={name: Rival(Logistic(BELIEVED)) for name in sorted(names)}),
         "chosen": Estimator(),

@@ -19,8 +19,8 @@ from specinfer.speculate import bounded
 from specinfer.tree.expansion import Expansion
 
 _PRIOR_RATE: Final = 0.7  # of the first level, before anything was seen
-_PRIOR: Final = 8.0  # guesses; a level nobody has been to is thought to be like the one above it
-_MEMORY: Final = 0.99  # what a count keeps at each new outcome
+_PRIOR: Final = 3.0  # guesses; a level nobody has been to is thought to be like the one above it
+_MEMORY: Final = 0.97  # what a count keeps at each new outcome: the last 30 decide
 _MOST: Final = 1e4  # outcomes that levels of a full batch can come to
 
 

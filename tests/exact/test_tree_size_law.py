@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 
 from specinfer.runtime.cost_curve import CostCurve
+from specinfer.runtime.cost_model import CostModel
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import cost_policy, draws, shared_tree
 from specinfer.speculate.cost_policy import CostPolicy
 from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.draft_model import DraftModel
 from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.guard import WINDOW
+from specinfer.speculate.guarded_policy import GuardedPolicy
+from specinfer.speculate.policy import LevelPass, StepReport
 from specinfer.tree import TreeBuilder
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.token_tree import DrawRule
+from specinfer.tree.token_tree import DrawRule, single_node
 from tests import plans
 from tests.flights import flight_of
 from tests.kernels import kernels
@@ -123,7 +127,7 @@ class Sized:
             name: DraftCosts(CostCurve((1, 1000), (self.pass_, self.pass_)), Expansion(widths))
             for name, _, widths in self.drafts
         }
-        policy = Watched(self.starts, self.target, depths)
+        policy = self.policy(depths, text)
         speculators = [
             DraftModel(name, MadeUpRunner(world, name), Expansion(widths), rule, max_rows=64)
             for name, rule, widths in self.drafts
@@ -137,6 +141,39 @@ class Sized:
         self.depths.add(max(tree.depths()))
         self.proposed.add(tuple(sum(d.speculator == s.name for d in tree.draws) for s in speculators))
         return tree
+
+    def policy(self, depths, text):
+        """Who sizes the next tree behind `text`."""
+        return Watched(self.starts, self.target, depths)
+
+
+class Guarded(Sized):
+    """The same behind a guard, which has seen guesses lose behind texts that begin with token 1."""
+
+    held = frozenset()  # whether nobody could guess, of all trees
+
+    def policy(self, depths, text):
+        target = CostModel("target", self.target, learns=False)
+        pass_ = CostCurve((1, 1000), (self.pass_, self.pass_))
+        drafts = {name: CostModel(name, pass_, learns=False) for name in depths}
+        guard = GuardedPolicy(super().policy(depths, text), target, drafts, measured=False)
+        was, wrong = plans.entry(PROMPT, max_nodes=4, max_depth=2), tree_of(2)
+        for step in range(PLAIN + (WINDOW if text[:1] == (1,) else 0)):
+            guard.begin_step(plans.plan(was))
+            guard.choose_nodes([single_node(0) if step < PLAIN else wrong])
+            lost = [LevelPass("a", 0, 1, 0.0)] if step >= PLAIN else []
+            guard.observe(StepReport([plans.outcome(1)], {"target_forward": 1.0}, lost))
+        self.held |= {not guard.state().guessing}
+        return guard
+
+
+PLAIN = 5  # steps, before anybody may guess
+
+
+def tree_of(token):
+    builder = TreeBuilder(0)
+    builder.add(0, token, "points", confidence=0.5)
+    return builder.build()
 
 
 TARGET = CostCurve((1, 3, 5), (1.0, 1.1, 1.3))
@@ -154,10 +191,10 @@ DRAFTS = {
 PRUNED = {"top-k": [("a", POINT, (2, 1))], "nobody": []}
 
 
-def play(drafts, pass_, monkeypatch, seed=5, **sizes):
+def play(drafts, pass_, monkeypatch, seed=5, sizes_by=Sized, **sizes):
     """The guesser after all texts of a world, and how far their law is from the target's."""
     world = Supports(vocab=VOCAB, params=PARAMS, seed=seed)
-    sized = Sized(drafts, pass_, monkeypatch, **sizes)
+    sized = sizes_by(drafts, pass_, monkeypatch, **sizes)
     law = text_law(world, [sized], LENGTH)
     assert sum(law.values()) == pytest.approx(1, abs=EXACT)
     wanted = own_law(lambda text: processed_law(world.logits("target", text), PARAMS), VOCAB, LENGTH)
@@ -180,6 +217,16 @@ def test_the_law_of_the_text_is_the_targets(drafts, pass_, points, monkeypatch):
 def test_guesses_may_go_for_want_of_room_or_for_their_price(drafts, target, points, max_nodes, monkeypatch):
     sizes = {"points": points, "target": target, "max_nodes": max_nodes}
     assert play(drafts, 0.01, monkeypatch, **sizes)[1] < EXACT
+
+
+@pytest.mark.parametrize("points", ["no", "first"])
+@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
+def test_a_guard_that_ends_guesses_behind_some_texts_leaves_the_law_as_it_is(drafts, points, monkeypatch):
+    sized, far = play(drafts, 0.2, monkeypatch, sizes_by=Guarded, points=points)
+    assert far < EXACT
+    assert sized.held == {True, False}
+    assert min(sized.depths) == 0, "nobody guesses behind some"
+    assert max(sized.depths) > 0, "and somebody behind others"
 
 
 def test_what_is_left_of_guesses_depends_on_samples(monkeypatch):

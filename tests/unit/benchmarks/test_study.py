@@ -26,6 +26,7 @@ SCRIPTS = (
         "neighbour",
         "overhead",
         "parameters",
+        "policy_before",
         "policy_estimator",
         "policy_hedge",
         "policy_matching_length",
@@ -200,6 +201,8 @@ def test_every_script_says_how_it_is_used(
         script(name).main()
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    asks = {"deciding": "", "policy_estimator": " --traces "}.get(name, " --model ")
+    asks = {"deciding": "", "policy_before": " --traces ", "policy_estimator": " --traces "}.get(
+        name, " --model "
+    )
     assert f"python benchmarks/{name}.py{asks}" in said
     assert "--out OUT" in said

@@ -16,6 +16,7 @@ from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.calibration import Calibration
 from specinfer.speculate.cost_policy import CostPolicy
 from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.estimator import Estimator
 from specinfer.speculate.policy import StepReport
 from specinfer.speculate.tokens_per_second import fastest
 from specinfer.speculation_params import SpeculationParams
@@ -402,6 +403,24 @@ def test_a_drafts_level_is_charged_less_than_it_takes() -> None:
         return policy.worth_deepening("draft", asked, [chain(0.9, speculator="draft")])[0]
 
     assert [goes_on(seconds) for seconds in (0.45, 0.55, 0.62, 0.64)] == [True, True, True, False]
+
+
+def test_after_a_shift_few_steps_are_lost_to_a_draft_that_is_right_no_more() -> None:
+    costs = DraftCosts(CostCurve((1, 1000), (0.3, 0.3)), Expansion((1, 1, 1, 1)))
+    policy, asked = CostPolicy(FREE, {"draft": costs}, Estimator()), [entry()]
+    teach(policy, 4, steps=500)
+
+    def passes() -> int:
+        """Of the draft in a step of which no guess becomes text."""
+        [levels] = depths(policy, *asked)
+        drawn = chain(*levels * [0.9], speculator="draft")
+        policy.choose_nodes([drawn])
+        policy.observe(StepReport([outcome(99)]))
+        return levels
+
+    spent = [passes() for _ in range(164)]
+    assert spent[0] == 4
+    assert sum(0.3 * levels for levels in spent[64:]) < 0.05 * 100, "behind 64 steps within 5% of plain steps"
 
 
 def test_deciding_runs_few_lines_of_python() -> None:

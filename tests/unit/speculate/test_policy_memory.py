@@ -244,7 +244,7 @@ def test_of_two_that_write_one_is_there_whole(folder: Path, kept: Learned) -> No
 def test_fewer_levels_than_a_draft_has_are_taken(folder: Path, kept: Learned) -> None:
     changed(the_file(folder), put("drafts", "draft", value=[[1.0, 50.0]]))
     learned = recalled(folder)
-    assert learned.drafts["draft"].rates()[0] == pytest.approx((1 + 8 * 0.7) / 58)
+    assert learned.drafts["draft"].rates()[0] == pytest.approx((1 + 3 * 0.7) / 53)
 
 
 def test_stored_policies_are_found_and_those_that_cannot_be_used(folder: Path, kept: Learned) -> None:

@@ -1,0 +1,207 @@
+"""Is the policy quicker than that of commit e8ef1bf, which asked drafts before those that cost nothing?
+
+    python benchmarks/policy_before.py --traces TRACE... --out RESULT.md
+
+That one knew no cost of a wrong curve and had no guard, no logistic, no patience and no extension; whether a
+draft was worth a level was weighed against the draft's own guesses alone. It decides here by its own rule,
+with today's speculators: what these guess has changed, too, and is not compared. Traces are files of kinds,
+kind-00, kind-01, ... Each is played for itself, then all in turns, by the traces' own curves, all paired on
+the same texts with 95% intervals over texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from policy_matching_length import ratio, workloads
+from study import Study, parser, row, run, settings_of
+
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.replay.drafts import CostTable, ReplayedPasses
+from specinfer.replay.replay import Part, cost_policy, play, play_without
+from specinfer.replay.simulated_engine import SimulatedEngine, speculators_of
+from specinfer.replay.trace import Trace
+from specinfer.replay.trace_store import read_trace
+from specinfer.runtime.cost_model import CostModel
+from specinfer.speculate.calibration import Calibration
+from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.policy import FixedPolicy, StepReport
+from specinfer.speculate.tokens_per_second import fastest
+from specinfer.tree import TokenTree
+from specinfer.tree.prune import keep
+from specinfer.tree.token_tree import draws_by_parent, single_node
+
+CURIOSITY = 0.01  # of all time goes at most into drafts that do not seem worth it
+USUAL_UNREAD = 2  # tokens a draft reads in every step
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--traces", nargs="+", type=Path, required=True, help="kind-00, kind-01, ...")
+    args = options.parse_args()
+    study = Study("policy-before", args.out, settings_of(args))
+    traces = {path.stem: read_trace(path) for path in args.traces}
+    for name, order in workloads(traces).items():
+        if name not in study.cells:
+            study.keep(name, played(order, traces))
+            print(name, study.cells[name], flush=True)
+    study.write(page(study.cells))
+
+
+def played(order: Sequence[tuple[str, int]], traces: Mapping[str, Trace]) -> dict[str, Any]:
+    """Speed of both over none, and of today's over the one before, with intervals."""
+    texts = [(traces[name], number) for name, number in order]
+    first = texts[0][0]
+    none = play_without([Part(texts)])
+    now = play([Part(texts)], cost_policy(first, first.speculation))
+    before = seconds_before(texts)
+    return {
+        "texts": len(texts),
+        "tokens": none.tokens,
+        "before": ratio(none.of_texts, before),
+        "now": ratio(none.of_texts, now.of_texts),
+        "over": ratio(before, now.of_texts),
+    }
+
+
+def seconds_before(texts: Sequence[tuple[Trace, int]]) -> list[float]:
+    """Seconds of each text under the policy before, drafts asked first, one text after the other."""
+    trace = texts[0][0]
+    replayed = {name: ReplayedPasses(name, CostTable(draft.curve)) for name, draft in trace.drafts.items()}
+    drafts = {name: (trace.drafts[name].max_context, passes) for name, passes in replayed.items()}
+    speculators = speculators_of(trace.speculation, trace.engine, drafts)
+    speculators.sort(key=lambda speculator: speculator.name not in drafts)
+    engine = SimulatedEngine(
+        *(trace.engine, speculators, Before(trace), trace.speculation, CostTable(trace.curve), trace.stages),
+        batch=1,
+        replayed=replayed,
+    )
+    seconds = [0.0] * len(texts)
+    for step in engine.play(texts):
+        seconds[int(step.requests[0])] += sum(step.seconds.values())
+    return seconds
+
+
+class LevelsBefore(DraftCosts):
+    """A draft's costs, of whose levels the last 100 outcomes or so are counted beside eight guessed ones."""
+
+    def learn(self, level: int, hit: bool) -> None:
+        for seen in self._levels if level == 0 else ():
+            seen.hits *= 0.99
+            seen.tries *= 0.99
+        if level < len(self._levels):
+            self._levels[level].hits += hit
+            self._levels[level].tries += 1
+
+    def rates(self) -> list[float]:
+        rates = [0.7]
+        for level in self._levels:
+            rates.append((level.hits + 8 * rates[-1]) / (level.tries + 8))
+        return rates[1:]
+
+
+class Before(FixedPolicy):
+    """CostSize of e8ef1bf, specinfer/speculate/cost_size.py, for one request at a time without samples."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._target = trace.curve
+        self._drafts = {
+            name: LevelsBefore(CostModel(name, draft.curve, learns=False), trace.speculation.expansion)
+            for name, draft in trace.drafts.items()
+        }
+        self._counts = Calibration()
+        self._saved = dict.fromkeys(self._drafts, 0.0)
+        self._tree, self._rows, self._spent = single_node(0), 0, 0.0
+
+    def begin_step(self, plan: StepPlan) -> StepPlan:
+        self._rows = sum(entry.end - entry.start for entry in plan.entries)
+        alone, with_prompts = self._target.seconds([len(plan.entries), self._rows])
+        self._spent = float(alone - with_prompts)
+        self._tree = single_node(0)
+        return plan
+
+    def show(self, trees: Sequence[TokenTree]) -> None:
+        self._tree = trees[0] if trees else single_node(0)
+
+    def worth_starting(
+        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+    ) -> list[bool]:
+        [entry], draft = entries, self._drafts[speculator]
+        hopes = self._counts.probabilities(self._tree)
+        gain = draft.rates()[0] * max(0.0, 1.0 - at_depth(1, self._tree, hopes))
+        tokens, rows = sum(hopes), self._rows + self._tree.num_nodes - 1
+        [share] = [part * (1 + gain) / (entry.max_depth + 1) for part in draft.reading(unread, USUAL_UNREAD)]
+        without, verified = (self._spent + float(self._target.seconds([rows + more])[0]) for more in (0, 1))
+        step = verified + draft.alone(USUAL_UNREAD) + share
+        worth = gain * without > share * tokens and (tokens + gain) / step > tokens / without
+        self._saved[speculator] += CURIOSITY * (step if worth else without)
+        if not worth and self._saved[speculator] >= draft.alone(unread[0]):
+            self._saved[speculator], worth = 0.0, True
+        self._spent += draft.alone(1) if worth else 0.0
+        return [worth]
+
+    def worth_deepening(
+        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
+    ) -> list[bool]:
+        [tree], draft = trees, self._drafts[speculator]
+        level, hopes = max(tree.depths()), self._counts.probabilities(tree)
+        seconds = self._spent + self._target.seconds(self._rows + np.arange(len(hopes)))
+        stays = fastest(hopes[1:], 1.0, seconds)
+        kept = [hope for hope, stay in zip(hopes[1:], stays, strict=True) if stay]
+        tokens, rows = 1.0 + sum(kept), self._rows + len(kept)
+        gain = at_depth(level, tree, hopes) * draft.rates()[level]
+        passes = draft.passes(level, 1)[1]
+        without, more = (self._spent + float(self._target.seconds([rows + n])[0]) for n in (0, 1))
+        goes_on = (tokens + gain) / (more + passes) > tokens / without
+        self._spent += passes if goes_on else 0.0
+        return [goes_on]
+
+    def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        if not trees:
+            return []
+        [self._tree] = trees
+        hopes = self._counts.probabilities(self._tree)
+        seconds = self._spent + self._target.seconds(self._rows + np.arange(len(hopes)))
+        stays = fastest(hopes[1:], 1.0, seconds)
+        return [keep(self._tree, [0, *(node for node, stay in enumerate(stays, start=1) if stay)])]
+
+    def observe(self, report: StepReport) -> None:
+        below, children, node = draws_by_parent(self._tree.draws), self._tree.children(), 0
+        for outcome in report.outcomes if self._tree.num_nodes > 1 else ():
+            for level, token in enumerate(outcome.committed):
+                draws, child = below.get(node, []), children[node].get(token)
+                self._counts.learn(draws, child)
+                for name in {draw.speculator for draw in draws} & self._drafts.keys():
+                    hit = any(draw.node == child and draw.speculator == name for draw in draws)
+                    self._drafts[name].learn(level, hit)
+                if child is None:
+                    break
+                node = child
+
+
+def at_depth(depth: int, tree: TokenTree, hopes: Sequence[float]) -> float:
+    """The probability that one of a tree's nodes of that depth becomes text."""
+    return sum(hope for hope, at in zip(hopes, tree.depths(), strict=True) if at == depth)
+
+
+def page(cells: Mapping[str, Any]) -> list[str]:
+    """Markdown: a row for each workload."""
+    lines = [
+        "# The policy, and that of e8ef1bf",
+        "",
+        "Speed over none, and over the policy before, on the same texts, with 95% intervals over texts.",
+        "",
+        row("workload", "texts", "tokens", "before, over none", "now, over none", "now, over before"),
+        row(*["---"] * 6),
+    ]
+    for name, cell in cells.items():
+        speeds = ["{:.3f} [{:.3f}, {:.3f}]".format(*cell[what]) for what in ("before", "now", "over")]
+        lines.append(row(name, cell["texts"], cell["tokens"], *speeds))
+    return lines
+
+
+if __name__ == "__main__":
+    run(main)
