@@ -1,5 +1,7 @@
 """A head's folder: config.json and safetensors, checked against each other and against the target.
 
+A matrix may be int8, with a tensor of its name and `_scale` that has what to multiply each row by.
+
 Nothing of it is trusted: sizes, names, shapes, ids and numbers are checked before anything is computed, and
 what cannot be used is refused in one line.
 """
@@ -26,7 +28,15 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.safetensors import FLOATS, TensorEntry, read_entries
 from specinfer.models.weights import OpenModel
 
-_DTYPES: Final = {**FLOATS, "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8}
+_DTYPES: Final = {
+    **FLOATS,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+}
+SCALE: Final = "_scale"  # behind the name of an int8 matrix: what to multiply its rows by
 _ROWS: Final = 1 << 8  # of a table that are chosen at a time
 
 
@@ -57,6 +67,9 @@ class HeadFolder:
         self.config: EagleConfig | BlockConfig = config
         self.ids = _ids(files.path, config, entries)
         self._entries = _checked(files.path, entries, head_shapes(config))
+        self._scales = {
+            name: entries[name + SCALE] for name, entry in self._entries.items() if entry.dtype == torch.int8
+        }
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -64,11 +77,13 @@ class HeadFolder:
         return {name: entry.shape for name, entry in self._entries.items()}
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop of a tensor, on the CPU, in the file's dtype.
+        """Rows start..stop of a tensor, on the CPU, in the file's dtype, or float32 where that is int8.
 
         Raises ModelFileError where one of them is not a finite number.
         """
         rows = self._entries[name].read_rows(start, stop)
+        if name in self._scales:
+            rows = rows.float() * self._scales[name].read_rows(start, stop).float()[:, None]
         if not bool(torch.isfinite(rows).all()):
             raise ModelFileError(
                 f"{self.path}: tensor {name!r} holds values that are no finite numbers; get the head again"
@@ -163,14 +178,23 @@ def _checked(
         raise ModelFileError(f"{path} lacks tensor {missing[0]!r}; the head is incomplete, get it again")
     for name, shape in wanted.items():
         entry = entries[name]
-        if entry.shape != shape or not entry.dtype.is_floating_point:
+        scaled = (
+            entry.dtype == torch.int8 and len(shape) == 2 and _scales_rows(entries.get(name + SCALE), entry)
+        )
+        if entry.shape != shape or not (entry.dtype.is_floating_point or scaled):
             raise ModelFileError(
                 f"{path}: tensor {name!r} is {entry.dtype} of {list(entry.shape)}, the config asks for "
                 f"numbers of {list(shape)}; config and weights belong to different heads"
             )
-    extra = [name for name in entries if name not in wanted and name not in ("d2t", "t2d")]
+    scales = {name + SCALE for name in wanted if entries[name].dtype == torch.int8}
+    extra = [name for name in entries if name not in wanted and name not in {"d2t", "t2d", *scales}]
     if extra:
         raise ModelFileError(
             f"{path} has an unexpected tensor {extra[0]!r}; ignoring weights would change what it guesses"
         )
     return {name: entries[name] for name in wanted}
+
+
+def _scales_rows(scale: TensorEntry | None, matrix: TensorEntry) -> bool:
+    """Whether a tensor has a factor for each row of a matrix."""
+    return scale is not None and scale.dtype.is_floating_point and scale.shape == matrix.shape[:1]

@@ -14,6 +14,7 @@ from specinfer.errors import DownloadError, ModelNotFoundError, SourceUnavailabl
 from specinfer.files import cache_dir, locked
 from specinfer.hub.catalogue import CATALOGUE, CatalogueEntry, HubSource
 from specinfer.hub.model_files import ModelFiles, local_model
+from specinfer.hub.shipped import SHIPPED_HEADS, shipped_head
 from specinfer.progress import NoProgress, Progress
 
 PIP = (sys.executable, "-m", "pip")
@@ -32,9 +33,9 @@ class HubName:
 def resolve(name: str, *, progress: Progress | None = None) -> ModelFiles:
     """Find a model's files, pulling them first where the name is not a local path.
 
-    `name` is a folder with config.json and safetensors, a .gguf file, a short name of the catalogue, or
-    a hub name: org/name, org/name@revision, org/name:file.gguf. A path that exists wins. Files of hub
-    names lie in the hub's own cache (HF_HOME), those of short names in `cache_dir()`.
+    `name` is a folder with config.json and safetensors, a .gguf file, a short name of the catalogue or of a
+    head in the package, or a hub name: org/name, org/name@revision, org/name:file.gguf. A path that exists
+    wins. Files of hub names lie in the hub's own cache (HF_HOME), those of the catalogue in `cache_dir()`.
 
     Raises ModelNotFoundError (nothing of that name), ModelFileError (damaged or of the wrong kind),
     ChecksumError (not the file the catalogue names; nothing is kept), DownloadError (no network, no
@@ -44,6 +45,8 @@ def resolve(name: str, *, progress: Progress | None = None) -> ModelFiles:
     path = Path(name).expanduser()
     if name and path.exists():
         return local_model(name, path)
+    if name in SHIPPED_HEADS:
+        return local_model(name, shipped_head(name))
     if name in CATALOGUE:
         return local_model(name, pull(CATALOGUE[name], cache_dir(), show))
     if _looks_like_a_path(name):
@@ -116,10 +119,10 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def _allowed() -> str:
-    known = ", ".join(CATALOGUE)
+    known = ", ".join((*CATALOGUE, *SHIPPED_HEADS))
     return f"a folder, a .gguf file, a hub name (org/name, org/name:file.gguf), or one of: {known}"
 
 
 def _suggestion(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), CATALOGUE, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), (*CATALOGUE, *SHIPPED_HEADS), n=1, cutoff=0.5)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -28,6 +28,7 @@ def card(config: BlockConfig, material: Material, state: Trained, loss: str, fig
     """A README.md, with the front matter that hubs read."""
     hits = " ".join(f"{hit:.3f}" for hit in figures.hits)
     body = config.body
+    layout = "that specinfer alone reads" if config.reads_last else "`speculators` layout, dspark"
     return f"""---
 library_name: speculators
 tags: [speculative-decoding, draft-head, dspark]
@@ -42,7 +43,7 @@ It reads the hidden states of its target and guesses {config.depth} tokens in on
 | | |
 |---|---|
 | target | {material.target} |
-| kind | causal block head (`speculators` layout, dspark), {body.num_layers} layer(s) of {body.hidden_size} |
+| kind | causal block head ({layout}), {body.num_layers} layer(s) of {body.hidden_size} |
 | reads | what the target's layers {", ".join(str(tap) for tap in config.taps)} are given |
 | can name | {config.draft_vocab_size} of {body.vocab_size} tokens |
 | learnt from | {material.texts} answers of the target, {material.tokens} tokens; to {_names(material)} |

@@ -56,6 +56,18 @@ def test_the_same_seed_gives_the_same_text_with_and_without_speculation(plain: L
     assert texts(plain, params, together=True) == expected
 
 
+@pytest.mark.parametrize("sampling", ["greedy", "T=1"])
+def test_the_head_that_comes_with_the_package_guesses_and_changes_nothing(plain: LLM, sampling: str) -> None:
+    params = SAMPLING[sampling]
+    expected = texts(plain, params, together=False)
+    with LLM(smollm2(), drafts=["smollm2-135m-head"], tree_size="fixed", max_context=1024) as llm:
+        assert texts(llm, params, together=False) == expected
+        chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        figures = [output.figures for output in llm.chat(chats, params)]
+    tokens_per_step = sum(one.tokens_per_step for one in figures) / len(figures)
+    assert tokens_per_step > (1.6 if sampling == "greedy" else 1.2)
+
+
 @pytest.mark.parametrize("how", ["shared", "text"])
 def test_a_model_of_another_family_guesses_for_qwen(how: str) -> None:
     options: dict[str, Any] = {"quantization": "int8", "max_context": 512, "kv_cache_memory": 1 << 29}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specinfer.errors import ModelError
+from specinfer.errors import ModelError, ModelFileError
 from specinfer.heads.checkpoint import HeadFolder, is_head, target_embedding, target_head
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.export import write_head
@@ -331,3 +331,46 @@ def test_a_head_that_borrows_tables_of_another_size_is_refused(
     )
     with pytest.raises(ModelError, match="cannot use the target's embeddings"):
         HeadFolder(tmp_path, wider)
+
+
+def test_matrices_may_be_int8_with_a_factor_for_each_row(target: Path, tmp_path: Path) -> None:
+    opened = open_model(target)
+    head = tiny_head(block_config(reads_last=True, own_head=False))
+    write_head(head, tmp_path / "head", verifier="tiny", architectures=["x"], dtype=torch.int8)
+    written = load_file(tmp_path / "head" / "model.safetensors")
+    assert written["fc.weight"].dtype == torch.int8
+    assert written["norm.weight"].dtype == torch.float32
+    again = HeadFolder(tmp_path / "head", opened.config).module(opened).state_dict()
+    for name, tensor in head.state_dict().items():
+        if name in ("embed_tokens.weight", "lm_head.weight"):
+            continue
+        if written[name].dtype == torch.int8:
+            step = tensor.abs().amax(dim=1, keepdim=True) / 127
+            assert bool(((again[name] - tensor).abs() <= 0.51 * step).all()), name
+        else:
+            assert torch.equal(again[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors: tensors.pop("fc.weight_scale"), "int8"),
+        (lambda tensors: tensors.update({"fc.weight_scale": torch.ones(3)}), "int8"),
+        (lambda tensors: tensors["fc.weight_scale"].fill_(float("nan")), "no finite numbers"),
+        (lambda tensors: tensors.update({"norm.weight_scale": torch.ones(32)}), "unexpected tensor"),
+    ],
+    ids=["no factors", "too few", "no numbers", "factors of floats"],
+)
+def test_factors_that_cannot_be_are_refused(
+    change: Callable[[dict[str, torch.Tensor]], object], said: str, target: Path, tmp_path: Path
+) -> None:
+    opened = open_model(target)
+    write_head(
+        tiny_head(block_config()), tmp_path / "head", verifier="t", architectures=["x"], dtype=torch.int8
+    )
+    file = tmp_path / "head" / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises(ModelFileError, match=said):
+        HeadFolder(tmp_path / "head", opened.config).module(opened)

@@ -1,0 +1,45 @@
+"""A tuned head as it lies in the package: matrices as int8, and beside them what it is made of.
+
+python benchmarks/shipped_head/pack.py TUNED TARGET specinfer/data/heads/smollm2-135m-head
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from specinfer.heads.checkpoint import HeadFolder
+from specinfer.heads.export import write_head
+from specinfer.models.weights import open_model
+
+MOST = 12 << 20  # bytes
+NOTE = """
+Made by `benchmarks/shipped_head/train.sh`, seed 0; matrices are int8 with a factor for each row, as specinfer
+alone reads them. Named `smollm2-135m-head` in `--draft`. It changes no text.
+
+## Licence
+
+The head is made of SmolLM2-135M-Instruct (Apache-2.0): its last layer is what the head began as, and all it
+learnt from are answers of that model. Questions were those of databricks-dolly-15k (CC BY-SA 3.0) and of the
+training part of GSM8K (MIT). No answer of these data sets was used, and no question is in the head's files.
+The head is given under Apache-2.0.
+"""
+
+
+def main() -> None:
+    """Pack one head; raises SystemExit where it is too large for the package."""
+    tuned, target, out = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+    opened = open_model(target)
+    head = HeadFolder(tuned, opened.config).module(opened)
+    write_head(head, out, verifier="smollm2-135m", architectures=["LlamaForCausalLM"], dtype=torch.int8)
+    (out / "README.md").write_text((tuned / "README.md").read_text(encoding="utf-8") + NOTE, encoding="utf-8")
+    size = (out / "model.safetensors").stat().st_size
+    if size > MOST:
+        raise SystemExit(f"the head takes {size} bytes; at most {MOST} fit into the package")
+    sys.stdout.write(f"{out}: {size} bytes\n")
+
+
+if __name__ == "__main__":
+    main()
