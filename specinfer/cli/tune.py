@@ -34,6 +34,13 @@ _LOSSES: Final = ("hybrid", "kl", "tv", "coupled")
 @click.option("--resume", is_flag=True, help="Go on with the tuning in DIR.")
 @click.option("--loss", type=click.Choice(_LOSSES), default="hybrid", show_default=True)
 @click.option(
+    "--kind",
+    type=click.Choice(("block", "eagle")),
+    default="block",
+    show_default=True,
+    help="Guesses all tokens in one pass, or a level of a tree in each.",
+)
+@click.option(
     "--init",
     metavar="target|random|DRAFT",
     help="What it begins as: layers of the target's, random numbers, or a trained head.",
@@ -69,6 +76,7 @@ def tune(
     collect_minutes: float | None,
     resume: bool,
     loss: str,
+    kind: str,
     init: str | None,
     layout: str,
     layers: int,
@@ -81,8 +89,8 @@ def tune(
 ) -> None:
     """Train a draft head for a model on its own answers, and write it to DIR.
 
-    First the model answers prompts, at temperatures 0, 0.7 and 1; then a head that guesses a block of tokens
-    in one pass learns from what the model thought on the way. One of sixteen prompts is held out, and the
+    First the model answers prompts, at temperatures 0, 0.7 and 1; then a head learns from what the model
+    thought on the way. One of sixteen prompts is held out, and the
     head that guesses best along their answers is kept. Whoever stops it, with Ctrl-C too, loses two minutes
     at most: --resume goes on. Without --prompts or --traffic the built-in prompts are asked, which are few.
     """
@@ -93,7 +101,7 @@ def tune(
 
     from specinfer.progress import ProgressBar
     from specinfer.tune.losses import Loss
-    from specinfer.tune.new_head import HeadShape, Layout
+    from specinfer.tune.new_head import HeadShape, Kind, Layout
     from specinfer.tune.trainer import TrainConfig
     from specinfer.tune.tuning import TuneConfig, Tuning
 
@@ -107,7 +115,13 @@ def tune(
             chat=chat,
             max_tokens=max_tokens,
             init=init,
-            head=HeadShape(layout=cast(Layout, layout), layers=layers, depth=depth, vocabulary=vocabulary),
+            head=HeadShape(
+                kind=cast(Kind, kind),
+                layout=cast(Layout, layout),
+                layers=layers,
+                depth=depth,
+                vocabulary=vocabulary,
+            ),
             training=TrainConfig(loss=cast(Loss, loss), seed=seed),
         ),
         progress=ProgressBar(),

@@ -31,6 +31,11 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(vocab, rank)
         self.markov_w2 = nn.Linear(rank, named, bias=False)
 
+    def forward(self, before: Tensor) -> Tensor:
+        """The logits [..., U] behind these tokens; any shape."""
+        out: Tensor = self.markov_w2(self.markov_w1(before))
+        return out
+
 
 class ConfidenceHead(nn.Module):
     """How likely a guess is right, as a logit."""
@@ -107,8 +112,7 @@ class BlockHead(Vocabulary):
 
     def pair_logits(self, before: Tensor) -> Tensor:
         """What tokens `before` add to the logits of guesses behind them, [..., U]; any shape."""
-        head = self.markov_head
-        out: Tensor = head.markov_w2(head.markov_w1(before))
+        out: Tensor = self.markov_head(before)
         return out
 
     def confidence(self, h: Tensor, before: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ class Blocks:
     """Blocks of some texts; what is not `valid` is padding."""
 
     taps_BTND: Tensor  # float32, each value divided by how large its like is
+    tokens_BT: Tensor  # of the texts, so many levels further than the taps
     anchors_BA: Tensor  # places in the texts
     before_BAL: Tensor  # the token before each guess: the anchor, then true tokens
     next_BAL: Tensor  # the token that came
@@ -50,6 +51,7 @@ def blocks(texts: Sequence[TunedText], anchors: Sequence[Tensor], levels: int, s
     rows = max(int(places[-1]) for places in anchors)  # a block sees what is before its anchor
     labels = texts[0].label_ids_RK.shape[1]
     taps_BTND = torch.zeros(len(texts), rows, *scale_ND.shape)
+    tokens_BT = torch.zeros(len(texts), rows + levels, dtype=torch.int64)
     anchors_BA = torch.ones(len(texts), width, dtype=torch.int64)
     shape = (len(texts), width, levels)
     before, following = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
@@ -59,6 +61,8 @@ def blocks(texts: Sequence[TunedText], anchors: Sequence[Tensor], levels: int, s
     for i, (text, places) in enumerate(zip(texts, anchors, strict=True)):
         seen, count, end = int(places[-1]), len(places), len(text.tokens_T)
         taps_BTND[i, :seen] = text.taps_TND[:seen].float() * scale_ND
+        known = text.tokens_T[: rows + levels]
+        tokens_BT[i, : len(known)] = known
         anchors_BA[i, :count] = places
         guessed_AL = places[:, None] + 1 + torch.arange(levels)
         there_AL = guessed_AL.clamp(max=end - 1)
@@ -67,4 +71,4 @@ def blocks(texts: Sequence[TunedText], anchors: Sequence[Tensor], levels: int, s
         following[i, :count] = text.tokens_T[there_AL]
         label_ids[i, :count] = text.label_ids_RK[there_AL - text.prompt]
         label_chances[i, :count] = text.label_logprobs_RK[there_AL - text.prompt].exp()
-    return Blocks(taps_BTND, anchors_BA, before, following, label_ids, label_chances, valid)
+    return Blocks(taps_BTND, tokens_BT, anchors_BA, before, following, label_ids, label_chances, valid)

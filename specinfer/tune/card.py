@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from specinfer.heads.config import BlockConfig
+from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.tune.held_out import Figures
 from specinfer.tune.trainer import Trained
 from specinfer.version import VERSION
@@ -24,26 +24,33 @@ class Material:
     collecting_seconds: float
 
 
-def card(config: BlockConfig, material: Material, state: Trained, loss: str, figures: Figures) -> str:
+def card(
+    config: BlockConfig | EagleConfig, material: Material, state: Trained, loss: str, figures: Figures
+) -> str:
     """A README.md, with the front matter that hubs read."""
     hits = " ".join(f"{hit:.3f}" for hit in figures.hits)
     body = config.body
-    layout = "that specinfer alone reads" if config.reads_last else "`speculators` layout, dspark"
+    if isinstance(config, BlockConfig):
+        tag, kind, how = "dspark", "causal block head", f"guesses {config.depth} tokens in one pass"
+    else:
+        tag, kind, how = "eagle3", "EAGLE-3 head", "guesses a level of a tree in each pass"
+    ours = isinstance(config, BlockConfig) and config.reads_last
+    layout = "that specinfer alone reads" if ours else f"`speculators` layout, {tag}"
     return f"""---
 library_name: speculators
-tags: [speculative-decoding, draft-head, dspark]
+tags: [speculative-decoding, draft-head, {tag}]
 ---
 
 # A draft head for {material.target}
 
-It reads the hidden states of its target and guesses {config.depth} tokens in one pass. It changes no text.
+It reads the hidden states of its target and {how}. It changes no text.
 
     specinfer generate --model {material.target} --draft THIS_FOLDER "..."
 
 | | |
 |---|---|
 | target | {material.target} |
-| kind | causal block head ({layout}), {body.num_layers} layer(s) of {body.hidden_size} |
+| kind | {kind} ({layout}), {body.num_layers} layer(s) of {body.hidden_size} |
 | reads | what the target's layers {", ".join(str(tap) for tap in config.taps)} are given |
 | can name | {config.draft_vocab_size} of {body.vocab_size} tokens |
 | learnt from | {material.texts} answers of the target, {material.tokens} tokens; to {_names(material)} |

@@ -12,8 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from specinfer.heads.block import BlockHead
 from specinfer.tune.blocks import anchors_of, blocks
+from specinfer.tune.guesses import Head, guessed, markov_term
 from specinfer.tune.shards import Corpus, TunedText
 
 _TEXTS: Final = 64
@@ -40,7 +40,7 @@ def held_out_texts(corpus: Corpus) -> list[TunedText]:
 
 
 @torch.inference_mode()
-def measure(head: BlockHead, texts: list[TunedText], scale_ND: Tensor) -> Figures:
+def measure(head: Head, texts: list[TunedText], scale_ND: Tensor) -> Figures:
     """The figures of a head that reads hidden states multiplied by `scale_ND`; the same places every time."""
     depth = head.config.depth
     entry_V = entries_of(head)
@@ -50,10 +50,9 @@ def measure(head: BlockHead, texts: list[TunedText], scale_ND: Tensor) -> Figure
     for start in range(0, len(texts), _AT_ONCE):
         part = texts[start : start + _AT_ONCE]
         batch = blocks(part, [anchors_of(text, _ANCHORS, generator) for text in part], depth, scale_ND)
-        h = head(batch.taps_BTND, batch.anchor_ids_BA, batch.anchors_BA)
-        logits = head.logits(h)
-        if head.config.markov_rank:
-            logits = logits + head.pair_logits(batch.before_BAL)
+        logits = head.logits(guessed(head, batch, depth))
+        if (markov := markov_term(head)) is not None:
+            logits = logits + markov(batch.before_BAL)
         wanted = torch.where(batch.valid_BAL, entry_V[batch.next_BAL], -1)
         anchors = batch.valid_BAL[..., 0]
         right.append((logits.argmax(dim=-1) == wanted)[anchors])
@@ -68,7 +67,7 @@ def measure(head: BlockHead, texts: list[TunedText], scale_ND: Tensor) -> Figure
     return Figures(tuple(hits), among_three / places, 1.0 + float(chain_PL.sum(dim=1).mean()), places)
 
 
-def entries_of(head: BlockHead) -> Tensor:
+def entries_of(head: Head) -> Tensor:
     """Where each of the target's tokens is among those the head can name, int64 [V]; -1: it cannot."""
     entry_V = torch.full((head.config.body.vocab_size,), -1, dtype=torch.int64)
     entry_V[head.ids] = torch.arange(head.config.draft_vocab_size)

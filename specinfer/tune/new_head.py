@@ -1,4 +1,4 @@
-"""A block head for a target before it has learnt anything, and the tokens it will be able to name."""
+"""A head for a target before it has learnt anything, and the tokens it will be able to name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from torch import Tensor
 from specinfer.errors import ModelError, TuneError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder, is_head, target_embedding, target_head
-from specinfer.heads.config import BlockConfig, check_target
+from specinfer.heads.config import BlockConfig, EagleConfig, check_target
+from specinfer.heads.eagle import EagleHead
 from specinfer.heads.layers import HeadLayer, initialise
 from specinfer.heads.vocabulary import Tables
 from specinfer.hub import resolve
 from specinfer.models.config import Activation, Family, ModelConfig, Rope
 from specinfer.models.weights import OpenModel
+from specinfer.tune.guesses import Head, copy_of
 from specinfer.tune.shards import Corpus, TunedText
 
+Kind = Literal["block", "eagle"]
 Layout = Literal["specinfer", "dspark"]
 
 _FAINT: Final = 0.1  # of the target's output layer, to begin with
@@ -32,21 +35,30 @@ _LEAST: Final = 1e-6  # of a size that something is divided by
 class HeadShape:
     """What may be chosen about a head."""
 
+    kind: Kind = "block"
     # Rows begin with the target's last hidden state, and its output layer is used; or, as vLLM reads it, rows
-    # begin with embeddings, and the output layer is the head's own.
+    # begin with embeddings, and the output layer is the head's own. Of block heads; EAGLE's have one layout.
     layout: Layout = "specinfer"
     layers: int = 1
-    depth: int = 5  # tokens of a block that are guessed
+    depth: int = 5  # tokens of a block that are guessed, or levels that are learnt
     vocabulary: int = 8192  # tokens it can name, at most
-    markov_rank: int = 64  # of the term by which a guess depends on the token before it
+    markov_rank: int = 64  # of the term by which a guess depends on the token before it; of block heads
+
+    @property
+    def begins_as_target(self) -> bool:
+        """Whether such a head can begin as its target's last layers."""
+        return self.kind == "block" and self.layout == "specinfer"
+
+    def __post_init__(self) -> None:
+        if self.kind == "eagle" and self.layout != "specinfer":
+            raise TuneError(f"layout is {self.layout}, and kind eagle; it is for block heads: leave it out")
 
 
-def head_config(target: ModelConfig, taps: tuple[int, ...], shape: HeadShape) -> BlockConfig:
-    """A causal block head whose layers have the sizes of the target's.
+def head_config(target: ModelConfig, taps: tuple[int, ...], shape: HeadShape) -> BlockConfig | EagleConfig:
+    """A head whose layers have the sizes of the target's: a causal block head, or one of EAGLE-3's shape.
 
     It uses the target's embeddings. The tokens behind a block's anchor are guessed from rows of the target's
-    end of text, from which no block ever hangs.
-    Raises ModelError for targets it does not fit.
+    end of text, from which no block ever hangs. Raises ModelError for targets it does not fit.
     """
     rope = target.rope if target.rope is not None else Rope(10000.0)
     if target.activation is not Activation.SILU or target.sandwich_norms:
@@ -54,7 +66,7 @@ def head_config(target: ModelConfig, taps: tuple[int, ...], shape: HeadShape) ->
             f"no head can be trained for {target.family} yet; supported: Llama, Mistral and Qwen"
         )
     body = ModelConfig(
-        family=Family.QWEN3,
+        family=Family.QWEN3 if shape.kind == "block" else Family.LLAMA,
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         embedding_size=target.hidden_size,
@@ -67,23 +79,40 @@ def head_config(target: ModelConfig, taps: tuple[int, ...], shape: HeadShape) ->
         rope=Rope(rope.theta),
         layer_windows=(None,) * shape.layers,
         tie_embeddings=False,
-        qk_norm=True,
+        qk_norm=shape.kind == "block",
         attention_scale=target.head_dim**-0.5,
         max_context=target.max_context,
     )
-    config = BlockConfig(
+    named = min(shape.vocabulary, target.vocab_size)
+    config = (
+        _block_config(body, target, taps, named, shape)
+        if shape.kind == "block"
+        else EagleConfig(
+            body=body,
+            taps=taps,
+            target_hidden_size=target.hidden_size,
+            draft_vocab_size=named,
+            depth=shape.depth,
+        )
+    )
+    check_target(config, target, "to be trained")
+    return config
+
+
+def _block_config(
+    body: ModelConfig, target: ModelConfig, taps: tuple[int, ...], named: int, shape: HeadShape
+) -> BlockConfig:
+    return BlockConfig(
         body=body,
         taps=taps,
         target_hidden_size=target.hidden_size,
-        draft_vocab_size=min(shape.vocabulary, target.vocab_size),
+        draft_vocab_size=named,
         block_size=shape.depth,
         mask_token_id=target.eos_ids[0] if target.eos_ids else 0,
         markov_rank=shape.markov_rank,
         reads_last=shape.layout == "specinfer",
         own_head=shape.layout != "specinfer",
     )
-    check_target(config, target, "to be trained")
-    return config
 
 
 def frequent_tokens(corpus: Corpus, count: int, vocab: int) -> list[int]:
@@ -113,14 +142,18 @@ def sizes_of(texts: Iterable[TunedText]) -> Tensor:
     return (squares / max(rows, 1)).sqrt().clamp(min=_LEAST).reciprocal().float()
 
 
-def new_head(config: BlockConfig, target: OpenModel, ids: list[int], seed: int) -> BlockHead:
+def new_head(config: BlockConfig | EagleConfig, target: OpenModel, ids: list[int], seed: int) -> Head:
     """A head of random matrices, but for the target's output layer and last norm.
 
     Left at that, it would be sure that its anchor comes again, where embeddings and output layer are one
     table: so its guesses begin faint, and what its layers add to the embedding larger than that.
     """
     tables = Tables(target_embedding(target), target_head(target, ids))
-    head = BlockHead(replace(config, draft_vocab_size=len(ids)), ids, tables)
+    head: Head
+    if isinstance(config, BlockConfig):
+        head = BlockHead(replace(config, draft_vocab_size=len(ids)), ids, tables)
+    else:
+        head = EagleHead(replace(config, draft_vocab_size=len(ids)), ids, tables)
     generator = torch.Generator().manual_seed(seed)
     initialise(head, generator)
     with torch.no_grad():
@@ -135,21 +168,20 @@ def new_head(config: BlockConfig, target: OpenModel, ids: list[int], seed: int) 
         head.norm.weight.copy_(loudness * (norm_D + target.config.norm_weight_offset))
         # What is read is about 1 in size, and so is what comes of it.
         head.fc.weight.mul_(1 / (0.02 * math.sqrt(head.fc.in_features)))
-        if config.reads_last:
+        if isinstance(head, BlockHead) and head.config.reads_last:
             head.entry.weight.mul_(1 / (0.02 * math.sqrt(head.entry.in_features)))
     return head
 
 
-def folded(head: BlockHead, scale_ND: Tensor) -> BlockHead:
+def folded(head: Head, scale_ND: Tensor) -> Head:
     """A copy of a head trained on multiplied hidden states that reads them as the target leaves them."""
-    copy = BlockHead(head.config, [int(token) for token in head.ids])
-    copy.load_state_dict(head.state_dict())
+    copy = copy_of(head)
     with torch.no_grad():
         copy.fc.weight.mul_(scale_ND.flatten())
-    return copy.eval()
+    return copy
 
 
-def known_head(name: str, wanted: BlockConfig, target: OpenModel, scale_ND: Tensor) -> BlockHead:
+def known_head(name: str, wanted: BlockConfig | EagleConfig, target: OpenModel, scale_ND: Tensor) -> Head:
     """A head that was exported, to be trained on with multiplied hidden states; `name` is its folder.
 
     Raises TuneError where it is not of the shape that is `wanted`, but for how many tokens it can name, and
@@ -163,11 +195,10 @@ def known_head(name: str, wanted: BlockConfig, target: OpenModel, scale_ND: Tens
     opened = HeadFolder(files, target.config)
     if replace(wanted, draft_vocab_size=opened.config.draft_vocab_size) != opened.config:
         raise TuneError(
-            f"the head {name} has another shape than the one that is wanted; give --layers, --depth and "
-            "--layout as it was trained, or begin with --init target"
+            f"the head {name} has another shape than the one that is wanted; give --kind, --layers, "
+            "--depth and --layout as it was trained, or leave --init out"
         )
     head = opened.module(target)
-    assert isinstance(head, BlockHead)
     with torch.no_grad():
         head.fc.weight.div_(scale_ND.flatten())
     return head

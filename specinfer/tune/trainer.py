@@ -16,8 +16,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from specinfer.heads.block import BlockHead
 from specinfer.tune.blocks import anchors_of, blocks
+from specinfer.tune.guesses import Head, copy_of, guessed, markov_term, useful_anchors
 from specinfer.tune.held_out import entries_of
 from specinfer.tune.losses import Loss, losses, shortlist
 from specinfer.tune.shards import Corpus, TunedText
@@ -38,7 +38,7 @@ class TrainConfig:
     loss: Loss = "hybrid"
     rate: float = 1e-3
     texts: int = 4  # of a step
-    anchors: int = 64  # of a text, at most
+    anchors: int = 64  # of a text, at most; where a head computes all of a text these are all
     shortlist: int = 768  # tokens of the head's that a step computes
     seed: int = 0
 
@@ -65,7 +65,7 @@ class Trained:
 class Trainer:
     """A head, its average, and the optimizer's moments."""
 
-    def __init__(self, head: BlockHead, scale_ND: Tensor, config: TrainConfig) -> None:
+    def __init__(self, head: Head, scale_ND: Tensor, config: TrainConfig) -> None:
         """The head reads hidden states multiplied by `scale_ND`."""
         self.head = head
         self.scale_ND = scale_ND
@@ -90,7 +90,8 @@ class Trainer:
         if not texts:
             self.state.steps += 1
             return
-        anchors = [anchors_of(text, config.anchors, generator) for text in texts]
+        most = useful_anchors(self.head, config.anchors)
+        anchors = [anchors_of(text, most, generator) for text in texts]
         loss, count = self._loss(self.head, texts, anchors, levels, generator)
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -104,7 +105,7 @@ class Trainer:
         self.state.learned(float(loss.detach()), count)
 
     @torch.no_grad()
-    def loss_of(self, head: BlockHead, texts: Sequence[TunedText]) -> float:
+    def loss_of(self, head: Head, texts: Sequence[TunedText]) -> float:
         """The loss of a head of this shape on some of each text, all levels; the same places every time."""
         generator = torch.Generator().manual_seed(self._config.seed)
         anchors = [anchors_of(text, self._config.anchors, generator) for text in texts]
@@ -113,7 +114,7 @@ class Trainer:
 
     def _loss(
         self,
-        head: BlockHead,
+        head: Head,
         texts: Sequence[TunedText],
         anchors: Sequence[Tensor],
         levels: int,
@@ -122,13 +123,12 @@ class Trainer:
         """The mean loss of so many levels at these anchors of the texts, and how many anchors there are."""
         config = self._config
         batch = blocks(texts, anchors, levels, self.scale_ND)
-        h_RD = head(batch.taps_BTND, batch.anchor_ids_BA, batch.anchors_BA, levels)[batch.valid_BAL]
+        h_RD = guessed(head, batch, levels)[batch.valid_BAL]
         entries = self._entry_V[batch.label_ids_BALK[batch.valid_BAL]]
         chances = batch.label_chances_BALK[batch.valid_BAL]
         short = shortlist(entries, chances, head.config.draft_vocab_size, config.shortlist, generator)
         logits = h_RD @ head.lm_head.weight[short.entries_S].T
-        if head.config.markov_rank:
-            markov = head.markov_head
+        if (markov := markov_term(head)) is not None:
             known_RM = markov.markov_w1(batch.before_BAL[batch.valid_BAL])
             logits = logits + known_RM @ markov.markov_w2.weight[short.entries_S].T
         return losses(config.loss, logits, short).mean(), int(batch.valid_BAL[..., 0].sum())
@@ -138,11 +138,11 @@ class Trainer:
         for name, parameter in self._named.items():
             self.average[name] = parameter.detach().clone()
 
-    def averaged(self) -> BlockHead:
+    def averaged(self) -> Head:
         """A copy of the head with averaged weights."""
-        copy = BlockHead(self.head.config, [int(token) for token in self.head.ids])
+        copy = copy_of(self.head)
         copy.load_state_dict({**self.head.state_dict(), **self.average})
-        return copy.eval()
+        return copy
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Everything a checkpoint holds, under names of its own; not copies."""

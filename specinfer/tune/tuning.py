@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from specinfer.config import EngineConfig
 from specinfer.errors import TuneError
@@ -36,6 +37,7 @@ from specinfer.progress import NoProgress, Progress
 from specinfer.tune.card import Material, card
 from specinfer.tune.checkpoint import read_checkpoint, write_checkpoint
 from specinfer.tune.collect import Collected, Collector, collecting, default_taps
+from specinfer.tune.guesses import Head
 from specinfer.tune.held_out import Figures, entries_of, held_out_texts, measure
 from specinfer.tune.informed_head import begin_as_target, learn_pairs, some_texts, tune_loudness
 from specinfer.tune.listener import Listener
@@ -78,7 +80,7 @@ class TuneConfig:
     resume: bool = False
     chat: bool | None = None  # prompts go through the chat template; None: where there is one
     max_tokens: int = 256  # of an answer
-    init: str | None = None  # target, random, or an exported head to go on from; None: as the layout allows
+    init: str | None = None  # target, random, or an exported head to go on from; None: as the shape allows
     head: HeadShape = field(default_factory=HeadShape)
     training: TrainConfig = field(default_factory=TrainConfig)
 
@@ -91,9 +93,9 @@ class TuneConfig:
                 "more, and fewer than these"
             )
 
-        if self.init == "target" and self.head.layout != "specinfer":
+        if self.init == "target" and not self.head.begins_as_target:
             raise TuneError(
-                f"a head of layout {self.head.layout} cannot begin as its target; allowed: random, or a head"
+                "init is target, which is for block heads of layout specinfer; allowed: random, or a head"
             )
 
     @property
@@ -242,22 +244,27 @@ class Tuning:
             return trainer
         learnt = min(_SCALED_BY, self._corpus.count(held_out=False))
         scale_ND = sizes_of(self._corpus.text(number, held_out=False) for number in range(learnt))
-        init = self._config.init or ("target" if self._head.reads_last else "random")
+        init = self._config.init or ("target" if self._config.head.begins_as_target else "random")
         if init not in ("target", "random"):
             return Trainer(
                 known_head(init, self._head, self._target, scale_ND), scale_ND, self._config.training
             )
         ids = frequent_tokens(self._corpus, self._head.draft_vocab_size, self._head.body.vocab_size)
         head = new_head(self._head, self._target, ids, self._config.training.seed)
-        if init == "target":
-            texts = some_texts(self._corpus, _SOLVED_BY)
-            learn_pairs(head, self._corpus, entries_of(head))
-            begin_as_target(head, self._target, texts, scale_ND)
+        if init == "random":
+            return Trainer(head, scale_ND, self._config.training)
+        assert isinstance(head, BlockHead)  # TuneConfig refuses others
+        return self._informed(head, scale_ND)
+
+    def _informed(self, head: BlockHead, scale_ND: Tensor) -> Trainer:
+        """A trainer of a head that knows what can be had without learning."""
+        texts = some_texts(self._corpus, _SOLVED_BY)
+        learn_pairs(head, self._corpus, entries_of(head))
+        begin_as_target(head, self._target, texts, scale_ND)
         trainer = Trainer(head, scale_ND, self._config.training)
-        if init == "target":
-            loss = tune_loudness(head, lambda head: trainer.loss_of(head, texts[:_TRIED_BY]))
-            trainer.start_average()
-            self._say(f"the head begins with a loss of {loss:.2f}")
+        loss = tune_loudness(head, lambda head: trainer.loss_of(head, texts[:_TRIED_BY]))
+        trainer.start_average()
+        self._say(f"the head begins with a loss of {loss:.2f}")
         return trainer
 
     def _stretch(self, trainer: Trainer, seconds: float, total: float) -> None:
@@ -306,7 +313,6 @@ class Tuning:
         if not state.history or not (out / "config.json").exists():
             return
         exported = HeadFolder(out, self._target.config).module(self._target)
-        assert isinstance(exported, BlockHead)
         figures = measure(exported, texts, torch.ones_like(trainer.scale_ND))
         if figures.places != state.places:
             state.best, state.places = figures.tokens_per_pass, figures.places
@@ -314,7 +320,7 @@ class Tuning:
                 f"on {figures.places} held-out places that there are now the best head makes {state.best:.3f}"
             )
 
-    def _export(self, head: BlockHead, trainer: Trainer, figures: Figures, sources: Sequence[str]) -> None:
+    def _export(self, head: Head, trainer: Trainer, figures: Figures, sources: Sequence[str]) -> None:
         corpus, out = self._corpus, self._config.out
         write_head(
             head,

@@ -171,5 +171,5 @@ def test_what_a_head_cannot_begin_as_is_refused(target: Path, prompts: Path, tmp
     first.run(read_prompts([prompts]), [prompts.name])
     with pytest.raises(TuneError, match="has another shape"):
         known_head(str(tmp_path / "first"), replace(config, block_size=7), opened, SCALE)
-    with pytest.raises(TuneError, match="layout dspark cannot begin as its target"):
+    with pytest.raises(TuneError, match="init is target, which is for block heads"):
         replace(tuning_of(target, tmp_path / "x"), init="target", head=replace(SHAPE, layout="dspark"))
