@@ -121,7 +121,7 @@ def test_deciding(script: Script, run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     module = script("deciding")
     for name, fewer in (("PROMPT", 60), ("ANSWER", 80), ("SKIPPED", 1)):
         monkeypatch.setattr(module, name, fewer)
-    page = run(module, "--rounds", "1")
+    page = run(module, "--rounds", "1", "--twins")
     head = [cell.strip() for cell in page[2].strip("|").split("|")]
     assert head[:4] == ["requests", "steps", "nodes of a tree", "tokens of a step"]
     rows = [dict(zip(head, row, strict=True)) for row in table(page)]
