@@ -16,8 +16,8 @@ from specinfer.models.weights import open_model
 
 MOST = 12 << 20  # bytes
 NOTE = """
-Its recipe is `benchmarks/shipped_head/train.sh`, seed 0; matrices are int8 with a factor for each row, as specinfer
-alone reads them. Named `smollm2-135m-head` in `--draft`. It changes no text.
+Its recipe is `benchmarks/shipped_head/train.sh`, seed 0; matrices are int8 with a factor for each row, which
+specinfer alone reads. Named `smollm2-135m-head` in `--draft`. It changes no text.
 
 ## Licence
 
