@@ -34,7 +34,7 @@ from specinfer.replay.simulated_engine import PlayedStep
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace
 from specinfer.replay.workloads import whole
-from specinfer.speculate.estimator import Estimator, Rival
+from specinfer.speculate.estimator import Estimator, Rival, rates_of_nodes
 from specinfer.speculate.features import NAMES, features_of
 from specinfer.speculate.logistic import UNSURE, Logistic
 from specinfer.speculate.policy import SpeculationPolicy, StepReport
@@ -141,10 +141,7 @@ class Net:
             part -= 0.02 * len(below) * slope
 
     def node_rates(self, draws: Sequence[Draw], num_nodes: int, temperature: float) -> list[float]:
-        rates = [0.0] * num_nodes
-        for draw, rate in zip(draws, self.rates(draws, temperature), strict=True):
-            rates[draw.node] = max(rate, rates[draw.node])
-        return rates
+        return rates_of_nodes(draws, self.rates(draws, temperature), num_nodes)
 
     def learn_path(
         self, below: Sequence[tuple[Sequence[Draw], int | None]], num_nodes: int, temperature: float

@@ -58,6 +58,16 @@ class Estimates(Protocol):
         ...
 
 
+def rates_of_nodes(draws: Sequence[Draw], likely: Sequence[float], num_nodes: int) -> list[float]:
+    """The rate of every node [num_nodes]: of the draws it holds, the likeliest's; 0 where it holds none."""
+    rates = [0.0] * num_nodes
+    for draw, rate in zip(draws, likely, strict=True):
+        node = draw.node
+        if rate > rates[node]:
+            rates[node] = rate
+    return rates
+
+
 @dataclass(slots=True)
 class Rival:
     """A logistic of one speculator's guesses, and by how much it beats the counts."""
@@ -102,12 +112,7 @@ class Estimator:
 
     def node_rates(self, draws: Sequence[Draw], num_nodes: int, temperature: float) -> list[float]:
         """As Estimates says."""
-        rates = [0.0] * num_nodes
-        for draw, rate in zip(draws, self.rates(draws, temperature), strict=True):
-            node = draw.node
-            if rate > rates[node]:
-                rates[node] = rate
-        return rates
+        return rates_of_nodes(draws, self.rates(draws, temperature), num_nodes)
 
     def learn_path(
         self, below: Sequence[tuple[Sequence[Draw], int | None]], num_nodes: int, temperature: float
