@@ -5,7 +5,7 @@ set -eu
 here=$(dirname "$0")
 mkdir -p "$4"
 python "$here/prompts.py" > "$4/own.jsonl"
-resume=$(test -e "$4/head/work/tuning.json" && echo --resume || true)
+resume=$(test -e "$4/head" && echo --resume || true)
 # shellcheck disable=SC2086
 specinfer tune --model "$1" --quantization int8 --max-context 1024 --seed 0 --minutes "$5" --out "$4/head" $resume \
   --prompts "$2" --prompts "$3" --prompts "$4/own.jsonl"

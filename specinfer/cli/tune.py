@@ -54,7 +54,11 @@ _LOSSES: Final = ("hybrid", "kl", "tv", "coupled")
 )
 @click.option("--layers", type=click.IntRange(1, 8), default=1, show_default=True, help="Of the head.")
 @click.option(
-    "--depth", type=click.IntRange(2, 16), default=5, show_default=True, help="Tokens it guesses in a pass."
+    "--depth",
+    type=click.IntRange(2, 16),
+    default=5,
+    show_default=True,
+    help="Tokens it guesses on end.",
 )
 @click.option(
     "--vocabulary",

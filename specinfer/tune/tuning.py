@@ -1,10 +1,10 @@
 """A tuning: collect, train, keep the best; in a folder that any later run can go on from.
 
-    OUT/config.json, model.safetensors, README.md     the best head so far: `--draft OUT`
-    OUT/training.png                                  loss and held-out guesses, if matplotlib is there
-    OUT/work/tuning.json                              what this folder is for: the target, the head's shape
-    OUT/work/shards/*.safetensors                     what was collected
-    OUT/work/checkpoint.safetensors                   the training's state
+    OUT     config.json, model.safetensors, README.md     the best head so far: `--draft OUT`
+            training.png                                  loss and held-out guesses, if matplotlib is there
+            work    tuning.json                           what it is for: the target, the head's shape
+                    shards                                what was collected
+                    checkpoint.safetensors                the training's state
 
 Whoever is killed loses what came after the last shard or checkpoint. Time counts over all runs: a run with
 `--resume` and the same minutes does what the earlier ones left.

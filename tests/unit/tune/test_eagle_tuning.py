@@ -55,6 +55,7 @@ def test_the_text_is_the_same_with_it(tuned: Path, target: Path, temperature: fl
     with LLM(engine(target)) as plain, LLM(engine(target), drafts=[str(tuned)], tree_size="fixed") as drafted:
         [expected], [output] = plain.generate(["2 * 3"], params), drafted.generate(["2 * 3"], params)
     assert output.token_ids == expected.token_ids
+    assert sum(output.figures.drafted_per_depth) > 0, "and it has guessed"
 
 
 def test_along_a_text_it_guesses_as_where_the_text_ends(target: Path) -> None:
