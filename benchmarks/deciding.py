@@ -37,6 +37,7 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.draft_model import DraftModel
 from specinfer.speculate.draws import Site
 from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.growth import Shape
 from specinfer.speculate.guarded_policy import sized_by_cost
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy import StepReport
@@ -107,8 +108,7 @@ class Play:
         draft = DraftModel(
             "draft",
             NoModel(16, 1 << 20),
-            EXPANSION,
-            DrawRule.POINT_MASS,
+            Shape(EXPANSION, DrawRule.POINT_MASS),
             max_rows=4096,
             draw=watch.timed("model", self._draw),
         )
@@ -117,7 +117,7 @@ class Play:
                 _watch(watch, speculator.name, speculator, name)
         for name in ("begin", "deepen", "tree", "observe"):
             _watch(watch, "draft", draft, name)
-        policy, _ = sized_by_cost(TARGET, {"draft": DRAFT}, EXPANSION, measured=True, library=library)
+        policy, _ = sized_by_cost(TARGET, {"draft": DRAFT}, config, measured=True, library=library)
         for name in POLICY:
             _watch(watch, "deciding", policy, name)
         limits = SpeculationLimits(config, [*looking_up, draft])

@@ -12,6 +12,7 @@ the same texts with 95% intervals over texts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from specinfer.replay.replay import Part, cost_policy, play, play_without
 from specinfer.replay.simulated_engine import SimulatedEngine, speculators_of
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace
-from specinfer.runtime.cost_model import CostModel
+from specinfer.runtime.cost_model import CostModel, PassCosts
 from specinfer.speculate.calibration import Calibration
-from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.draft_costs import DraftCosts, LevelRate
 from specinfer.speculate.policy import FixedPolicy, StepReport
 from specinfer.speculate.tokens_per_second import fastest
 from specinfer.tree import TokenTree
+from specinfer.tree.expansion import Expansion
 from specinfer.tree.prune import keep
 from specinfer.tree.token_tree import draws_by_parent, single_node
 
@@ -70,12 +72,13 @@ def played(order: Sequence[tuple[str, int]], traces: Mapping[str, Trace]) -> dic
 def seconds_before(texts: Sequence[tuple[Trace, int]]) -> list[float]:
     """Seconds of each text under the policy before, drafts asked first, one text after the other."""
     trace = texts[0][0]
+    speculation = replace(trace.speculation, expansion=trace.speculation.fixed_expansion)
     replayed = {name: ReplayedPasses(name, CostTable(draft.curve)) for name, draft in trace.drafts.items()}
     drafts = {name: (trace.drafts[name].max_context, passes) for name, passes in replayed.items()}
-    speculators = speculators_of(trace.speculation, trace.engine, drafts)
+    speculators = speculators_of(speculation, trace.engine, drafts)
     speculators.sort(key=lambda speculator: speculator.name not in drafts)
     engine = SimulatedEngine(
-        *(trace.engine, speculators, Before(trace), trace.speculation, CostTable(trace.curve), trace.stages),
+        *(trace.engine, speculators, Before(trace), speculation, CostTable(trace.curve), trace.stages),
         batch=1,
         replayed=replayed,
     )
@@ -88,19 +91,22 @@ def seconds_before(texts: Sequence[tuple[Trace, int]]) -> list[float]:
 class LevelsBefore(DraftCosts):
     """A draft's costs, of whose levels the last 100 outcomes or so are counted beside eight guessed ones."""
 
-    def learn(self, level: int, hit: bool) -> None:
-        for seen in self._levels if level == 0 else ():
-            seen.hits *= 0.99
-            seen.tries *= 0.99
-        if level < len(self._levels):
-            self._levels[level].hits += hit
-            self._levels[level].tries += 1
+    def __init__(self, costs: PassCosts, expansion: Expansion) -> None:
+        super().__init__(costs, expansion)
+        self._counts = [[0.0, 0.0] for _ in expansion.widths]  # hits and tries
 
-    def rates(self) -> list[float]:
+    def learn(self, level: int, choice: int | None) -> None:
+        for seen in self._counts if level == 0 else ():
+            seen[:] = 0.99 * seen[0], 0.99 * seen[1]
+        if level < len(self._counts):
+            hits, tries = self._counts[level]
+            self._counts[level] = [hits + (choice is not None), tries + 1]
+
+    def rates(self) -> list[LevelRate]:
         rates = [0.7]
-        for level in self._levels:
-            rates.append((level.hits + 8 * rates[-1]) / (level.tries + 8))
-        return rates[1:]
+        for hits, tries in self._counts:
+            rates.append((hits + 8 * rates[-1]) / (tries + 8))
+        return [LevelRate(rate, 0.0) for rate in rates[1:]]
 
 
 class Before(FixedPolicy):
@@ -109,7 +115,7 @@ class Before(FixedPolicy):
     def __init__(self, trace: Trace) -> None:
         self._target = trace.curve
         self._drafts = {
-            name: LevelsBefore(CostModel(name, draft.curve, learns=False), trace.speculation.expansion)
+            name: LevelsBefore(CostModel(name, draft.curve, learns=False), trace.speculation.fixed_expansion)
             for name, draft in trace.drafts.items()
         }
         self._counts = Calibration()
@@ -131,7 +137,7 @@ class Before(FixedPolicy):
     ) -> list[bool]:
         [entry], draft = entries, self._drafts[speculator]
         hopes = self._counts.probabilities(self._tree)
-        gain = draft.rates()[0] * max(0.0, 1.0 - at_depth(1, self._tree, hopes))
+        gain = draft.rate(0).any * max(0.0, 1.0 - at_depth(1, self._tree, hopes))
         tokens, rows = sum(hopes), self._rows + self._tree.num_nodes - 1
         [share] = [part * (1 + gain) / (entry.max_depth + 1) for part in draft.reading(unread, USUAL_UNREAD)]
         without, verified = (self._spent + float(self._target.seconds([rows + more])[0]) for more in (0, 1))
@@ -144,20 +150,24 @@ class Before(FixedPolicy):
         return [worth]
 
     def worth_deepening(
-        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
-    ) -> list[bool]:
-        [tree], draft = trees, self._drafts[speculator]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
+        [tree], [below], draft = trees, ends, self._drafts[speculator]
         level, hopes = max(tree.depths()), self._counts.probabilities(tree)
         seconds = self._spent + self._target.seconds(self._rows + np.arange(len(hopes)))
         stays = fastest(hopes[1:], 1.0, seconds)
         kept = [hope for hope, stay in zip(hopes[1:], stays, strict=True) if stay]
         tokens, rows = 1.0 + sum(kept), self._rows + len(kept)
-        gain = at_depth(level, tree, hopes) * draft.rates()[level]
-        passes = draft.passes(level, 1)[1]
+        gain = at_depth(level, tree, hopes) * draft.rate(level).any
+        passes = draft.alone(len(below))
         without, more = (self._spent + float(self._target.seconds([rows + n])[0]) for n in (0, 1))
         goes_on = (tokens + gain) / (more + passes) > tokens / without
         self._spent += passes if goes_on else 0.0
-        return [goes_on]
+        return [below if goes_on else ()]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         if not trees:
@@ -176,7 +186,7 @@ class Before(FixedPolicy):
                 self._counts.learn(draws, child)
                 for name in {draw.speculator for draw in draws} & self._drafts.keys():
                     hit = any(draw.node == child and draw.speculator == name for draw in draws)
-                    self._drafts[name].learn(level, hit)
+                    self._drafts[name].learn(level, 0 if hit else None)
                 if child is None:
                     break
                 node = child

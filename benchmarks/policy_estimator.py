@@ -83,9 +83,13 @@ class Watching:
         return self.policy.worth_starting(speculator, entries, unread)
 
     def worth_deepening(
-        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
-    ) -> list[bool]:
-        return self.policy.worth_deepening(speculator, entries, trees)
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
+        return self.policy.worth_deepening(speculator, entries, trees, ends)
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         self.trees = {

@@ -39,7 +39,7 @@ from specinfer.replay.trace_store import read_trace
 from specinfer.runtime.cost_model import CostModel, PassCosts
 from specinfer.speculate.cost_policy import CostPolicy, Question
 from specinfer.speculate.decision import Appraisal
-from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.draft_costs import DraftCosts, LevelRate
 from specinfer.speculate.guarded_policy import GuardedPolicy
 from specinfer.speculate.policy import StepReport
 from specinfer.tree import TokenTree
@@ -116,11 +116,13 @@ class ScaledLevels(DraftCosts):
         super().__init__(costs, expansion)
         self._counted, self._odds = counted, odds
 
-    def rates(self) -> list[float]:
-        return [scaled(rate, self._odds) for rate in self._counted.rates()]
+    def rates(self) -> list[LevelRate]:
+        first = [scaled(rate.first, self._odds) for rate in self._counted.rates()]
+        both = [scaled(rate.any, self._odds) for rate in self._counted.rates()]
+        return [LevelRate(one, two - one) for one, two in zip(first, both, strict=True)]
 
-    def learn(self, level: int, hit: bool) -> None:
-        self._counted.learn(level, hit)
+    def learn(self, level: int, choice: int | None) -> None:
+        self._counted.learn(level, choice)
 
 
 class Arm(CostPolicy):
@@ -152,13 +154,14 @@ class Arm(CostPolicy):
         """Of the target's pass with so many nodes, and of its drafts."""
         return self.drafting + self._passes[min(self._rows + nodes, self._last)]
 
-    def gain(self, speculator: str, entry: PlanEntry, level: int) -> float:
-        """What it hopes of a level."""
-        return self._guesses[entry.request.request_id].gain(self._drafts[speculator], level)
+    def gain(self, speculator: str, entry: PlanEntry, end: int) -> float:
+        """What it hopes of children of a node of the draft's tree."""
+        return self._guesses[entry.request.request_id].gain(
+            self._drafts[speculator], end, self._price(*self._so_far())
+        )
 
-    def passes(self, speculator: str, level: int, requests: int) -> float:
-        draft = self._drafts[speculator]
-        return draft.passes(min(level, draft.deepest - 1), requests)[requests]
+    def passes(self, speculator: str, rows: int) -> float:
+        return self._drafts[speculator].alone(rows)
 
     def _rates(self, asked: Sequence[Question]) -> list[list[float]]:
         found = super()._rates(asked)
@@ -193,7 +196,7 @@ class Hedge:
         """`explored` steps have one in which the most eager arm decides; 0: none has."""
         self.target = CostModel("target", trace.curve, learns=False)
         self.models = {name: CostModel(name, of.curve, learns=False) for name, of in trace.drafts.items()}
-        expansion = trace.speculation.expansion
+        expansion = trace.speculation.fixed_expansion
         counted = {name: DraftCosts(model, expansion) for name, model in self.models.items()}
         self.arms = [
             Arm(
@@ -247,14 +250,19 @@ class Hedge:
     ) -> list[bool]:
         answers = {arm.odds: arm.worth_starting(speculator, entries, unread) for arm in self.arms}
         growing = [entry for entry in entries if entry.max_nodes > 1]
-        self._note(speculator, growing, 0, {odds: _by_name(entries, of) for odds, of in answers.items()})
+        roots = {odds: [(0,) if starts else () for starts in of] for odds, of in answers.items()}
+        self._note(speculator, growing, 0, {odds: _by_name(entries, of) for odds, of in roots.items()})
         return answers[self._leader.odds]
 
     def worth_deepening(
-        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
-    ) -> list[bool]:
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
         level = max(trees[0].depths())
-        answers = {arm.odds: arm.worth_deepening(speculator, entries, trees) for arm in self.arms}
+        answers = {arm.odds: arm.worth_deepening(speculator, entries, trees, ends) for arm in self.arms}
         self._note(speculator, entries, level, {odds: _by_name(entries, of) for odds, of in answers.items()})
         return answers[self._leader.odds]
 
@@ -263,9 +271,9 @@ class Hedge:
         speculator: str,
         entries: Sequence[PlanEntry],
         level: int,
-        answers: Mapping[float, Mapping[str, bool]],
+        answers: Mapping[float, Mapping[str, Sequence[int]]],
     ) -> None:
-        """Note how deep each arm would have gone, by its odds and the requests' names."""
+        """Note below which nodes each arm would have gone on, by its odds and the requests' names."""
         leading = answers[self._leader.odds]
         for arm in self.arms:
             going = 0
@@ -275,11 +283,13 @@ class Hedge:
                 if not answers[arm.odds][name] or (level and arm.levels.get(key, 0) < level):
                     continue
                 arm.levels[key] = level + 1
-                going += 1
+                going += len(answers[arm.odds][name])
                 if not leading[name]:  # nobody will know: by what the policy itself hopes
-                    arm.hoped += self._neutral.gain(speculator, entry, level)
+                    arm.hoped += sum(
+                        self._neutral.gain(speculator, entry, end) for end in answers[arm.odds][name]
+                    )
             if going:
-                arm.drafting += arm.passes(speculator, level, going)
+                arm.drafting += arm.passes(speculator, going)
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         self._verified = {entry.request.request_id: [] for entry in self._entries}
@@ -344,7 +354,7 @@ class Hedge:
         self.weights.learn([max(-1.0, min(1.0, credit - middle)) for credit in credits])
 
 
-def _by_name(entries: Sequence[PlanEntry], answers: Sequence[bool]) -> dict[str, bool]:
+def _by_name(entries: Sequence[PlanEntry], answers: Sequence[Sequence[int]]) -> dict[str, Sequence[int]]:
     return {entry.request.request_id: answer for entry, answer in zip(entries, answers, strict=True)}
 
 

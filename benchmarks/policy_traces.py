@@ -42,12 +42,13 @@ from specinfer.replay.baselines import best_fixed, play_oracle
 from specinfer.replay.choices import Choices, on_average
 from specinfer.replay.paired import speedup
 from specinfer.replay.recorder import record
-from specinfer.replay.replay import POLICIES, Part, Played, play, play_without
+from specinfer.replay.replay import POLICIES, Part, Played, play, play_without, speculation_of
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace, write_trace
 from specinfer.replay.workloads import disturbed, mixed, ramp, whole
 from specinfer.report.dataset import Dataset, read_dataset
 from specinfer.request import Request
+from specinfer.speculate.growth import Shape
 from specinfer.tree.expansion import Expansion
 
 PART: Final = 8  # texts of a file
@@ -105,7 +106,10 @@ def recorded(args: argparse.Namespace) -> dict[str, list[Trace]]:
         assert llm is not None
         asked = questions[kind][i * PART : (i + 1) * PART]
         requests = requests_of(llm, asked, i)
-        trace = record(llm, requests, shapes=list(args.shape), progress=ProgressBar())
+        rule = llm.config.speculation.draw_rule
+        trace = record(
+            llm, requests, shapes=[Shape(plan, rule) for plan in args.shape], progress=ProgressBar()
+        )
         write_trace(files[kind][i], trace)
         print(f"{files[kind][i].name}: {trace.places} tokens", flush=True)
     return {kind: [read_trace(file) for file in of_kind] for kind, of_kind in files.items()}
@@ -177,11 +181,11 @@ def workloads(traces: Mapping[str, Sequence[Trace]]) -> dict[str, list[Part]]:
 def measured(parts: Sequence[Part]) -> dict[str, Any]:
     """What each policy makes of a workload, as plain JSON values; ratios with their intervals."""
     trace = parts[0].texts[0][0]
-    speculation = trace.speculation
+    speculation, fixed = (speculation_of(name, trace.speculation) for name in ("cost", "fixed"))
     choices = Choices()
     plain = play_without(parts)
     played: dict[str, Played] = {
-        "fixed": play(parts, POLICIES["fixed"](trace, speculation), speculation=speculation),
+        "fixed": play(parts, POLICIES["fixed"](trace, fixed), speculation=fixed),
         "cost": play(parts, POLICIES["cost"](trace, speculation), speculation=speculation, on_step=choices),
     }
     choice, best = best_fixed(parts, speculation)

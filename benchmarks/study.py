@@ -37,7 +37,7 @@ REQUIRED: Any = object()  # stands for the default of an option that has none
 SPECULATING: Mapping[str, Any] = {
     "model": REQUIRED,
     "draft": [],
-    "expansion": "1,1,3,1,1",
+    "expansion": "learned",
     "dtype": "auto",
     "dataset": REQUIRED,
     "max_tokens": 64,

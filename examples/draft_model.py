@@ -7,7 +7,7 @@ import sys
 
 from specinfer import LLM, SamplingParams
 
-llm = LLM(sys.argv[1], drafts=[sys.argv[2]], ngram=True, expansion=(1, 1, 3, 1, 1))
+llm = LLM(sys.argv[1], drafts=[sys.argv[2]], ngram=True)
 question = [{"role": "user", "content": "Write a Python function that merges two sorted lists."}]
 
 [output] = llm.chat(question, SamplingParams(temperature=0, max_tokens=200))

@@ -33,6 +33,7 @@ DRAFT_DRAWS: dict[str, dict[str, DrawRule]] = {
 }
 
 
+USUAL_EXPANSION = Expansion((1, 1, 3, 1, 1))  # where there has to be one, and nobody says which
 LEAST_SUFFIX_MEMORY = 1 << 20  # bytes; less is hardly a memory, and most likely meant as tokens
 
 
@@ -71,7 +72,9 @@ class SpeculationConfig:
     prediction_depth: int = 15  # tokens guessed at once from a request's `prediction`
     prediction_branches: int = 4  # ways to go on that are guessed after a difference
     forced_depth: int = 16  # tokens guessed at once where a grammar leaves no choice
-    expansion: Expansion = field(default_factory=lambda: Expansion((1, 1, 3, 1, 1)))
+    # How drafts' trees grow, level by level; learned: where guesses are likely, as the policy finds. Trees of
+    # samples, whose shape nothing they hold may decide, and of a fixed size are grown as USUAL_EXPANSION.
+    expansion: Expansion | Literal["learned"] = "learned"
     max_nodes: int = 64  # of one request's tree in one step, the root included
     tree_size: TreeSize = "cost"  # cost: of all that, what is expected to be fastest here; fixed: all of it
     clock: Clock = (
@@ -85,7 +88,8 @@ class SpeculationConfig:
         _choice("draft_quantization", self.draft_quantization, get_args(Quantization))
         object.__setattr__(self, "draft_vocabulary", _vocabulary(self.draft_vocabulary))
         _choice("draft_tokens", self.draft_tokens, get_args(DraftTokens))
-        object.__setattr__(self, "expansion", Expansion.of(self.expansion))
+        if self.expansion != "learned":
+            object.__setattr__(self, "expansion", Expansion.of(self.expansion))
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
@@ -119,6 +123,16 @@ class SpeculationConfig:
         """The rule the draft models draw by."""
         rules = DRAFT_DRAWS[self.verifier]
         return rules[self.draw] if self.draw is not None else draw_rule(self.verifier)
+
+    @property
+    def learns_shape(self) -> bool:
+        """Whether drafts' trees grow as the policy finds; a fixed tree size leaves it nothing to find."""
+        return self.expansion == "learned" and self.tree_size == "cost"
+
+    @property
+    def fixed_expansion(self) -> Expansion:
+        """The shape of trees that have one."""
+        return self.expansion if isinstance(self.expansion, Expansion) else USUAL_EXPANSION
 
     @property
     def enabled(self) -> bool:

@@ -7,7 +7,7 @@ policies are told of may lie about the machine's own.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specinfer import SamplingParams
@@ -68,12 +68,12 @@ class Guesser:
         self._depths = [0] * len(plan.entries)
         return [len(e.token_ids) - self._read.get(e.request.request_id, 0) for e in plan.entries]
 
-    def deepen(self, which: Sequence[int]) -> list[int]:
+    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
         """A row for each unread token, or each last guess."""
         if self.gone_at is not None and self.step >= self.gone_at:
             raise RuntimeError("gone")
-        rows, going = 0, []
-        for i in which:
+        rows, going = 0, dict[int, Sequence[int]]()
+        for i in below:
             entry, depth = self._plan.entries[i], self._depths[i]
             rows += 1 if depth else entry.end - self._read.get(entry.request.request_id, 0)
             self._read[entry.request.request_id] = entry.end
@@ -84,7 +84,7 @@ class Guesser:
             self._trees[i].add(depth, token, self.name, DrawRule.POINT_MASS, confidence=0.8)
             self._depths[i] += 1
             if self._depths[i] < self.depth and not self._trees[i].full:
-                going.append(i)
+                going[i] = (self._depths[i],)
         self.passes += 1
         self.machine.run(self.machine.draft(rows))
         return going

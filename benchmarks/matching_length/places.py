@@ -185,10 +185,10 @@ def level_rates(hits: Floats, depth: int) -> Floats:
     counts = DraftCosts(CostModel("none", FLAT, learns=False), Expansion((1,) * depth))
     rates = np.full_like(hits, np.nan)
     for place, of_place in enumerate(hits):
-        rates[place, :depth] = counts.rates()
+        rates[place, :depth] = [rate.any for rate in counts.rates()]
         for level, hit in enumerate(of_place[:depth]):
             if not np.isnan(hit):
-                counts.learn(level, bool(hit))
+                counts.learn(level, 0 if hit else None)
     return rates
 
 

@@ -11,7 +11,7 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.replay.trace import Trace
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.cost_policy import CostPolicy, Question
-from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.draft_costs import DraftCosts, LevelRate
 from specinfer.speculate.guarded_policy import GuardedPolicy
 from specinfer.tree import Draw, TokenTree
 
@@ -21,9 +21,9 @@ class GivenLevels(DraftCosts):
 
     given: Sequence[float] = ()
 
-    def rates(self) -> list[float]:
+    def rates(self) -> list[LevelRate]:
         counted = super().rates()
-        return [*self.given][: len(counted)] or counted
+        return [LevelRate(hazard, 0.0) for hazard in self.given][: len(counted)] or counted
 
 
 class ByHazards(CostPolicy):
@@ -80,30 +80,34 @@ class ByHazards(CostPolicy):
             self._spent = before
             self._planned = self._depth(speculator, entries[0], unread[0])
             starts = [self._planned > 0]
-            self._spent += self._drafts[speculator].passes(0, 1)[1] if self._planned else 0.0
+            self._spent += self._drafts[speculator].alone(1) if self._planned else 0.0
         return starts
 
     def worth_deepening(
-        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
-    ) -> list[bool]:
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
         before = self._spent
-        deeper = super().worth_deepening(speculator, entries, trees)
+        deeper = super().worth_deepening(speculator, entries, trees, ends)
         if self._ahead:
-            level = max(trees[0].depths())
-            deeper = [level < self._planned]
-            self._spent = before + (self._drafts[speculator].passes(level, 1)[1] if deeper[0] else 0.0)
+            goes_on = max(trees[0].depths()) < self._planned
+            deeper = [ends[0] if goes_on else ()]
+            self._spent = before + (self._drafts[speculator].alone(len(ends[0])) if goes_on else 0.0)
         return deeper
 
     def _depth(self, speculator: str, entry: PlanEntry, unread: int) -> int:
         """The number of levels with the most expected tokens per second, nothing being drawn yet."""
         draft = self._drafts[speculator]
-        gain = self._guesses[entry.request.request_id].gain(draft, 0)
+        gain = self._guesses[entry.request.request_id].gain(draft, 0, 0.0)
         tokens, nodes = self._so_far()
         seconds, best = 0.0, (tokens / self._seconds(nodes), 0)
         rates = draft.rates()
-        for level in range(draft.deepest):
-            seconds += draft.alone(max(2, unread)) if level == 0 else draft.passes(level, 1)[1]
-            gain *= rates[level] if level else 1.0
+        for level, rate in enumerate(rates):
+            seconds += draft.alone(1 if level else max(2, unread))
+            gain *= rate.any if level else 1.0
             tokens, nodes = tokens + gain, nodes + 1
             best = max(best, (tokens / (self._seconds(nodes) + seconds), level + 1))
         return best[1]

@@ -76,9 +76,10 @@ def speculation_options(command: _Command) -> _Command:
             ),
             click.option(
                 "--expansion",
-                show_default="1,1,3,1,1",
-                metavar="K1,K2,...",
-                help="Children of each frontier node of a draft's tree, level by level.",
+                show_default="learned",
+                metavar="K1,K2,...|learned",
+                help="Children of each frontier node of a draft's tree, level by level; learned: where "
+                "guesses are likely.",
             ),
             click.option("--max-nodes", type=int, metavar="N", help="Of one request's tree, root included."),
             click.option(

@@ -90,7 +90,7 @@ def _lines(stored: StoredPolicy) -> list[str]:
         f"  device     {key.get('device')}",
         f"  learnt of  {estimator.outcomes} guesses",
         *(
-            f"  levels     {name}: right at level 1, 2, ... {' '.join(f'{rate:.2f}' for rate in rates)}"
+            f"  levels     {name}: right at level 1, 2, ... {' '.join(f'{rate.any:.2f}' for rate in rates)}"
             for name, rates in levels.items()
         ),
     ]
@@ -186,7 +186,7 @@ def replay(
 def _play(name: str, parts: list[Part], speculation: SpeculationConfig) -> tuple[Played, dict[str, Any]]:
     """What a policy makes of the parts, and what was found out on the way."""
     from specinfer.replay.baselines import best_fixed, play_oracle
-    from specinfer.replay.replay import POLICIES, play, play_without
+    from specinfer.replay.replay import POLICIES, play, play_without, speculation_of
 
     if name == "off":
         return play_without(parts), {}
@@ -201,6 +201,7 @@ def _play(name: str, parts: list[Part], speculation: SpeculationConfig) -> tuple
             "depth": choice.depth,
             "nodes": choice.nodes,
         }
+    speculation = speculation_of(name, speculation)
     return play(parts, POLICIES[name](parts[0].texts[0][0], speculation), speculation=speculation), {}
 
 
@@ -208,8 +209,9 @@ def _draw(parts: list[Part], speculation: SpeculationConfig, kinds: dict[int, st
     """Draw what the engine's own policy chooses over the parts; `kinds` names each trace, by its id()."""
     from specinfer.replay.choices import Choices
     from specinfer.replay.plot import draw_choices
-    from specinfer.replay.replay import POLICIES, play
+    from specinfer.replay.replay import POLICIES, play, speculation_of
 
+    speculation = speculation_of("cost", speculation)
     choices = Choices()
     texts = [trace for part in parts for trace, _ in part.texts]
     play(parts, POLICIES["cost"](texts[0], speculation), speculation=speculation, on_step=choices)

@@ -29,9 +29,9 @@ def trace() -> None:
     "--shape",
     "shapes",
     multiple=True,
-    metavar="K1,K2,...",
-    help="An expansion in which drafts guess below every root; repeatable. Default: --expansion, 8 levels "
-    "deep, and one that is wide.",
+    metavar="K1,K2,...|learned",
+    help="An expansion in which drafts guess below every root, or all likely paths; repeatable. Default: "
+    "--expansion, 8 levels deep, and another.",
 )
 @model_options
 @speculation_options
@@ -57,6 +57,7 @@ def record(
     from specinfer.report.dataset import built_in, read_dataset
     from specinfer.report.json_file import check_writable
     from specinfer.sampling_params import SamplingParams
+    from specinfer.speculate.growth import Shape
     from specinfer.tree.expansion import Expansion
 
     dataset = (built_in() if prompts is None else read_dataset(prompts)).head(limit)
@@ -67,10 +68,11 @@ def record(
         )
         for number in range(len(asked))
     ]
-    widths = [Expansion.parse(shape) for shape in shapes]
+    widths = [None if shape == "learned" else Expansion.parse(shape) for shape in shapes]
     check_writable(out)
     with build_llm(options) as llm:
         from specinfer.progress import ProgressBar
+        from specinfer.replay.recorder import learned_shape
         from specinfer.replay.recorder import record as record_trace
         from specinfer.replay.trace_store import write_trace
 
@@ -79,7 +81,16 @@ def record(
             groups = llm.intake.conversations([[{"role": "user", "content": text}] for text in asked], params)
         else:
             groups = llm.intake.prompts(asked, params)
-        recorded = record_trace(llm, [one.request for [one] in groups], shapes=widths, progress=ProgressBar())
+        speculation = llm.config.speculation
+        recorded = record_trace(
+            llm,
+            [one.request for [one] in groups],
+            shapes=[
+                learned_shape(speculation) if plan is None else Shape(plan, speculation.draw_rule)
+                for plan in widths
+            ],
+            progress=ProgressBar(),
+        )
     write_trace(out, recorded)
     click.echo(
         f"{out}: {len(recorded.texts)} texts of {recorded.places} tokens, "

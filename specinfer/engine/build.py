@@ -203,7 +203,7 @@ def build_engine(
         }
         measured = speculation.clock == "measured"
         guard, learned = sized_by_cost(
-            *(of_target, of_drafts, speculation.expansion),
+            *(of_target, of_drafts, speculation),
             measured=measured,
             library=models.target.kernels.library,
         )

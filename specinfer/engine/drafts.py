@@ -29,6 +29,7 @@ from specinfer.speculate.draft_vocabulary import DraftVocabulary, named_tokens
 from specinfer.speculate.eagle import EagleDraft
 from specinfer.speculate.foreign_draft import ForeignDraft
 from specinfer.speculate.foreign_tokens import ForeignTokens, foreign_tokens
+from specinfer.speculate.growth import Shape
 from specinfer.speculate.parallel_eagle import ParallelEagleDraft
 from specinfer.speculate.speculator import LevelSpeculator
 from specinfer.tokenizer import Tokenizer
@@ -207,20 +208,18 @@ def make_draft(
 ) -> tuple[Timed, LevelSpeculator]:
     """A draft over a cache of its own, and what times its passes."""
     vocabulary = named_by(model, kept)
-    expansion, rule = speculation.expansion, speculation.draw_rule
+    shape = Shape.of(speculation)
     if not isinstance(model, EagleModel | BlockModel):
         runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size)
         if foreign is not None:
             return runner, ForeignDraft(
-                name, runner, expansion, rule, max_rows=max_rows, num_blocks=num_blocks, tokens=foreign
+                name, runner, shape, max_rows=max_rows, num_blocks=num_blocks, tokens=foreign
             )
-        return runner, DraftModel(name, runner, expansion, rule, max_rows=max_rows, vocabulary=vocabulary)
+        return runner, DraftModel(name, runner, shape, max_rows=max_rows, vocabulary=vocabulary)
     taps = model.head.taps
     if isinstance(model, EagleModel):
         eagle = EagleRunner(model, num_blocks=num_blocks, block_size=block_size)
         kind = EagleDraft if model.head.mask_token_id is None else ParallelEagleDraft
-        return eagle, kind(name, eagle, expansion, rule, taps=taps, max_rows=max_rows, vocabulary=vocabulary)
+        return eagle, kind(name, eagle, shape, taps=taps, max_rows=max_rows, vocabulary=vocabulary)
     block = BlockRunner(model, num_blocks=num_blocks, block_size=block_size)
-    return block, BlockDraft(
-        name, block, expansion, rule, taps=taps, max_rows=max_rows, vocabulary=vocabulary
-    )
+    return block, BlockDraft(name, block, shape, taps=taps, max_rows=max_rows, vocabulary=vocabulary)

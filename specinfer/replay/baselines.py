@@ -32,7 +32,7 @@ def fixed_choices(
     alone = [(name,) for name in (*drafts, *lookups)]
     together = [(*drafts, *lookups)] if len(alone) > 1 else []
     for names in (*alone, *together):
-        depths = range(1, speculation.expansion.depth + 1) if set(names) & set(drafts) else (0,)
+        depths = range(1, speculation.fixed_expansion.depth + 1) if set(names) & set(drafts) else (0,)
         for depth in depths:
             for most in nodes:
                 # A chain of drafts and nothing else cannot fill more nodes than its full tree has.
@@ -42,7 +42,8 @@ def fixed_choices(
 def play_fixed(parts: Sequence[Part], speculation: SpeculationConfig, choice: FixedChoice) -> Played:
     """Play parts with one fixed choice."""
     switches: dict[str, Any] = {name: name in choice.speculators for name in SWITCHES}
-    limited = replace(speculation, **switches, max_nodes=max(speculation.max_nodes, choice.nodes))
+    nodes = max(speculation.max_nodes, choice.nodes)
+    limited = replace(speculation, **switches, max_nodes=nodes, tree_size="fixed")
     return play(parts, CutPolicy(choice.speculators, choice.depth, choice.nodes), speculation=limited)
 
 

@@ -114,6 +114,8 @@ class ReplayedPasses:
             tokens, confidences, below = guesses.draws(at)
             seen, rule, node, width = guesses.seen(at), site.draws_by, site.node, site.width
             for i in range(min(width, len(tokens))):
+                if not site.keeps(i, confidences[i]):
+                    continue
                 child = builder.add(node, tokens[i], self.name, rule, None, confidences[i], seen)
                 if child is not None:
                     known[child] = below[i]

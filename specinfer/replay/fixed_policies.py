@@ -35,10 +35,17 @@ class CutPolicy(FixedPolicy):
         return [speculator in self._drafts and self._depth > 0] * len(entries)
 
     def worth_deepening(
-        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
-    ) -> list[bool]:
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
         """All entries, until the trees are deep enough."""
-        return [max(trees[0].depths()) < self._depth] * len(entries)
+        return [
+            of_tree if max(tree.depths()) < self._depth else ()
+            for tree, of_tree in zip(trees, ends, strict=True)
+        ]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """The likeliest nodes of each tree, and those that have to stay."""

@@ -22,6 +22,7 @@ from specinfer.replay.fixed_policies import LookingOn
 from specinfer.replay.replay import Part, play
 from specinfer.replay.simulated_engine import path_along
 from specinfer.replay.trace import Trace
+from specinfer.speculate.growth import DEEPEST
 from specinfer.speculate.policy import FixedPolicy
 from specinfer.tree import TokenTree
 from specinfer.tree.prune import firm_nodes, keep
@@ -54,6 +55,19 @@ class _Listening(LookingOn):
         """Remember who is in the step."""
         self._plan = plan
         return plan
+
+    def worth_deepening(
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
+        """Along the text alone."""
+        return [
+            _along(tree, self._texts[int(entry.request.request_id)], entry.end, of_tree)
+            for entry, tree, of_tree in zip(entries, trees, ends, strict=True)
+        ]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """Look at all nodes, and verify none."""
@@ -90,11 +104,19 @@ class OraclePolicy(FixedPolicy):
         ]
 
     def worth_deepening(
-        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
-    ) -> list[bool]:
-        """As deep as they are followed."""
-        depth = max(trees[0].depths())
-        return [depth < self._choice(entry).levels for entry in entries]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
+        """Along the text, as deep as they are followed."""
+        return [
+            _along(tree, self._texts[int(entry.request.request_id)], entry.end, of_tree)
+            if max(tree.depths()) < self._choice(entry).levels
+            else ()
+            for entry, tree, of_tree in zip(entries, trees, ends, strict=True)
+        ]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """The path along the text; trees with sampled draws stay whole."""
@@ -123,6 +145,12 @@ def oracle(parts: Sequence[Part], speculation: SpeculationConfig) -> OraclePolic
         for (trace, number, at_once), text, known in zip(played, texts, listening.reaches, strict=True)
     ]
     return OraclePolicy(texts, choices)
+
+
+def _along(tree: TokenTree, text: Sequence[int], end: int, ends: Sequence[int]) -> Sequence[int]:
+    """The last node of a tree along a text, if it is one of these ends."""
+    path = path_along(tree, text, end)
+    return path[-1:] if path and path[-1] in ends else ()
 
 
 def reaches(tree: TokenTree, text: Sequence[int], end: int) -> Reaches:
@@ -210,12 +238,8 @@ def _plan(
 
 
 def _pass_seconds(trace: Trace, name: str, at_once: int, speculation: SpeculationConfig) -> list[float]:
-    """Seconds of a draft's passes for trees of 0, 1, ... levels."""
+    """Seconds of a draft's passes for trees of 0, 1, ... levels, of which the right nodes alone are run."""
     table = CostTable(trace.drafts[name].curve)
-    spent, rows = [0.0], _USUAL_ROWS
-    nodes = 1
-    for width in speculation.expansion.widths:
-        spent.append(spent[-1] + table.seconds(at_once * rows))
-        nodes *= width
-        rows = nodes
-    return spent
+    levels = DEEPEST if speculation.learns_shape else speculation.fixed_expansion.depth
+    first, each = (table.seconds(at_once * rows) for rows in (_USUAL_ROWS, 1))
+    return [0.0, *(first + level * each for level in range(levels))]

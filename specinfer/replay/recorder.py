@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.config import NO_SPECULATION, Quantization
+from specinfer.config import NO_SPECULATION, Quantization, SpeculationConfig
 from specinfer.engine.drafts import models_alone
 from specinfer.engine.metrics import Statistics
 from specinfer.errors import ConfigError, RequestError
@@ -33,6 +33,7 @@ from specinfer.runtime.cost_curve import CostCurve, cost_curve
 from specinfer.runtime.runner import ModelRunner
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.draft_model import DraftModel
+from specinfer.speculate.growth import LIKELY_NODES, Shape
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import DrawRule
 
@@ -60,21 +61,30 @@ class WrittenTexts:
     stages: Mapping[str, float]  # seconds of each stage of a step, on average
 
 
-def shapes_of(expansion: Expansion) -> list[Expansion]:
+def shapes_of(speculation: SpeculationConfig) -> list[Shape]:
     """The shapes in which drafts guess below every root, unless others are asked for.
 
-    The first is what the engine's drafts do, made as deep as DEPTH; the second is wide at the root, for
-    policies that would rather go on below its second or third child.
+    The first is what the engine's drafts do, made as deep as DEPTH; the second, for policies that would
+    rather go on elsewhere, all paths that are likely, or what is wide at the root.
     """
+    expansion, rule = speculation.fixed_expansion, speculation.draw_rule
     deep = (*expansion.widths, *[1] * DEPTH)[: max(DEPTH, expansion.depth)]
-    return [Expansion((*deep[:-1], max(WIDTH, deep[-1]))), Expansion((WIDTH, 2, *[1] * (DEPTH - 3), WIDTH))]
+    first = Shape(Expansion((*deep[:-1], max(WIDTH, deep[-1]))), rule)
+    if speculation.expansion == "learned":
+        return [first, learned_shape(speculation)]
+    return [first, Shape(Expansion((WIDTH, 2, *[1] * (DEPTH - 3), WIDTH)), rule)]
+
+
+def learned_shape(speculation: SpeculationConfig) -> Shape:
+    """The shape of all likely paths, from which any learned one can be taken."""
+    return Shape(speculation.fixed_expansion, speculation.draw_rule, learned=True, least=0.0)
 
 
 def record(
     llm: LLM,
     requests: Sequence[Request],
     *,
-    shapes: Sequence[Expansion] = (),
+    shapes: Sequence[Shape] = (),
     progress: Progress | None = None,
 ) -> Trace:
     """A trace of what the LLM's target answers, with the guesses of its drafts in these `shapes`.
@@ -141,14 +151,14 @@ def write_texts(llm: LLM, requests: Sequence[Request], progress: Progress | None
 
 
 def record_guesses(
-    llm: LLM, written: WrittenTexts, *, shapes: Sequence[Expansion] = (), progress: Progress | None = None
+    llm: LLM, written: WrittenTexts, *, shapes: Sequence[Shape] = (), progress: Progress | None = None
 ) -> Trace:
     """A trace of given texts, with the guesses of the LLM's drafts at every place of them.
 
     A draft guesses in all `shapes` below every root; what is kept is the union of its trees.
     """
     config, models = llm.config, llm.models
-    shapes = shapes or shapes_of(config.speculation.expansion)
+    shapes = shapes or shapes_of(config.speculation)
     vocab = models.target.config.vocab_size
     named = vocab if models.draft_vocabulary is None else len(models.draft_vocabulary.ids)
     weights = config.speculation.draft_quantization
@@ -210,12 +220,12 @@ def _guess(
     llm: LLM,
     trace: Trace,
     drafts: Mapping[str, _Recording],
-    shapes: Sequence[Expansion],
+    shapes: Sequence[Shape],
     progress: Progress | None,
 ) -> None:
     """Let the drafts guess at every place of the trace's texts, and note it."""
     speculation = llm.config.speculation
-    room = 1 + len(drafts) * sum(shape.num_nodes - 1 for shape in shapes)
+    room = 1 + len(drafts) * sum(LIKELY_NODES if s.learned else s.expansion.num_nodes - 1 for s in shapes)
     wide = replace(speculation, drafts=(), max_nodes=room)
     # All trees fit into a step, or they would be cut where a step of the engine has no rows left.
     engine = replace(trace.engine, max_step_tokens=trace.engine.max_step_tokens + room)
@@ -231,13 +241,18 @@ def _guess(
                     f"{name}.{number}",
                     runner,
                     shape,
-                    speculation.draw_rule,
                     max_rows=engine.max_step_tokens,
                     draw=RecordedPasses(runner, name, vocabulary, recording.notes, recording.measured),
                 )
             )
     simulated = SimulatedEngine(
-        engine, speculators, LookingOn(), wide, CostTable(trace.curve), trace.stages, batch=1
+        engine,
+        speculators,
+        LookingOn(),
+        wide,
+        CostTable(trace.curve),
+        trace.stages,
+        batch=1,
     )
     show = progress or NoProgress()
     show.start(trace.places, "guessing at every place", "tokens")

@@ -33,7 +33,7 @@ def policy_with(
 ) -> SpeculationPolicy:
     """The same policy where `estimator` says how likely guesses are; None: a new one of the engine's."""
     drafts = {name: draft.curve for name, draft in trace.drafts.items()}
-    return sized_by_cost(trace.curve, drafts, speculation.expansion, measured=False, estimator=estimator)[0]
+    return sized_by_cost(trace.curve, drafts, speculation, measured=False, estimator=estimator)[0]
 
 
 def fixed_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPolicy:
@@ -46,6 +46,11 @@ POLICIES: Final[dict[str, MakePolicy]] = {
     "counts": counting_policy,
     "fixed": fixed_policy,
 }
+
+
+def speculation_of(policy: str, speculation: SpeculationConfig) -> SpeculationConfig:
+    """The same of an engine that has the policy of this name."""
+    return replace(speculation, tree_size="fixed" if policy == "fixed" else "cost")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from specinfer.replay.trace import EngineFacts, RecordedText, Trace
 from specinfer.request import Request
 from specinfer.speculate.draft_model import DraftModel, Pass
 from specinfer.speculate.ensemble import AnySpeculator, Ensemble
+from specinfer.speculate.growth import Shape
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy import SpeculationPolicy, StepReport
 from specinfer.speculate.speculator import Outcome
@@ -229,8 +230,7 @@ def speculators_of(
         DraftModel(
             name,
             NoModel(engine.block_size, max_context),
-            speculation.expansion,
-            speculation.draw_rule,
+            Shape.of(speculation),
             max_rows=engine.max_step_tokens,
             draw=passes,
         )

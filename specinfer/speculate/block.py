@@ -10,7 +10,7 @@ are overwritten in every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -27,8 +27,7 @@ from specinfer.speculate.growth import Growth, Shape, trees_first
 from specinfer.speculate.head_texts import HeadText, HeadTexts
 from specinfer.speculate.one_pass import Guessed, OnePassTrees
 from specinfer.speculate.speculator import Outcome
-from specinfer.tree import DrawRule, TokenTree
-from specinfer.tree.expansion import Expansion
+from specinfer.tree import TokenTree
 
 
 class BlockHeadRunner(Protocol):
@@ -56,15 +55,14 @@ class BlockHeadRunner(Protocol):
 class BlockDraft:
     """A level speculator that is a block head: its trees are whole after their first level.
 
-    `expansion` shapes trees that are not grown best first, `rule` says how it draws.
+    `shape` is of trees that are not grown best first, and says how it draws.
     """
 
     def __init__(
         self,
         name: str,
         runner: BlockHeadRunner,
-        expansion: Expansion,
-        rule: DrawRule,
+        shape: Shape,
         *,
         taps: tuple[int, ...],
         max_rows: int,
@@ -75,7 +73,7 @@ class BlockDraft:
         self.taps = taps
         self._runner = runner
         self._model = runner.model
-        self._trees = OnePassTrees(name, runner.model, Shape(expansion, rule), vocabulary)
+        self._trees = OnePassTrees(name, runner.model, shape, vocabulary)
         self._max_rows = max_rows
         self._texts = HeadTexts(block_size=runner.block_size, most_unread=max_rows)
         self._growths: list[Growth] = []  # of the step that is open, one per entry of its plan
@@ -94,9 +92,9 @@ class BlockDraft:
         ]
         return [text.unread.end - text.cached for text in self._seen]
 
-    def deepen(self, which: Sequence[int]) -> list[int]:
+    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
         """Read these entries' texts, and grow the whole tree of each that has one; none has room for more."""
-        order = trees_first(self._growths, which)
+        order = trees_first(self._growths, below)
         self._read(order)
         blocks: list[HeadRows] = []
         last: list[Tensor] = []  # row of the text before each of them
@@ -121,7 +119,7 @@ class BlockDraft:
                 0, torch.tensor(chosen, device=self._model.device)
             )
             self._trees.grow(guessed, read_TD)
-        return []
+        return {}
 
     def tree(self, entry: int) -> TokenTree:
         """The tree of the plan's entry of that number."""

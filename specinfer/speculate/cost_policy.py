@@ -35,11 +35,12 @@ from specinfer.tree.token_tree import next_nodes
 
 _CURIOSITY: Final = 0.01  # of all time goes at most into drafts that do not seem worth it: they may be by now
 # Of the seconds a draft's level takes so much counts: it is worth more than its own hits, as it opens the
-# next level, and nobody looks that far ahead. Simulated, 0.85 beside n-grams gave -0.7% to +1.5% over 1.
-_PATIENCE: Final = 0.85
+# next level, and nobody looks that far ahead. 0.75 and 1.05 were slower by some curves (docs/log.md).
+_PATIENCE: Final = 0.95
 # When a draft is about to start, the odds of what only others have guessed count as so much: its first level
 # brings more than a token. It shows which of their guesses to drop, and whether to go on (docs/log.md).
 _DOUBT: Final = 0.35
+_MORE_ROWS: Final = 4  # over which the price of a row is taken: a curve has steps
 _USUAL_UNREAD: Final = 2  # tokens a draft reads in every step: the root, and a last guess it has not run
 
 # A request, draws in it, all there are below their parents, and how many nodes there are.
@@ -109,13 +110,20 @@ class CostPolicy:
         self._guesses = self._shown_with(rates)
         growing = sum([start and entry.max_nodes > 1 for start, entry in zip(starts, entries, strict=True)])
         if growing:
-            self._spent += self._drafts[speculator].passes(0, growing)[growing]
+            self._spent += self._drafts[speculator].passes(growing)[growing]
         return starts
 
     def worth_deepening(
-        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
-    ) -> list[bool]:
-        """For those whose last level is likely to be right, and those with a size of their own."""
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
+        """Those that are likely to become text, and all of requests with a size of their own.
+
+        Each is a row of the draft's pass, and of what it brings one node is likely enough to be verified.
+        """
         draft = self._drafts[speculator]
         guesses, asked = list[Guesses](), list[Question]()
         for entry, tree in zip(entries, trees, strict=True):
@@ -124,27 +132,35 @@ class CostPolicy:
             asked.append((entry, known.grow(tree), known.num_nodes))
         for known, (_, new, _), rates in zip(guesses, asked, self._rates(asked), strict=True):
             known.estimate(new, rates)
-        level = guesses[0].level
-        passes = draft.passes(min(level, draft.deepest - 1), len(entries))
-        free, gains, wide = list[int](), list[float](), 0
-        for i, (entry, known) in enumerate(zip(entries, guesses, strict=True)):
-            if not has_own_size(entry):
-                free.append(i)
-                gains.append(known.gain(draft, level))
-                # Of the nodes to come the likely ones are verified, one a request; of samples all.
-                wide += draft.nodes(level) if known.samples else 1
-        goes_on = [True] * len(entries)
+        chosen = list[list[int]]()
+        free, gains, wide, bound = list[tuple[int, int]](), list[float](), 0, 0
+        tokens, nodes = self._so_far()
+        price = self._price(tokens, nodes)
+        for i, (entry, known, of_tree) in enumerate(zip(entries, guesses, ends, strict=True)):
+            if has_own_size(entry):
+                chosen.append([*of_tree])
+                bound += len(of_tree)
+                continue
+            chosen.append([])
+            for end in of_tree:
+                free.append((i, end))
+                gains.append(known.gain(draft, end, price))
+                # Of the nodes to come the likely ones are verified, one of each end; of samples all.
+                wide += draft.width(known.depth(end)) if known.samples else 1
+        passes = draft.passes(bound + len(free))
+        count = 0
         if free:
-            tokens, nodes = self._so_far()
             without, each = self._seconds(nodes), wide / len(free)
             seconds = [
                 _patient(without, self._seconds(nodes + round(more * each)) + taken)
-                for more, taken in enumerate(passes[len(entries) - len(free) :])
+                for more, taken in enumerate(passes[bound:])
             ]
-            for i, going in zip(free, fastest(gains, tokens, seconds), strict=True):
-                goes_on[i] = going
-        self._spent += passes[sum(goes_on)]
-        return goes_on
+            for (i, end), goes_on in zip(free, fastest(gains, tokens, seconds), strict=True):
+                if goes_on:
+                    chosen[i].append(end)
+                    count += 1
+        self._spent += passes[bound + count]
+        return list(chosen)
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """The nodes that make the step faster, of each request as many as it may have.
@@ -219,9 +235,9 @@ class CostPolicy:
 
     def _learn_drafts(self, level: int, draws: Sequence[Draw], child: int | None) -> None:
         """Learn from the draws below one node of the text, of which those at `child` became text."""
-        right = {draw.speculator for draw in draws if draw.node == child}
-        for name in {draw.speculator for draw in draws} & self._drafts.keys():
-            self._drafts[name].learn(level, name in right)
+        for name, draft in self._drafts.items():
+            if own := [draw.node for draw in draws if draw.speculator == name]:
+                draft.learn(level, own.index(child) if child in own else None)
 
     def _shown_with(self, rates: Sequence[Sequence[float]]) -> dict[str, Guesses]:
         """What others than the draft have guessed, by request, where these are the rates of the nodes."""
@@ -279,6 +295,11 @@ class CostPolicy:
         """Of the step with so many nodes below its roots, as far as it has been spent or will be."""
         return self._spent + self._passes[min(self._rows + nodes, self._last)]
 
+    def _price(self, tokens: float, nodes: int) -> float:
+        """The tokens that another row of the target's costs, if a step makes so many with so many nodes."""
+        seconds = self._seconds(nodes)
+        return tokens * (self._seconds(nodes + _MORE_ROWS) - seconds) / (_MORE_ROWS * seconds)
+
     def _seconds_from(self, nodes: int, more: int) -> list[float]:
         """Of the step with so many nodes below its roots, and with 1, 2, ... `more`."""
         first = self._rows + nodes
@@ -288,15 +309,15 @@ class CostPolicy:
     def _first_level(self, name: str, entries: Sequence[PlanEntry], unread: Sequence[int]) -> list[bool]:
         """For which entries a draft's first level makes the step faster, or will once it is read."""
         draft = self._drafts[name]
-        usual, (tokens, nodes) = draft.rates()[0], self._so_far()
-        without = self._seconds(nodes)
+        tokens, nodes = self._so_far()
+        without, price = self._seconds(nodes), self._price(tokens, nodes)
         # Reading a text is once for all of its steps: this one's share is what it brings of what is left.
         reading = draft.reading(unread, _USUAL_UNREAD)
         starts, gains, shares = list[bool](), list[float](), list[float]()
         growing, first = list[int](), list[int]()  # who has room for guesses; of these, who may start
         for i, (entry, read) in enumerate(zip(entries, reading, strict=True)):
             guesses = self._guesses.get(entry.request.request_id)
-            gain = usual if guesses is None else guesses.gain(draft, 0)
+            gain = draft.rate(0).any if guesses is None else guesses.gain(draft, 0, price)
             share = read * (1 + gain) / max(1, entry.room)
             start = gain * without > share * tokens
             if entry.max_nodes > 1:

@@ -3,20 +3,20 @@
 One batched forward pass per depth serves all requests and all frontier nodes:
 
     pass 1   the text the draft has not seen yet, up to the root     -> children of the root
-    pass 2   the nodes of depth 1                                    -> their children
-    ...      the nodes of the last depth are never run
+    pass 2   nodes of depth 1                                        -> their children
+    ...      nodes below which nobody wants guesses are never run
 
 A prompt is read in step with the target: pass 1 holds the chunk that the target computes in this step, too. A
 text that is too long for one step is read over several, and has no tree until it is read.
 
-Node i of the draft's own tree lives at cache position end - 1 + i, as in plan.py. When the target has
+The i-th node that is run lives at cache position end - 1 + i, the root being the 0-th. When the target has
 spoken, the K and V of the draft's nodes that lie on the committed path move to where the text has them;
 what the draft did not guess itself it reads in the next first pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,8 +29,7 @@ from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.draws import Site, draw_children
 from specinfer.speculate.growth import Growth, Shape, trees_first
 from specinfer.speculate.speculator import Outcome
-from specinfer.tree import DrawRule, TokenTree
-from specinfer.tree.expansion import Expansion
+from specinfer.tree import TokenTree
 
 Pass = Callable[[Sequence[Rows], Sequence[Site]], None]  # runs the rows, and adds the children of the sites
 
@@ -68,14 +67,13 @@ class _Memory:
 
 
 class DraftModel:
-    """A level speculator that is a language model; `expansion` shapes its trees, `rule` says how it draws."""
+    """A level speculator that is a language model; `shape` says how its trees grow, and how it draws."""
 
     def __init__(
         self,
         name: str,
         runner: DraftRunner,
-        expansion: Expansion,
-        rule: DrawRule,
+        shape: Shape,
         *,
         max_rows: int,
         vocabulary: DraftVocabulary | None = None,
@@ -84,7 +82,7 @@ class DraftModel:
         """`draw` stands in for passes and what is drawn from them: it answers from a record, or makes one."""
         self.name = name
         self._runner = runner
-        self._shape = Shape(expansion, rule)
+        self._shape = shape
         self._max_rows = max_rows  # of the text that is read in one step
         self._vocabulary = vocabulary  # of the model's logits; None: all ids
         self._stand_in = draw
@@ -96,8 +94,8 @@ class DraftModel:
         self._holds: dict[int, bytes] = {}  # block -> hash of the text whose K and V the draft has there
 
     def most_nodes(self, request: Request) -> int:
-        """A full tree of the request's expansion, or of the engine's."""
-        return (request.params.speculation.expansion or self._shape.expansion).num_nodes - 1
+        """A full tree of the request's shape, or of the engine's."""
+        return self._shape.most_nodes(request)
 
     def begin(self, plan: StepPlan) -> list[int]:
         """Open a step; the tokens of each text that the draft's cache lacks."""
@@ -110,15 +108,18 @@ class DraftModel:
             for entry, memory in zip(plan.entries, self._memories, strict=True)
         ]
 
-    def deepen(self, which: Sequence[int]) -> list[int]:
-        """One more level for these entries, by one pass of the draft; those that have room for another."""
+    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+        """Draw below these nodes of these entries' trees, by one pass of the draft."""
         rows: list[Rows] = []
         sites: list[Site] = []
         drawing: list[int] = []
         left = self._max_rows
-        for i in trees_first(self._growths, which):
+        for i in trees_first(self._growths, below):
             growth = self._growths[i]
-            part = _frontier_rows(growth) if growth.in_cache else self._read(growth, self._memories[i], left)
+            if growth.started:
+                part: Rows | None = _chosen_rows(growth, below[i])
+            else:
+                part = self._read(growth, self._memories[i], left)
             if part is None:
                 continue
             rows.append(part)
@@ -130,7 +131,7 @@ class DraftModel:
             (self._stand_in or self._draw)(rows, sites)
         for i in drawing:
             self._growths[i].descend()
-        return [i for i in drawing if self._growths[i].wants_more]
+        return {i: ends for i in drawing if (ends := self._growths[i].ends)}
 
     def tree(self, entry: int) -> TokenTree:
         """The tree of the plan's entry of that number, as it has grown so far."""
@@ -147,18 +148,17 @@ class DraftModel:
             if memory is None or memory.growth is None:
                 continue
             growth, memory.growth = memory.growth, None
-            path = _path_of(growth, outcome.committed[:-1])  # the bonus token is the next root
+            path = growth.path(outcome.committed[:-1])  # the bonus token is the next root
             end = growth.entry.end
             memory.cached = end + len(path)
-            if any(node != depth for depth, node in enumerate(path, start=1)):
-                sources = [end - 1 + node for node in path]
+            sources = [end - 1 + growth.places[node] for node in path]
+            if sources != [*range(end, end + len(path))]:
                 moves.append(Move(growth.entry.block_table, sources, range(end, end + len(path))))
         self._runner.move(moves)
 
     def _growth(self, entry: PlanEntry) -> Growth:
         """A tree that is about to grow, or a text that is about to be read."""
-        depth = self._shape.expansion_for(entry).depth
-        return Growth.of(entry, self.name, min(entry.max_depth, depth, self._max_context - entry.end))
+        return Growth.shaped(entry, self.name, self._shape, self._max_context - entry.end)
 
     def _read(self, growth: Growth, memory: _Memory, most: int) -> Rows | None:
         """At most so many rows of the text that the draft's cache lacks; the root's has logits.
@@ -175,7 +175,7 @@ class DraftModel:
         draws = end == entry.end and growth.limit > 0
         if draws:
             memory.growth = growth
-            growth.in_cache = 1
+            growth.started = True
         return chain_rows(entry.token_ids[start:end], start, entry.block_table, logits=draws)
 
     def _memory_of(self, entry: PlanEntry) -> _Memory:
@@ -207,27 +207,13 @@ class DraftModel:
         draw_children(self._runner.launch(rows), sites, self.name, self._vocabulary)
 
 
-def _frontier_rows(growth: Growth) -> Rows:
-    """Rows of the last depth's nodes; they see the text, their ancestors and themselves."""
-    builder, first, root = growth.builder, growth.frontier[0], growth.entry.end - 1
-    growth.in_cache = len(builder.parents)
+def _chosen_rows(growth: Growth, nodes: Sequence[int]) -> Rows:
+    """Rows of nodes that are to get children; they see the text, their ancestors and themselves."""
+    first = growth.choose(nodes)
     return Rows(
-        token_ids=builder.token_ids[first:],
-        start=root + first,
+        token_ids=[growth.builder.token_ids[node] for node in growth.frontier],
+        start=growth.entry.end - 1 + first,
         block_table=growth.entry.block_table,
         logits_from=0,
-        parents=builder.parents,
+        parents=growth.above,
     )
-
-
-def _path_of(growth: Growth, accepted: Sequence[int]) -> list[int]:
-    """The nodes of the draft's own tree along the accepted tokens, as far as they have been run."""
-    path: list[int] = []
-    node = 0
-    for token in accepted:
-        child = growth.builder.child(node, token)
-        if child is None or child >= growth.in_cache:
-            break
-        node = child
-        path.append(node)
-    return path

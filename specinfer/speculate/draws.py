@@ -43,6 +43,7 @@ class Site:
     rule: DrawRule
     processed: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None  # of logits
     request_id: str = ""  # whose text it stands in
+    least: float = 0.0  # probability of draws that are kept behind the first; not of samples
 
     @property
     def draws_by(self) -> DrawRule:
@@ -53,6 +54,10 @@ class Site:
     def temperature(self) -> float:
         """At which the draft says how likely a token is."""
         return 1.0 if self.draws_by is DrawRule.POINT_MASS else self.params.temperature
+
+    def keeps(self, rank: int, confidence: float) -> bool:
+        """Whether a draw becomes a child: the first of them, and others that are likely."""
+        return rank == 0 or confidence >= self.least
 
     @property
     def candidates(self) -> int:
@@ -203,8 +208,9 @@ def _add(
     speculator: str,
 ) -> None:
     rule, evidence = site.draws_by, tuple(best.tolist())
-    for token, confidence in zip(tokens.tolist(), confidences.tolist(), strict=True):
-        site.builder.add(site.node, token, speculator, rule, confidence=confidence, evidence=evidence)
+    for i, (token, confidence) in enumerate(zip(tokens.tolist(), confidences.tolist(), strict=True)):
+        if site.keeps(i, confidence):
+            site.builder.add(site.node, token, speculator, rule, confidence=confidence, evidence=evidence)
 
 
 def _sample(site: Site, law: Distribution, rule: DrawRule, speculator: str) -> None:

@@ -5,15 +5,15 @@ Row i of a text is of token i + 1 and the target's hidden states of token i, at 
     text      t0    t1    t2    root |            end = 4
     row       0     1     2          |            (t1, f0) (t2, f1) (root, f2)
     pass 1    ............last       |            -> children of the root
-    pass 2                           | 3 4 5      nodes of depth 1: (node, what the root's row put out)
+    pass 2                           | 3 4        nodes of depth 1: (node, what the root's row put out)
 
-Node n of its tree lies at position end - 2 + n. Behind a step the rows of accepted tokens are read again,
-with the target's hidden states instead of the head's own: so nothing is moved in its cache.
+The n-th node that is run lies at position end - 2 + n. Behind a step the rows of accepted tokens are read
+again, with the target's hidden states instead of the head's own: so nothing is moved in its cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,8 +31,7 @@ from specinfer.speculate.draws import Site, draw_children
 from specinfer.speculate.growth import Growth, Shape, trees_first
 from specinfer.speculate.head_texts import HeadText, HeadTexts
 from specinfer.speculate.speculator import Outcome
-from specinfer.tree import DrawRule, TokenTree
-from specinfer.tree.expansion import Expansion
+from specinfer.tree import TokenTree
 
 
 class EagleHeadRunner(Protocol):
@@ -58,18 +57,17 @@ class _Grown:
 
     growth: Growth
     text: HeadText
-    fed: Tensor | None = None
+    fed: Tensor | None = None  # in the order in which they were
 
 
 class EagleDraft:
-    """A level speculator that is an EAGLE head; `expansion` shapes its trees, `rule` says how it draws."""
+    """A level speculator that is an EAGLE head; `shape` says how its trees grow, and how it draws."""
 
     def __init__(
         self,
         name: str,
         runner: EagleHeadRunner,
-        expansion: Expansion,
-        rule: DrawRule,
+        shape: Shape,
         *,
         taps: tuple[int, ...],
         max_rows: int,
@@ -79,31 +77,31 @@ class EagleDraft:
         self.name = name
         self.taps = taps
         self._runner = runner
-        self._shape = Shape(expansion, rule)
+        self._shape = shape
         self._max_rows = max_rows
         self._vocabulary = vocabulary  # of the head's logits; None: all ids
         self._texts = HeadTexts(block_size=runner.block_size, most_unread=max_rows)
         self._grown: list[_Grown] = []  # of the step that is open, one per entry of its plan
 
     def most_nodes(self, request: Request) -> int:
-        """A full tree of the request's expansion, or of the engine's."""
-        return (request.params.speculation.expansion or self._shape.expansion).num_nodes - 1
+        """A full tree of the request's shape, or of the engine's."""
+        return self._shape.most_nodes(request)
 
     def begin(self, plan: StepPlan) -> list[int]:
         """Open a step; the rows of each text that wait to be read."""
         self._grown = [_Grown(self._growth(entry), self._texts.of(entry)) for entry in plan.entries]
         return [grown.text.unread.end - grown.text.cached for grown in self._grown]
 
-    def deepen(self, which: Sequence[int]) -> list[int]:
-        """One more level for these entries, by one pass of the head; those that have room for another."""
+    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+        """Draw below these nodes of these entries' trees, by one pass of the head."""
         parts: list[HeadRows] = []
         features: list[Tensor] = []
         sites: list[Site] = []
         drawing: list[tuple[int, int, int]] = []  # an entry that gets a level, its rows' place in the pass
         left, row = self._max_rows, 0
-        for i in trees_first([grown.growth for grown in self._grown], which):
+        for i in trees_first([grown.growth for grown in self._grown], below):
             grown = self._grown[i]
-            part = self._frontier(grown) if grown.growth.in_cache else self._read(grown, left)
+            part = self._chosen(grown, below[i]) if grown.growth.started else self._read(grown, left)
             if part is None:
                 continue
             rows, feature_TD = part
@@ -122,7 +120,7 @@ class EagleDraft:
                 grown, new = self._grown[i], fed_TD[first:behind]
                 grown.fed = new if grown.fed is None else torch.cat((grown.fed, new))
                 grown.growth.descend()
-        return [i for i, _, _ in drawing if self._grown[i].growth.wants_more]
+        return {i: ends for i, _, _ in drawing if (ends := self._grown[i].growth.ends)}
 
     def tree(self, entry: int) -> TokenTree:
         """The tree of the plan's entry of that number, as it has grown so far."""
@@ -140,7 +138,7 @@ class EagleDraft:
                 self._texts.forget(outcome.request_id)
 
     def _growth(self, entry: PlanEntry) -> Growth:
-        return Growth.of(entry, self.name, min(entry.max_depth, self._shape.expansion_for(entry).depth))
+        return Growth.shaped(entry, self.name, self._shape)
 
     def _read(self, grown: _Grown, most: int) -> tuple[HeadRows, Tensor] | None:
         """At most so many of the rows that wait, and their features; the root's has logits.
@@ -156,25 +154,24 @@ class EagleDraft:
         feature_TD = self._runner.fused(text.unread.take(count))
         text.cached = end = start + count
         draws = end == entry.end - 1 and growth.limit > 0
-        growth.in_cache = int(draws)
+        growth.started = draws
         tokens = entry.token_ids[start + 1 : end + 1]
         first = text.origin // self._runner.block_size
         rows = chain_rows(tokens, start - text.origin, entry.block_table[first:], logits=draws)
         return HeadRows(rows, text.origin), feature_TD
 
-    def _frontier(self, grown: _Grown) -> tuple[HeadRows, Tensor]:
-        """Rows of the last depth's nodes, each fed with what its parent's row put out."""
+    def _chosen(self, grown: _Grown, nodes: Sequence[int]) -> tuple[HeadRows, Tensor]:
+        """Rows of nodes that are to get children, each fed with what its parent's row put out."""
         growth, text = grown.growth, grown.text
-        builder, first = growth.builder, growth.frontier[0]
         assert grown.fed is not None
-        parents = torch.tensor(builder.parents[first:], device=grown.fed.device)
-        growth.in_cache = len(builder.parents)
+        first = growth.choose(nodes)
+        above = torch.tensor(growth.above[first:], device=grown.fed.device)
         root, block = growth.entry.end - 2 - text.origin, text.origin // self._runner.block_size
         rows = Rows(
-            token_ids=builder.token_ids[first:],
+            token_ids=[growth.builder.token_ids[node] for node in growth.frontier],
             start=root + first,
             block_table=growth.entry.block_table[block:],
             logits_from=0,
-            parents=builder.parents,
+            parents=growth.above,
         )
-        return HeadRows(rows, text.origin), grown.fed.index_select(0, parents)
+        return HeadRows(rows, text.origin), grown.fed.index_select(0, above)

@@ -159,21 +159,21 @@ class Ensemble:
         began = self._clock()
         unread = speculator.begin(plan)
         worth = self._policy.worth_starting(speculator.name, entries, unread)
-        which = [i for i, starts in enumerate(worth) if starts]
-        if len(which) < len(entries):
+        below: dict[int, Sequence[int]] = {i: (0,) for i, starts in enumerate(worth) if starts}
+        if len(below) < len(entries):
             refused = [entry for entry, starts in zip(entries, worth, strict=True) if not starts]
             self._proposed.refused[speculator.name] = refused
-        level, nodes = 0, [1] * len(entries)
-        rows = sum(max(0, entries[i].end - len(entries[i].token_ids) + unread[i]) for i in which)
-        while which:
-            which, ran = speculator.deepen(which), rows
-            if which:
-                trees = [speculator.tree(i) for i in which]
-                worth = self._policy.worth_deepening(speculator.name, [entries[i] for i in which], trees)
-                grown = [(i, tree) for i, tree, goes_on in zip(which, trees, worth, strict=True) if goes_on]
-                which, rows = [i for i, _ in grown], sum(tree.num_nodes - nodes[i] for i, tree in grown)
-                for i, tree in grown:
-                    nodes[i] = tree.num_nodes
+        level = 0
+        rows = sum(max(0, entries[i].end - len(entries[i].token_ids) + unread[i]) for i in below)
+        while below:
+            ends, ran = speculator.deepen(below), rows
+            below, rows = {}, 0
+            if ends:
+                trees = [speculator.tree(i) for i in ends]
+                asked = [entries[i] for i in ends]
+                chosen = self._policy.worth_deepening(speculator.name, asked, trees, [*ends.values()])
+                below = {i: nodes for i, nodes in zip(ends, chosen, strict=True) if nodes}
+                rows = sum(map(len, below.values()))
             now = self._clock()
             self._passes.append(LevelPass(speculator.name, level, ran, now - began))
             began, level = now, level + 1

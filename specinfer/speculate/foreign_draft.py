@@ -9,7 +9,7 @@ there is more of it, so what its cache holds is what both spellings begin with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from operator import eq
@@ -27,8 +27,7 @@ from specinfer.speculate.retold_tree import RetoldTree
 from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.text_blocks import TextBlocks
 from specinfer.tokenizer.respelling import Respelling
-from specinfer.tree import DrawRule, TokenTree
-from specinfer.tree.expansion import Expansion
+from specinfer.tree import TokenTree
 
 _ENDED = 16  # texts that are kept when they have ended, for others that begin alike
 _TOKENS_A_GUESS = 2  # of the target's, that a guess in tokens of the draft's may come to on the average
@@ -53,8 +52,7 @@ class ForeignDraft:
         self,
         name: str,
         runner: DraftRunner,
-        expansion: Expansion,
-        rule: DrawRule,
+        shape: Shape,
         *,
         max_rows: int,
         num_blocks: int,
@@ -62,7 +60,7 @@ class ForeignDraft:
     ) -> None:
         self.name = name
         self._runner = runner
-        self._shape = Shape(expansion, rule)
+        self._shape = shape
         self._max_rows = max_rows  # of the texts that are read in one step
         self._tokens = tokens
         self._blocks = TextBlocks(num_blocks, runner.block_size)
@@ -72,16 +70,12 @@ class ForeignDraft:
         self._retold: list[RetoldTree] = []  # of the same, where guesses are told again
 
     def most_nodes(self, request: Request) -> int:
-        """A full tree of the request's expansion, or of the engine's; text may come to more tokens."""
-        nodes = (request.params.speculation.expansion or self._shape.expansion).num_nodes - 1
-        return nodes * (_TOKENS_A_GUESS if self._tokens.by_text else 1)
+        """A full tree of the request's shape, or of the engine's; text may come to more tokens."""
+        return self._shape.most_nodes(request) * (_TOKENS_A_GUESS if self._tokens.by_text else 1)
 
     def begin(self, plan: StepPlan) -> list[int]:
         """Open a step; about how many tokens of each text the draft's cache lacks."""
-        self._growths = [
-            Growth.of(entry, self.name, min(entry.max_depth, self._shape.expansion_for(entry).depth))
-            for entry in plan.entries
-        ]
+        self._growths = [Growth.shaped(entry, self.name, self._shape) for entry in plan.entries]
         if self._tokens.by_text:
             self._retold = [
                 RetoldTree(self._tokens, growth.builder, growth.entry.max_depth) for growth in self._growths
@@ -95,12 +89,18 @@ class ForeignDraft:
                 unread.append(max(1, length - text.spelled.taken + len(text.spelled.ids) - text.cached))
         return unread
 
-    def deepen(self, which: Sequence[int]) -> list[int]:
-        """One more level for these entries, by one pass of the draft; those that have room for another."""
+    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+        """Draw below these nodes of these entries' trees, by one pass of the draft.
+
+        Where guesses are told again as text, nodes are no longer the draft's own: then below all that it has.
+        """
         rows, sites, drawing, left = list[Rows](), list[Site](), list[int](), self._max_rows
-        for i in trees_first(self._growths, which):
+        for i in trees_first(self._growths, below):
             growth = self._growths[i]
-            part = self._frontier(growth) if growth.in_cache else self._read(growth, left)
+            if growth.started:
+                part: Rows | None = self._chosen(growth, growth.ends if self._tokens.by_text else below[i])
+            else:
+                part = self._read(growth, left)
             if part is None:
                 continue
             rows.append(part)
@@ -112,7 +112,7 @@ class ForeignDraft:
             draw_children(self._runner.launch(rows), sites, self.name, self._tokens.vocabulary)
         for i in drawing:
             self._growths[i].descend()
-        return [i for i in drawing if self._growths[i].wants_more]
+        return {i: self._ends(i) for i in drawing if self._growths[i].ends}
 
     def tree(self, entry: int) -> TokenTree:
         """The tree of the plan's entry of that number, as it has grown so far, in the target's tokens."""
@@ -142,18 +142,13 @@ class ForeignDraft:
 
     def _accept(self, text: _Text, growth: Growth) -> list[Move]:
         """Keep the nodes of the draft's tree along which the text went on."""
-        path, node = list[int](), 0
-        for token_id in text.spelled.ids[text.root + 1 :]:
-            child = growth.builder.child(node, self._tokens.name(token_id))
-            if child is None or child >= growth.in_cache:
-                break
-            node = child
-            path.append(node)
+        path = growth.path(map(self._tokens.name, text.spelled.ids[text.root + 1 :]))
         first = text.root + 1
         text.cached = first + len(path)
-        if all(node == depth for depth, node in enumerate(path, start=1)):
+        sources = [text.root + growth.places[node] for node in path]
+        if sources == [*range(first, text.cached)]:
             return []
-        return [Move(text.table, [text.root + node for node in path], range(first, first + len(path)))]
+        return [Move(text.table, sources, range(first, text.cached))]
 
     def _read(self, growth: Growth, most: int) -> Rows | None:
         """At most so many rows of the text that the draft's cache lacks; the root's has logits.
@@ -178,21 +173,25 @@ class ForeignDraft:
         draws = end == len(ids) and growth.limit > 0
         if draws:
             text.growth, text.root = growth, len(ids) - 1
-            growth.in_cache = 1
+            growth.started = True
         return chain_rows(ids[start:end], start, text.table, logits=draws)
 
-    def _frontier(self, growth: Growth) -> Rows:
-        """Rows of the last depth's nodes; they see the text, their ancestors and themselves."""
+    def _chosen(self, growth: Growth, nodes: Sequence[int]) -> Rows:
+        """Rows of nodes that are to get children; they see the text, their ancestors and themselves."""
         text = self._texts[growth.entry.request.request_id]
-        builder, first = growth.builder, growth.frontier[0]
-        growth.in_cache = len(builder.parents)
+        first = growth.choose(nodes)
         return Rows(
-            token_ids=self._tokens.spelled(builder.token_ids[first:]),
+            token_ids=self._tokens.spelled([growth.builder.token_ids[node] for node in growth.frontier]),
             start=text.root + first,
             block_table=text.table,
             logits_from=0,
-            parents=builder.parents,
+            parents=growth.above,
         )
+
+    def _ends(self, entry: int) -> Sequence[int]:
+        """The nodes of the target's tree below which the draft can go on."""
+        growth = self._growths[entry]
+        return self._retold[entry].ends(growth.ends) if self._tokens.by_text else growth.ends
 
     def _sites(self, entry: int) -> list[Site]:
         """The frontier's nodes, each as a place where children are drawn."""

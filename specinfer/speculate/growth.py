@@ -2,42 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from specinfer.config import draw_rule
+from specinfer.config import SpeculationConfig, draw_rule
 from specinfer.plan import PlanEntry
+from specinfer.request import Request
 from specinfer.speculate.draws import Site
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.verify.noise import draft_stream, uniform
 
+DEEPEST: Final = 8  # levels of a tree whose shape is learned
+_NODES: Final = 32  # of it, below its root
+_WIDTH: Final = 4  # children of each of its nodes that is run
+_LEAST: Final = 0.02  # probability of those that are kept behind the first
+_LEAST_PATH: Final = 0.01  # of a path that may go on, all as the draft itself says
+LIKELY_NODES: Final = round(DEEPEST * _WIDTH / _LEAST_PATH)  # below a root: more cannot be wanted
+
 
 class Shape(NamedTuple):
-    """How a draft's trees grow where a request does not say, and how it draws where the verifier allows."""
+    """How a draft's trees grow where a request does not say, and how it draws where the verifier allows.
+
+    A tree whose shape is learned has a few likely children below each node that is run, and whoever decides
+    says which are: so it grows wide where the draft is unsure, and deep where it is sure. How many samples
+    are drawn below a node must not depend on them, so trees of samples have the `expansion`.
+    """
 
     expansion: Expansion
     rule: DrawRule
+    learned: bool = False
+    # Of learned trees how likely children are that are kept behind the first, and paths that may go on.
+    least: float = _LEAST
+    least_path: float = _LEAST_PATH
 
-    def expansion_for(self, entry: PlanEntry) -> Expansion:
-        """The request's own expansion, or the usual one."""
-        return entry.request.params.speculation.expansion or self.expansion
+    @classmethod
+    def of(cls, speculation: SpeculationConfig) -> Shape:
+        """What an engine's config says."""
+        return cls(speculation.fixed_expansion, speculation.draw_rule, speculation.learns_shape)
+
+    def is_learned(self, request: Request) -> bool:
+        """Whether the request's trees have no shape of their own."""
+        params = request.params
+        return (
+            self.learned
+            and params.speculation.expansion is None
+            and (params.greedy or not draw_rule(params.speculation.verifier, self.rule).is_sampled)
+        )
+
+    def depth(self, request: Request) -> int:
+        """The levels of the request's trees, at most."""
+        return DEEPEST if self.is_learned(request) else self._of(request).depth
+
+    def width(self, request: Request, depth: int) -> int:
+        """The children of a node at this depth that is run."""
+        return _WIDTH if self.is_learned(request) else self._of(request).widths[depth]
+
+    def most_nodes(self, request: Request) -> int:
+        """The nodes of a request's trees below their roots, at most."""
+        return _NODES if self.is_learned(request) else self._of(request).num_nodes - 1
+
+    def _of(self, request: Request) -> Expansion:
+        return request.params.speculation.expansion or self.expansion
 
 
 @dataclass(slots=True)
 class Growth:
-    """One request's share of a step: its tree, of at most `limit` levels; 0: its text is only read."""
+    """One request's share of a step: its tree, of at most `limit` levels; 0: its text is only read.
+
+    Only those nodes are run below which somebody wants guesses. They lie in the draft's cache in the order in
+    which they were chosen, which need not be that of the tree.
+    """
 
     entry: PlanEntry
     builder: TreeBuilder
     stream: int  # of the random numbers of sampled draws
     limit: int
     drawn: int = 0  # random numbers used
-    frontier: list[int] = field(default_factory=lambda: [0])  # nodes of the last depth
-    depth: int = 0  # of the frontier
-    in_cache: int = 0  # nodes 0..in_cache-1 have been run
+    seen: int = 0  # draws of the tree that are taken in
+    frontier: list[int] = field(default_factory=lambda: [0])  # nodes that get children next
+    waiting: list[int] = field(default_factory=list)  # others that have none, and may
+    depths: list[int] = field(default_factory=lambda: [0])  # of all nodes
+    likely: list[float] = field(default_factory=lambda: [1.0])  # their paths, as the draft says
+    least: float = 0.0  # of paths that may go on
+    # Of nodes that were chosen to get children the place in that order, and of each its parent's place.
+    places: dict[int, int] = field(default_factory=lambda: {0: 0})
+    above: list[int] = field(default_factory=lambda: [-1])
+    started: bool = False  # whether the root was run
 
     @classmethod
     def of(cls, entry: PlanEntry, name: str, limit: int) -> Growth:
@@ -46,43 +99,89 @@ class Growth:
         levels = limit if entry.max_nodes > 1 else 0
         return cls(entry, builder, draft_stream(name, entry.end - 1), levels)
 
+    @classmethod
+    def shaped(cls, entry: PlanEntry, name: str, shape: Shape, limit: int | None = None) -> Growth:
+        """The same of a tree that is to have this shape, and not more levels than `limit`."""
+        request = entry.request
+        levels = min(entry.max_depth, shape.depth(request))
+        growth = cls.of(entry, name, levels if limit is None else min(levels, limit))
+        growth.least = shape.least_path if shape.is_learned(request) else 0.0
+        return growth
+
     def uniform(self) -> float:
         """The next number in [0, 1) of this tree's own stream."""
         self.drawn += 1
         return uniform(self.entry.request.seed, self.entry.end - 1, self.drawn, stream=self.stream)
 
     @property
-    def wants_more(self) -> bool:
-        """Whether there is room for another level below the frontier."""
-        return self.depth < self.limit and bool(self.frontier) and not self.builder.full
+    def depth(self) -> int:
+        """Of the frontier's deepest node."""
+        return self.depths[self.frontier[-1]]
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """The nodes below which the tree can grow; none where it is full."""
+        return () if self.builder.full else self.waiting
+
+    def choose(self, nodes: Iterable[int]) -> int:
+        """Let these of `ends` get children next; the place of the first of them."""
+        first = len(self.above)
+        self.frontier = sorted(nodes)
+        chosen = frozenset(self.frontier)
+        self.waiting = [node for node in self.waiting if node not in chosen]
+        for node in self.frontier:
+            self.places[node] = len(self.above)
+            self.above.append(self.places[self.builder.parents[node]])
+        return first
 
     def descend(self) -> None:
-        """Make the nodes added below the frontier the new frontier."""
-        self.frontier = list(range(self.frontier[-1] + 1, len(self.builder.parents)))
-        self.depth += 1
+        """Take in the nodes that were added below the frontier: they may get children, too."""
+        depths, likely, builder = self.depths, self.likely, self.builder
+        before = len(depths)
+        for draw in builder.draws[self.seen :]:
+            if draw.node == len(depths):  # others are of a node that had one
+                depths.append(depths[draw.parent] + 1)
+                likely.append(likely[draw.parent] * draw.confidence)
+        self.seen = len(builder.draws)
+        new = range(before, len(depths))
+        self.waiting += [n for n in new if depths[n] < self.limit and likely[n] >= self.least]
+
+    def path(self, tokens: Iterable[int]) -> list[int]:
+        """The nodes along these tokens below the root, as far as they lie in the cache."""
+        path: list[int] = []
+        node = 0
+        for token in tokens:
+            child = self.builder.child(node, token)
+            if child is None or child not in self.places:
+                break
+            node = child
+            path.append(node)
+        return path
 
     def sites(self, shape: Shape) -> list[Site]:
         """The frontier's nodes, each as a place where children are drawn."""
         entry, builder = self.entry, self.builder
         request, params = entry.request, entry.request.params
         processors = entry.active_processors
+        least = shape.least if shape.is_learned(request) else 0.0
         return [
             Site(
                 builder,
                 node,
-                width=shape.expansion_for(entry).widths[self.depth],
+                width=shape.width(request, self.depths[node]),
                 params=params,
                 seed=request.seed,
-                position=entry.end + self.depth,
+                position=entry.end + self.depths[node],
                 uniforms=self.uniform,
                 rule=draw_rule(params.speculation.verifier, shape.rule),
                 processed=partial(processors.apply, path=builder.path_tokens(node)) if processors else None,
                 request_id=request.request_id,
+                least=least,
             )
             for node in self.frontier
         ]
 
 
-def trees_first(growths: Sequence[Growth], which: Sequence[int]) -> list[int]:
+def trees_first(growths: Sequence[Growth], which: Iterable[int]) -> list[int]:
     """These entries, those with trees first: prompts are read with the rows that trees leave."""
     return sorted(which, key=lambda i: not growths[i].entry.has_tree)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from specinfer.config import SpeculationConfig
 from specinfer.kernels.library import Library
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
@@ -21,13 +22,13 @@ from specinfer.speculate.cost_policy import CostPolicy
 from specinfer.speculate.decision import Appraisal, Why
 from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.estimator import Estimates, Estimator
+from specinfer.speculate.growth import DEEPEST
 from specinfer.speculate.guard import Guard
 from specinfer.speculate.native_estimator import NativeEstimator
 from specinfer.speculate.plain_steps import PlainSteps
 from specinfer.speculate.policy import SpeculationPolicy, StepReport, TrustedPolicy, has_own_size
 from specinfer.speculate.policy_memory import Learned
 from specinfer.tree import TokenTree
-from specinfer.tree.expansion import Expansion
 
 _LOG = logging.getLogger(__name__)
 
@@ -147,10 +148,14 @@ class GuardedPolicy:
         return starts
 
     def worth_deepening(
-        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
-    ) -> list[bool]:
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
         """As the policy says."""
-        return self._policy.worth_deepening(speculator, entries, trees)
+        return self._policy.worth_deepening(speculator, entries, trees, ends)
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """As the policy says."""
@@ -270,7 +275,7 @@ class GuardedPolicy:
 def sized_by_cost(
     target: CostCurve,
     drafts: Mapping[str, CostCurve],
-    expansion: Expansion,
+    speculation: SpeculationConfig,
     *,
     measured: bool,
     library: Library | None = None,
@@ -286,7 +291,8 @@ def sized_by_cost(
         estimator = NativeEstimator(library, logistics=bool(drafts))
     costs = CostModel("target", target, learns=measured)
     of_drafts = {name: CostModel(name, curve, learns=measured) for name, curve in drafts.items()}
-    depths = {name: DraftCosts(cost, expansion) for name, cost in of_drafts.items()}
+    shape, deepest = speculation.fixed_expansion, DEEPEST if speculation.learns_shape else 0
+    depths = {name: DraftCosts(cost, shape, deepest) for name, cost in of_drafts.items()}
     learned = Learned(estimator or Estimator(logistics=bool(drafts)), depths)
     policy = TrustedPolicy(CostPolicy(costs, depths, learned.estimator))
     return GuardedPolicy(policy, costs, of_drafts, measured=measured), learned

@@ -21,7 +21,6 @@ class Guesses:
     """
 
     def __init__(self, tree: TokenTree, rates: Sequence[float]) -> None:
-        self.level = 0  # how deep the draft's tree is
         self.samples = False  # whether the draft draws nodes that cannot be dropped
         self.probabilities = along_paths(rates, tree.parents)  # of nodes to become text, [num_nodes]
         self._tree = tree
@@ -29,20 +28,20 @@ class Guesses:
         self._rates = [1.0, *rates[1:]]
         self._firm = firm_nodes(tree)
         self._parts: tuple[float, int, list[float]] | None = None
-        # Of the draft's tree: where its nodes are here, those of its last level, its draws.
+        # Of the draft's tree: where its nodes are here, how deep they lie, its draws.
         self._nodes = [0]
-        self._last = [0]
+        self._depths = [0]
         self._drawn: list[Draw] = []
 
     def grow(self, draft: TokenTree) -> list[Draw]:
-        """Add what is new in the draft's tree, which has grown by a level.
+        """Add what is new in the draft's tree, which has grown.
 
         Returns its new draws and all others below the same nodes, about which `estimate` is to be told.
         """
-        before, others = len(self._nodes), self._tree.num_nodes
+        others, depths = self._tree.num_nodes, self._depths
         self._merged.place(draft, self._nodes, others)
-        self._last = self._nodes[before:]
-        self.level += 1
+        for parent in draft.parents[len(depths) :]:
+            depths.append(depths[parent] + 1)
         new = moved(draft.draws[len(self._drawn) :], self._nodes)
         self._drawn += new
         self._rates += [0.0] * (self.num_nodes - len(self._rates))
@@ -69,7 +68,7 @@ class Guesses:
     def are(self, tree: TokenTree) -> bool:
         """Whether `tree` is what was guessed, with all draws: so nobody dropped some, or added any."""
         if tree is self._tree:
-            return self.level == 0
+            return not self._drawn
         draws = len(self._tree.draws) + len(self._drawn)
         return (
             len(tree.draws) == draws
@@ -83,16 +82,22 @@ class Guesses:
         """The nodes there are, the root included."""
         return len(self._merged.parents)
 
-    def gain(self, costs: DraftCosts, level: int) -> float:
-        """The tokens that the draft's next level, `level`, is expected to bring and nobody else holds."""
-        gain, usual = 0.0, costs.rates()[level]
-        for node in self._last:
-            rate = usual
-            if others := self._others(node):
-                held = sum([self._rates[child] for child in sorted({draw.node for draw in others})])
-                rate *= max(0.0, 1.0 - held)
-            gain += self.probabilities[node] * rate
-        return gain
+    def depth(self, end: int) -> int:
+        """How deep a node of the draft's tree lies."""
+        return self._depths[end]
+
+    def gain(self, costs: DraftCosts, end: int, price: float) -> float:
+        """The tokens that children of a node of the draft's tree are to bring, and nobody else holds.
+
+        The first of them has a row of the target's; of what the others bring `price` is taken, the tokens
+        that another row costs. Samples are all verified, so what they cost is known to who asks.
+        """
+        node, rate = self._nodes[end], costs.rate(self._depths[end])
+        arrives = self.probabilities[node]
+        if others := self._others(node):
+            held = sum([self._rates[child] for child in sorted({draw.node for draw in others})])
+            arrives *= max(0.0, 1.0 - held)
+        return arrives * rate.first + max(0.0, arrives * rate.other - (0.0 if self.samples else price))
 
     def parts(self, most: int, *, all_stay: bool) -> tuple[float, int, list[float]]:
         """What a tree of `most` nodes can hold: tokens and nodes that stay, and what each other would bring.

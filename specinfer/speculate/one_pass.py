@@ -69,10 +69,11 @@ class OnePassTrees:
         for one in guessed:
             one.growth.limit = min(one.growth.limit, one.levels)
             (root,) = one.growth.sites(self._shape)
-            own_shape = one.growth.entry.request.params.speculation.expansion is not None
-            if root.candidates and not own_shape:
+            request = one.growth.entry.request
+            if root.candidates and request.params.speculation.expansion is None:
                 best_first.append((one, root))
             else:
+                one.growth.limit = min(one.growth.limit, self._shape.depth(request))
                 by_level.append(one)
         if best_first:
             self._grow_best_first(best_first, read_TD, logits_TU)
@@ -94,10 +95,13 @@ class OnePassTrees:
             made_RU += self._block.before(before) @ self._markov_UM.T
         flight = Flight(made_RU, lambda logits: logits, made_RU.shape[1], self._head.kernels.scan)
         draw_children(flight, sites, self._name, self._vocabulary)
+        goes_on = list[Guessed]()
         for one in guessed:
             one.growth.descend()
-        widths = {id(one): len(self._shape.expansion_for(one.growth.entry).widths) for one in guessed}
-        return [one for one in guessed if one.growth.wants_more and one.growth.depth < widths[id(one)]]
+            if ends := one.growth.ends:
+                one.growth.choose(ends)
+                goes_on.append(one)
+        return goes_on
 
     def _grow_best_first(
         self, guessed: Sequence[tuple[Guessed, Site]], read_TD: Tensor, logits_TU: Tensor

@@ -7,7 +7,7 @@ is an EAGLE head (eagle.py), and its trees are those of one pass (one_pass.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,8 +20,6 @@ from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.eagle import EagleDraft
 from specinfer.speculate.growth import Growth, Shape, trees_first
 from specinfer.speculate.one_pass import Guessed, OnePassTrees
-from specinfer.tree import DrawRule
-from specinfer.tree.expansion import Expansion
 
 
 class ParallelEagleDraft(EagleDraft):
@@ -31,37 +29,36 @@ class ParallelEagleDraft(EagleDraft):
         self,
         name: str,
         runner: EagleRunner,
-        expansion: Expansion,
-        rule: DrawRule,
+        shape: Shape,
         *,
         taps: tuple[int, ...],
         max_rows: int,
         vocabulary: DraftVocabulary | None = None,
     ) -> None:
         """As EagleDraft; the head has a mask token."""
-        super().__init__(name, runner, expansion, rule, taps=taps, max_rows=max_rows, vocabulary=vocabulary)
+        super().__init__(name, runner, shape, taps=taps, max_rows=max_rows, vocabulary=vocabulary)
         self._model = runner.model
         self._run = runner.run
-        self._trees = OnePassTrees(name, runner.model, Shape(expansion, rule), vocabulary)
+        self._trees = OnePassTrees(name, runner.model, shape, vocabulary)
 
     def most_nodes(self, request: Request) -> int:
         """A full tree of the request's expansion, or the most that is grown of any."""
         return self._trees.most_nodes(request)
 
-    def deepen(self, which: Sequence[int]) -> list[int]:
+    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
         """Read these entries' texts, and grow the whole tree of each that has one; none has room for more."""
         parts: list[HeadRows] = []
         features: list[Tensor] = []
         guessed: list[Guessed] = []
         left, first = self._max_rows, 0
-        for i in trees_first([grown.growth for grown in self._grown], which):
+        for i in trees_first([grown.growth for grown in self._grown], below):
             read = self._read(self._grown[i], left)
             if read is None:
                 continue
             rows, feature_TD = read
             left -= len(rows.rows.token_ids)
             growth = self._grown[i].growth
-            if growth.in_cache:
+            if growth.started:
                 levels = growth.limit
                 rows = self._with_masks(rows, levels - 1)
                 feature_TD = torch.cat((feature_TD, self._model.masked(levels - 1)))
@@ -73,7 +70,7 @@ class ParallelEagleDraft(EagleDraft):
             read_RD, _ = self._run(parts, torch.cat(features))
             if guessed:
                 self._trees.grow(guessed, read_RD)
-        return []
+        return {}
 
     def _with_masks(self, rows: HeadRows, count: int) -> HeadRows:
         """A text's rows, and so many of mask tokens behind them, which want logits as its last one does."""

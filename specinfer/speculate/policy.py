@@ -66,11 +66,16 @@ class SpeculationPolicy(Protocol):
         ...
 
     def worth_deepening(
-        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
-    ) -> list[bool]:
-        """For which entries a level speculator that has drawn `trees`, all of one depth, draws another level.
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
+        """Below which of `ends` a level speculator that has drawn `trees` for these entries draws next.
 
-        Sampled draws may be looked at: whether a level is drawn never depends on what it would hold.
+        `ends` are nodes of each tree; of each entry some, all or none of them are given back. Sampled draws
+        may be looked at: whether a node gets children never depends on what these would be.
         """
         ...
 
@@ -107,10 +112,14 @@ class FixedPolicy:
         return [True] * len(entries)
 
     def worth_deepening(
-        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
-    ) -> list[bool]:
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
         """All of them."""
-        return [True] * len(entries)
+        return list(ends)
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """The trees as they are."""
@@ -157,13 +166,17 @@ class TrustedPolicy:
             return self._failed().worth_starting(speculator, entries, unread)
 
     def worth_deepening(
-        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
-    ) -> list[bool]:
-        """As the policy says."""
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
+        """As the policy says, as long as they are some of the ends."""
         try:
-            return _as_many(self._policy.worth_deepening(speculator, entries, trees), entries)
+            return _some_of(self._policy.worth_deepening(speculator, entries, trees, ends), ends)
         except Exception:
-            return self._failed().worth_deepening(speculator, entries, trees)
+            return self._failed().worth_deepening(speculator, entries, trees, ends)
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """As the policy says, as long as every tree keeps its root and grows no node."""
@@ -212,6 +225,15 @@ def _as_many(answers: list[bool], entries: Sequence[PlanEntry]) -> list[bool]:
     if len(answers) != len(entries):
         raise ValueError(f"{len(answers)} answers about {len(entries)} entries; give one for each")
     return answers
+
+
+def _some_of(chosen: list[Sequence[int]], ends: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    if len(chosen) != len(ends):
+        raise ValueError(f"{len(chosen)} answers about {len(ends)} entries; give one for each")
+    for nodes, allowed in zip(chosen, ends, strict=True):
+        if nodes is not allowed and not (set(nodes) <= set(allowed) and len(set(nodes)) == len(nodes)):
+            raise ValueError(f"nodes {[*nodes]} of {[*allowed]}; choose among these, each once")
+    return chosen
 
 
 def _of_every_node(appraisal: Appraisal | None, trees: Sequence[TokenTree]) -> Appraisal | None:

@@ -7,6 +7,8 @@ ways stay: the tree only grows, as the ensemble expects of a tree that grows by 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from specinfer.speculate.foreign_tokens import ForeignTokens
 from specinfer.tokenizer.respelling import complete
 from specinfer.tree import Draw, TokenTree, TreeBuilder
@@ -23,6 +25,7 @@ class RetoldTree:
         self._bytes: list[bytes | None] = [b""]
         self._likely = [1.0]
         self._lengths = [0]
+        self._at = [0]  # the node of this tree that it ends in, as far as whole tokens go
         self._draws: dict[int, Draw] = {}
         self._seen = 0  # draws of `told`
 
@@ -35,6 +38,11 @@ class RetoldTree:
         """The target's tokens that a node of the draft's tree ends, counted from below the root."""
         self.grow()
         return self._lengths[node]
+
+    def ends(self, nodes: Iterable[int]) -> list[int]:
+        """The nodes of this tree in which these of the draft's end."""
+        self.grow()
+        return sorted({self._at[node] for node in nodes})
 
     def grow(self) -> None:
         """Tell what the draft's tree has and this one does not have yet."""
@@ -52,6 +60,7 @@ class RetoldTree:
         if before is None:
             self._bytes.append(None)
             self._lengths.append(self._lengths[parent])
+            self._at.append(self._at[parent])
             return
         special = name < tokens.our_size and tokens.ours.is_special(name)
         [token_id] = tokens.spelled([name])
@@ -61,15 +70,18 @@ class RetoldTree:
             path.append(name)
         self._bytes.append(None if special else spelled)
         self._lengths.append(len(path))
-        self._guess(path, node, draw)
+        self._at.append(self._guess(path, node, draw))
 
-    def _guess(self, path: list[int], last: int, draw: Draw) -> None:
-        """Add the tokens that are new along a path; as likely as what each ends in, given its parent."""
+    def _guess(self, path: list[int], last: int, draw: Draw) -> int:
+        """Add the tokens that are new along a path; as likely as what each ends in, given its parent.
+
+        Returns the node the path ends in, as far as there is room.
+        """
         table = self._tokens.ours.token_bytes
         at, begin = 0, 0
         for depth, token in enumerate(path, start=1):
             if depth > self._max_depth:
-                return
+                break
             end = begin + len(table[token])
             below = self._builder.child(at, token)
             if below is None:
@@ -80,8 +92,9 @@ class RetoldTree:
                     at, token, draw.speculator, draw.rule, confidence=min(sure, 1.0), evidence=evidence
                 )
                 if below is None:
-                    return
+                    break
             at, begin = below, end
+        return at
 
     def _node_at(self, last: int, place: int, *, special: bool = False) -> int:
         """The first node on the path to `last` that reaches so many bytes; `last` itself for special ones."""

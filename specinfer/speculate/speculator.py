@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -60,19 +60,22 @@ class Speculator(Observer, Protocol):
 class LevelSpeculator(Observer, Protocol):
     """A speculator that grows the trees of a step level by level, and is asked before each level.
 
-    So that whoever decides (policy.py) knows what was drawn so far when it says who goes on: a level costs a
-    pass of a model. `begin` opens a step, `deepen` draws, `tree` shows.
+    So that whoever decides (policy.py) knows what was drawn so far when it says who goes on, and where: a
+    level costs a pass of a model, and each node in it a row. `begin` opens a step, `deepen` draws, `tree`
+    shows.
     """
 
     def begin(self, plan: StepPlan) -> list[int]:
         """Open a step; for each of `plan.entries` the tokens of its text this speculator has not read."""
         ...
 
-    def deepen(self, which: Sequence[int]) -> list[int]:
-        """Draw one more level for these of the plan's entries; those that have room for yet another.
+    def deepen(self, below: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
+        """Draw children below these nodes of the trees of these of the plan's entries.
 
-        The first time an entry is named its text is read, as far as this step computes it. An entry without
-        a tree is only read; so is one whose text is too long to be read in one step.
+        At first each entry comes with node 0, and its text is read, as far as this step computes it. An entry
+        without a tree is only read; so is one whose text is too long to be read in one step. Later they are
+        nodes of those returned before: the nodes of each entry's tree below which it can go on, likely ones
+        or not; none of an entry that has no room for more. Who can only go on with all of them may.
         """
         ...
 

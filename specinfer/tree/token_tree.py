@@ -29,6 +29,11 @@ class DrawRule(StrEnum):
     IID = "iid"  # sampled from q, independently of the other draws
     WITHOUT_REPLACEMENT = "without_replacement"  # from q without this speculator's earlier draws here
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether a verifier relies on how the token was drawn, so that it is never dropped for its value."""
+        return self in (DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT)
+
 
 class Draw(NamedTuple):
     """One proposal of one token at one node by one speculator, with the law it was drawn from.

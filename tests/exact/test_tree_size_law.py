@@ -15,6 +15,7 @@ from specinfer.speculate.cost_policy import CostPolicy
 from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.draft_model import DraftModel
 from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.growth import Shape
 from specinfer.speculate.guard import WINDOW
 from specinfer.speculate.guarded_policy import GuardedPolicy
 from specinfer.speculate.policy import LevelPass, StepReport
@@ -129,7 +130,7 @@ class Sized:
         }
         policy = self.policy(depths, text)
         speculators = [
-            DraftModel(name, MadeUpRunner(world, name), Expansion(widths), rule, max_rows=64)
+            DraftModel(name, MadeUpRunner(world, name), Shape(Expansion(widths), rule), max_rows=64)
             for name, rule, widths in self.drafts
         ]
         if self.points != "no":

@@ -16,6 +16,7 @@ from specinfer.replay.replay import Part, counting_policy, play
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import write_trace
 from specinfer.runtime.cost_curve import CostCurve
+from specinfer.speculate.growth import Shape
 from tests.unit.benchmarks.conftest import Run
 from tests.unit.benchmarks.test_scripts import table
 
@@ -42,7 +43,7 @@ def trace(pair: tuple[str, str]) -> Trace:
         params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, seed=i) for i in range(4)]
         prompts = [[7, 8, 9, 7, 8, 20 + i] for i in range(4)]
         requests = [one.request for [one] in llm.intake.prompts(prompts, params)]
-        made = record(llm, requests, shapes=[llm.config.speculation.expansion])
+        made = record(llm, requests, shapes=[Shape.of(llm.config.speculation)])
     llm.close()
     return made
 

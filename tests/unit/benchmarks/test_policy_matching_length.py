@@ -23,6 +23,7 @@ from specinfer.replay.trace import EngineFacts, RecordedDraft, RecordedText, Tra
 from specinfer.replay.trace_store import read_trace, write_trace
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.calibration import Calibration
+from specinfer.speculate.growth import Shape
 from specinfer.speculate.policy import FixedPolicy
 from specinfer.tree import Draw, TokenTree
 from specinfer.tree.expansion import Expansion
@@ -247,7 +248,7 @@ def recorded(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) ->
             params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, seed=i) for i in range(3)]
             requests = [one.request for [one] in llm.intake.prompts(prompts, params)]
             write_trace(
-                folder / f"{name}.npz", record(llm, requests, shapes=[llm.config.speculation.expansion])
+                folder / f"{name}.npz", record(llm, requests, shapes=[Shape.of(llm.config.speculation)])
             )
     llm.close()
     return folder

@@ -30,6 +30,7 @@ SCRIPTS = (
         "policy_estimator",
         "policy_hedge",
         "policy_matching_length",
+        "policy_shape",
         "policy_traces",
     ),
     *(
@@ -201,8 +202,7 @@ def test_every_script_says_how_it_is_used(
         script(name).main()
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    asks = {"deciding": "", "policy_before": " --traces ", "policy_estimator": " --traces "}.get(
-        name, " --model "
-    )
+    traces = dict.fromkeys(("policy_before", "policy_estimator", "policy_shape"), " --traces ")
+    asks = {"deciding": "", **traces}.get(name, " --model ")
     assert f"python benchmarks/{name}.py{asks}" in said
     assert "--out OUT" in said

@@ -35,7 +35,7 @@ def trace(folder: Path) -> Path:
     done = run(
         *("trace", "record", "--model", folder / "target", "--draft", folder / "draft", "--ngram"),
         *("--prompts", prompts, "--limit", 2, "--max-tokens", 20, "--out", out, "--dtype", "float32"),
-        *("--kv-cache-memory", "16MB", "--shape", "1,1,3,1,1", "--shape", "4,1"),
+        *("--kv-cache-memory", "16MB", "--expansion", "1,1,3,1,1", "--shape", "1,1,3,1,1", "--shape", "4,1"),
     )
     assert done.exit_code == 0, done.output
     assert "2 texts of 40 tokens, 1 drafts" in done.output
@@ -124,7 +124,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             Draw(0, 2, "draft", DrawRule.POINT_MASS, None, 0.2, (0.7, 0.2)),
         ]
         estimator.learn(below, 1 if number % 3 else 2, 0.0)
-    learned = {**estimator.to_json(), "drafts": {"draft": [[12.0, 20.0], [5.0, 10.0]]}}
+    learned = {**estimator.to_json(), "drafts": {"draft": [[12.0, 2.0, 20.0], [5.0, 0.0, 10.0]]}}
     for target in ("large, int8", "larger, int8"):
         key = {"target": target, "drafts": ["draft: small, int8"], "device": "2 x CPU"}
         assert write_policy(policies_dir() / f"{target[:6]}.json", key, learned)
@@ -137,7 +137,7 @@ def test_what_was_learnt_is_shown(kept: Path) -> None:
     assert shown.count("draft: small, int8") == 2
     assert "target     large, int8" in shown
     assert "learnt of  60 guesses" in shown
-    assert "right at level 1, 2, ... 0.61 0.53" in shown
+    assert "right at level 1, 2, ... 0.68 0.56" in shown
     assert "draft: 60 guesses, estimated by" in shown
     assert "sureness +" in shown
     assert "first choices, said->became: 0.73->0.6" in shown

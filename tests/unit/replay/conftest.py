@@ -9,11 +9,12 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.llm import LLM
-from specinfer.replay.recorder import record
+from specinfer.replay.recorder import learned_shape, record
 from specinfer.replay.trace import Trace
 from specinfer.request import Request
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.runner import ModelRunner
+from specinfer.speculate.growth import Shape
 from specinfer.tree.expansion import Expansion
 from tests.engines import Tiny, write_tiny
 
@@ -49,4 +50,8 @@ def requests(llm: LLM, prompts: Sequence[Sequence[int]], **params: Any) -> list[
 def recorded(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS, **params: Any) -> Trace:
     """A trace in the engine's own shape and one other: quicker made than in those that are usual."""
     each = requests(llm, prompts, **{"temperature": 0, "max_tokens": 20, **params})
-    return record(llm, each, shapes=[llm.config.speculation.expansion, Expansion((3, 1))])
+    speculation = llm.config.speculation
+    shapes = [Shape(plan, speculation.draw_rule) for plan in (speculation.fixed_expansion, Expansion((3, 1)))]
+    if speculation.expansion == "learned":
+        shapes.append(learned_shape(speculation))
+    return record(llm, each, shapes=shapes)

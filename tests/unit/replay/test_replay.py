@@ -11,7 +11,7 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.engine.trace import TreeEvent
 from specinfer.llm import LLM
-from specinfer.replay.replay import POLICIES, Part, play
+from specinfer.replay.replay import POLICIES, Part, play, speculation_of
 from specinfer.replay.simulated_engine import PlayedStep
 from specinfer.replay.trace import Trace
 from specinfer.replay.workloads import whole
@@ -59,9 +59,11 @@ def live(llm: LLM, trace: Trace, speculation: Any = None) -> list[Step]:
 
 def played(trace: Trace, policy: str, batch: int) -> list[Step]:
     steps: list[PlayedStep] = []
+    speculation = speculation_of(policy, trace.speculation)
     play(
         [Part([(trace, i) for i in range(len(trace.texts))], batch)],
-        POLICIES[policy](trace, trace.speculation),
+        POLICIES[policy](trace, speculation),
+        speculation=speculation,
         on_step=steps.append,
     )
     return [[(e.request_id, told(e.tree), e.path) for e in step.entries] for step in steps if step.entries]

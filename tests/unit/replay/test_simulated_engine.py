@@ -85,7 +85,7 @@ def test_a_busy_machine_takes_as_much_longer_as_is_said(trace: Trace) -> None:
 
 
 def test_a_guess_that_was_not_recorded_is_not_made_up(trace: Trace) -> None:
-    deepest = shapes_of(trace.speculation.expansion)[0].depth
+    deepest = shapes_of(trace.speculation)[0].expansion.depth
     for widths, reason in (
         ((1,) * (deepest + 1), f"as deep as {deepest + 1}"),
         ((9,), "of 9 children at depth 0"),

@@ -64,7 +64,7 @@ def test_the_model_card_says_what_may_be_asked_of_speculation(tokenizer: Tokeniz
     assert card["speculation"] == {
         "speculators": ["grammar", "prediction", "draft", "suffix", "ngram"],
         "max_nodes": 64,
-        "expansion": "1,1,3,1,1",
+        "expansion": "learned",
         "verifier": "coupled",
     }
 

@@ -56,28 +56,36 @@ class ObviousPolicy:
         return starts
 
     def worth_deepening(
-        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
-    ) -> list[bool]:
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
         self.drawn.update({e.request.request_id: tree for e, tree in zip(entries, trees, strict=True)})
-        level = max(trees[0].depths())
-        above = int(np.prod(self.expansion.widths[: min(level, len(self.expansion.widths) - 1)]))
-        passes = self.draft.seconds(above * np.arange(len(entries) + 1))
-        goes_on = np.ones(len(entries), dtype=bool)
-        free = [i for i, entry in enumerate(entries) if not has_own_size(entry)]
+        chosen: list[list[int]] = [
+            [*of] if has_own_size(e) else [] for e, of in zip(entries, ends, strict=True)
+        ]
+        bound = sum(map(len, chosen))
+        free = [(i, end) for i, of in enumerate(ends) for end in of if not has_own_size(entries[i])]
+        passes = self.draft.seconds(np.arange(bound + len(free) + 1))
         if free:
             tokens, nodes = self._so_far()
-            gains = np.array([self._gain(entries[i], level) for i in free])
-            samples = [any(map(sampled, trees[i].draws)) for i in free]
-            wide = int(np.prod(self.expansion.widths[: level + 1]))
-            each = sum(wide if of_samples else 1 for of_samples in samples) / len(free)
+            price = self._price(tokens, nodes)
+            gains = np.array([self._gain(entries[i], end, price) for i, end in free])
+            samples = [any(map(sampled, trees[i].draws)) for i, _ in free]
+            widths = [self.expansion.widths[len(trees[i].path_tokens(end))] for i, end in free]
+            each = sum(w if of_samples else 1 for w, of_samples in zip(widths, samples, strict=True)) / len(
+                free
+            )
             more = np.rint(np.arange(len(free) + 1) * each).astype(np.int64)
-            seconds = self._seconds(nodes + more) + passes[len(entries) - len(free) :]
+            seconds = self._seconds(nodes + more) + passes[bound:]
             order = (-gains).argsort(kind="stable")
-            goes_on[free] = False
             best = order[: fastest(gains[order], tokens, self._patient(nodes, seconds))]
-            goes_on[np.array(free)[best]] = True
-        self.spent += float(passes[goes_on.sum()])
-        return list(map(bool, goes_on))
+            for which in sorted(best.tolist()):
+                chosen[free[which][0]].append(free[which][1])
+        self.spent += float(passes[sum(map(len, chosen))])
+        return list(chosen)
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         self.trees = {e.request.request_id: tree for e, tree in zip(self.entries, trees, strict=True)}
@@ -111,7 +119,8 @@ class ObviousPolicy:
                 draws, child = below.get(node, []), tree.children()[node].get(token)
                 self.counts.learn(draws, child)
                 if drawn := [draw for draw in draws if draw.speculator == "draft"]:
-                    self.costs.learn(level, any(draw.node == child for draw in drawn))
+                    right = [i for i, draw in enumerate(drawn) if draw.node == child]
+                    self.costs.learn(level, right[0] if right else None)
                 if child is None:
                     break
                 node = child
@@ -132,23 +141,23 @@ class ObviousPolicy:
         others, drawn = self.others[entry.request.request_id], self.drawn.get(entry.request.request_id)
         return others if drawn is None else merge([others, drawn])
 
-    def _gain(self, entry: PlanEntry, level: int, doubt: float = 1.0) -> float:
-        """What the draft's next level brings that nobody else holds."""
+    def _gain(self, entry: PlanEntry, end: int, price: float, doubt: float = 1.0) -> float:
+        """What children of a node of the draft's tree bring that nobody else holds."""
         others, drawn = self.others[entry.request.request_id], self.drawn.get(entry.request.request_id)
         all_of_them = self._guesses(entry)
         hopes = self._hopes(all_of_them, doubt)
-        below = draws_by_parent(others.draws)
-        last = {(): 0}
-        if drawn is not None:
-            depths = drawn.depths()
-            last = {drawn.path_tokens(n): n for n in range(drawn.num_nodes) if depths[n] == level}
-        gain = 0.0
-        for path in last:
-            node = next(n for n in range(all_of_them.num_nodes) if all_of_them.path_tokens(n) == path)
-            held = below.get(node, []) if node < others.num_nodes else []
-            missed = 1.0 - sum(hopes[child] / hopes[node] for child in sorted({draw.node for draw in held}))
-            gain += hopes[node] * max(0.0, missed) * self.costs.rates()[level]
-        return gain
+        path = () if drawn is None else drawn.path_tokens(end)
+        node = next(n for n in range(all_of_them.num_nodes) if all_of_them.path_tokens(n) == path)
+        held = draws_by_parent(others.draws).get(node, []) if node < others.num_nodes else []
+        missed = 1.0 - sum(hopes[child] / hopes[node] for child in sorted({draw.node for draw in held}))
+        rate, arrives = self.costs.rates()[len(path)], hopes[node] * max(0.0, missed)
+        samples = drawn is not None and any(map(sampled, drawn.draws))
+        return arrives * rate.first + max(0.0, arrives * rate.other - (0.0 if samples else price))
+
+    def _price(self, tokens: float, nodes: int) -> float:
+        """The tokens that another row of the target's costs, as four cost it."""
+        few, more = self._seconds(np.array([nodes, nodes + 4])).tolist()
+        return tokens * (more - few) / (4 * few)
 
     def _so_far(self, doubt: float = 1.0) -> tuple[float, int]:
         """The tokens and nodes of the step, as it would be without another level."""
@@ -172,11 +181,14 @@ class ObviousPolicy:
     def _first_level(self, entries: Sequence[PlanEntry], unread: NDArray[np.int64]) -> NDArray[np.bool_]:
         grows = np.array([entry.max_nodes > 1 for entry in entries])
         known = [entry.request.request_id in self.others for entry in entries]
-        usual = self.costs.rates()[0]
-        gains = np.array(
-            [self._gain(e, 0, DOUBT) if knows else usual for e, knows in zip(entries, known, strict=True)]
-        )
         tokens, nodes = self._so_far(DOUBT)
+        usual, price = self.costs.rates()[0].any, self._price(tokens, nodes)
+        gains = np.array(
+            [
+                self._gain(e, 0, price, DOUBT) if knows else usual
+                for e, knows in zip(entries, known, strict=True)
+            ]
+        )
         together = 2 * len(entries)
         reading = self.draft.seconds(together + np.maximum(unread, 2) - 2) - self.draft.seconds([together])
         shares = reading * (1 + gains) / np.maximum(1, [entry.room for entry in entries])
@@ -202,7 +214,7 @@ class ObviousPolicy:
 
     def _patient(self, nodes: int, seconds: Floats) -> Floats:
         without = self._seconds(np.array([nodes]))
-        return np.asarray(without + 0.85 * (seconds - without))
+        return np.asarray(without + 0.95 * (seconds - without))
 
 
 def fastest(hopes: Floats, tokens: float, seconds: Floats) -> int:

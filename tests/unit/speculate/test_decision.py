@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -53,9 +53,9 @@ class Levels(Chain):
         self._entries, self._level = plan.entries, 0
         return [1] * len(plan.entries)
 
-    def deepen(self, which: Sequence[int]) -> list[int]:
+    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
         self._level += 1
-        return [*which] if self._level < len(self._tokens) else []
+        return dict.fromkeys(below, (self._level,)) if self._level < len(self._tokens) else {}
 
     def tree(self, entry: int) -> TokenTree:
         return self._tree(self._entries[entry], self._level)

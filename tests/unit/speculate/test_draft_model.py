@@ -14,6 +14,7 @@ from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.draft_model import DraftModel
 from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.growth import Shape
 from specinfer.speculate.policy import FixedPolicy, SpeculationPolicy
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
@@ -31,8 +32,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def draft(tiny: Tiny, *widths: int, max_rows: int = 96) -> DraftModel:
+    return shaped(tiny, Shape(Expansion(widths), DrawRule.POINT_MASS), max_rows)
+
+
+def shaped(tiny: Tiny, shape: Shape, max_rows: int = 96) -> DraftModel:
     runner = ModelRunner(tiny.similar, num_blocks=60, block_size=4)
-    return DraftModel("draft", runner, Expansion(widths), DrawRule.POINT_MASS, max_rows=max_rows)
+    return DraftModel("draft", runner, shape, max_rows=max_rows)
 
 
 def entry(text: list[int], *, blocks: int = 0, max_depth: int = 9, **fields: Any) -> PlanEntry:
@@ -65,6 +70,80 @@ def test_a_path_through_later_siblings_leaves_a_cache_as_good_as_new(tiny: Tiny)
     model.observe([outcome(*committed)])
     text = [*TEXT, *committed]
     assert guesses(model, entry(text)).token_ids == guesses(draft(tiny, 3, 2, 2), entry(text)).token_ids
+
+
+class Choosing(FixedPolicy):
+    """Goes on below these of the ends, by their place among all: a row for each level."""
+
+    def __init__(self, *places: tuple[int, ...]) -> None:
+        self.places = [*places]
+        self.asked: list[tuple[int, ...]] = []
+
+    def worth_deepening(
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
+        [nodes] = ends
+        self.asked.append(tuple(nodes))
+        return [[nodes[place] for place in self.places.pop(0)] if self.places else ()]
+
+
+LEARNED = Shape(Expansion((1, 1)), DrawRule.POINT_MASS, learned=True, least=0.0, least_path=0.0)
+
+
+def test_a_learned_tree_grows_below_any_of_its_nodes(tiny: Tiny) -> None:
+    #        0
+    #     / / \  \
+    #    1 2   3  4       first below 2 and 4, then below 1, which had been left, and 2's last child, 8
+    #    . ....   ....
+    model, policy = shaped(tiny, LEARNED), Choosing((1, 3), (0, 5))
+    tree = guesses(model, entry(TEXT), policy)
+    assert policy.asked == [
+        (1, 2, 3, 4),
+        (1, 3, *range(5, 13)),
+        (3, *range(5, 8), *range(9, 21)),
+    ]
+    assert tree.parents == (-1, *[0] * 4, *[2] * 4, *[4] * 4, *[1] * 4, *[8] * 4)
+    for node in (0, 2, 4, 1, 8):
+        alone = guesses(draft(tiny, 4), entry([*TEXT, *tree.path_tokens(node)]))
+        assert [*tree.children()[node]] == [*alone.token_ids[1:]]
+
+
+def test_a_path_through_nodes_that_were_run_in_turns_leaves_a_cache_as_good_as_new(tiny: Tiny) -> None:
+    model = shaped(tiny, LEARNED)
+    tree = guesses(model, entry(TEXT), Choosing((1, 3), (0, 5)))
+    committed = (*tree.path_tokens(20), 17)  # 2, 8 and 20, of which the last was not run
+    model.observe([outcome(*committed)])
+    text = [*TEXT, *committed]
+    assert model.begin(plans.plan(entry(text))) == [2]
+    assert guesses(model, entry(text)).token_ids == guesses(shaped(tiny, LEARNED), entry(text)).token_ids
+
+
+def test_a_learned_tree_keeps_likely_children_and_the_first(tiny: Tiny) -> None:
+    confidences = [draw.confidence for draw in guesses(draft(tiny, 4), entry(TEXT)).draws]
+    for kept, least in enumerate([1.0, *confidences[1:]]):
+        shape = LEARNED._replace(least=least)
+        assert guesses(shaped(tiny, shape), entry(TEXT), Choosing()).num_nodes == 1 + max(1, kept + 1)
+
+
+@pytest.mark.parametrize(
+    ("params", "shape"),
+    [
+        (SamplingParams(temperature=0), 8),
+        (SamplingParams(temperature=1.0), 8),
+        (SamplingParams(temperature=1.0, speculation={"verifier": "mss"}), 2),  # samples have a shape
+        (SamplingParams(temperature=0, speculation={"verifier": "mss"}), 8),
+        (SamplingParams(temperature=0, speculation={"expansion": (2, 2, 2)}), 3),
+    ],
+)
+def test_who_may_have_a_learned_tree(params: SamplingParams, shape: int) -> None:
+    one = plans.entry(TEXT, params=params).request
+    learned = Shape(Expansion((1, 1)), DrawRule.COUPLED, learned=True)
+    assert learned.depth(one) == shape
+    assert learned._replace(learned=False).depth(one) == (shape if shape < 8 else 2)
 
 
 def test_only_what_the_cache_lacks_is_read_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +252,7 @@ def read(model: DraftModel, monkeypatch: pytest.MonkeyPatch, step: PlanEntry) ->
 
 def draft_of(model: DraftModel) -> DraftModel:
     runner = ModelRunner(model._runner.model, num_blocks=60, block_size=4)
-    return DraftModel("draft", runner, Expansion((2, 2)), DrawRule.POINT_MASS, max_rows=64)
+    return DraftModel("draft", runner, Shape(Expansion((2, 2)), DrawRule.POINT_MASS), max_rows=64)
 
 
 def test_a_new_request_starts_behind_the_blocks_whose_text_the_draft_has(
@@ -223,10 +302,17 @@ class Watching(FixedPolicy):
         return [self.deepest > 0] * len(entries)
 
     def worth_deepening(
-        self, speculator: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
-    ) -> list[bool]:
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
         self.asked.extend(max(tree.depths()) for tree in trees)
-        return [max(tree.depths()) < self.deepest for tree in trees]
+        return [
+            of_tree if max(tree.depths()) < self.deepest else ()
+            for tree, of_tree in zip(trees, ends, strict=True)
+        ]
 
 
 def test_what_it_has_yet_to_read_is_said_beforehand(tiny: Tiny) -> None:

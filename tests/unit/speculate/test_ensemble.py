@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -227,12 +227,13 @@ class Levels(Fan):
         self._builders = [TreeBuilder(e.token_ids[e.end - 1], e.max_nodes) for e in plan.entries]
         return [1] * len(plan.entries)
 
-    def deepen(self, which: Sequence[int]) -> list[int]:
-        for i in which:
+    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+        for i in below:
             last = len(self._builders[i].parents) - 1
             token, confidence = self._tokens[last], self._confidences[last]
             self._builders[i].add(last, token, self.name, confidence=confidence)
-        return [i for i in which if len(self._builders[i].parents) <= len(self._tokens)]
+        nodes = {i: len(self._builders[i].parents) for i in below}
+        return {i: (count - 1,) for i, count in nodes.items() if count <= len(self._tokens)}
 
     def tree(self, entry: int) -> TokenTree:
         return self._builders[entry].build()

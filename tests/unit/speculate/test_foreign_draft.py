@@ -21,6 +21,7 @@ from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.foreign_draft import ForeignDraft
 from specinfer.speculate.foreign_tokens import ForeignTokens, foreign_tokens
+from specinfer.speculate.growth import Shape
 from specinfer.speculate.policy import FixedPolicy
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import DrawRule, TokenTree
@@ -59,7 +60,12 @@ def draft(
     runner = ModelRunner(model, num_blocks=blocks, block_size=4)
     expansion = Expansion(widths)
     return ForeignDraft(
-        "draft", runner, expansion, DrawRule.POINT_MASS, max_rows=max_rows, num_blocks=blocks, tokens=tokens
+        "draft",
+        runner,
+        Shape(expansion, DrawRule.POINT_MASS),
+        max_rows=max_rows,
+        num_blocks=blocks,
+        tokens=tokens,
     )
 
 

@@ -61,8 +61,8 @@ def gain(others: TokenTree, *levels: int, sure: float = 0.9) -> float:
     guesses = guesses_of(others)
     for depth in range(1, len(levels) + 1):
         grow(guesses, chain(levels[:depth], sure))
-    assert guesses.level == len(levels)
-    return guesses.gain(costs(), len(levels))
+    assert guesses.depth(len(levels)) == len(levels)
+    return guesses.gain(costs(), len(levels), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,15 @@ def test_a_level_is_worth_what_nobody_else_holds(
     assert gain(others, *levels) == pytest.approx(worth)
 
 
-def test_a_level_of_many_nodes_is_worth_what_each_of_them_opens() -> None:
+def test_a_node_is_worth_what_it_opens() -> None:
     guesses = guesses_of(single_node(7))
     builder = TreeBuilder(root=7)
     for token, sure in ((10, 0.5), (11, 0.1)):
         builder.add(0, token, "draft", confidence=sure)
     grow(guesses, builder.build())
     first, second = Calibration().probabilities(builder.build())[1:]
-    assert guesses.gain(costs(), 1) == pytest.approx((first + second) * RATE)
+    gains = [guesses.gain(costs(), node, 0.0) for node in (1, 2)]
+    assert gains == [pytest.approx(first * RATE), pytest.approx(second * RATE)]
 
 
 def test_all_guesses_are_one_tree() -> None:

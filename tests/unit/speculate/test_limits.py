@@ -15,10 +15,11 @@ from specinfer.plan import StepPlan
 from specinfer.request import Request
 from specinfer.speculate.alignment import SIDE_DEPTH
 from specinfer.speculate.draft_model import DraftModel
+from specinfer.speculate.growth import Shape
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.table import build_speculators
-from specinfer.tree import DrawRule, TokenTree
+from specinfer.tree import TokenTree
 
 CONFIG = SpeculationConfig(
     drafts=("a", "b"),
@@ -52,7 +53,7 @@ class Named:
 def drafts(config: SpeculationConfig) -> list[DraftModel]:
     names = ["draft1", "draft2"] if config.drafts else []
     runner: Any = SimpleNamespace(block_size=4, max_context=99)
-    return [DraftModel(n, runner, config.expansion, DrawRule.COUPLED, max_rows=8) for n in names]
+    return [DraftModel(n, runner, Shape.of(config), max_rows=8) for n in names]
 
 
 def limits(config: SpeculationConfig = CONFIG, extra: tuple[str, ...] = ()) -> SpeculationLimits:

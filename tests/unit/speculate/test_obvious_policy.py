@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from tests import plans
 from tests.unit.speculate.obvious_policy import ObviousPolicy
+
+_Answer = TypeVar("_Answer", bool, Sequence[int])
 
 ROOT, TOKENS = 7, 4  # so few that guesses often agree
 WIDTHS = (2, 1, 2)
@@ -49,12 +52,11 @@ class Run:
         for one in shared:
             one.add(self._guesses("ngram"))
             one.add(self._guesses("suffix"))
-        both = (self.tested, self.obvious)
-        for policy in both:
+        for policy in self._both:
             policy.begin_step(plans.plan(*entries))
             policy.show([one.tree for one in shared])
         unread = [int(self.chance.choice([1, 2, 2, 300])) for _ in entries]
-        starts = self._same(*(policy.worth_starting("draft", entries, unread) for policy in both))
+        starts = self._same(*(policy.worth_starting("draft", entries, unread) for policy in self._both))
         drawn = self._drafted(entries, [i for i, start in enumerate(starts) if start])
         for i, tree in drawn.items():
             if self.chance.random() < 0.9:  # else what it drew is not to be used
@@ -64,7 +66,7 @@ class Run:
             shared[0].extend([(leaf, TokenTree((shared[0].tree.token_ids[leaf],), (-1,)))])
             shared[0].extend([(leaf, self._guesses("suffix", shared[0].tree.token_ids[leaf]))])
         trees = [one.tree for one in shared]
-        chosen, wanted = (policy.choose_nodes(trees) for policy in both)
+        chosen, wanted = (policy.choose_nodes(trees) for policy in self._both)
         assert [shape(tree) for tree in chosen] == [shape(tree) for tree in wanted]
         for whole, part in zip(trees, chosen, strict=True):
             self.kinds.add("all" if part is whole else "none" if part.num_nodes == 1 else "some")
@@ -72,31 +74,44 @@ class Run:
             plans.outcome(*self.chance.integers(TOKENS // 2, size=3).tolist(), request_id=str(n))
             for n in range(self.requests)
         ]
-        for policy in both:
+        for policy in self._both:
             policy.observe(StepReport(outcomes))
 
     def _drafted(self, entries: Sequence[PlanEntry], which: list[int]) -> dict[int, TokenTree]:
-        which = [i for i in which if entries[i].max_nodes > 1]
-        builders = {i: TreeBuilder(ROOT, entries[i].max_nodes) for i in which}
-        for level, width in enumerate(WIDTHS):
-            for builder in (builders[i] for i in which):
-                depths = builder.build().depths()
-                for node in [node for node, depth in enumerate(depths) if depth == level]:
-                    for token in self.chance.permutation(TOKENS)[:width].tolist():
-                        if not builder.full:
-                            sure = float(self.chance.uniform(0.01, 0.99))
-                            builder.add(node, token, "draft", self.rule, confidence=sure)
-            if not which or level + 1 == len(WIDTHS):
+        builders = {i: TreeBuilder(ROOT, entries[i].max_nodes) for i in which if entries[i].max_nodes > 1}
+        below: dict[int, Sequence[int]] = dict.fromkeys(builders, (0,))
+        waiting: dict[int, list[int]] = {i: [] for i in builders}  # nodes without children, of any depth
+        while below:
+            for i, nodes in below.items():
+                for node in nodes:
+                    self._draw(builders[i], node, waiting[i])
+            ends = {i: tuple(waiting[i]) for i in below if waiting[i] and not builders[i].full}
+            told = [entries[i] for i in ends], [builders[i].build() for i in ends], [*ends.values()]
+            if not ends:
                 break
-            told = [entries[i] for i in which], [builders[i].build() for i in which]
-            both = (self.tested, self.obvious)
-            deeper = self._same(*(policy.worth_deepening("draft", *told) for policy in both))
-            which = [i for i, goes_on in zip(which, deeper, strict=True) if goes_on and not builders[i].full]
+            chosen = self._same(*(policy.worth_deepening("draft", *told) for policy in self._both))
+            below = {i: nodes for i, nodes in zip(ends, chosen, strict=True) if nodes}
+            for i, nodes in below.items():
+                waiting[i] = [node for node in waiting[i] if node not in nodes]
         return {i: builder.build() for i, builder in builders.items() if len(builder.parents) > 1}
 
-    def _same(self, tested: list[bool], obvious: list[bool]) -> list[bool]:
+    def _draw(self, builder: TreeBuilder, node: int, waiting: list[int]) -> None:
+        """Children of a node, as many as its level has."""
+        depth = len(builder.path_tokens(node))
+        for token in self.chance.permutation(TOKENS)[: WIDTHS[depth]].tolist():
+            if not builder.full:
+                sure = float(self.chance.uniform(0.01, 0.99))
+                child = builder.add(node, token, "draft", self.rule, confidence=sure)
+                if child is not None and depth + 1 < len(WIDTHS):
+                    waiting.append(child)
+
+    @property
+    def _both(self) -> tuple[CostPolicy, ObviousPolicy]:
+        return self.tested, self.obvious
+
+    def _same(self, tested: list[_Answer], obvious: list[_Answer]) -> list[_Answer]:
         assert tested == obvious
-        self.kinds.update(map(str, tested))
+        self.kinds.update("going" if answer else "ending" for answer in tested)
         return tested
 
     def _entry(self, n: int) -> PlanEntry:
@@ -131,4 +146,4 @@ def test_it_decides_as_the_obvious_policy_does(requests: int, rule: DrawRule) ->
         for _ in range(25):
             run.step()
         kinds |= run.kinds
-    assert kinds == {"True", "False", "all", "some", "none"}, "all of it was asked"
+    assert kinds == {"going", "ending", "all", "some", "none"}, "all of it was asked"

@@ -44,7 +44,7 @@ def teach(learned: Learned, outcomes: int = LEAST) -> None:
     """That n-grams are right, and the draft never is."""
     for _ in range(outcomes // len(BELOW)):
         learned.estimator.learn(BELOW, 2, 0.0)
-        learned.drafts["draft"].learn(0, False)
+        learned.drafts["draft"].learn(0, None)
 
 
 def facts(learned: Learned) -> tuple[list[float], list[float]]:
@@ -152,7 +152,7 @@ def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         (put("counts", 0, value=[1, 2]), "a list of 5"),
         (put("counts", value=[0] * 9999), "a list of at most"),
         (put("counts", value=None), "None stands where"),
-        (put("drafts", "draft", 0, value=[5.0, 1.0]), "5.0 stands where 0 to 1"),
+        (put("drafts", "draft", 0, value=[5.0, 0.0, 1.0]), "5.0 stands where 0 to 1"),
         (put("drafts", "draft", value=7), "7 stands where"),
         (put("drafts", value=7), "7 stands where an object"),
         (put("outcomes", value=1e300), "1e+300 stands where"),
@@ -181,7 +181,7 @@ def test_a_number_that_cannot_be_costs_what_was_learnt_and_one_line(
         (lambda file: file.write_text("[" * 100_000), "no whole JSON"),
         (lambda file: file.write_text("[1]"), "an object"),
         (lambda file: file.write_text(" " * (LARGEST + 1)), "more than"),
-        (lambda file: changed(file, lambda j: j.update(version=2), signed=False), "version 2, not 1"),
+        (lambda file: changed(file, lambda j: j.update(version=1), signed=False), "version 1, not 2"),
         (lambda file: changed(file, put("drafts", value={}), signed=False), "checksum"),
         (lambda file: changed(file, lambda j: j["key"].update(target="else")), "of other models"),
         (lambda file: (file.unlink(), file.mkdir()), "directory"),
@@ -242,9 +242,10 @@ def test_of_two_that_write_one_is_there_whole(folder: Path, kept: Learned) -> No
 
 
 def test_fewer_levels_than_a_draft_has_are_taken(folder: Path, kept: Learned) -> None:
-    changed(the_file(folder), put("drafts", "draft", value=[[1.0, 50.0]]))
+    changed(the_file(folder), put("drafts", "draft", value=[[1.0, 2.0, 50.0]]))
     learned = recalled(folder)
-    assert learned.drafts["draft"].rates()[0] == pytest.approx((1 + 3 * 0.7) / 53)
+    rate, first = learned.drafts["draft"].rates()[0], (1 + 3 * 0.7) / 53
+    assert rate == pytest.approx((first, (1 - first) * 2 / 52))
 
 
 def test_stored_policies_are_found_and_those_that_cannot_be_used(folder: Path, kept: Learned) -> None:
