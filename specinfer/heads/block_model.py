@@ -59,14 +59,15 @@ class BlockModel:
         self._norm = RMSNorm(weights.tensor("norm.weight"), eps, ops)
         self._frequencies = rope_frequencies(body.rope, body.head_dim).to(self.device)
         self.markov_VM: Tensor | None = None  # W1: a row for each token before
-        self.markov_UM: Tensor | None = None  # W2: a row for each token it can name, float32
+        self.markov_UM: Tensor | None = None  # W2: a row for each token it can name
         if head.markov_rank:
             self.markov_VM = weights.tensor("markov_head.markov_w1.weight")
-            self.markov_UM = weights.tensor("markov_head.markov_w2.weight").float()
-        self._confidence_1W: Tensor | None = None
+            self.markov_UM = weights.tensor("markov_head.markov_w2.weight")
+            self.markov = weights.linear("markov_head.markov_w2", loaded=self.markov_UM)
+        self.confidence_1W: Tensor | None = None  # float32
         if head.confidence:
-            self._confidence_1W = weights.tensor("confidence_head.proj.weight").float()
-            self._confidence_bias = float(weights.tensor("confidence_head.proj.bias"))
+            self.confidence_1W = weights.tensor("confidence_head.proj.weight").float()
+            self.confidence_bias = float(weights.tensor("confidence_head.proj.bias"))
 
     def fused(self, taps_TND: Tensor) -> Tensor:
         """What the head makes of the target's hidden states, [T, D]."""
@@ -121,11 +122,18 @@ class BlockModel:
         ids = torch.tensor(token_ids, device=self.device)
         return self.markov_VM.index_select(0, ids).float()
 
+    def pair_logits(self, before_RM: Tensor) -> Tensor:
+        """What is known of the tokens before, float32 [R, M], as logits to add, float32 [R, U].
+
+        A product like the others: quantized where they are.
+        """
+        return self.markov(before_RM.to(self.dtype)).float()
+
     def confidence(self, h_RD: Tensor, before_RM: Tensor | None) -> Tensor:
         """How likely the head's guess at each row is right, float32 [R]; `before_RM` if it reads tokens."""
-        assert self._confidence_1W is not None
+        assert self.confidence_1W is not None
         read = h_RD.float()
         if self.head.confidence_reads_token:
             assert before_RM is not None
             read = torch.cat((read, before_RM), dim=-1)
-        return torch.sigmoid(read @ self._confidence_1W[0] + self._confidence_bias)
+        return torch.sigmoid(read @ self.confidence_1W[0] + self.confidence_bias)

@@ -7,6 +7,8 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.levels import Level
 
@@ -96,6 +98,53 @@ class TapsArgs(ctypes.Structure):
     _fields_ = (("layers", c_void_p), ("count", c_int64), ("out", c_void_p))
 
 
+class GuesserArgs(ctypes.Structure):
+    """What becomes of a head's logits, as cpu/best_first.h has it."""
+
+    _fields_ = (
+        ("type", c_int32),
+        ("reads_token", c_int32),
+        ("ids", c_void_p),
+        ("markov", ProductArgs),
+        ("before", c_void_p),
+        ("named", c_void_p),
+        ("confidence", c_void_p),
+        ("bias", c_float),
+        ("tokens", c_int64),
+        ("width", c_int64),
+    )
+
+
+# One request's tree that is grown best first, as cpu/best_first.h has it.
+TREE_ASK: Final = np.dtype(
+    [
+        ("first", np.int64),  # of its levels, which are rows of the pass
+        ("levels", np.int64),
+        ("anchor", np.int64),  # the root's token
+        ("most", np.int64),  # nodes below the root
+        ("temperature", np.float64),
+        ("least", np.float64),  # hope of a path that is added
+        ("seed", np.uint64),  # of the noise that the target will use
+        ("position", np.int64),  # where the first level's tokens will stand
+        ("races", np.int32),  # whether noise decides among children
+        ("unused", np.int32),
+    ]
+)
+
+
+class GrownArgs(ctypes.Structure):
+    """Where grown trees go, as cpu/best_first.h has it."""
+
+    _fields_ = (
+        ("room", c_int64),
+        ("counts", c_void_p),
+        ("parents", c_void_p),
+        ("tokens", c_void_p),
+        ("confidences", c_void_p),
+        ("evidence", c_void_p),
+    )
+
+
 class Library:
     """A loaded library; its functions are called with addresses of memory that is there and large enough."""
 
@@ -163,6 +212,10 @@ class Library:
         )
         self.choices = _function(
             library.specinfer_choices, c_int64, *block, address, count, address, *[address] * 4
+        )
+        self.grow_trees = _function(
+            *(library.specinfer_grow_trees, c_int32, POINTER(GuesserArgs), *block[:4], address, address),
+            *(count, POINTER(GrownArgs)),
         )
         guesses = (c_char_p, count, count, c_double, flag)
         self.estimate = _function(library.specinfer_estimate, c_int32, *guesses, address, count, address)

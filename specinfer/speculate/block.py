@@ -23,9 +23,9 @@ from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.features import TextFeatures
 from specinfer.runtime.head_runner import HeadRows
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
-from specinfer.speculate.growth import Growth, Shape, trees_first
+from specinfer.speculate.growth import Growth, Guessed, Shape, trees_first
 from specinfer.speculate.head_texts import HeadText, HeadTexts
-from specinfer.speculate.one_pass import Guessed, OnePassTrees
+from specinfer.speculate.one_pass import OnePassTrees
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
@@ -112,7 +112,7 @@ class BlockDraft:
             blocks.append(rows)
             if (last_D := self._seen[i].last_D) is not None:
                 last.append(last_D)
-            guessed.append(Guessed(self._growths[i], levels, count - skipped))
+            guessed.append(self._trees.guessed(self._growths[i], levels, count - skipped))
             chosen.extend(range(row + skipped, row + count))
             row, levels = row + count, levels + count - skipped
         if blocks:
@@ -125,7 +125,7 @@ class BlockDraft:
 
     def tree(self, entry: int) -> TokenTree:
         """The tree of the plan's entry of that number."""
-        return self._growths[entry].builder.build()
+        return self._growths[entry].tree()
 
     def hear(self, texts: Sequence[TextFeatures]) -> None:
         """Keep the target's hidden states of these texts until they are read."""

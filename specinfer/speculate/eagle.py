@@ -126,7 +126,7 @@ class EagleDraft:
 
     def tree(self, entry: int) -> TokenTree:
         """The tree of the plan's entry of that number, as it has grown so far."""
-        return self._grown[entry].growth.builder.build()
+        return self._grown[entry].growth.tree()
 
     def hear(self, texts: Sequence[TextFeatures]) -> None:
         """Keep the target's hidden states of these texts until they are read."""

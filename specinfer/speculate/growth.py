@@ -10,7 +10,7 @@ from typing import NamedTuple
 from specinfer.config import draw_rule
 from specinfer.plan import PlanEntry
 from specinfer.speculate.draws import Site
-from specinfer.tree import DrawRule, TreeBuilder
+from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.verify.noise import draft_stream, uniform
 
@@ -38,6 +38,7 @@ class Growth:
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes of the last depth
     depth: int = 0  # of the frontier
     in_cache: int = 0  # nodes 0..in_cache-1 have been run
+    grown: TokenTree | None = None  # all of it, where it was not built node by node
 
     @classmethod
     def of(cls, entry: PlanEntry, name: str, limit: int) -> Growth:
@@ -45,6 +46,10 @@ class Growth:
         builder = TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes)
         levels = limit if entry.max_nodes > 1 else 0
         return cls(entry, builder, draft_stream(name, entry.end - 1), levels)
+
+    def tree(self) -> TokenTree:
+        """The tree as it has grown so far."""
+        return self.builder.build() if self.grown is None else self.grown
 
     def uniform(self) -> float:
         """The next number in [0, 1) of this tree's own stream."""
@@ -81,6 +86,16 @@ class Growth:
             )
             for node in self.frontier
         ]
+
+
+@dataclass(slots=True)
+class Guessed:
+    """One request's levels where one pass guesses all: rows first..first+levels-1 of those that guess."""
+
+    growth: Growth
+    first: int
+    levels: int
+    site: Site  # the root, where the first level is drawn
 
 
 def trees_first(growths: Sequence[Growth], which: Sequence[int]) -> list[int]:

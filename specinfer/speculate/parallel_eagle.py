@@ -18,8 +18,8 @@ from specinfer.request import Request
 from specinfer.runtime.head_runner import EagleRunner, HeadRows
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.eagle import EagleDraft
-from specinfer.speculate.growth import Growth, Shape, trees_first
-from specinfer.speculate.one_pass import Guessed, OnePassTrees
+from specinfer.speculate.growth import Growth, Guessed, Shape, trees_first
+from specinfer.speculate.one_pass import OnePassTrees
 from specinfer.tree import DrawRule
 from specinfer.tree.expansion import Expansion
 
@@ -65,7 +65,7 @@ class ParallelEagleDraft(EagleDraft):
                 levels = growth.limit
                 rows = self._with_masks(rows, levels - 1)
                 feature_TD = torch.cat((feature_TD, self._model.masked(levels - 1)))
-                guessed.append(Guessed(growth, first, levels))
+                guessed.append(self._trees.guessed(growth, first, levels))
                 first += levels
             parts.append(rows)
             features.append(feature_TD)

@@ -1,5 +1,6 @@
 // What the library offers; kernels/library.py declares the same. Shapes are checked there.
 
+#include "best_first.h"
 #include "estimates.h"
 #include "layers.h"
 #include "layout.h"
@@ -120,6 +121,13 @@ int64_t specinfer_choices(int32_t type, const void* logits, int64_t block_rows, 
   const Claim claim;
   const LogitBlock block{logits, block_rows, size, stride, static_cast<Type>(type)};
   return choices(block, {rows, count}, asks, {changed, terms, ends}, ids);
+}
+
+int32_t specinfer_grow_trees(const Guesser* guesser, int32_t type, const void* logits, int64_t rows, int64_t size,
+                             const void* read, const TreeAsk* asks, int64_t count, const GrownTrees* to) {
+  const Claim claim;
+  const LogitBlock block{logits, rows, size, size, static_cast<Type>(type)};
+  return grow_trees(*guesser, block, read, asks, count, *to) ? 1 : 0;
 }
 
 int32_t specinfer_estimate(const void* draws, int64_t count, int64_t evidence, double temperature, int32_t logistics,
