@@ -16,6 +16,7 @@ from specinfer.attention.backend import Attend
 from specinfer.attention.native import NativeAttend
 from specinfer.attention.sdpa import rotated
 from specinfer.heads.config import BlockConfig
+from specinfer.kernels.block_head import BlockHeadParts, NativeBlockHead
 from specinfer.kernels.layers import NativeLayers
 from specinfer.models.config import Activation
 from specinfer.models.decoder import DecoderLayer
@@ -58,6 +59,17 @@ class BlockModel:
             )
         self._norm = RMSNorm(weights.tensor("norm.weight"), eps, ops)
         self._frequencies = rope_frequencies(body.rope, body.head_dim).to(self.device)
+        parts = BlockHeadParts(
+            fc=self._fc,
+            hidden_norm_D=self._hidden_norm.weight_D,
+            context=self._context,
+            entry=self._entry if head.reads_last else None,
+            entry_norm_D=self._entry_norm.weight_D if head.reads_last else None,
+            layers=[layer.parts() for layer in self._layers],
+            norm_D=self._norm.weight_D,
+            output=self._head,
+        )
+        self._native = NativeBlockHead.of(parts, self._at_once, ops)
         self.markov_VM: Tensor | None = None  # W1: a row for each token before
         self.markov_UM: Tensor | None = None  # W2: a row for each token it can name
         if head.markov_rank:
@@ -68,6 +80,14 @@ class BlockModel:
         if head.confidence:
             self.confidence_1W = weights.tensor("confidence_head.proj.weight").float()
             self.confidence_bias = float(weights.tensor("confidence_head.proj.bias"))
+
+    def native(self, positions: int) -> NativeBlockHead | None:
+        """The same in native calls, if it can be, with rotations of so many positions at the least."""
+        native = self._native
+        if native is not None and native.positions < positions:
+            rope = rotation(torch.arange(1 << (max(positions, 512) - 1).bit_length()), self._frequencies)
+            native.rotate(rope.cos, rope.sin)
+        return native
 
     def fused(self, taps_TND: Tensor) -> Tensor:
         """What the head makes of the target's hidden states, [T, D]."""

@@ -98,6 +98,35 @@ class TapsArgs(ctypes.Structure):
     _fields_ = (("layers", c_void_p), ("count", c_int64), ("out", c_void_p))
 
 
+class BlockHeadArgs(ctypes.Structure):
+    """A head that guesses a block in one pass, as cpu/block_head.h has it."""
+
+    _fields_ = (
+        ("type", c_int32),
+        ("gelu", c_int32),
+        ("eps", c_float),
+        ("unused", c_int32),
+        ("fc", ProductArgs),
+        ("context", ProductArgs),
+        ("entry", ProductArgs),
+        ("output", ProductArgs),
+        ("hidden_norm", c_void_p),
+        ("entry_norm", c_void_p),
+        ("norm", c_void_p),
+        ("layers", POINTER(LayerArgs)),
+        ("num_layers", c_int64),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("positions", c_int64),
+    )
+
+
+class CachesArgs(ctypes.Structure):
+    """Caches of all layers, as cpu/block_head.h has them."""
+
+    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("slots", c_int64))
+
+
 class GuesserArgs(ctypes.Structure):
     """What becomes of a head's logits, as cpu/best_first.h has it."""
 
@@ -212,6 +241,14 @@ class Library:
         )
         self.choices = _function(
             library.specinfer_choices, c_int64, *block, address, count, address, *[address] * 4
+        )
+        block_head, caches = POINTER(BlockHeadArgs), POINTER(CachesArgs)
+        self.read_texts = _function(
+            library.specinfer_read_texts, c_int32, block_head, *[address] * 3, count, caches, address
+        )
+        self.guess_blocks = _function(
+            *(library.specinfer_guess_blocks, c_int32, block_head, paths, *[address] * 4, count),
+            *(caches, address, address),
         )
         self.grow_trees = _function(
             *(library.specinfer_grow_trees, c_int32, POINTER(GuesserArgs), *block[:4], address, address),

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from specinfer.attention.native import NativeAttend, NativeCache
 from specinfer.errors import ensure
 from specinfer.heads.block_model import BlockModel
 from specinfer.heads.eagle_model import EagleModel
 from specinfer.runtime.batch import ModelBatch, Rows, build_batch, slots_of
+from specinfer.runtime.features import TappedRows, together
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.runtime.runner import probe_rows
@@ -73,6 +76,11 @@ class EagleRunner:
         """The features of a text's rows, [T, D], of the target's hidden states."""
         return self.model.fused(taps_TND)
 
+    @torch.inference_mode()
+    def logits(self, read_RD: Tensor) -> Tensor:
+        """The logits of rows that the output layer reads, [R, U]."""
+        return self.model.logits(read_RD)
+
     def launch(self, parts: Sequence[HeadRows], feature_TD: Tensor) -> tuple[Flight, Tensor]:
         """Write K and V of the rows; the flight of those that want logits, and what rows below each are fed.
 
@@ -121,29 +129,39 @@ class BlockRunner:
         return self._cached.cache
 
     @torch.inference_mode()
-    def read(self, parts: Sequence[HeadRows], taps_TND: Tensor) -> Tensor:
+    def read(self, parts: Sequence[HeadRows], states: Sequence[TappedRows]) -> Tensor:
         """Write K and V of texts' rows, made of the target's hidden states; their tokens do not matter.
 
-        Returns what was made of these, [T, D], before it was keys and values.
+        `states` are those of all rows, in order. Returns what was made of these, [T, D], before it was keys
+        and values.
         """
-        positions = np.concatenate([_places(part) + part.shift for part in parts])
+        places = [_places(part) for part in parts]
+        positions = np.concatenate([at + part.shift for at, part in zip(places, parts, strict=True)])
         slots = np.concatenate(
-            [slots_of(part.rows.block_table, _places(part).tolist(), self.block_size) for part in parts]
+            [_slots(part, at, self.block_size) for at, part in zip(places, parts, strict=True)]
         )
+        cache = self._cached.attention
+        native = self.model.native(int(positions.max()) + 1)
+        if native is not None and isinstance(cache, NativeCache):
+            taps = [address for part in states for address in part.addresses()]
+            return native.read(taps, positions, slots, cache)
         device = self.model.device
-        fused_TD = self.model.fused(taps_TND)
+        fused_TD = self.model.fused(together(states).copied())
         keys, values = self.model.context(fused_TD, torch.from_numpy(positions).to(device))
-        where = torch.from_numpy(slots.astype(np.int64)).to(device)
+        where = torch.from_numpy(slots).to(device)
         for layer, (k_TKH, v_TKH) in enumerate(zip(keys, values, strict=True)):
             self.cache.keys[layer][where] = k_TKH
             self.cache.values[layer][where] = v_TKH
         return fused_TD
 
     @torch.inference_mode()
-    def launch(self, parts: Sequence[HeadRows], last_PD: Tensor | None = None) -> Tensor:
-        """What the output layer reads of every row of these blocks, [T, D]; writes their K and V.
+    def guess(
+        self, parts: Sequence[HeadRows], last: Sequence[Tensor], chosen: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """One pass over these blocks; writes their K and V.
 
-        `last_PD` is what `read` returned of the token before each block, for heads that read it.
+        `last` is what `read` returned of the token before each block, [D] each, for heads that read it.
+        Returns of the chosen rows what the output layer reads, [R, D], and what it makes of it, [R, U].
         """
         model = self.model
         batch = self._cached.batch(parts, model.device)
@@ -152,21 +170,37 @@ class BlockRunner:
             batch.paths.shared_T[:] = np.repeat(requests[:, 3], requests[:, 1] - requests[:, 0])
         attend = self._cached.attention.bind(batch.paths)
         positions_T = _positions(batch, parts)
-        return model.run(self._begun(batch.token_ids_T, positions_T, parts, last_PD), positions_T, attend)
+        furthest = max(part.rows.start + len(part.rows.token_ids) + part.shift for part in parts)
+        native = model.native(furthest)
+        if native is not None and isinstance(attend, NativeAttend):
+            begin = self._anchors(batch.token_ids_T, positions_T, parts)
+            return native.guess(begin, last, positions_T.numpy(), np.array(chosen, dtype=np.int64), attend)
+        begun_TD = self._begun(batch.token_ids_T, positions_T, parts, last)
+        read_TD = model.run(begun_TD, positions_T, attend)
+        read_RD = read_TD.index_select(0, torch.tensor(chosen, device=model.device))
+        return read_RD, model.logits(read_RD)
+
+    def _anchors(self, token_ids_T: Tensor, positions_T: Tensor, parts: Sequence[HeadRows]) -> Tensor:
+        """The embeddings that blocks begin with: of anchors, [B, D], where the head reads the last states."""
+        if self.model.head.reads_last:
+            if len(parts) == 1:
+                token_ids_T, positions_T = token_ids_T[:1], positions_T[:1]
+            else:
+                firsts = np.cumsum([0, *(len(part.rows.token_ids) for part in parts[:-1])])
+                firsts_B = torch.from_numpy(firsts).to(self.model.device)
+                token_ids_T, positions_T = token_ids_T[firsts_B], positions_T[firsts_B]
+        return self.model.embedded(token_ids_T, positions_T)
 
     def _begun(
-        self, token_ids_T: Tensor, positions_T: Tensor, parts: Sequence[HeadRows], last_PD: Tensor | None
+        self, token_ids_T: Tensor, positions_T: Tensor, parts: Sequence[HeadRows], last: Sequence[Tensor]
     ) -> Tensor:
         """What the rows begin with, [T, D]."""
-        model = self.model
-        if not model.head.reads_last:
-            return model.embedded(token_ids_T, positions_T)
-        assert last_PD is not None
+        embedded = self._anchors(token_ids_T, positions_T, parts)
+        if not self.model.head.reads_last:
+            return embedded
+        entered_BRD = self.model.entered(torch.stack([*last]), embedded)
         counts = [len(part.rows.token_ids) for part in parts]
-        firsts_P = torch.from_numpy(np.cumsum([0, *counts[:-1]])).to(model.device)
-        anchors_PD = model.embedded(token_ids_T[firsts_P], positions_T[firsts_P])
-        entered_PRD = model.entered(last_PD, anchors_PD)
-        return torch.cat([rows_RD[:count] for rows_RD, count in zip(entered_PRD, counts, strict=True)])
+        return torch.cat([rows_RD[:count] for rows_RD, count in zip(entered_BRD, counts, strict=True)])
 
     def probe(self, rows: int, *, every_row: bool) -> None:
         """A step's pass, to be timed, in which so many tokens are read, two of each text.
@@ -180,16 +214,17 @@ class BlockRunner:
         taps = torch.zeros(2 * texts, len(head.taps), head.target_hidden_size, dtype=self.model.dtype)
         # All in the same slots, as a small cache has no others: it takes as long.
         read = HeadRows(probe_rows(2, self.block_size), 0)
-        last_PD = self.read([read] * texts, taps.to(device))[::2]
+        last_PD = self.read([read] * texts, [TappedRows(taps.to(device), range(2 * texts))])[::2]
         block = HeadRows(probe_rows(head.block_size, self.block_size), 0)
-        Flight(
-            self.launch([block] * texts, last_PD),
-            self.model.logits,
-            len(self.model.ids),
-            self.model.kernels.scan,
-        ).row(0)
+        _, logits_RU = self.guess([block] * texts, last_PD.unbind(0), range(texts * head.block_size))
+        logits_RU[0].cpu()
 
 
-def _places(part: HeadRows) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _slots(part: HeadRows, places: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
+    """The cache slots of these places of the part's table."""
+    return np.array(slots_of(part.rows.block_table, places.tolist(), block_size), dtype=np.int64)
+
+
+def _places(part: HeadRows) -> NDArray[np.int64]:
     """The cache positions of the rows, counted as the table is."""
     return np.arange(part.rows.start, part.rows.start + len(part.rows.token_ids))

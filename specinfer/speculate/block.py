@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from specinfer.heads.block_model import BlockModel
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.features import TextFeatures
+from specinfer.runtime.features import TappedRows, TextFeatures
 from specinfer.runtime.head_runner import HeadRows
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.growth import Growth, Guessed, Shape, trees_first
@@ -44,12 +43,14 @@ class BlockHeadRunner(Protocol):
         """The head."""
         ...
 
-    def read(self, parts: Sequence[HeadRows], taps_TND: Tensor) -> Tensor:
+    def read(self, parts: Sequence[HeadRows], states: Sequence[TappedRows]) -> Tensor:
         """Write K and V of texts' rows; what was made of their hidden states, [T, D]."""
         ...
 
-    def launch(self, parts: Sequence[HeadRows], last_PD: Tensor | None = None) -> Tensor:
-        """What the output layer reads of every row of these blocks, behind these last rows: [T, D]."""
+    def guess(
+        self, parts: Sequence[HeadRows], last: Sequence[Tensor], chosen: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Of chosen rows of these blocks, behind these last rows, what the output layer reads, and logits."""
         ...
 
 
@@ -116,11 +117,7 @@ class BlockDraft:
             chosen.extend(range(row + skipped, row + count))
             row, levels = row + count, levels + count - skipped
         if blocks:
-            last_PD = torch.stack(last) if self._model.head.reads_last else None
-            read_TD = self._runner.launch(blocks, last_PD).index_select(
-                0, torch.tensor(chosen, device=self._model.device)
-            )
-            self._trees.grow(guessed, read_TD)
+            self._trees.grow(guessed, *self._runner.guess(blocks, last, chosen))
         return []
 
     def tree(self, entry: int) -> TokenTree:
@@ -141,7 +138,7 @@ class BlockDraft:
     def _read(self, order: Sequence[int]) -> None:
         """Write K and V of what waits of these entries' texts, as far as the step has rows."""
         parts: list[HeadRows] = []
-        taps: list[Tensor] = []
+        states: list[TappedRows] = []
         read: list[HeadText] = []
         left = self._max_rows
         for i in order:
@@ -153,18 +150,18 @@ class BlockDraft:
             self._texts.claim(text, entry)
             place, table = text.cached - text.origin, self._table(text, entry)
             parts.append(HeadRows(chain_rows([0] * count, place, table, logits=False), text.origin))
-            taps.append(text.unread.take(count))
+            states.extend(text.unread.take(count))
             text.cached += count
             read.append(text)
         if not parts:
             return
-        made_TD = self._runner.read(parts, torch.cat(taps))
+        made_TD = self._runner.read(parts, states)
         if not self._model.head.reads_last:
             return
         end = 0
         for part, text in zip(parts, read, strict=True):
             end += len(part.rows.token_ids)
-            text.last_D = made_TD[end - 1].clone()
+            text.last_D = made_TD[end - 1]
 
     def _block(self, i: int, skipped: int) -> HeadRows | None:
         """The rows of an entry's block; None where it has no tree, or its text is not read to the end."""

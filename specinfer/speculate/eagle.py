@@ -153,7 +153,7 @@ class EagleDraft:
         if count <= 0:
             return None
         self._texts.claim(text, entry)
-        feature_TD = self._runner.fused(text.unread.take(count))
+        feature_TD = self._runner.fused(torch.cat([part.copied() for part in text.unread.take(count)]))
         text.cached = end = start + count
         draws = end == entry.end - 1 and growth.limit > 0
         growth.in_cache = int(draws)

@@ -65,9 +65,8 @@ class OnePassTrees:
         return Guessed(growth, first, growth.limit, root)
 
     @torch.inference_mode()
-    def grow(self, guessed: Sequence[Guessed], read_TD: Tensor) -> None:
-        """Grow all trees, each to its end, from what the output layer reads of their levels."""
-        logits_TU = self._head.logits(read_TD)
+    def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor) -> None:
+        """Grow all trees, each to its end, from what the output layer reads of levels, and its logits."""
         by_level: list[Guessed] = []
         best_first: list[Guessed] = []
         for one in guessed:

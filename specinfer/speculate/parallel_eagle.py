@@ -41,7 +41,7 @@ class ParallelEagleDraft(EagleDraft):
         """As EagleDraft; the head has a mask token."""
         super().__init__(name, runner, expansion, rule, taps=taps, max_rows=max_rows, vocabulary=vocabulary)
         self._model = runner.model
-        self._run = runner.run
+        self._run, self._logits = runner.run, runner.logits
         self._trees = OnePassTrees(name, runner.model, Shape(expansion, rule), vocabulary)
 
     def most_nodes(self, request: Request) -> int:
@@ -72,7 +72,7 @@ class ParallelEagleDraft(EagleDraft):
         if parts:
             read_RD, _ = self._run(parts, torch.cat(features))
             if guessed:
-                self._trees.grow(guessed, read_RD)
+                self._trees.grow(guessed, read_RD, self._logits(read_RD))
         return []
 
     def _with_masks(self, rows: HeadRows, count: int) -> HeadRows:

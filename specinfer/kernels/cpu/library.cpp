@@ -1,6 +1,7 @@
 // What the library offers; kernels/library.py declares the same. Shapes are checked there.
 
 #include "best_first.h"
+#include "block_head.h"
 #include "estimates.h"
 #include "layers.h"
 #include "layout.h"
@@ -121,6 +122,19 @@ int64_t specinfer_choices(int32_t type, const void* logits, int64_t block_rows, 
   const Claim claim;
   const LogitBlock block{logits, block_rows, size, stride, static_cast<Type>(type)};
   return choices(block, {rows, count}, asks, {changed, terms, ends}, ids);
+}
+
+int32_t specinfer_read_texts(const BlockHead* head, const void* const* taps, const int64_t* positions,
+                             const int64_t* slots, int64_t rows, const Caches* caches, void* fused) {
+  const Claim claim;
+  return read_texts(*head, taps, positions, slots, rows, *caches, fused) ? 1 : 0;
+}
+
+int32_t specinfer_guess_blocks(const BlockHead* head, const Paths* paths, const int64_t* positions, void* begin,
+                               const void* const* last, const int64_t* chosen, int64_t count, const Caches* caches,
+                               void* read, void* logits) {
+  const Claim claim;
+  return guess_blocks(*head, *paths, positions, begin, last, chosen, count, *caches, read, logits) ? 1 : 0;
 }
 
 int32_t specinfer_grow_trees(const Guesser* guesser, int32_t type, const void* logits, int64_t rows, int64_t size,
