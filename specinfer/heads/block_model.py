@@ -19,7 +19,7 @@ from specinfer.heads.config import BlockConfig
 from specinfer.kernels.block_head import BlockHeadParts, NativeBlockHead
 from specinfer.kernels.layers import NativeLayers
 from specinfer.models.config import Activation
-from specinfer.models.decoder import DecoderLayer
+from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.language_model import LanguageModel, Weights
 from specinfer.models.layers import RMSNorm
 from specinfer.models.rope import rope_frequencies, rotation
@@ -59,17 +59,11 @@ class BlockModel:
             )
         self._norm = RMSNorm(weights.tensor("norm.weight"), eps, ops)
         self._frequencies = rope_frequencies(body.rope, body.head_dim).to(self.device)
-        parts = BlockHeadParts(
-            fc=self._fc,
-            hidden_norm_D=self._hidden_norm.weight_D,
-            context=self._context,
-            entry=self._entry if head.reads_last else None,
-            entry_norm_D=self._entry_norm.weight_D if head.reads_last else None,
-            layers=[layer.parts() for layer in self._layers],
-            norm_D=self._norm.weight_D,
-            output=self._head,
-        )
-        self._native = NativeBlockHead.of(parts, self._at_once, ops)
+        self._native: NativeBlockHead | None = None
+        if self._embedding_VD is not None:
+            self._native = NativeBlockHead.of(self._parts(self._embedding_VD, 1.0), self._at_once, ops)
+        elif isinstance(target, Decoder):
+            self._native = NativeBlockHead.of(self._parts(*target.embedding), self._at_once, ops)
         self.markov_VM: Tensor | None = None  # W1: a row for each token before
         self.markov_UM: Tensor | None = None  # W2: a row for each token it can name
         if head.markov_rank:
@@ -88,6 +82,25 @@ class BlockModel:
             rope = rotation(torch.arange(1 << (max(positions, 512) - 1).bit_length()), self._frequencies)
             native.rotate(rope.cos, rope.sin)
         return native
+
+    def _parts(self, embedding_VD: Tensor, scale: float) -> BlockHeadParts:
+        """What native calls compute with."""
+        head = self.head
+        return BlockHeadParts(
+            fc=self._fc,
+            hidden_norm_D=self._hidden_norm.weight_D,
+            context=self._context,
+            entry=self._entry if head.reads_last else None,
+            entry_norm_D=self._entry_norm.weight_D if head.reads_last else None,
+            layers=[layer.parts() for layer in self._layers],
+            norm_D=self._norm.weight_D,
+            output=self._head,
+            embedding_VD=embedding_VD,
+            embedding_scale=scale,
+            mask_token_id=head.mask_token_id,
+            causal=head.causal,
+            skipped=head.skipped,
+        )
 
     def fused(self, taps_TND: Tensor) -> Tensor:
         """What the head makes of the target's hidden states, [T, D]."""

@@ -1,4 +1,4 @@
-"""A block head's share of a step in two native calls: reading texts, and its pass (cpu/block_head.cpp).
+"""A block head's share of a step in one native call: what it reads, and its pass (cpu/block_head.cpp).
 
 A head has a layer or two, so what lies between its products is most of what it would take op by op: reading
 two tokens and guessing five took 1.3 ms for 0.4 ms of weights. heads/block_model.py has the same op by op.
@@ -7,18 +7,17 @@ two tokens and guessing five took 1.3 ms for 0.4 ms of weights. heads/block_mode
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.attention.native import NativeAttend, NativeCache
+from specinfer.attention.native import NativeCache, unsupported
 from specinfer.kernels.layers import LayerParts, NativeLayers
-from specinfer.kernels.library import TYPES, BlockHeadArgs, CachesArgs, ProductArgs
+from specinfer.kernels.library import TYPES, BlockHeadArgs, BlockStepArgs, CachesArgs, ProductArgs
 from specinfer.kernels.ops import NativeOps, Ops
-from specinfer.kernels.product import FLOATS, NativeProduct, Product, check_rows
+from specinfer.kernels.product import FLOATS, NativeProduct, Product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +32,27 @@ class BlockHeadParts:
     layers: Sequence[LayerParts]
     norm_D: Tensor
     output: Product
+    embedding_VD: Tensor
+    embedding_scale: float
+    mask_token_id: int
+    causal: bool
+    skipped: int  # rows of a block, from its first on, that guess nothing
 
 
 class NativeBlockHead:
     """A block head whose every part is native, over caches of the same library."""
 
-    __slots__ = ("_args", "_kept", "_layers", "_library", "_named", "_size", "_type")
+    __slots__ = (
+        *("_args", "_cache_args", "_kept", "_layers", "_library", "_named", "_of", "_size", "_type"),
+    )
 
     def __init__(self, parts: BlockHeadParts, layers: NativeLayers, ops: NativeOps) -> None:
         """All products are native, and `layers` are those of the parts."""
         fc, context, output = (_args(product) for product in (parts.fc, parts.context, parts.output))
         self._library = ops.library
         self._layers = layers
+        self._of: NativeCache | None = None  # that `_cache_args` are of
+        self._cache_args = CachesArgs()
         self._kept: list[object] = [parts]  # whose memory the arguments point to
         self._type = parts.norm_D.dtype
         self._size, self._named = fc.channels, output.channels
@@ -59,6 +67,12 @@ class NativeBlockHead:
             norm=parts.norm_D.data_ptr(),
             layers=layers.args,
             num_layers=len(layers.args),
+            scale=parts.embedding_scale,
+            causal=parts.causal,
+            skipped=parts.skipped,
+            embedding=parts.embedding_VD.data_ptr(),
+            tokens=len(parts.embedding_VD),
+            mask=parts.mask_token_id,
         )
         if parts.entry is not None and parts.entry_norm_D is not None:
             self._args.entry, self._args.entry_norm = _args(parts.entry), parts.entry_norm_D.data_ptr()
@@ -67,7 +81,9 @@ class NativeBlockHead:
     def of(cls, parts: BlockHeadParts, layers: NativeLayers | None, ops: Ops) -> NativeBlockHead | None:
         """The head, or None where it has a part that is not native."""
         products = [parts.fc, parts.context, parts.output, *([] if parts.entry is None else [parts.entry])]
-        if layers is None or not isinstance(ops, NativeOps):
+        table_VD = parts.embedding_VD
+        looked_up = table_VD.is_contiguous() and table_VD.dtype is parts.norm_D.dtype
+        if layers is None or not isinstance(ops, NativeOps) or not looked_up:
             return None
         return cls(parts, layers, ops) if all(isinstance(p, NativeProduct) for p in products) else None
 
@@ -81,83 +97,66 @@ class NativeBlockHead:
         self._kept[1:] = [cos, sin]
         self._args.cos, self._args.sin, self._args.positions = cos.data_ptr(), sin.data_ptr(), len(cos)
 
-    def read(
-        self, taps: Sequence[int], positions: NDArray[np.int64], slots: NDArray[np.int64], cache: NativeCache
-    ) -> Tensor:
-        """Write K and V of a text's rows to their slots; what was made of their hidden states before, [T, D].
-
-        `taps` are addresses of each row's hidden states, [N, target's D] of the head's dtype and contiguous.
-        Raises IndexError for a position without a rotation, and for a slot that the cache lacks.
-        """
-        rows = len(taps)
-        self._check(positions, rows)
-        self._check(slots, rows)
-        fused_TD = self._kept_like(rows)
-        caches = self._caches(cache)
-        there = self._library.read_texts(
-            *(ctypes.byref(self._args), (ctypes.c_void_p * rows)(*taps), positions.ctypes.data),
-            *(slots.ctypes.data, rows, ctypes.byref(caches), fused_TD.data_ptr()),
-        )
-        if not there:
-            raise IndexError(f"positions {positions.tolist()} or slots {slots.tolist()} that are not there")
-        return fused_TD
-
-    def guess(
+    def step(
         self,
-        begin: Tensor,
-        last: Sequence[Tensor],
-        positions: NDArray[np.int64],
-        chosen: NDArray[np.int64],
-        attend: NativeAttend,
-    ) -> tuple[Tensor, Tensor]:
-        """One pass over blocks: what the output layer reads of chosen rows, [R, D], and logits, [R, U].
+        texts: Sequence[int],
+        taps: Sequence[int],
+        tables: Sequence[int],
+        guesses: int,
+        *,
+        block_size: int,
+        cache: NativeCache,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Read texts, and guess a block behind those that have one; writes K and V of all their rows.
 
-        `begin` is what each row begins with, [T, D], and used up; of a head with an entry product it is of
-        each block its anchor's embedding, [B, D], and `last` what `read` made of the token before it, [D].
+        Args:
+            texts: eight numbers of each, as cpu/block_head.h has a BlockText.
+            taps: of each row that is read, in order, the address of its hidden states, [N, target's D] of the
+                head's dtype.
+            tables: of all texts, one after another.
+            guesses: how many rows guess.
+            block_size: positions of a block of the cache.
+            cache: of the head's layers.
+
+        Returns what was made of the last row that was read of each text, [texts, D]; of all rows that guess
+        what the output layer reads, [R, D], and its logits, [R, U]. Raises IndexError where a text leads to a
+        slot, position or token that is not there.
         """
-        code, blocks = check_rows(begin, self._size), attend.paths.num_requests
-        rows = blocks if self._args.entry.weight else attend.paths.rows
-        if code != self._args.type or len(begin) != rows:
-            raise ValueError(f"blocks begin with {rows} rows of {self._type}, got {len(begin)}")
-        if self._args.entry.weight and not all(
-            row.shape == (self._size,) and row.dtype is self._type and row.is_contiguous() for row in last
-        ):
-            raise ValueError(f"the rows before {blocks} blocks must each be [{self._size}] of {self._type}")
-        if self._args.entry.weight and len(last) != blocks:
-            raise ValueError(f"{len(last)} rows before {blocks} blocks")
-        self._check(positions, attend.paths.rows)
-        self._check(chosen, len(chosen))
-        attend.check(self._type, attend.paths.rows, self._layers.heads, None)
-        read_RD = begin.new_empty(len(chosen), self._size)
-        logits_RU = begin.new_empty(len(chosen), self._named)
-        caches = self._caches(attend.cache)
-        there = self._library.guess_blocks(
-            *(ctypes.byref(self._args), ctypes.byref(attend.paths), positions.ctypes.data, begin.data_ptr()),
-            *((ctypes.c_void_p * len(last))(*(row.data_ptr() for row in last)), chosen.ctypes.data),
-            *(len(chosen), ctypes.byref(caches), read_RD.data_ptr(), logits_RU.data_ptr()),
-        )
-        if not there:
-            raise IndexError(f"positions {positions.tolist()} or rows {chosen.tolist()} that are not there")
-        return read_RD, logits_RU
-
-    def _kept_like(self, rows: int) -> Tensor:
         kept = self._kept[0]
         assert isinstance(kept, BlockHeadParts)
-        return kept.norm_D.new_empty(rows, self._size)
+        count = len(texts) // 8
+        last_ND = kept.norm_D.new_empty(count, self._size)
+        read_RD = kept.norm_D.new_empty(guesses, self._size)
+        logits_RU = kept.norm_D.new_empty(guesses, self._named)
+        numbers = array("q", texts)
+        numbers.extend(taps)
+        numbers.extend(tables)
+        at = numbers.buffer_info()[0]
+        behind = at + 8 * (len(texts) + len(taps))
+        step = BlockStepArgs(at, count, at + 8 * len(texts), behind, len(tables), block_size)
+        rows = sum(texts[4::8]), sum(max(0, rows - kept.skipped) for rows in texts[5::8])
+        if rows != (len(taps), guesses):
+            raise ValueError(f"hidden states of {len(taps)} rows and {guesses} guesses; texts name {rows}")
+        there = self._library.step_blocks(
+            *(ctypes.byref(self._args), ctypes.byref(step), ctypes.byref(self._caches(cache))),
+            *(last_ND.data_ptr(), read_RD.data_ptr(), logits_RU.data_ptr()),
+        )
+        if not there:
+            raise IndexError(f"texts {[*texts]} in blocks {[*tables]} lead to what is not there")
+        return last_ND, read_RD, logits_RU
 
     def _caches(self, cache: NativeCache) -> CachesArgs:
-        if len(cache.key_addresses) != len(self._layers.args) or cache.dtype is not self._type:
-            raise ValueError(f"caches of {len(cache.key_addresses)} layers and {cache.dtype}")
-        heads = self._layers.heads
-        if cache.shape[1:] != (heads.num_kv_heads, heads.head_dim):
-            raise ValueError(f"caches {list(cache.shape)} for {heads.num_kv_heads} heads of {heads.head_dim}")
-        keys, values = map(ctypes.addressof, (cache.key_addresses, cache.value_addresses))
-        return CachesArgs(keys, values, cache.shape[0])
-
-    @staticmethod
-    def _check(numbers: NDArray[np.int64], count: int) -> None:
-        if numbers.dtype != np.int64 or numbers.shape != (count,) or not numbers.flags.c_contiguous:
-            raise TypeError(f"{count} contiguous int64 numbers are wanted, got {numbers.shape}")
+        if self._of is not cache:
+            layers, heads = len(self._layers.args), self._layers.heads
+            found = (len(cache.key_addresses), *cache.shape[1:], cache.dtype)
+            if found != (layers, heads.num_kv_heads, heads.head_dim, self._type):
+                raise ValueError(f"caches of {found} for {layers} layers of {heads} and {self._type}")
+            reason = unsupported(heads.head_dim, heads.num_heads // heads.num_kv_heads, self._type)
+            if reason is not None:
+                raise ValueError(reason)
+            keys, values = map(ctypes.addressof, (cache.key_addresses, cache.value_addresses))
+            self._of, self._cache_args = cache, CachesArgs(keys, values, cache.shape[0])
+        return self._cache_args
 
 
 def _args(product: Product) -> ProductArgs:

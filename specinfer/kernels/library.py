@@ -105,7 +105,9 @@ class BlockHeadArgs(ctypes.Structure):
         ("type", c_int32),
         ("gelu", c_int32),
         ("eps", c_float),
-        ("unused", c_int32),
+        ("scale", c_float),
+        ("causal", c_int32),
+        ("skipped", c_int32),
         ("fc", ProductArgs),
         ("context", ProductArgs),
         ("entry", ProductArgs),
@@ -118,6 +120,22 @@ class BlockHeadArgs(ctypes.Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("positions", c_int64),
+        ("embedding", c_void_p),
+        ("tokens", c_int64),
+        ("mask", c_int64),
+    )
+
+
+class BlockStepArgs(ctypes.Structure):
+    """What a block head reads and guesses in a step, as cpu/block_head.h has it."""
+
+    _fields_ = (
+        ("texts", c_void_p),
+        ("count", c_int64),
+        ("taps", c_void_p),
+        ("tables", c_void_p),
+        ("num_blocks", c_int64),
+        ("block_size", c_int64),
     )
 
 
@@ -243,12 +261,9 @@ class Library:
             library.specinfer_choices, c_int64, *block, address, count, address, *[address] * 4
         )
         block_head, caches = POINTER(BlockHeadArgs), POINTER(CachesArgs)
-        self.read_texts = _function(
-            library.specinfer_read_texts, c_int32, block_head, *[address] * 3, count, caches, address
-        )
-        self.guess_blocks = _function(
-            *(library.specinfer_guess_blocks, c_int32, block_head, paths, *[address] * 4, count),
-            *(caches, address, address),
+        self.step_blocks = _function(
+            *(library.specinfer_step_blocks, c_int32, block_head, POINTER(BlockStepArgs), caches),
+            *[address] * 3,
         )
         self.grow_trees = _function(
             *(library.specinfer_grow_trees, c_int32, POINTER(GuesserArgs), *block[:4], address, address),

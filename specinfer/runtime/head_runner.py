@@ -6,18 +6,20 @@ begins with a later block, and its rows `shift` positions behind the text's firs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.attention.native import NativeAttend, NativeCache
+from specinfer.attention.native import NativeCache
 from specinfer.errors import ensure
 from specinfer.heads.block_model import BlockModel
 from specinfer.heads.eagle_model import EagleModel
+from specinfer.kernels.block_head import NativeBlockHead
 from specinfer.runtime.batch import ModelBatch, Rows, build_batch, slots_of
 from specinfer.runtime.features import TappedRows, together
 from specinfer.runtime.flight import Flight
@@ -31,6 +33,31 @@ class HeadRows:
 
     rows: Rows
     shift: int
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockText:
+    """One request's share of a block head's step: what it reads of the text, and a block behind that.
+
+    Cache positions count from where `table` begins, which is at position `shift` of the text.
+    """
+
+    table: Sequence[int] = field(kw_only=False)
+    shift: int = field(kw_only=False)
+    begin: int  # the first cache position that is read
+    states: Sequence[TappedRows] = ()  # the target's hidden states of what is read
+    count: int = 0  # rows of it
+    rows: int = 0  # of the block; 0: none
+    anchor: int = 0  # its first token
+    last: Tensor | None = None  # what was made of the token before the anchor, where it is not read now
+
+
+class BlockGuesses(NamedTuple):
+    """What a block head has made in a step."""
+
+    last: list[Tensor | None]  # of the last row that was read of each text, [D]; None: nothing was
+    read_RD: Tensor  # what the output layer read of all rows that guess, text by text
+    logits_RU: Tensor  # and made of it
 
 
 class _Cached:
@@ -129,78 +156,90 @@ class BlockRunner:
         return self._cached.cache
 
     @torch.inference_mode()
-    def read(self, parts: Sequence[HeadRows], states: Sequence[TappedRows]) -> Tensor:
-        """Write K and V of texts' rows, made of the target's hidden states; their tokens do not matter.
-
-        `states` are those of all rows, in order. Returns what was made of these, [T, D], before it was keys
-        and values.
-        """
-        places = [_places(part) for part in parts]
-        positions = np.concatenate([at + part.shift for at, part in zip(places, parts, strict=True)])
-        slots = np.concatenate(
-            [_slots(part, at, self.block_size) for at, part in zip(places, parts, strict=True)]
-        )
+    def step(self, texts: Sequence[BlockText]) -> BlockGuesses:
+        """Read these texts, and one pass over the blocks behind them; writes K and V of all their rows."""
         cache = self._cached.attention
-        native = self.model.native(int(positions.max()) + 1)
+        furthest = max(text.shift + text.begin + text.count + text.rows for text in texts)
+        native = self.model.native(furthest)
         if native is not None and isinstance(cache, NativeCache):
-            taps = [address for part in states for address in part.addresses()]
-            return native.read(taps, positions, slots, cache)
-        device = self.model.device
-        fused_TD = self.model.fused(together(states).copied())
-        keys, values = self.model.context(fused_TD, torch.from_numpy(positions).to(device))
-        where = torch.from_numpy(slots).to(device)
+            return self._native_step(native, cache, texts)
+        last = self._read([text for text in texts if text.count])
+        made = [next(last) if text.count else None for text in texts]
+        blocks = [text for text in texts if text.rows]
+        before = [
+            text.last if new is None else new for text, new in zip(texts, made, strict=True) if text.rows
+        ]
+        return BlockGuesses(made, *self._guess(blocks, before))
+
+    def _native_step(
+        self, native: NativeBlockHead, cache: NativeCache, texts: Sequence[BlockText]
+    ) -> BlockGuesses:
+        numbers: list[int] = []
+        taps: list[int] = []
+        tables: list[int] = []
+        guesses, skipped = 0, self.model.head.skipped
+        for text in texts:
+            last = 0 if text.last is None else text.last.data_ptr()
+            numbers += (len(tables), len(text.table), text.shift, text.begin, text.count, text.rows)
+            numbers += (text.anchor, last)
+            tables += text.table
+            for part in text.states:
+                taps += part.addresses()
+            guesses += max(0, text.rows - skipped)
+        last_ND, *guessed = native.step(
+            *(numbers, taps, tables, guesses), block_size=self.block_size, cache=cache
+        )
+        return BlockGuesses([last_ND[i] if text.count else None for i, text in enumerate(texts)], *guessed)
+
+    def _read(self, texts: Sequence[BlockText]) -> Iterator[Tensor]:
+        """Read what there is of these texts, op by op; what was made of the last row of each, [D]."""
+        if not texts:
+            return iter(())
+        device, size = self.model.device, self.block_size
+        places = [range(text.begin, text.begin + text.count) for text in texts]
+        positions = [p + text.shift for text, part in zip(texts, places, strict=True) for p in part]
+        slots = [
+            s for text, part in zip(texts, places, strict=True) for s in slots_of(text.table, part, size)
+        ]
+        fused_TD = self.model.fused(together([part for text in texts for part in text.states]).copied())
+        keys, values = self.model.context(fused_TD, torch.tensor(positions, device=device))
+        where = torch.tensor(slots, device=device)
         for layer, (k_TKH, v_TKH) in enumerate(zip(keys, values, strict=True)):
             self.cache.keys[layer][where] = k_TKH
             self.cache.values[layer][where] = v_TKH
-        return fused_TD
+        return iter([fused_TD[end - 1] for end in accumulate(text.count for text in texts)])
 
-    @torch.inference_mode()
-    def guess(
-        self, parts: Sequence[HeadRows], last: Sequence[Tensor], chosen: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """One pass over these blocks; writes their K and V.
-
-        `last` is what `read` returned of the token before each block, [D] each, for heads that read it.
-        Returns of the chosen rows what the output layer reads, [R, D], and what it makes of it, [R, U].
-        """
-        model = self.model
+    def _guess(self, texts: Sequence[BlockText], last: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """What the output layer reads of the rows of these blocks that guess, and its logits, op by op."""
+        model, head = self.model, self.model.head
+        if not texts:
+            return torch.empty(0, model.config.hidden_size), torch.empty(0, len(model.ids))
+        parts: list[HeadRows] = []
+        chosen: list[int] = []
+        row = 0
+        for text in texts:
+            ids = [text.anchor, *[head.mask_token_id] * (text.rows - 1)]
+            parts.append(HeadRows(Rows(ids, text.begin + text.count, text.table, 0), text.shift))
+            chosen += range(row + head.skipped, row + text.rows)
+            row += text.rows
         batch = self._cached.batch(parts, model.device)
-        if not model.head.causal:  # each row sees all of its block
+        if not head.causal:  # each row sees all of its block
             requests = batch.paths.requests_R4
             batch.paths.shared_T[:] = np.repeat(requests[:, 3], requests[:, 1] - requests[:, 0])
         attend = self._cached.attention.bind(batch.paths)
         positions_T = _positions(batch, parts)
-        furthest = max(part.rows.start + len(part.rows.token_ids) + part.shift for part in parts)
-        native = model.native(furthest)
-        if native is not None and isinstance(attend, NativeAttend):
-            begin = self._anchors(batch.token_ids_T, positions_T, parts)
-            return native.guess(begin, last, positions_T.numpy(), np.array(chosen, dtype=np.int64), attend)
-        begun_TD = self._begun(batch.token_ids_T, positions_T, parts, last)
+        if head.reads_last:
+            counts = [text.rows for text in texts]
+            firsts_B = torch.tensor([0, *accumulate(counts[:-1])], device=model.device)
+            anchors_BD = model.embedded(batch.token_ids_T[firsts_B], positions_T[firsts_B])
+            entered_BRD = model.entered(torch.stack([one for one in last if one is not None]), anchors_BD)
+            rows = [rows_RD[:count] for rows_RD, count in zip(entered_BRD, counts, strict=True)]
+            begun_TD = torch.cat(rows)
+        else:
+            begun_TD = model.embedded(batch.token_ids_T, positions_T)
         read_TD = model.run(begun_TD, positions_T, attend)
         read_RD = read_TD.index_select(0, torch.tensor(chosen, device=model.device))
         return read_RD, model.logits(read_RD)
-
-    def _anchors(self, token_ids_T: Tensor, positions_T: Tensor, parts: Sequence[HeadRows]) -> Tensor:
-        """The embeddings that blocks begin with: of anchors, [B, D], where the head reads the last states."""
-        if self.model.head.reads_last:
-            if len(parts) == 1:
-                token_ids_T, positions_T = token_ids_T[:1], positions_T[:1]
-            else:
-                firsts = np.cumsum([0, *(len(part.rows.token_ids) for part in parts[:-1])])
-                firsts_B = torch.from_numpy(firsts).to(self.model.device)
-                token_ids_T, positions_T = token_ids_T[firsts_B], positions_T[firsts_B]
-        return self.model.embedded(token_ids_T, positions_T)
-
-    def _begun(
-        self, token_ids_T: Tensor, positions_T: Tensor, parts: Sequence[HeadRows], last: Sequence[Tensor]
-    ) -> Tensor:
-        """What the rows begin with, [T, D]."""
-        embedded = self._anchors(token_ids_T, positions_T, parts)
-        if not self.model.head.reads_last:
-            return embedded
-        entered_BRD = self.model.entered(torch.stack([*last]), embedded)
-        counts = [len(part.rows.token_ids) for part in parts]
-        return torch.cat([rows_RD[:count] for rows_RD, count in zip(entered_BRD, counts, strict=True)])
 
     def probe(self, rows: int, *, every_row: bool) -> None:
         """A step's pass, to be timed, in which so many tokens are read, two of each text.
@@ -211,20 +250,9 @@ class BlockRunner:
         ensure(every_row, "a head's rows are all asked for their logits")
         head, device = self.model.head, self.model.device
         texts = -(-rows // 2)
-        taps = torch.zeros(2 * texts, len(head.taps), head.target_hidden_size, dtype=self.model.dtype)
+        taps = torch.zeros(2, len(head.taps), head.target_hidden_size, dtype=self.model.dtype)
+        states = [TappedRows(taps.to(device), range(2))]
         # All in the same slots, as a small cache has no others: it takes as long.
-        read = HeadRows(probe_rows(2, self.block_size), 0)
-        last_PD = self.read([read] * texts, [TappedRows(taps.to(device), range(2 * texts))])[::2]
-        block = HeadRows(probe_rows(head.block_size, self.block_size), 0)
-        _, logits_RU = self.guess([block] * texts, last_PD.unbind(0), range(texts * head.block_size))
-        logits_RU[0].cpu()
-
-
-def _slots(part: HeadRows, places: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
-    """The cache slots of these places of the part's table."""
-    return np.array(slots_of(part.rows.block_table, places.tolist(), block_size), dtype=np.int64)
-
-
-def _places(part: HeadRows) -> NDArray[np.int64]:
-    """The cache positions of the rows, counted as the table is."""
-    return np.arange(part.rows.start, part.rows.start + len(part.rows.token_ids))
+        table = range(-(-(2 + head.block_size) // self.block_size))
+        text = BlockText(table, 0, begin=0, states=states, count=2, rows=head.block_size, anchor=0)
+        self.step([text] * texts).logits_RU[0].cpu()

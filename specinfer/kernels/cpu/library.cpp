@@ -124,17 +124,10 @@ int64_t specinfer_choices(int32_t type, const void* logits, int64_t block_rows, 
   return choices(block, {rows, count}, asks, {changed, terms, ends}, ids);
 }
 
-int32_t specinfer_read_texts(const BlockHead* head, const void* const* taps, const int64_t* positions,
-                             const int64_t* slots, int64_t rows, const Caches* caches, void* fused) {
+int32_t specinfer_step_blocks(const BlockHead* head, const BlockStep* step, const Caches* caches, void* last,
+                              void* read, void* logits) {
   const Claim claim;
-  return read_texts(*head, taps, positions, slots, rows, *caches, fused) ? 1 : 0;
-}
-
-int32_t specinfer_guess_blocks(const BlockHead* head, const Paths* paths, const int64_t* positions, void* begin,
-                               const void* const* last, const int64_t* chosen, int64_t count, const Caches* caches,
-                               void* read, void* logits) {
-  const Claim claim;
-  return guess_blocks(*head, *paths, positions, begin, last, chosen, count, *caches, read, logits) ? 1 : 0;
+  return step_blocks(*head, *step, *caches, last, read, logits) ? 1 : 0;
 }
 
 int32_t specinfer_grow_trees(const Guesser* guesser, int32_t type, const void* logits, int64_t rows, int64_t size,

@@ -58,7 +58,7 @@ void specinfer_most_likely() {} void specinfer_mass() {}
 void specinfer_racers() {}
 void specinfer_likeliest() {}
 void specinfer_choices() {} void specinfer_grow_trees() {}
-void specinfer_read_texts() {} void specinfer_guess_blocks() {}
+void specinfer_step_blocks() {}
 void specinfer_estimate() {} void specinfer_learn() {}
 void specinfer_stream() {}
 void specinfer_profile() {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,9 +14,8 @@ from specinfer.heads.checkpoint import HeadFolder
 from specinfer.heads.load import load_head
 from specinfer.kernels.choice import TORCH, Kernels, choose_kernels, guessing
 from specinfer.models.weights import load_model, open_model
-from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.features import TappedRows
-from specinfer.runtime.head_runner import BlockRunner, HeadRows
+from specinfer.runtime.head_runner import BlockRunner, BlockText
 from tests.heads import SIZE, block_config, tiny_body, tiny_head, write_tiny_head
 from tests.tiny_models import write_tiny_llama
 
@@ -32,7 +30,7 @@ NEAR: dict[torch.dtype, dict[str, float]] = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-4},
     torch.bfloat16: {"rtol": 0.1, "atol": 0.1},
 }
-TEXTS = ((9, [3, 1, 0, 4], 0), (5, [2, 5, 6], 4))  # tokens, blocks of a table, where it begins in the text
+TEXTS = (([3, 1, 0, 4], 0), ([2, 5, 6, 7], 4))  # tables, and where in the text they begin
 BLOCK = 4
 
 
@@ -52,31 +50,32 @@ def runner(folder: Path, name: str, dtype: torch.dtype, kernels: Kernels) -> Blo
     written = write_tiny_head(tiny_head(block_config(**HEADS[name]), seed=6), folder / "head")
     head = load_head(HeadFolder(written, target.config), target, model, kernels=kernels)
     assert isinstance(head, BlockModel)
-    return BlockRunner(head, num_blocks=7, block_size=BLOCK)
+    return BlockRunner(head, num_blocks=8, block_size=BLOCK)
 
 
 def guesses(runner: BlockRunner, levels: int) -> list[torch.Tensor]:
-    """What is read of two texts, in two steps, and guessed behind them."""
-    head, found, last = runner.model.head, list[torch.Tensor](), list[torch.Tensor]()
+    """What is read of two texts, and guessed behind them, in three steps.
+
+    First only one has a block, then both have read something, and at last the first has read nothing more.
+    """
+    head, found = runner.model.head, list[torch.Tensor]()
     random = torch.Generator().manual_seed(2)
-    for steps in range(2):
-        parts, states = [], []
-        for tokens, table, shift in TEXTS:
-            count = tokens - 2 if steps == 0 else 2
-            start = steps * (tokens - 2)
-            parts.append(HeadRows(chain_rows([0] * count, start, table, logits=False), shift))
+    last: list[torch.Tensor | None] = [None] * len(TEXTS)
+    begins = [0, 0]
+    for step, counts in enumerate([(7, 5), (2, 1), (0, 2)]):
+        texts = []
+        for number, (count, (table, shift)) in enumerate(zip(counts, TEXTS, strict=True)):
             taps = torch.randn(count + 3, len(head.taps), SIZE, generator=random).to(runner.model.dtype)
-            states.append(TappedRows(taps, [*range(1, count), 0]))
-        fused_TD = runner.read(parts, states)
-        found.append(fused_TD)
-    ends = np.cumsum([2] * len(TEXTS)) - 1
-    if head.reads_last:
-        last = [fused_TD[end] for end in ends]
-    blocks = []
-    for number, (tokens, table, shift) in enumerate(TEXTS):
-        ids = [7 + number, *[head.mask_token_id] * (levels - 1)]
-        blocks.append(HeadRows(Rows(ids, tokens, table, 0), shift))
-    found.extend(runner.guess(blocks, last, [0, levels - 1, levels, 2 * levels - 1]))
+            text = BlockText(table, shift, begin=begins[number], count=count, last=last[number])
+            text.states = [TappedRows(taps, [count, *range(1, count)])] if count else []
+            text.rows = 0 if step == 0 and number == 1 else levels - number
+            text.anchor = 7 + number
+            begins[number] += count
+            texts.append(text)
+        made = runner.step(texts)
+        assert [new is None for new in made.last] == [count == 0 for count in counts]
+        last = [old if new is None else new for old, new in zip(last, made.last, strict=True)]
+        found += [made.read_RD, made.logits_RU, *(new for new in made.last if new is not None)]
     return found
 
 
@@ -97,21 +96,21 @@ def test_native_calls_do_what_the_head_does_op_by_op(
     assert both[1].model.native(1) is None
 
 
-def test_what_is_not_there_is_refused(tmp_path: Path, native: Kernels) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [{"table": [8, 0]}, {"table": [0]}, {"anchor": 64}, {"last": None}, {"rows": 6}, {"shift": 1 << 20}],
+    ids=str,
+)
+def test_what_is_not_there_is_refused(tmp_path: Path, native: Kernels, wrong: dict[str, Any]) -> None:
     one = runner(tmp_path, "the last state", torch.float32, native)
+    right: dict[str, Any] = {"table": [0, 1], "shift": 0, "begin": 3, "rows": 5, "anchor": 1}
+    right["last"] = torch.ones(SIZE)
+    assert one.step([BlockText(**right)]).logits_RU.isfinite().all()
     head, cache = one.model.native(8), one._cached.attention
     assert head is not None
     assert isinstance(cache, NativeCache)
-    taps = TappedRows(torch.zeros(1, 2, SIZE), [0]).addresses()
-    inside, outside = np.array([3]), np.array([7 * BLOCK])
-    with pytest.raises(IndexError, match="slots"):
-        head.read(taps, inside, outside, cache)
-    with pytest.raises(IndexError, match="positions"):
-        head.read(taps, np.array([head.positions]), inside, cache)
-    with pytest.raises(TypeError, match="1 contiguous"):
-        head.read(taps, np.array([1, 2]), inside, cache)
-    block = HeadRows(chain_rows([5, 1], 0, [0], logits=False), 0)
-    with pytest.raises(ValueError, match="0 rows before 1 blocks"):
-        one.guess([block], [], [0])
-    with pytest.raises(IndexError, match="rows"):
-        one.guess([block], [torch.zeros(SIZE)], [2])
+    asked = {**right, **wrong}
+    last = 0 if asked["last"] is None else asked["last"].data_ptr()
+    text = [0, len(asked["table"]), asked["shift"], 3, 0, asked["rows"], asked["anchor"], last]
+    with pytest.raises(IndexError, match="what is not there"):
+        head.step(text, [], asked["table"], asked["rows"], block_size=BLOCK, cache=cache)
