@@ -18,6 +18,7 @@ from specinfer.attention.sdpa import rotated
 from specinfer.heads.config import BlockConfig
 from specinfer.kernels.block_head import BlockHeadParts, NativeBlockHead
 from specinfer.kernels.layers import NativeLayers
+from specinfer.kernels.product import in_huge_pages
 from specinfer.models.config import Activation
 from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.language_model import LanguageModel, Weights
@@ -67,13 +68,18 @@ class BlockModel:
         self.markov_VM: Tensor | None = None  # W1: a row for each token before
         self.markov_UM: Tensor | None = None  # W2: a row for each token it can name
         if head.markov_rank:
-            self.markov_VM = weights.tensor("markov_head.markov_w1.weight")
-            self.markov_UM = weights.tensor("markov_head.markov_w2.weight")
+            self.markov_VM = self._looked_up(weights.tensor("markov_head.markov_w1.weight"))
+            self.markov_UM = self._looked_up(weights.tensor("markov_head.markov_w2.weight"))
             self.markov = weights.linear("markov_head.markov_w2", loaded=self.markov_UM)
         self.confidence_1W: Tensor | None = None  # float32
         if head.confidence:
             self.confidence_1W = weights.tensor("confidence_head.proj.weight").float()
             self.confidence_bias = float(weights.tensor("confidence_head.proj.bias"))
+
+    def _looked_up(self, table: Tensor) -> Tensor:
+        """A table whose rows are looked up here and there: in large pages where the system has some."""
+        library = self.kernels.library
+        return table if library is None else in_huge_pages(library, torch.empty_like(table)).copy_(table)
 
     def native(self, positions: int) -> NativeBlockHead | None:
         """The same in native calls, if it can be, with rotations of so many positions at the least."""

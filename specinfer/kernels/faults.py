@@ -299,7 +299,7 @@ def _faults_of_trees(library: Library, chance: np.random.Generator) -> Iterator[
         chain.append(token)
     for most, found in ((levels, chain), (1, chain[:1])):
         # A hope of one half: with logits as far apart as these a chain of the likeliest, and nothing else.
-        ask = np.array([(0, levels, 5, most, 1.0, 0.5, 0, 0, 0, 0)], dtype=TREE_ASK)
+        ask = TREE_ASK.pack(0, levels, 5, most, 1.0, 0.5, 0, 0, 0)
         numbers, chances = np.zeros((2, levels), dtype=np.int64), np.zeros((3, levels))
         count, where = np.zeros(1, dtype=np.int64), (numbers.ctypes.data, chances.ctypes.data)
         to = GrownArgs(
@@ -307,7 +307,7 @@ def _faults_of_trees(library: Library, chance: np.random.Generator) -> Iterator[
         )
         there = library.grow_trees(
             *(ctypes.byref(guesser), TYPES["float32"], logits.ctypes.data, levels, size, None),
-            *(ask.ctypes.data, 1, ctypes.byref(to)),
+            *(ask, 1, ctypes.byref(to)),
         )
         grown = int(count[0])
         if not there or numbers[:, :grown].tolist() != [[*range(len(found))], found]:

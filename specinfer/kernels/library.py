@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, Final, Literal
-
-import numpy as np
 
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.levels import Level
@@ -162,21 +161,9 @@ class GuesserArgs(ctypes.Structure):
     )
 
 
-# One request's tree that is grown best first, as cpu/best_first.h has it.
-TREE_ASK: Final = np.dtype(
-    [
-        ("first", np.int64),  # of its levels, which are rows of the pass
-        ("levels", np.int64),
-        ("anchor", np.int64),  # the root's token
-        ("most", np.int64),  # nodes below the root
-        ("temperature", np.float64),
-        ("least", np.float64),  # hope of a path that is added
-        ("seed", np.uint64),  # of the noise that the target will use
-        ("position", np.int64),  # where the first level's tokens will stand
-        ("races", np.int32),  # whether noise decides among children
-        ("unused", np.int32),
-    ]
-)
+# One request's tree that is grown best first, as cpu/best_first.h has it: its first row and levels, the token
+# of the root, nodes below it; temperature, least hope; seed and position of the noise, whether that decides.
+TREE_ASK: Final = struct.Struct("4q 2d Q q i 4x")
 
 
 class GrownArgs(ctypes.Structure):
@@ -266,7 +253,7 @@ class Library:
             *[address] * 3,
         )
         self.grow_trees = _function(
-            *(library.specinfer_grow_trees, c_int32, POINTER(GuesserArgs), *block[:4], address, address),
+            *(library.specinfer_grow_trees, c_int32, POINTER(GuesserArgs), *block[:4], address, c_char_p),
             *(count, POINTER(GrownArgs)),
         )
         guesses = (c_char_p, count, count, c_double, flag)

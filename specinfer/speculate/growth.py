@@ -32,8 +32,9 @@ class Growth:
 
     entry: PlanEntry
     builder: TreeBuilder
-    stream: int  # of the random numbers of sampled draws
+    speculator: str  # whose it is
     limit: int
+    stream: int | None = None  # of the random numbers of sampled draws, once there is one
     drawn: int = 0  # random numbers used
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes of the last depth
     depth: int = 0  # of the frontier
@@ -45,7 +46,7 @@ class Growth:
         """A tree that is about to grow for the speculator `name`, `limit` levels at most."""
         builder = TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes)
         levels = limit if entry.max_nodes > 1 else 0
-        return cls(entry, builder, draft_stream(name, entry.end - 1), levels)
+        return cls(entry, builder, name, levels)
 
     def tree(self) -> TokenTree:
         """The tree as it has grown so far."""
@@ -53,8 +54,11 @@ class Growth:
 
     def uniform(self) -> float:
         """The next number in [0, 1) of this tree's own stream."""
+        root = self.entry.end - 1
+        if self.stream is None:
+            self.stream = draft_stream(self.speculator, root)
         self.drawn += 1
-        return uniform(self.entry.request.seed, self.entry.end - 1, self.drawn, stream=self.stream)
+        return uniform(self.entry.request.seed, root, self.drawn, stream=self.stream)
 
     @property
     def wants_more(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from typing import Final, cast
 
@@ -48,6 +49,7 @@ class NativeTrees:
             args.confidence, args.bias = block.confidence_1W.data_ptr(), block.confidence_bias
             args.reads_token = block.head.confidence_reads_token
         self._args = args
+        self._make_room(1)
 
     @classmethod
     def of(
@@ -67,36 +69,52 @@ class NativeTrees:
         code, count = check_rows(logits_TU, self._named), len(guessed)
         if check_rows(read_TD, self._width) != self._args.type or len(read_TD) != len(logits_TU):
             raise ValueError(f"{len(logits_TU)} rows of logits for {len(read_TD)} of {read_TD.dtype}")
-        asks = np.array([_ask(one) for one in guessed], dtype=TREE_ASK)
-        nodes = np.empty((2, count, MOST_NODES), dtype=np.int64)
-        chances = np.empty((3, count, MOST_NODES))
-        counts = np.empty(count, dtype=np.int64)
-        at, chance = nodes.ctypes.data, chances.ctypes.data
-        size = 8 * count * MOST_NODES
-        to = GrownArgs(MOST_NODES, counts.ctypes.data, at, at + size, chance, chance + size)
+        if count > self._room:
+            self._make_room(count)
+        asks = b"".join([_ask(one) for one in guessed])
         there = self._library.grow_trees(
             *(ctypes.byref(self._args), code, logits_TU.data_ptr(), len(logits_TU), self._named),
-            *(read_TD.data_ptr(), asks.ctypes.data, count, ctypes.byref(to)),
+            *(read_TD.data_ptr(), asks, count, ctypes.byref(self._grown)),
         )
         if not there:
-            raise IndexError(f"trees of {asks.tolist()} of {len(logits_TU)} rows of logits")
-        evidence = chances[1:].reshape(count, MOST_NODES, 2)
-        for i, (one, grown) in enumerate(zip(guessed, counts.tolist(), strict=True)):
-            parents, tokens = nodes[0, i, :grown].tolist(), nodes[1, i, :grown].tolist()
-            rule, name = one.site.draws_by, self._name
+            raise IndexError(f"trees of {count} requests in {len(logits_TU)} rows of logits")
+        whole, chances, name = self._room * MOST_NODES, self._chances, self._name
+        for i, one in enumerate(guessed):
+            first = i * MOST_NODES
+            end = first + self._nodes[i]
+            parents = self._nodes[self._room + first : self._room + end].tolist()
+            tokens = self._nodes[self._room + whole + first : self._room + whole + end].tolist()
+            rule = one.site.draws_by
             draws = [
-                _draw(Draw, (parent, node, name, rule, None, hope, (first, second)))
-                for node, (parent, hope, (first, second)) in enumerate(
-                    zip(parents, chances[0, i, :grown].tolist(), evidence[i, :grown].tolist(), strict=True), 1
+                _draw(Draw, (parent, node, name, rule, None, hope, (best, second)))
+                for node, parent, hope, best, second in zip(
+                    range(1, len(parents) + 1),
+                    parents,
+                    chances[first:end],
+                    chances[whole + 2 * first : whole + 2 * end : 2],
+                    chances[whole + 2 * first + 1 : whole + 2 * end : 2],
+                    strict=True,
                 )
             ]
             one.growth.grown = TokenTree((one.growth.builder.root, *tokens), (-1, *parents), tuple(draws))
 
+    def _make_room(self, count: int) -> None:
+        """Memory for the trees of so many requests, which is used again in each step."""
+        self._room, nodes = count, count * MOST_NODES
+        self._nodes = array("q", bytes(8 * (count + 2 * nodes)))  # counts, parents, tokens
+        self._chances = array("d", bytes(8 * 3 * nodes))  # confidences, evidence
+        at, chance = self._nodes.buffer_info()[0], self._chances.buffer_info()[0]
+        parents = at + 8 * count
+        self._grown = GrownArgs(
+            *(MOST_NODES, at, parents, parents + 8 * nodes),
+            *(chance, chance + 8 * nodes),
+        )
 
-def _ask(one: Guessed) -> tuple[float, ...]:
+
+def _ask(one: Guessed) -> bytes:
+    """One request's tree, as cpu/best_first.h has it."""
     site, builder = one.site, one.growth.builder
-    races = site.draws_by is DrawRule.COUPLED
-    return (
+    return TREE_ASK.pack(
         *(one.first, one.levels, builder.root, min(MOST_NODES, builder.max_nodes - 1)),
-        *(site.temperature, LEAST_HOPE, site.seed, site.position, races, 0),
+        *(site.temperature, LEAST_HOPE, site.seed, site.position, site.draws_by is DrawRule.COUPLED),
     )

@@ -109,6 +109,14 @@ class Tree {
 
   int64_t last_level() const { return static_cast<int64_t>(levels_.size()) - 1; }
 
+  // Lets memory bring a row of a table.
+  void fetch(const void* table, int64_t row) const {
+    constexpr int64_t kLine = 64;
+    const auto* const from = reinterpret_cast<const char*>(static_cast<const T*>(table) + row * rank_);
+    const auto bytes = rank_ * static_cast<int64_t>(sizeof(T));
+    for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(from + at);
+  }
+
   void add_known(int64_t token, float weight, float* to) const {
     const T* const row = static_cast<const T*>(guesser_.before) + token * rank_;
     for (int64_t i = 0; i < rank_; i += kLanes) {
@@ -129,6 +137,10 @@ class Tree {
       std::vector<double> chances;
       for (const Candidate& c : best) {
         level.tokens.push_back(guesser_.ids == nullptr ? c.id : guesser_.ids[c.id]);
+        fetch(guesser_.before, level.tokens.back());  // all of them, before the first is waited for
+        fetch(guesser_.named, c.id);
+      }
+      for (const Candidate& c : best) {
         level.scaled.push_back((static_cast<double>(c.value) - static_cast<double>(best[0].value)) / ask_.temperature);
         chances.push_back(std::exp(level.scaled.back()));
         weights += chances.back();
