@@ -16,9 +16,11 @@ from specinfer.attention.backend import Attend
 from specinfer.attention.native import NativeAttend
 from specinfer.attention.sdpa import rotated
 from specinfer.heads.config import BlockConfig
+from specinfer.kernels.block_head import BlockHeadParts, NativeBlockHead
 from specinfer.kernels.layers import NativeLayers
+from specinfer.kernels.product import in_huge_pages
 from specinfer.models.config import Activation
-from specinfer.models.decoder import DecoderLayer
+from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.language_model import LanguageModel, Weights
 from specinfer.models.layers import RMSNorm
 from specinfer.models.rope import rope_frequencies, rotation
@@ -58,15 +60,53 @@ class BlockModel:
             )
         self._norm = RMSNorm(weights.tensor("norm.weight"), eps, ops)
         self._frequencies = rope_frequencies(body.rope, body.head_dim).to(self.device)
+        self._native: NativeBlockHead | None = None
+        if self._embedding_VD is not None:
+            self._native = NativeBlockHead.of(self._parts(self._embedding_VD, 1.0), self._at_once, ops)
+        elif isinstance(target, Decoder):
+            self._native = NativeBlockHead.of(self._parts(*target.embedding), self._at_once, ops)
         self.markov_VM: Tensor | None = None  # W1: a row for each token before
-        self.markov_UM: Tensor | None = None  # W2: a row for each token it can name, float32
+        self.markov_UM: Tensor | None = None  # W2: a row for each token it can name
         if head.markov_rank:
-            self.markov_VM = weights.tensor("markov_head.markov_w1.weight")
-            self.markov_UM = weights.tensor("markov_head.markov_w2.weight").float()
-        self._confidence_1W: Tensor | None = None
+            self.markov_VM = self._looked_up(weights.tensor("markov_head.markov_w1.weight"))
+            self.markov_UM = self._looked_up(weights.tensor("markov_head.markov_w2.weight"))
+            self.markov = weights.linear("markov_head.markov_w2", loaded=self.markov_UM)
+        self.confidence_1W: Tensor | None = None  # float32
         if head.confidence:
-            self._confidence_1W = weights.tensor("confidence_head.proj.weight").float()
-            self._confidence_bias = float(weights.tensor("confidence_head.proj.bias"))
+            self.confidence_1W = weights.tensor("confidence_head.proj.weight").float()
+            self.confidence_bias = float(weights.tensor("confidence_head.proj.bias"))
+
+    def _looked_up(self, table: Tensor) -> Tensor:
+        """A table whose rows are looked up here and there: in large pages where the system has some."""
+        library = self.kernels.library
+        return table if library is None else in_huge_pages(library, torch.empty_like(table)).copy_(table)
+
+    def native(self, positions: int) -> NativeBlockHead | None:
+        """The same in native calls, if it can be, with rotations of so many positions at the least."""
+        native = self._native
+        if native is not None and native.positions < positions:
+            rope = rotation(torch.arange(1 << (max(positions, 512) - 1).bit_length()), self._frequencies)
+            native.rotate(rope.cos, rope.sin)
+        return native
+
+    def _parts(self, embedding_VD: Tensor, scale: float) -> BlockHeadParts:
+        """What native calls compute with."""
+        head = self.head
+        return BlockHeadParts(
+            fc=self._fc,
+            hidden_norm_D=self._hidden_norm.weight_D,
+            context=self._context,
+            entry=self._entry if head.reads_last else None,
+            entry_norm_D=self._entry_norm.weight_D if head.reads_last else None,
+            layers=[layer.parts() for layer in self._layers],
+            norm_D=self._norm.weight_D,
+            output=self._head,
+            embedding_VD=embedding_VD,
+            embedding_scale=scale,
+            mask_token_id=head.mask_token_id,
+            causal=head.causal,
+            skipped=head.skipped,
+        )
 
     def fused(self, taps_TND: Tensor) -> Tensor:
         """What the head makes of the target's hidden states, [T, D]."""
@@ -121,11 +161,18 @@ class BlockModel:
         ids = torch.tensor(token_ids, device=self.device)
         return self.markov_VM.index_select(0, ids).float()
 
+    def pair_logits(self, before_RM: Tensor) -> Tensor:
+        """What is known of the tokens before, float32 [R, M], as logits to add, float32 [R, U].
+
+        A product like the others: quantized where they are.
+        """
+        return self.markov(before_RM.to(self.dtype)).float()
+
     def confidence(self, h_RD: Tensor, before_RM: Tensor | None) -> Tensor:
         """How likely the head's guess at each row is right, float32 [R]; `before_RM` if it reads tokens."""
-        assert self._confidence_1W is not None
+        assert self.confidence_1W is not None
         read = h_RD.float()
         if self.head.confidence_reads_token:
             assert before_RM is not None
             read = torch.cat((read, before_RM), dim=-1)
-        return torch.sigmoid(read @ self._confidence_1W[0] + self._confidence_bias)
+        return torch.sigmoid(read @ self.confidence_1W[0] + self.confidence_bias)

@@ -120,9 +120,14 @@ class BlockConfig:
             raise ModelError("a confidence head reads the token before by markov_rank > 0, which is 0")
 
     @property
+    def skipped(self) -> int:
+        """Rows of a block, from its first on, that guess nothing."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
     def depth(self) -> int:
         """Tokens of a block that are guessed."""
-        return self.block_size if self.sample_from_anchor else self.block_size - 1
+        return self.block_size - self.skipped
 
 
 def check_target(head: HeadConfig, target: ModelConfig, name: str) -> None:

@@ -20,8 +20,11 @@ from specinfer.kernels.levels import LEVELS
 from specinfer.kernels.library import (
     BLOCK,
     KINDS,
+    TREE_ASK,
     TYPES,
     FloatType,
+    GrownArgs,
+    GuesserArgs,
     HeadsArgs,
     Kind,
     Library,
@@ -277,6 +280,38 @@ def other_faults(library: Library) -> Iterator[str]:
     if library.racers(logits.ctypes.data, 1000, None, top, 1.0, 7, racers.ctypes.data) < 1:
         yield "nobody wins a race"
     yield from _faults_of_scans(library, logits)
+    yield from _faults_of_trees(library, chance)
+
+
+def _faults_of_trees(library: Library, chance: np.random.Generator) -> Iterator[str]:
+    """What is wrong with a chain of guesses of which each depends on the one before."""
+    size, rank, levels = 48, 16, 4
+    logits = chance.standard_normal((levels, size)).astype(np.float32)
+    before, named = (8 * chance.standard_normal((size, rank)).astype(np.float32) for _ in range(2))
+    laid_out = np.empty(num_blocks(size) * BLOCK * rank * 4, dtype=np.uint8)
+    library.lay_out(KINDS["float32"], named.ctypes.data, size, rank, laid_out.ctypes.data)
+    markov = ProductArgs(kind=KINDS["float32"], weight=laid_out.ctypes.data, channels=size, inner=rank)
+    at = before.ctypes.data, named.ctypes.data
+    guesser = GuesserArgs(TYPES["float32"], 0, None, markov, *at, None, 0.0, size, rank)
+    token, chain = 5, []
+    for level in range(levels):
+        token = int((logits[level] + before[token] @ named.T).argmax())
+        chain.append(token)
+    for most, found in ((levels, chain), (1, chain[:1])):
+        # A hope of one half: with logits as far apart as these a chain of the likeliest, and nothing else.
+        ask = TREE_ASK.pack(0, levels, 5, most, 1.0, 0.5, 0, 0, 0)
+        numbers, chances = np.zeros((2, levels), dtype=np.int64), np.zeros((3, levels))
+        count, where = np.zeros(1, dtype=np.int64), (numbers.ctypes.data, chances.ctypes.data)
+        to = GrownArgs(
+            levels, count.ctypes.data, where[0], where[0] + 8 * levels, where[1], where[1] + 8 * levels
+        )
+        there = library.grow_trees(
+            *(ctypes.byref(guesser), TYPES["float32"], logits.ctypes.data, levels, size, None),
+            *(ask, 1, ctypes.byref(to)),
+        )
+        grown = int(count[0])
+        if not there or numbers[:, :grown].tolist() != [[*range(len(found))], found]:
+            yield f"a chain of guesses is {numbers[1, :grown].tolist()}, not {found}"
 
 
 def _faults_of_scans(library: Library, logits: Array) -> Iterator[str]:

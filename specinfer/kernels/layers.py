@@ -36,16 +36,16 @@ class LayerParts:
 class NativeLayers:
     """Layers whose every part is native."""
 
-    __slots__ = ("_args", "_eps", "_gelu", "_kept", "_library", "_size")
+    __slots__ = ("_kept", "_library", "_size", "args", "eps", "gelu")
 
     def __init__(self, layers: Sequence[LayerParts], ops: NativeOps, *, gelu: bool) -> None:
         """All products must be native. Gates are gelu's, in its tanh form, or silu's."""
         self._library = ops.library
-        self._gelu = gelu
-        self._eps = layers[0].heads.norm_eps
+        self.gelu = gelu
+        self.eps = layers[0].heads.norm_eps
         self._size = layers[0].before_attention_D.numel()
-        self._kept = list(layers)  # whose memory `_args` points to
-        self._args = (LayerArgs * len(layers))(*map(_layer_args, layers))
+        self._kept = list(layers)  # whose memory `args` points to
+        self.args = (LayerArgs * len(layers))(*map(_layer_args, layers))
 
     @classmethod
     def of(cls, layers: Sequence[LayerParts], ops: Ops, *, gelu: bool) -> NativeLayers | None:
@@ -54,6 +54,11 @@ class NativeLayers:
         if not isinstance(ops, NativeOps) or not all(isinstance(p, NativeProduct) for p in products):
             return None
         return cls(layers, ops, gelu=gelu)
+
+    @property
+    def heads(self) -> AttentionSpec:
+        """The heads of the first layer, which are those of all in size and number."""
+        return self._kept[0].heads
 
     def __call__(
         self,
@@ -73,14 +78,14 @@ class NativeLayers:
         code = check_rows(x_TD, self._size)
         if y_TD is not None and (y_TD.shape != x_TD.shape or check_rows(y_TD, self._size) != code):
             raise ValueError(f"y must be as x is, {list(x_TD.shape)}, got {list(y_TD.shape)} of {y_TD.dtype}")
-        if layers.step != 1 or not 0 <= layers.start < layers.stop <= len(self._args):
-            raise ValueError(f"layers {layers} of a model of {len(self._args)}")
-        if len(attend.cache.key_addresses) != len(self._args):
+        if layers.step != 1 or not 0 <= layers.start < layers.stop <= len(self.args):
+            raise ValueError(f"layers {layers} of a model of {len(self.args)}")
+        if len(attend.cache.key_addresses) != len(self.args):
             raise ValueError(
-                f"caches of {len(attend.cache.key_addresses)} layers for a model of {len(self._args)}"
+                f"caches of {len(attend.cache.key_addresses)} layers for a model of {len(self.args)}"
             )
-        attend.check(x_TD.dtype, len(x_TD), self._kept[0].heads, rope)
-        attend.check(x_TD.dtype, len(x_TD), self._kept[0].heads, local_rope)
+        attend.check(x_TD.dtype, len(x_TD), self.heads, rope)
+        attend.check(x_TD.dtype, len(x_TD), self.heads, local_rope)
         left_TD = torch.empty_like(x_TD)
         stream = StreamArgs(x_TD.data_ptr(), None if y_TD is None else y_TD.data_ptr(), left_TD.data_ptr())
         tapped_TND = x_TD.new_empty(len(x_TD), len(taps), self._size) if taps else None
@@ -88,12 +93,12 @@ class NativeLayers:
         out = None if tapped_TND is None else tapped_TND.data_ptr()
         tapping = TapsArgs(ctypes.addressof(ids), len(taps), out)
         self._library.layers(
-            self._args,
+            self.args,
             layers.start,
             layers.stop,
             code,
-            self._gelu,
-            self._eps,
+            self.gelu,
+            self.eps,
             ctypes.byref(attend.paths),
             _addresses([rope.cos, rope.sin, local_rope.cos, local_rope.sin]),
             attend.cache.key_addresses,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -96,6 +97,88 @@ class TapsArgs(ctypes.Structure):
     _fields_ = (("layers", c_void_p), ("count", c_int64), ("out", c_void_p))
 
 
+class BlockHeadArgs(ctypes.Structure):
+    """A head that guesses a block in one pass, as cpu/block_head.h has it."""
+
+    _fields_ = (
+        ("type", c_int32),
+        ("gelu", c_int32),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("causal", c_int32),
+        ("skipped", c_int32),
+        ("fc", ProductArgs),
+        ("context", ProductArgs),
+        ("entry", ProductArgs),
+        ("output", ProductArgs),
+        ("hidden_norm", c_void_p),
+        ("entry_norm", c_void_p),
+        ("norm", c_void_p),
+        ("layers", POINTER(LayerArgs)),
+        ("num_layers", c_int64),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("positions", c_int64),
+        ("embedding", c_void_p),
+        ("tokens", c_int64),
+        ("mask", c_int64),
+    )
+
+
+class BlockStepArgs(ctypes.Structure):
+    """What a block head reads and guesses in a step, as cpu/block_head.h has it."""
+
+    _fields_ = (
+        ("texts", c_void_p),
+        ("count", c_int64),
+        ("taps", c_void_p),
+        ("tables", c_void_p),
+        ("num_blocks", c_int64),
+        ("block_size", c_int64),
+    )
+
+
+class CachesArgs(ctypes.Structure):
+    """Caches of all layers, as cpu/block_head.h has them."""
+
+    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("slots", c_int64))
+
+
+class GuesserArgs(ctypes.Structure):
+    """What becomes of a head's logits, as cpu/best_first.h has it."""
+
+    _fields_ = (
+        ("type", c_int32),
+        ("reads_token", c_int32),
+        ("ids", c_void_p),
+        ("markov", ProductArgs),
+        ("before", c_void_p),
+        ("named", c_void_p),
+        ("confidence", c_void_p),
+        ("bias", c_float),
+        ("tokens", c_int64),
+        ("width", c_int64),
+    )
+
+
+# One request's tree that is grown best first, as cpu/best_first.h has it: its first row and levels, the token
+# of the root, nodes below it; temperature, least hope; seed and position of the noise, whether that decides.
+TREE_ASK: Final = struct.Struct("4q 2d Q q i 4x")
+
+
+class GrownArgs(ctypes.Structure):
+    """Where grown trees go, as cpu/best_first.h has it."""
+
+    _fields_ = (
+        ("room", c_int64),
+        ("counts", c_void_p),
+        ("parents", c_void_p),
+        ("tokens", c_void_p),
+        ("confidences", c_void_p),
+        ("evidence", c_void_p),
+    )
+
+
 class Library:
     """A loaded library; its functions are called with addresses of memory that is there and large enough."""
 
@@ -163,6 +246,15 @@ class Library:
         )
         self.choices = _function(
             library.specinfer_choices, c_int64, *block, address, count, address, *[address] * 4
+        )
+        block_head, caches = POINTER(BlockHeadArgs), POINTER(CachesArgs)
+        self.step_blocks = _function(
+            *(library.specinfer_step_blocks, c_int32, block_head, POINTER(BlockStepArgs), caches),
+            *[address] * 3,
+        )
+        self.grow_trees = _function(
+            *(library.specinfer_grow_trees, c_int32, POINTER(GuesserArgs), *block[:4], address, c_char_p),
+            *(count, POINTER(GrownArgs)),
         )
         guesses = (c_char_p, count, count, c_double, flag)
         self.estimate = _function(library.specinfer_estimate, c_int32, *guesses, address, count, address)

@@ -54,6 +54,11 @@ class Decoder:
             gelu = config.activation is Activation.GELU_TANH
             self._at_once = NativeLayers.of(parts, weights.kernels.ops, gelu=gelu)
 
+    @property
+    def embedding(self) -> tuple[Tensor, float]:
+        """What `embed` looks up, [V, D], and multiplies with."""
+        return self._embedding_VD, self._embedding_scale
+
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
         """What the first layer is given; see LanguageModel. Positions are a matter of its attention."""
         return Residual(self.kernels.ops.embed(token_ids_T, self._embedding_VD, self._embedding_scale))

@@ -4,6 +4,9 @@ A head reads texts as they grow. Of a step's rows those of prompts' chunks, of r
 kept until it does; those of rejected nodes are not. What nobody reads is dropped, oldest first: a head may
 miss the beginning of a text, but no part in the middle of what it has read.
 
+A head that is asked in every step reads them where the pass has left them, and one that is not asked costs a
+note of where they are: they are copied where keeping a whole pass for a few rows would take memory.
+
 Shapes: T tokens of one text, N taps, D the target's hidden size.
 """
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -20,19 +23,60 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.flight import Flight
 
+_SMALL_PASS: Final = 64  # rows, of which some are kept by keeping all
+_MOST_PASSES: Final = 64  # that are kept for one text
+
+
+class TappedRows:
+    """Hidden states of some rows of a pass, where the pass has left them: those of all its rows are kept."""
+
+    __slots__ = ("_pass_TND", "_rows")
+
+    def __init__(self, pass_TND: Tensor, rows: Sequence[int]) -> None:
+        """`pass_TND` is contiguous, and nobody writes to it."""
+        self._pass_TND = pass_TND
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def part(self, begin: int, end: int) -> TappedRows:
+        """The rows from the begin-th on, up to the end-th."""
+        return TappedRows(self._pass_TND, self._rows[begin:end])
+
+    def copied(self) -> Tensor:
+        """A copy of the rows alone, [T, N, D]."""
+        return self._pass_TND.index_select(0, torch.tensor(self._rows, device=self._pass_TND.device))
+
+    def addresses(self) -> list[int]:
+        """Where each row lies, [N, D], while this is kept."""
+        first, bytes_ = self._pass_TND.data_ptr(), self._pass_TND.stride(0) * self._pass_TND.element_size()
+        return [first + row * bytes_ for row in self._rows]
+
+    def to_keep(self) -> TappedRows:
+        """The same rows, of a copy where most of a large pass is others'."""
+        rows = len(self._pass_TND)
+        return self if rows <= max(_SMALL_PASS, 2 * len(self)) else together([self])
+
+
+def together(parts: Sequence[TappedRows]) -> TappedRows:
+    """A copy of the rows of all parts, one part after another."""
+    copied_TND = torch.cat([part.copied() for part in parts])
+    return TappedRows(copied_TND, range(len(copied_TND)))
+
 
 @dataclass(frozen=True, slots=True)
 class TextFeatures:
-    """The target's hidden states of some tokens of a text, [T, N, D], from position `start` on."""
+    """The target's hidden states of some tokens of a text, from position `start` on."""
 
     entry: PlanEntry  # of the step whose pass they are from
     start: int
-    taps_TND: Tensor
+    states: TappedRows
 
     @property
     def end(self) -> int:
         """Behind the last position."""
-        return self.start + len(self.taps_TND)
+        return self.start + len(self.states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +92,13 @@ class TextRows:
         return TextRows([self.entries[i] for i in chosen], [self.rows[i] for i in chosen])
 
     def features(self, flight: Flight, taps: Sequence[int]) -> list[TextFeatures]:
-        """Copies of their hidden states at these layers."""
+        """Their hidden states at these layers."""
         if not self.entries:
             return []
-        chosen = torch.tensor([*chain.from_iterable(self.rows)])
-        tapped = [flight.hidden(tap) for tap in taps]
-        copied_TND = torch.stack([h.index_select(0, chosen.to(h.device)) for h in tapped], dim=1)
-        parts = torch.split(copied_TND, [len(rows) for rows in self.rows])
+        pass_TND = flight.tapped(taps)
         return [
-            TextFeatures(entry, entry.start, part) for entry, part in zip(self.entries, parts, strict=True)
+            TextFeatures(entry, entry.start, TappedRows(pass_TND, rows))
+            for entry, rows in zip(self.entries, self.rows, strict=True)
         ]
 
 
@@ -87,25 +129,28 @@ class UnreadFeatures:
     def __init__(self, first: int) -> None:
         self.first = first
         self.end = first
-        self._parts: list[Tensor] = []  # [T, N, D] each
+        self._parts: list[TappedRows] = []
 
-    def add(self, taps_TND: Tensor) -> None:
+    def add(self, states: TappedRows) -> None:
         """Those of the tokens from `end` on."""
-        self._parts.append(taps_TND)
-        self.end += len(taps_TND)
+        self._parts.append(states.to_keep())
+        self.end += len(states)
+        if len(self._parts) > _MOST_PASSES:
+            self._parts = [together(self._parts)]
 
-    def take(self, count: int) -> Tensor:
-        """The first `count`, [count, N, D], which are gone then; there are so many."""
-        taken: list[Tensor] = []
+    def take(self, count: int) -> list[TappedRows]:
+        """The first `count`, which are gone then; there are so many."""
+        taken: list[TappedRows] = []
         left = count
         while left:
             part = self._parts.pop(0)
-            taken.append(part[:left])
             if len(part) > left:
-                self._parts.insert(0, part[left:])
-            left -= len(taken[-1])
+                self._parts.insert(0, part.part(left, len(part)))
+                part = part.part(0, left)
+            taken.append(part)
+            left -= len(part)
         self.first += count
-        return taken[0] if len(taken) == 1 else torch.cat(taken)
+        return taken
 
     def drop_before(self, position: int) -> None:
         """Forget those of tokens before `position`, which may lie behind all of them."""

@@ -13,7 +13,7 @@ A row's logits do not depend on the block it is in (models/language_model.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -47,7 +47,7 @@ class Flight:
         scan: Scan,
         *,
         likelihoods: Callable[[], Sequence[float]] | None = None,
-        taps: Mapping[int, Tensor] | None = None,
+        taps: tuple[Sequence[int], Tensor] | None = None,
     ) -> None:
         """Make the first block of logits.
 
@@ -57,13 +57,13 @@ class Flight:
             vocab: V, or more where the output layer is pruned.
             scan: reads logits.
             likelihoods: says how likely each row is asked for, [R]; None: all will be.
-            taps: what layers were given, [T, D]; see `hidden`.
+            taps: layers, and what they were given, [T, N, D]; see `tapped`.
         """
         self.scan = scan
         self.vocab = vocab
         self._hidden_RD = hidden_RD
         self._head = head
-        self._taps = taps or {}
+        self._taps = taps
         count = len(hidden_RD)
         self._most_rows = max(1, MOST_BYTES // (vocab * hidden_RD.element_size()))
         self._order: NDArray[np.int64] | None = None  # likeliest first; None: all rows alike
@@ -117,9 +117,22 @@ class Flight:
         self._ask(np.array(rows, dtype=np.int64), look)
         return found
 
+    def tapped(self, layers: Sequence[int]) -> Tensor:
+        """What these layers were given, contiguous [T, N, D] of all rows of the pass; not to be written to.
+
+        Raises KeyError where one has no tap.
+        """
+        known, tapped_TND = self._taps or ((), self._hidden_RD)
+        if tuple(layers) == tuple(known):
+            return tapped_TND
+        if missing := set(layers) - set(known):
+            raise KeyError(f"layers {sorted(missing)} have no taps; {list(known)} have")
+        places = torch.tensor([known.index(layer) for layer in layers], device=tapped_TND.device)
+        return tapped_TND.index_select(1, places)
+
     def hidden(self, layer: int) -> Tensor:
-        """What that layer was given, [T, D], of all rows of the pass; raises KeyError where it has no tap."""
-        return self._taps[layer]
+        """What that layer was given, [T, D], as above."""
+        return self.tapped([layer])[:, 0]
 
     def _ask(self, rows: NDArray[np.int64], question: _Question) -> None:
         """Ask every block that holds some of these rows; blocks are made on the way, and older ones dropped.

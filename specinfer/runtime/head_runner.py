@@ -6,17 +6,22 @@ begins with a later block, and its rows `shift` positions behind the text's firs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specinfer.attention.native import NativeCache
 from specinfer.errors import ensure
 from specinfer.heads.block_model import BlockModel
 from specinfer.heads.eagle_model import EagleModel
+from specinfer.kernels.block_head import NativeBlockHead
 from specinfer.runtime.batch import ModelBatch, Rows, build_batch, slots_of
+from specinfer.runtime.features import TappedRows, together
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.runtime.runner import probe_rows
@@ -28,6 +33,31 @@ class HeadRows:
 
     rows: Rows
     shift: int
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockText:
+    """One request's share of a block head's step: what it reads of the text, and a block behind that.
+
+    Cache positions count from where `table` begins, which is at position `shift` of the text.
+    """
+
+    table: Sequence[int] = field(kw_only=False)
+    shift: int = field(kw_only=False)
+    begin: int  # the first cache position that is read
+    states: Sequence[TappedRows] = ()  # the target's hidden states of what is read
+    count: int = 0  # rows of it
+    rows: int = 0  # of the block; 0: none
+    anchor: int = 0  # its first token
+    last: Tensor | None = None  # what was made of the token before the anchor, where it is not read now
+
+
+class BlockGuesses(NamedTuple):
+    """What a block head has made in a step."""
+
+    last: list[Tensor | None]  # of the last row that was read of each text, [D]; None: nothing was
+    read_RD: Tensor  # what the output layer read of all rows that guess, text by text
+    logits_RU: Tensor  # and made of it
 
 
 class _Cached:
@@ -72,6 +102,11 @@ class EagleRunner:
     def fused(self, taps_TND: Tensor) -> Tensor:
         """The features of a text's rows, [T, D], of the target's hidden states."""
         return self.model.fused(taps_TND)
+
+    @torch.inference_mode()
+    def logits(self, read_RD: Tensor) -> Tensor:
+        """The logits of rows that the output layer reads, [R, U]."""
+        return self.model.logits(read_RD)
 
     def launch(self, parts: Sequence[HeadRows], feature_TD: Tensor) -> tuple[Flight, Tensor]:
         """Write K and V of the rows; the flight of those that want logits, and what rows below each are fed.
@@ -121,52 +156,90 @@ class BlockRunner:
         return self._cached.cache
 
     @torch.inference_mode()
-    def read(self, parts: Sequence[HeadRows], taps_TND: Tensor) -> Tensor:
-        """Write K and V of texts' rows, made of the target's hidden states; their tokens do not matter.
+    def step(self, texts: Sequence[BlockText]) -> BlockGuesses:
+        """Read these texts, and one pass over the blocks behind them; writes K and V of all their rows."""
+        cache = self._cached.attention
+        furthest = max(text.shift + text.begin + text.count + text.rows for text in texts)
+        native = self.model.native(furthest)
+        if native is not None and isinstance(cache, NativeCache):
+            return self._native_step(native, cache, texts)
+        last = self._read([text for text in texts if text.count])
+        made = [next(last) if text.count else None for text in texts]
+        blocks = [text for text in texts if text.rows]
+        before = [
+            text.last if new is None else new for text, new in zip(texts, made, strict=True) if text.rows
+        ]
+        return BlockGuesses(made, *self._guess(blocks, before))
 
-        Returns what was made of these, [T, D], before it was keys and values.
-        """
-        positions = np.concatenate([_places(part) + part.shift for part in parts])
-        slots = np.concatenate(
-            [slots_of(part.rows.block_table, _places(part).tolist(), self.block_size) for part in parts]
+    def _native_step(
+        self, native: NativeBlockHead, cache: NativeCache, texts: Sequence[BlockText]
+    ) -> BlockGuesses:
+        numbers: list[int] = []
+        taps: list[int] = []
+        tables: list[int] = []
+        guesses, skipped = 0, self.model.head.skipped
+        for text in texts:
+            last = 0 if text.last is None else text.last.data_ptr()
+            numbers += (len(tables), len(text.table), text.shift, text.begin, text.count, text.rows)
+            numbers += (text.anchor, last)
+            tables += text.table
+            for part in text.states:
+                taps += part.addresses()
+            guesses += max(0, text.rows - skipped)
+        last_ND, *guessed = native.step(
+            *(numbers, taps, tables, guesses), block_size=self.block_size, cache=cache
         )
-        device = self.model.device
-        fused_TD = self.model.fused(taps_TND)
-        keys, values = self.model.context(fused_TD, torch.from_numpy(positions).to(device))
-        where = torch.from_numpy(slots.astype(np.int64)).to(device)
+        return BlockGuesses([last_ND[i] if text.count else None for i, text in enumerate(texts)], *guessed)
+
+    def _read(self, texts: Sequence[BlockText]) -> Iterator[Tensor]:
+        """Read what there is of these texts, op by op; what was made of the last row of each, [D]."""
+        if not texts:
+            return iter(())
+        device, size = self.model.device, self.block_size
+        places = [range(text.begin, text.begin + text.count) for text in texts]
+        positions = [p + text.shift for text, part in zip(texts, places, strict=True) for p in part]
+        slots = [
+            s for text, part in zip(texts, places, strict=True) for s in slots_of(text.table, part, size)
+        ]
+        fused_TD = self.model.fused(together([part for text in texts for part in text.states]).copied())
+        keys, values = self.model.context(fused_TD, torch.tensor(positions, device=device))
+        where = torch.tensor(slots, device=device)
         for layer, (k_TKH, v_TKH) in enumerate(zip(keys, values, strict=True)):
             self.cache.keys[layer][where] = k_TKH
             self.cache.values[layer][where] = v_TKH
-        return fused_TD
+        return iter([fused_TD[end - 1] for end in accumulate(text.count for text in texts)])
 
-    @torch.inference_mode()
-    def launch(self, parts: Sequence[HeadRows], last_PD: Tensor | None = None) -> Tensor:
-        """What the output layer reads of every row of these blocks, [T, D]; writes their K and V.
-
-        `last_PD` is what `read` returned of the token before each block, for heads that read it.
-        """
-        model = self.model
+    def _guess(self, texts: Sequence[BlockText], last: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """What the output layer reads of the rows of these blocks that guess, and its logits, op by op."""
+        model, head = self.model, self.model.head
+        if not texts:
+            return torch.empty(0, model.config.hidden_size), torch.empty(0, len(model.ids))
+        parts: list[HeadRows] = []
+        chosen: list[int] = []
+        row = 0
+        for text in texts:
+            ids = [text.anchor, *[head.mask_token_id] * (text.rows - 1)]
+            parts.append(HeadRows(Rows(ids, text.begin + text.count, text.table, 0), text.shift))
+            chosen += range(row + head.skipped, row + text.rows)
+            row += text.rows
         batch = self._cached.batch(parts, model.device)
-        if not model.head.causal:  # each row sees all of its block
+        if not head.causal:  # each row sees all of its block
             requests = batch.paths.requests_R4
             batch.paths.shared_T[:] = np.repeat(requests[:, 3], requests[:, 1] - requests[:, 0])
         attend = self._cached.attention.bind(batch.paths)
         positions_T = _positions(batch, parts)
-        return model.run(self._begun(batch.token_ids_T, positions_T, parts, last_PD), positions_T, attend)
-
-    def _begun(
-        self, token_ids_T: Tensor, positions_T: Tensor, parts: Sequence[HeadRows], last_PD: Tensor | None
-    ) -> Tensor:
-        """What the rows begin with, [T, D]."""
-        model = self.model
-        if not model.head.reads_last:
-            return model.embedded(token_ids_T, positions_T)
-        assert last_PD is not None
-        counts = [len(part.rows.token_ids) for part in parts]
-        firsts_P = torch.from_numpy(np.cumsum([0, *counts[:-1]])).to(model.device)
-        anchors_PD = model.embedded(token_ids_T[firsts_P], positions_T[firsts_P])
-        entered_PRD = model.entered(last_PD, anchors_PD)
-        return torch.cat([rows_RD[:count] for rows_RD, count in zip(entered_PRD, counts, strict=True)])
+        if head.reads_last:
+            counts = [text.rows for text in texts]
+            firsts_B = torch.tensor([0, *accumulate(counts[:-1])], device=model.device)
+            anchors_BD = model.embedded(batch.token_ids_T[firsts_B], positions_T[firsts_B])
+            entered_BRD = model.entered(torch.stack([one for one in last if one is not None]), anchors_BD)
+            rows = [rows_RD[:count] for rows_RD, count in zip(entered_BRD, counts, strict=True)]
+            begun_TD = torch.cat(rows)
+        else:
+            begun_TD = model.embedded(batch.token_ids_T, positions_T)
+        read_TD = model.run(begun_TD, positions_T, attend)
+        read_RD = read_TD.index_select(0, torch.tensor(chosen, device=model.device))
+        return read_RD, model.logits(read_RD)
 
     def probe(self, rows: int, *, every_row: bool) -> None:
         """A step's pass, to be timed, in which so many tokens are read, two of each text.
@@ -177,19 +250,9 @@ class BlockRunner:
         ensure(every_row, "a head's rows are all asked for their logits")
         head, device = self.model.head, self.model.device
         texts = -(-rows // 2)
-        taps = torch.zeros(2 * texts, len(head.taps), head.target_hidden_size, dtype=self.model.dtype)
+        taps = torch.zeros(2, len(head.taps), head.target_hidden_size, dtype=self.model.dtype)
+        states = [TappedRows(taps.to(device), range(2))]
         # All in the same slots, as a small cache has no others: it takes as long.
-        read = HeadRows(probe_rows(2, self.block_size), 0)
-        last_PD = self.read([read] * texts, taps.to(device))[::2]
-        block = HeadRows(probe_rows(head.block_size, self.block_size), 0)
-        Flight(
-            self.launch([block] * texts, last_PD),
-            self.model.logits,
-            len(self.model.ids),
-            self.model.kernels.scan,
-        ).row(0)
-
-
-def _places(part: HeadRows) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The cache positions of the rows, counted as the table is."""
-    return np.arange(part.rows.start, part.rows.start + len(part.rows.token_ids))
+        table = range(-(-(2 + head.block_size) // self.block_size))
+        text = BlockText(table, 0, begin=0, states=states, count=2, rows=head.block_size, anchor=0)
+        self.step([text] * texts).logits_RU[0].cpu()

@@ -60,7 +60,7 @@ class ModelRunner:
             model.config.vocab_size,
             model.kernels.scan,
             likelihoods=likelihoods,
-            taps={} if tapped_TND is None else dict(zip(taps, tapped_TND.unbind(1), strict=True)),
+            taps=None if tapped_TND is None else (taps, tapped_TND),
         )
 
     def probe(self, rows: int, *, every_row: bool) -> None:

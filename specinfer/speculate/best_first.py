@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.verify.noise import exponentials
 
+MOST_NODES: Final = 32  # of a tree, the root left out: more are hardly ever worth their rows
 WIDTH: Final = 8  # children of a node at most
-_LEAST_HOPE: Final = 0.002  # of a path that is added
+LEAST_HOPE: Final = 0.002  # of a path that is added
 Floats = NDArray[np.float64]
 
 
@@ -51,7 +52,7 @@ class _Ranked:
     places: NDArray[np.int64]  # among the level's candidates
     tokens: list[list[int]]
     hopes: list[list[float]]
-    evidence: list[tuple[float, ...]]  # of each A: how likely the two likeliest are
+    evidence: list[tuple[float, float]]  # of each A: how likely the two likeliest are; 0 where there is one
 
 
 def grow(
@@ -70,7 +71,7 @@ def grow(
     def wait(above: float, parent: int, level: int, before: int, rank: int) -> None:
         """Let the child of that rank wait, if the level has one and it may be right."""
         hopes = ranked[level].hopes[before]
-        if rank < len(hopes) and (hope := above * hopes[rank]) >= _LEAST_HOPE:
+        if rank < len(hopes) and (hope := above * hopes[rank]) >= LEAST_HOPE:
             heapq.heappush(waiting, (-hope, len(builder.parents), parent, level, before, rank, above))
 
     wait(1.0, 0, 0, 0, 0)
@@ -112,5 +113,5 @@ def _rank(level: Level, number: int, race: Race | None) -> _Ranked:
         places_AW,
         level.tokens_C[places_AW].tolist(),
         hopes_AW.tolist(),
-        [tuple(row) for row in best_AW[:, :2].tolist()],
+        [(row[0], row[1] if len(row) > 1 else 0.0) for row in best_AW[:, :2].tolist()],
     )

@@ -13,19 +13,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from specinfer.heads.block_model import BlockModel
-from specinfer.plan import PlanEntry, StepPlan
+from specinfer.plan import StepPlan
 from specinfer.request import Request
-from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.features import TextFeatures
-from specinfer.runtime.head_runner import HeadRows
+from specinfer.runtime.head_runner import BlockGuesses, BlockText
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
-from specinfer.speculate.growth import Growth, Shape, trees_first
+from specinfer.speculate.growth import Growth, Guessed, Shape, trees_first
 from specinfer.speculate.head_texts import HeadText, HeadTexts
-from specinfer.speculate.one_pass import Guessed, OnePassTrees
+from specinfer.speculate.one_pass import OnePassTrees
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree
 
@@ -43,12 +39,8 @@ class BlockHeadRunner(Protocol):
         """The head."""
         ...
 
-    def read(self, parts: Sequence[HeadRows], taps_TND: Tensor) -> Tensor:
-        """Write K and V of texts' rows; what was made of their hidden states, [T, D]."""
-        ...
-
-    def launch(self, parts: Sequence[HeadRows], last_PD: Tensor | None = None) -> Tensor:
-        """What the output layer reads of every row of these blocks, behind these last rows: [T, D]."""
+    def step(self, texts: Sequence[BlockText]) -> BlockGuesses:
+        """Read these texts, and one pass over the blocks behind them; writes K and V of all their rows."""
         ...
 
 
@@ -94,36 +86,35 @@ class BlockDraft:
 
     def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
         """Read these entries' texts, and grow the whole tree of each that has one; none has room for more."""
-        order = trees_first(self._growths, below)
-        self._read(order)
-        blocks: list[HeadRows] = []
-        last: list[Tensor] = []  # row of the text before each of them
+        texts: list[BlockText] = []
+        known: list[HeadText] = []
         guessed: list[Guessed] = []
-        chosen: list[int] = []  # rows of the pass that guess
-        skipped = 0 if self._model.head.sample_from_anchor else 1
-        row = levels = 0
-        for i in order:
-            rows = self._block(i, skipped)
-            if rows is None:
+        left, first, skipped = self._max_rows, 0, self._model.head.skipped
+        for i in trees_first(self._growths, below):
+            text, growth = self._seen[i], self._growths[i]
+            part = self._part(text, growth, left)
+            if not (part.count or part.rows):
                 continue
-            count = len(rows.rows.token_ids)
-            blocks.append(rows)
-            if (last_D := self._seen[i].last_D) is not None:
-                last.append(last_D)
-            guessed.append(Guessed(self._growths[i], levels, count - skipped))
-            chosen.extend(range(row + skipped, row + count))
-            row, levels = row + count, levels + count - skipped
-        if blocks:
-            last_PD = torch.stack(last) if self._model.head.reads_last else None
-            read_TD = self._runner.launch(blocks, last_PD).index_select(
-                0, torch.tensor(chosen, device=self._model.device)
-            )
-            self._trees.grow(guessed, read_TD)
+            left -= part.count
+            texts.append(part)
+            known.append(text)
+            if part.rows:
+                levels = part.rows - skipped
+                guessed.append(self._trees.guessed(growth, first, levels))
+                first += levels
+        if not texts:
+            return {}
+        made = self._runner.step(texts)
+        for text, last_D in zip(known, made.last, strict=True):
+            if last_D is not None:
+                text.last_D = last_D
+        if guessed:
+            self._trees.grow(guessed, made.read_RD, made.logits_RU)
         return {}
 
     def tree(self, entry: int) -> TokenTree:
         """The tree of the plan's entry of that number."""
-        return self._growths[entry].builder.build()
+        return self._growths[entry].tree()
 
     def hear(self, texts: Sequence[TextFeatures]) -> None:
         """Keep the target's hidden states of these texts until they are read."""
@@ -136,48 +127,26 @@ class BlockDraft:
             if outcome.finished:
                 self._texts.forget(outcome.request_id)
 
-    def _read(self, order: Sequence[int]) -> None:
-        """Write K and V of what waits of these entries' texts, as far as the step has rows."""
-        parts: list[HeadRows] = []
-        taps: list[Tensor] = []
-        read: list[HeadText] = []
-        left = self._max_rows
-        for i in order:
-            text, entry = self._seen[i], self._growths[i].entry
-            count = min(text.unread.end - text.cached, left)
-            if count <= 0:
-                continue
-            left -= count
-            self._texts.claim(text, entry)
-            place, table = text.cached - text.origin, self._table(text, entry)
-            parts.append(HeadRows(chain_rows([0] * count, place, table, logits=False), text.origin))
-            taps.append(text.unread.take(count))
-            text.cached += count
-            read.append(text)
-        if not parts:
-            return
-        made_TD = self._runner.read(parts, torch.cat(taps))
-        if not self._model.head.reads_last:
-            return
-        end = 0
-        for part, text in zip(parts, read, strict=True):
-            end += len(part.rows.token_ids)
-            text.last_D = made_TD[end - 1].clone()
-
-    def _block(self, i: int, skipped: int) -> HeadRows | None:
-        """The rows of an entry's block; None where it has no tree, or its text is not read to the end."""
-        growth, text, head = self._growths[i], self._seen[i], self._model.head
+    def _part(self, text: HeadText, growth: Growth, most: int) -> BlockText:
+        """At most so many of the rows that wait to be read, and the block behind them."""
         entry = growth.entry
-        if growth.limit < 1 or text.cached != entry.end - 1:
-            return None
-        if head.reads_last and text.last_D is None:
-            return None  # the token before the root was read for another request: only its K and V are there
-        wanted = growth.limit + skipped if head.causal else head.block_size
-        count = min(wanted, entry.max_nodes)  # for so many positions there are blocks
-        if count <= skipped:
-            return None
-        ids = [entry.token_ids[entry.end - 1], *[head.mask_token_id] * (count - 1)]
-        return HeadRows(Rows(ids, text.cached - text.origin, self._table(text, entry), 0), text.origin)
+        table = entry.block_table[text.origin // self._runner.block_size :]
+        part = BlockText(table, text.origin, begin=text.cached - text.origin, last=text.last_D)
+        if (count := min(text.unread.end - text.cached, most)) > 0:
+            self._texts.claim(text, entry)
+            part.states, part.count = text.unread.take(count), count
+            text.cached += count
+        part.rows = self._rows(text, growth, read=count > 0)
+        part.anchor = entry.token_ids[entry.end - 1]
+        return part
 
-    def _table(self, text: HeadText, entry: PlanEntry) -> Sequence[int]:
-        return entry.block_table[text.origin // self._runner.block_size :]
+    def _rows(self, text: HeadText, growth: Growth, *, read: bool) -> int:
+        """The rows of an entry's block; 0 where it has no tree, or its text is not read to the end."""
+        entry, head = growth.entry, self._model.head
+        if growth.limit < 1 or text.cached != entry.end - 1:
+            return 0
+        if head.reads_last and not read and text.last_D is None:
+            return 0  # the token before the root was read for another request: only its K and V are there
+        wanted = growth.limit + head.skipped if head.causal else head.block_size
+        count = min(wanted, entry.max_nodes)  # for so many positions there are blocks
+        return count if count > head.skipped else 0

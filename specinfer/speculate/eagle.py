@@ -124,7 +124,7 @@ class EagleDraft:
 
     def tree(self, entry: int) -> TokenTree:
         """The tree of the plan's entry of that number, as it has grown so far."""
-        return self._grown[entry].growth.builder.build()
+        return self._grown[entry].growth.tree()
 
     def hear(self, texts: Sequence[TextFeatures]) -> None:
         """Keep the target's hidden states of these texts until they are read."""
@@ -151,7 +151,7 @@ class EagleDraft:
         if count <= 0:
             return None
         self._texts.claim(text, entry)
-        feature_TD = self._runner.fused(text.unread.take(count))
+        feature_TD = self._runner.fused(torch.cat([part.copied() for part in text.unread.take(count)]))
         text.cached = end = start + count
         draws = end == entry.end - 1 and growth.limit > 0
         growth.started = draws

@@ -11,7 +11,7 @@ from specinfer.config import SpeculationConfig, draw_rule
 from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.speculate.draws import Site
-from specinfer.tree import DrawRule, TreeBuilder
+from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.verify.noise import draft_stream, uniform
 
@@ -78,8 +78,9 @@ class Growth:
 
     entry: PlanEntry
     builder: TreeBuilder
-    stream: int  # of the random numbers of sampled draws
+    speculator: str  # whose it is
     limit: int
+    stream: int | None = None  # of the random numbers of sampled draws, once there is one
     drawn: int = 0  # random numbers used
     seen: int = 0  # draws of the tree that are taken in
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes that get children next
@@ -91,13 +92,18 @@ class Growth:
     places: dict[int, int] = field(default_factory=lambda: {0: 0})
     above: list[int] = field(default_factory=lambda: [-1])
     started: bool = False  # whether the root was run
+    grown: TokenTree | None = None  # all of it, where it was not built node by node
 
     @classmethod
     def of(cls, entry: PlanEntry, name: str, limit: int) -> Growth:
         """A tree that is about to grow for the speculator `name`, `limit` levels at most."""
         builder = TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes)
         levels = limit if entry.max_nodes > 1 else 0
-        return cls(entry, builder, draft_stream(name, entry.end - 1), levels)
+        return cls(entry, builder, name, levels)
+
+    def tree(self) -> TokenTree:
+        """The tree as it has grown so far."""
+        return self.builder.build() if self.grown is None else self.grown
 
     @classmethod
     def shaped(cls, entry: PlanEntry, name: str, shape: Shape, limit: int | None = None) -> Growth:
@@ -110,8 +116,11 @@ class Growth:
 
     def uniform(self) -> float:
         """The next number in [0, 1) of this tree's own stream."""
+        root = self.entry.end - 1
+        if self.stream is None:
+            self.stream = draft_stream(self.speculator, root)
         self.drawn += 1
-        return uniform(self.entry.request.seed, self.entry.end - 1, self.drawn, stream=self.stream)
+        return uniform(self.entry.request.seed, root, self.drawn, stream=self.stream)
 
     @property
     def depth(self) -> int:
@@ -180,6 +189,16 @@ class Growth:
             )
             for node in self.frontier
         ]
+
+
+@dataclass(slots=True)
+class Guessed:
+    """One request's levels where one pass guesses all: rows first..first+levels-1 of those that guess."""
+
+    growth: Growth
+    first: int
+    levels: int
+    site: Site  # the root, where the first level is drawn
 
 
 def trees_first(growths: Sequence[Growth], which: Iterable[int]) -> list[int]:

@@ -56,9 +56,9 @@ class HeadTexts:
         if features.start > unread.end:  # there is a gap: nobody computed these tokens with this head there
             self._miss(text, features.start)
         # What it found in shared blocks it need not read again; so is a part before the next block.
-        known = min(unread.end - features.start, len(features.taps_TND))
-        if known < len(features.taps_TND):
-            unread.add(features.taps_TND[max(0, known) :])
+        known, count = max(0, unread.end - features.start), len(features.states)
+        if known < count:
+            unread.add(features.states.part(known, count) if known else features.states)
         if unread.end - unread.first > self._most_unread:
             self._miss(text, unread.end - self._most_unread)
 

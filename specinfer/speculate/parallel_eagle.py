@@ -18,8 +18,8 @@ from specinfer.request import Request
 from specinfer.runtime.head_runner import EagleRunner, HeadRows
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.eagle import EagleDraft
-from specinfer.speculate.growth import Growth, Shape, trees_first
-from specinfer.speculate.one_pass import Guessed, OnePassTrees
+from specinfer.speculate.growth import Growth, Guessed, Shape, trees_first
+from specinfer.speculate.one_pass import OnePassTrees
 
 
 class ParallelEagleDraft(EagleDraft):
@@ -38,7 +38,7 @@ class ParallelEagleDraft(EagleDraft):
         """As EagleDraft; the head has a mask token."""
         super().__init__(name, runner, shape, taps=taps, max_rows=max_rows, vocabulary=vocabulary)
         self._model = runner.model
-        self._run = runner.run
+        self._run, self._logits = runner.run, runner.logits
         self._trees = OnePassTrees(name, runner.model, shape, vocabulary)
 
     def most_nodes(self, request: Request) -> int:
@@ -62,14 +62,14 @@ class ParallelEagleDraft(EagleDraft):
                 levels = growth.limit
                 rows = self._with_masks(rows, levels - 1)
                 feature_TD = torch.cat((feature_TD, self._model.masked(levels - 1)))
-                guessed.append(Guessed(growth, first, levels))
+                guessed.append(self._trees.guessed(growth, first, levels))
                 first += levels
             parts.append(rows)
             features.append(feature_TD)
         if parts:
             read_RD, _ = self._run(parts, torch.cat(features))
             if guessed:
-                self._trees.grow(guessed, read_RD)
+                self._trees.grow(guessed, read_RD, self._logits(read_RD))
         return {}
 
     def _with_masks(self, rows: HeadRows, count: int) -> HeadRows:

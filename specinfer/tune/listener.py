@@ -37,7 +37,7 @@ class Listener:
                 self._heard[name] = []
             elif self._ends.get(name) != features.start:
                 continue  # its beginning was not heard: there is nothing to be had of it
-            self._heard[name].append(features.taps_TND)
+            self._heard[name].append(features.states.copied())
             self._ends[name] = features.end
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:

@@ -36,6 +36,12 @@ struct Heads {
 void rope_and_store(Type type, const Heads& heads, const Paths& paths, const void* qkv, const float* cos,
                     const float* sin, void* k_cache_PKH, void* v_cache_PKH, void* q_TNH);
 
+// Norms and turns the keys of a text's rows, and writes them and values to their slots: those of layer `layer`, where
+// a row of `made` has keys, then values, of each of so many layers.
+void store_keys_and_values(Type type, const Heads& heads, const void* made, int64_t layer, int64_t layers,
+                           const int64_t* slots, int64_t rows, const float* cos, const float* sin, void* k_cache_PKH,
+                           void* v_cache_PKH);
+
 void tree_attention(Type type, const Heads& heads, const Paths& paths, const void* q_TNH, const void* k_cache_PKH,
                     const void* v_cache_PKH, void* out_TNH);
 

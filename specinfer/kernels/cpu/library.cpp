@@ -1,5 +1,7 @@
 // What the library offers; kernels/library.py declares the same. Shapes are checked there.
 
+#include "best_first.h"
+#include "block_head.h"
 #include "estimates.h"
 #include "layers.h"
 #include "layout.h"
@@ -120,6 +122,19 @@ int64_t specinfer_choices(int32_t type, const void* logits, int64_t block_rows, 
   const Claim claim;
   const LogitBlock block{logits, block_rows, size, stride, static_cast<Type>(type)};
   return choices(block, {rows, count}, asks, {changed, terms, ends}, ids);
+}
+
+int32_t specinfer_step_blocks(const BlockHead* head, const BlockStep* step, const Caches* caches, void* last,
+                              void* read, void* logits) {
+  const Claim claim;
+  return step_blocks(*head, *step, *caches, last, read, logits) ? 1 : 0;
+}
+
+int32_t specinfer_grow_trees(const Guesser* guesser, int32_t type, const void* logits, int64_t rows, int64_t size,
+                             const void* read, const TreeAsk* asks, int64_t count, const GrownTrees* to) {
+  const Claim claim;
+  const LogitBlock block{logits, rows, size, size, static_cast<Type>(type)};
+  return grow_trees(*guesser, block, read, asks, count, *to) ? 1 : 0;
 }
 
 int32_t specinfer_estimate(const void* draws, int64_t count, int64_t evidence, double temperature, int32_t logistics,

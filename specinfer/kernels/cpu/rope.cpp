@@ -79,4 +79,25 @@ void rope_and_store(Type type, const Heads& heads, const Paths& paths, const voi
   });
 }
 
+void store_keys_and_values(Type type, const Heads& heads, const void* made, int64_t layer, int64_t layers,
+                           const int64_t* slots, int64_t rows, const float* cos, const float* sin, void* k_cache,
+                           void* v_cache) {
+  const int64_t head = heads.head, width = heads.kv_heads * head;
+  const Rotation rotation{cos, sin, heads.eps};
+  by_type(type, [&](auto element) {
+    using T = decltype(element);
+    Pool::get().split(rows, kPieceElements / (2 * width) + 1, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const T* const x = static_cast<const T*>(made) + (r * layers + layer) * 2 * width;
+        const int64_t at = slots[r] * width;
+        for (int64_t n = 0; n < heads.kv_heads; ++n) {
+          rotate_head(x + n * head, static_cast<const T*>(heads.k_norm), rotation, r, head,
+                      static_cast<T*>(k_cache) + at + n * head);
+        }
+        std::copy(x + width, x + 2 * width, static_cast<T*>(v_cache) + at);
+      }
+    });
+  });
+}
+
 }  // namespace specinfer

@@ -83,7 +83,7 @@ def test_the_first_rows_of_a_causal_block_do_not_depend_on_the_others() -> None:
         whole = head(*given)
         assert whole.shape[2] == 5
         for rows in (1, 3):
-            assert torch.allclose(head(*given, rows), whole[:, :, :rows], atol=1e-6)
+            assert torch.allclose(head(*given, rows), whole[:, :, :rows], atol=1e-5)
 
 
 def test_the_markov_term_and_the_confidence_are_products_with_the_token_before() -> None:

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+from collections.abc import Sequence
+
 import torch
 
 from specinfer.runtime.batch import step_rows
-from specinfer.runtime.features import UnreadFeatures, text_rows
+from specinfer.runtime.features import TappedRows, UnreadFeatures, text_rows
 from specinfer.tree import TokenTree
 from tests import plans
 
 
-def rows_of(first: int, count: int) -> torch.Tensor:
-    """Hidden states that tell their position: [count, 1, 1]."""
-    return torch.arange(first, first + count, dtype=torch.float32)[:, None, None]
+def rows_of(first: int, count: int, others: int = 0) -> TappedRows:
+    """Hidden states that tell their position, [count, 1, 1], behind those of so many other rows."""
+    states = torch.arange(first - others, first + count, dtype=torch.float32)[:, None, None]
+    return TappedRows(states, range(others, others + count))
+
+
+def told(states: Sequence[TappedRows]) -> list[int]:
+    """The positions that these rows tell, read as copies and where they lie."""
+    found: list[int] = []
+    for part in states:
+        copied = part.copied()
+        lie = [ctypes.c_float.from_address(address).value for address in part.addresses()]
+        assert lie == copied.flatten().tolist()
+        found.extend(int(value) for value in lie)
+    return found
 
 
 def test_rows_of_prompts_roots_and_accepted_paths_become_text() -> None:
@@ -41,12 +57,31 @@ def test_rows_of_prompts_roots_and_accepted_paths_become_text() -> None:
 def test_features_are_taken_in_order_whatever_they_came_in() -> None:
     unread = UnreadFeatures(3)
     for first, count in [(3, 2), (5, 1), (6, 4)]:
-        unread.add(rows_of(first, count))
+        unread.add(rows_of(first, count, others=first))
     assert (unread.first, unread.end) == (3, 10)
-    assert unread.take(1).flatten().tolist() == [3]
-    assert unread.take(4).flatten().tolist() == [4, 5, 6, 7]
+    assert told(unread.take(1)) == [3]
+    assert told(unread.take(4)) == [4, 5, 6, 7]
     assert (unread.first, unread.end) == (8, 10)
     unread.drop_before(9)
-    assert unread.take(1).flatten().tolist() == [9]
+    assert told(unread.take(1)) == [9]
     unread.drop_before(16)
     assert (unread.first, unread.end) == (16, 16)
+
+
+def kept_bytes(unread: UnreadFeatures) -> int:
+    """The memory of all passes that are kept for these."""
+    gc.collect()
+    passes = {id(part._pass_TND): part._pass_TND.nbytes for part in unread._parts}
+    return sum(passes.values())
+
+
+def test_what_is_kept_of_large_passes_and_of_many_is_copied() -> None:
+    unread = UnreadFeatures(0)
+    unread.add(rows_of(0, 100, others=20))  # a prompt, and what another has beside it
+    assert kept_bytes(unread) == 4 * 120
+    unread.add(rows_of(100, 2, others=900))  # two rows of a large batch
+    assert kept_bytes(unread) == 4 * 122
+    for first in range(102, 302, 2):
+        unread.add(rows_of(first, 2, others=10))
+    assert kept_bytes(unread) < 4 * (302 + 64 * 12)
+    assert told(unread.take(302)) == [*range(302)]

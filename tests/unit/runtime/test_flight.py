@@ -159,7 +159,7 @@ def test_a_thousand_nodes_of_a_large_vocabulary_take_32_mebibytes(dtype: torch.d
 
 
 def test_a_layer_without_a_tap_has_no_hidden_states() -> None:
-    flight = Flight(hidden(2), Head(), VOCAB, NUMPY, taps={3: torch.ones(4, 8)})
+    flight = Flight(hidden(2), Head(), VOCAB, NUMPY, taps=((3,), torch.ones(4, 1, 8)))
     assert flight.hidden(3).shape == (4, 8)
     with pytest.raises(KeyError):
         flight.hidden(2)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from specinfer.plan import PlanEntry
-from specinfer.runtime.features import TextFeatures
+from specinfer.runtime.features import TappedRows, TextFeatures
 from specinfer.speculate.head_texts import HeadText, HeadTexts
 from tests import plans
 
@@ -24,7 +24,7 @@ def heard(texts: HeadTexts, start: int, count: int, **fields: Any) -> HeadText:
     """The text after `count` hidden states from `start` on came; each tells its position."""
     step = entry(start=start, **fields)
     states = torch.arange(start, start + count, dtype=torch.float32)[:, None, None]
-    texts.hear(TextFeatures(step, start, states))
+    texts.hear(TextFeatures(step, start, TappedRows(states, range(count))))
     return texts.of(step)
 
 
@@ -32,7 +32,7 @@ def read(texts: HeadTexts, text: HeadText, step: PlanEntry) -> list[int]:
     """Read all that waits, as a head does; the positions that were read."""
     texts.claim(text, step)
     count = text.unread.end - text.cached
-    positions = [int(p) for p in text.unread.take(count).flatten()] if count else []
+    positions = [int(p) for part in text.unread.take(count) for p in part.copied().flatten()] if count else []
     text.cached += count
     return positions
 

@@ -1,0 +1,164 @@
+"""A block head's share of a step in one native call: what it reads, and its pass (cpu/block_head.cpp).
+
+A head has a layer or two, so what lies between its products is most of what it would take op by op: reading
+two tokens and guessing five took 1.3 ms for 0.4 ms of weights. heads/block_model.py has the same op by op.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specinfer.attention.native import NativeCache, unsupported
+from specinfer.kernels.layers import LayerParts, NativeLayers
+from specinfer.kernels.library import TYPES, BlockHeadArgs, BlockStepArgs, CachesArgs, ProductArgs
+from specinfer.kernels.ops import NativeOps, Ops
+from specinfer.kernels.product import FLOATS, NativeProduct, Product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockHeadParts:
+    """What a block head computes with; heads/block_model.py says what each is."""
+
+    fc: Product
+    hidden_norm_D: Tensor
+    context: Product
+    entry: Product | None
+    entry_norm_D: Tensor | None
+    layers: Sequence[LayerParts]
+    norm_D: Tensor
+    output: Product
+    embedding_VD: Tensor
+    embedding_scale: float
+    mask_token_id: int
+    causal: bool
+    skipped: int  # rows of a block, from its first on, that guess nothing
+
+
+class NativeBlockHead:
+    """A block head whose every part is native, over caches of the same library."""
+
+    __slots__ = (
+        *("_args", "_cache_args", "_kept", "_layers", "_library", "_named", "_of", "_size", "_type"),
+    )
+
+    def __init__(self, parts: BlockHeadParts, layers: NativeLayers, ops: NativeOps) -> None:
+        """All products are native, and `layers` are those of the parts."""
+        fc, context, output = (_args(product) for product in (parts.fc, parts.context, parts.output))
+        self._library = ops.library
+        self._layers = layers
+        self._of: NativeCache | None = None  # that `_cache_args` are of
+        self._cache_args = CachesArgs()
+        self._kept: list[object] = [parts]  # whose memory the arguments point to
+        self._type = parts.norm_D.dtype
+        self._size, self._named = fc.channels, output.channels
+        self._args = BlockHeadArgs(
+            type=TYPES[FLOATS[self._type]],
+            gelu=layers.gelu,
+            eps=layers.eps,
+            fc=fc,
+            context=context,
+            output=output,
+            hidden_norm=parts.hidden_norm_D.data_ptr(),
+            norm=parts.norm_D.data_ptr(),
+            layers=layers.args,
+            num_layers=len(layers.args),
+            scale=parts.embedding_scale,
+            causal=parts.causal,
+            skipped=parts.skipped,
+            embedding=parts.embedding_VD.data_ptr(),
+            tokens=len(parts.embedding_VD),
+            mask=parts.mask_token_id,
+        )
+        if parts.entry is not None and parts.entry_norm_D is not None:
+            self._args.entry, self._args.entry_norm = _args(parts.entry), parts.entry_norm_D.data_ptr()
+
+    @classmethod
+    def of(cls, parts: BlockHeadParts, layers: NativeLayers | None, ops: Ops) -> NativeBlockHead | None:
+        """The head, or None where it has a part that is not native."""
+        products = [parts.fc, parts.context, parts.output, *([] if parts.entry is None else [parts.entry])]
+        table_VD = parts.embedding_VD
+        looked_up = table_VD.is_contiguous() and table_VD.dtype is parts.norm_D.dtype
+        if layers is None or not isinstance(ops, NativeOps) or not looked_up:
+            return None
+        return cls(parts, layers, ops) if all(isinstance(p, NativeProduct) for p in products) else None
+
+    @property
+    def positions(self) -> int:
+        """How many positions have rotations."""
+        return int(self._args.positions)
+
+    def rotate(self, cos: Tensor, sin: Tensor) -> None:
+        """Take over the rotations of positions 0, 1, ..., float32 [positions, H / 2], both contiguous."""
+        self._kept[1:] = [cos, sin]
+        self._args.cos, self._args.sin, self._args.positions = cos.data_ptr(), sin.data_ptr(), len(cos)
+
+    def step(
+        self,
+        texts: Sequence[int],
+        taps: Sequence[int],
+        tables: Sequence[int],
+        guesses: int,
+        *,
+        block_size: int,
+        cache: NativeCache,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Read texts, and guess a block behind those that have one; writes K and V of all their rows.
+
+        Args:
+            texts: eight numbers of each, as cpu/block_head.h has a BlockText.
+            taps: of each row that is read, in order, the address of its hidden states, [N, target's D] of the
+                head's dtype.
+            tables: of all texts, one after another.
+            guesses: how many rows guess.
+            block_size: positions of a block of the cache.
+            cache: of the head's layers.
+
+        Returns what was made of the last row that was read of each text, [texts, D]; of all rows that guess
+        what the output layer reads, [R, D], and its logits, [R, U]. Raises IndexError where a text leads to a
+        slot, position or token that is not there.
+        """
+        kept = self._kept[0]
+        assert isinstance(kept, BlockHeadParts)
+        count = len(texts) // 8
+        last_ND = kept.norm_D.new_empty(count, self._size)
+        read_RD = kept.norm_D.new_empty(guesses, self._size)
+        logits_RU = kept.norm_D.new_empty(guesses, self._named)
+        numbers = array("q", texts)
+        numbers.extend(taps)
+        numbers.extend(tables)
+        at = numbers.buffer_info()[0]
+        behind = at + 8 * (len(texts) + len(taps))
+        step = BlockStepArgs(at, count, at + 8 * len(texts), behind, len(tables), block_size)
+        rows = sum(texts[4::8]), sum(max(0, rows - kept.skipped) for rows in texts[5::8])
+        if rows != (len(taps), guesses):
+            raise ValueError(f"hidden states of {len(taps)} rows and {guesses} guesses; texts name {rows}")
+        there = self._library.step_blocks(
+            *(ctypes.byref(self._args), ctypes.byref(step), ctypes.byref(self._caches(cache))),
+            *(last_ND.data_ptr(), read_RD.data_ptr(), logits_RU.data_ptr()),
+        )
+        if not there:
+            raise IndexError(f"texts {[*texts]} in blocks {[*tables]} lead to what is not there")
+        return last_ND, read_RD, logits_RU
+
+    def _caches(self, cache: NativeCache) -> CachesArgs:
+        if self._of is not cache:
+            layers, heads = len(self._layers.args), self._layers.heads
+            found = (len(cache.key_addresses), *cache.shape[1:], cache.dtype)
+            if found != (layers, heads.num_kv_heads, heads.head_dim, self._type):
+                raise ValueError(f"caches of {found} for {layers} layers of {heads} and {self._type}")
+            reason = unsupported(heads.head_dim, heads.num_heads // heads.num_kv_heads, self._type)
+            if reason is not None:
+                raise ValueError(reason)
+            keys, values = map(ctypes.addressof, (cache.key_addresses, cache.value_addresses))
+            self._of, self._cache_args = cache, CachesArgs(keys, values, cache.shape[0])
+        return self._cache_args
+
+
+def _args(product: Product) -> ProductArgs:
+    assert isinstance(product, NativeProduct)
+    return product.args
