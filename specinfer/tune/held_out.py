@@ -1,19 +1,20 @@
-"""What a head is worth: its guesses along answers it has not learnt from.
+"""What a draft is worth: its guesses along answers it has not learnt from.
 
-These answers are greedy, so a guess is right where it is the token that came, and a chain of the head's first
-guesses gains as many tokens as are right from its beginning on: that is what an engine would accept of it.
+These answers are greedy, so a guess is right where it is the token that came, and a chain of the draft's
+first guesses gains as many tokens as are right from its beginning on: what an engine would accept of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from specinfer.tune.blocks import anchors_of, blocks
-from specinfer.tune.guesses import Head, guessed, markov_term
+from specinfer.tune.blocks import Blocks, anchors_of, blocks
+from specinfer.tune.draft import Draft
 from specinfer.tune.shards import Corpus, TunedText
 
 _TEXTS: Final = 64
@@ -40,19 +41,14 @@ def held_out_texts(corpus: Corpus) -> list[TunedText]:
 
 
 @torch.inference_mode()
-def measure(head: Head, texts: list[TunedText], scale_ND: Tensor) -> Figures:
-    """The figures of a head that reads hidden states multiplied by `scale_ND`; the same places every time."""
-    depth = head.config.depth
-    entry_V = entries_of(head)
-    generator = torch.Generator().manual_seed(0)
+def measure(draft: Draft, texts: Sequence[TunedText]) -> Figures:
+    """The figures of a draft; the same places every time."""
+    depth = draft.depth
+    entry_V = entries_of(draft)
     right: list[Tensor] = []
     among_three = places = 0
-    for start in range(0, len(texts), _AT_ONCE):
-        part = texts[start : start + _AT_ONCE]
-        batch = blocks(part, [anchors_of(text, _ANCHORS, generator) for text in part], depth, scale_ND)
-        logits = head.logits(guessed(head, batch, depth))
-        if (markov := markov_term(head)) is not None:
-            logits = logits + markov(batch.before_BAL)
+    for batch in _batches(draft, texts):
+        logits = draft.logits(draft.guessed(batch, depth), batch.before_BAL)
         wanted = torch.where(batch.valid_BAL, entry_V[batch.next_BAL], -1)
         anchors = batch.valid_BAL[..., 0]
         right.append((logits.argmax(dim=-1) == wanted)[anchors])
@@ -67,8 +63,17 @@ def measure(head: Head, texts: list[TunedText], scale_ND: Tensor) -> Figures:
     return Figures(tuple(hits), among_three / places, 1.0 + float(chain_PL.sum(dim=1).mean()), places)
 
 
-def entries_of(head: Head) -> Tensor:
-    """Where each of the target's tokens is among those the head can name, int64 [V]; -1: it cannot."""
-    entry_V = torch.full((head.config.body.vocab_size,), -1, dtype=torch.int64)
-    entry_V[head.ids] = torch.arange(head.config.draft_vocab_size)
+def _batches(draft: Draft, texts: Sequence[TunedText]) -> Iterator[Blocks]:
+    """Blocks of some places of each text, a few texts at a time; the same places every time."""
+    generator = torch.Generator().manual_seed(0)
+    for start in range(0, len(texts), _AT_ONCE):
+        part = texts[start : start + _AT_ONCE]
+        anchors = [anchors_of(text, _ANCHORS, generator) for text in part]
+        yield blocks(part, anchors, draft.depth, draft.scale_ND)
+
+
+def entries_of(draft: Draft) -> Tensor:
+    """Where each of the target's tokens is among those the draft can name, int64 [V]; -1: it cannot."""
+    entry_V = torch.full((draft.vocab,), -1, dtype=torch.int64)
+    entry_V[draft.ids] = torch.arange(len(draft.ids))
     return entry_V

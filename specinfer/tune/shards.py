@@ -45,6 +45,12 @@ class TunedText:
     label_logprobs_RK: Tensor
     key: int
     held_out: bool
+    counts_R: Tensor | None = None  # how much each token of the answer counts; None: 1
+
+    @property
+    def weights_R(self) -> Tensor:
+        """How much each token of the answer counts, float32 [T - P]."""
+        return torch.ones(self.answer) if self.counts_R is None else self.counts_R
 
     @property
     def answer(self) -> int:
