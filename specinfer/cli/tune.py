@@ -9,6 +9,7 @@ import click
 
 from specinfer.cli.options import engine_config, model_options
 from specinfer.errors import TuneError
+from specinfer.hub.pool import MOST_MEMBERS
 
 if TYPE_CHECKING:
     from specinfer.tune.draft import Kind
@@ -69,6 +70,19 @@ _SSM_LAYERS: Final = 4
     metavar="N",
     help="Tokens a head can name: the likeliest of all answers.",
 )
+@click.option(
+    "--members",
+    type=click.IntRange(1, MOST_MEMBERS),
+    default=1,
+    show_default=True,
+    help="Drafts that share the time, as a pool.",
+)
+@click.option(
+    "--boost",
+    type=click.Choice(("sequence", "token", "residual", "none")),
+    show_default="sequence",
+    help="How later members learn what the pool does not guess: other texts, places, laws; or seeds alone.",
+)
 @click.option("--chat/--raw", default=None, help="Through the chat template, or as they stand.")
 @click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Of each answer.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of first weights and of batches.")
@@ -87,6 +101,8 @@ def tune(
     layers: int | None,
     depth: int,
     vocabulary: int | None,
+    members: int,
+    boost: str | None,
     chat: bool | None,
     max_tokens: int,
     seed: int,
@@ -105,6 +121,7 @@ def tune(
     from typing import cast
 
     from specinfer.progress import ProgressBar
+    from specinfer.tune.boosting import Boost, BoostConfig
     from specinfer.tune.config import TuneConfig
     from specinfer.tune.losses import Loss
     from specinfer.tune.trainer import TrainConfig
@@ -121,6 +138,8 @@ def tune(
             max_tokens=max_tokens,
             init=init,
             kind=_kind(kind, layout, layers, depth, vocabulary),
+            members=members,
+            boost=None if boost is None else BoostConfig(form=cast(Boost, boost)),
             training=TrainConfig(loss=cast(Loss, loss), seed=seed),
         ),
         progress=ProgressBar(),

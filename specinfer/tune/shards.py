@@ -79,6 +79,7 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         """Raises ModelFileError where it is damaged."""
+        self.path = path
         self._entries = entries = read_entries([path], _DTYPES)
         missing = [name for name in (*_NAMES, "seconds") if name not in entries]
         if missing:
@@ -106,6 +107,10 @@ class Shard:
     def answers(self) -> int:
         """Tokens of all answers."""
         return self._labels[-1]
+
+    def answer(self, number: int) -> int:
+        """Tokens of a text's answer."""
+        return self._labels[number + 1] - self._labels[number]
 
     def text(self, number: int) -> TunedText:
         """Read one of its texts."""

@@ -54,7 +54,7 @@ class Trained:
     seconds: float = 0.0
     loss: float = 0.0  # of late
     history: list[dict[str, float | list[float]]] = field(default_factory=list)  # a row per measurement
-    best: float = 0.0  # tokens per pass of what is exported
+    best: float = 0.0  # tokens per pass of what is exported, with the members before it
     places: int = 0  # of held-out answers, on which that was measured
 
     def learned(self, loss: float, count: int) -> None:

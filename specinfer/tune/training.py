@@ -18,7 +18,7 @@ from specinfer.tune.card import Material, card
 from specinfer.tune.checkpoint import read_checkpoint, write_checkpoint
 from specinfer.tune.config import TuneConfig
 from specinfer.tune.draft import Beginning, Draft, Target
-from specinfer.tune.held_out import Figures, measure
+from specinfer.tune.held_out import Along, Figures, measure
 from specinfer.tune.lessons import Lessons, first_texts
 from specinfer.tune.plot import draw_training
 from specinfer.tune.read_draft import read_draft
@@ -58,16 +58,19 @@ class Training:
         texts: Sequence[TunedText],
         place: Place,
         *,
+        earlier: Sequence[Along] = (),
         material: Material,
         seed: int,
         hearers: Hearers,
     ) -> None:
-        """Goes on where the last one was, or begins; `texts` are held out, and `seed` is this draft's own.
+        """Goes on where the last one was, or begins; `texts` are held out; `earlier` are members of its
+        pool, and `seed` is this draft's own.
 
         Raises TuneError where the checkpoint is damaged or another draft's, and as Kind.new.
         """
         self._kind, self._target, self._lessons, self._texts = config.kind, target, lessons, texts
         self._place, self._material, self._hearers = place, material, hearers
+        self._earlier = earlier
         self._config = replace(config.training, seed=seed)
         self.trainer = self._resumed() or self._begun(config.init)
 
@@ -82,7 +85,7 @@ class Training:
         if left <= 0:
             if trainer.state.best == 0:
                 raise TuneError("no draft was trained yet, and no time is left; give more minutes")
-            return measure(trainer.averaged(), self._texts)
+            return measure(trainer.averaged(), self._texts, self._earlier)
         between = min(_BETWEEN, seconds / _CHECKPOINTS)
         best: Figures | None = None
         hearers.progress.start(round(left), "training", "seconds")
@@ -93,15 +96,15 @@ class Training:
                 hearers.progress.advance(round(min(between, left)))
         finally:
             hearers.progress.finish()
-        return best if best is not None else measure(trainer.averaged(), self._texts)
+        return best if best is not None else measure(trainer.averaged(), self._texts, self._earlier)
 
     def keep(self) -> Figures | None:
         """Measure, export what is better than before, write a checkpoint; figures of what is better."""
         clock, trainer, folder = self._hearers.clock, self.trainer, self._place.folder
         began = clock()
         state, averaged = trainer.state, trainer.averaged()
-        figures = measure(averaged, self._texts)
-        better = figures.tokens_per_pass > state.best or not state.history
+        figures = measure(averaged, self._texts, self._earlier)
+        better = figures.worth > state.best or not state.history
         state.history.append(
             {
                 "seconds": state.seconds,
@@ -110,10 +113,11 @@ class Training:
                 "hits": list(figures.hits),
                 "first_three": figures.first_three,
                 "tokens_per_pass": figures.tokens_per_pass,
+                "worth": figures.worth,
             }
         )
         if better:
-            state.best, state.places = figures.tokens_per_pass, figures.places
+            state.best, state.places = figures.worth, figures.places
             self._export(averaged, figures)
         draw_training(state.history, folder / "training.png")
         state.seconds += clock() - began
@@ -122,6 +126,7 @@ class Training:
             f"{state.seconds / 60:.1f} min, {state.steps} steps, {state.blocks} blocks: loss "
             f"{state.loss:.3f}; held out: first guess {figures.hits[0]:.3f}, one of three "
             f"{figures.first_three:.3f}, {figures.tokens_per_pass:.3f} tokens a pass"
+            f"{'' if figures.pooled is None else f', {figures.pooled:.3f} in the pool'}"
             f"{', the best so far' if better else ''}"
         )
         return figures if better else None
@@ -162,9 +167,12 @@ class Training:
         state, folder = self.trainer.state, self._place.folder
         if not state.history or not (folder / "config.json").exists():
             return
-        figures = measure(read_draft(folder, self._target, self.trainer.draft.depth), self._texts)
-        if figures.places != state.places:
-            state.best, state.places = figures.tokens_per_pass, figures.places
+        exported = read_draft(folder, self._target, self.trainer.draft.depth)
+        figures = measure(exported, self._texts, self._earlier)
+        new_places = figures.places != state.places
+        if new_places or self._earlier:  # the members before it may have learnt more since
+            state.best, state.places = figures.worth, figures.places
+        if new_places:
             self._hearers.say(
                 f"on {figures.places} held-out places that there are now the best makes {state.best:.3f}"
             )

@@ -6,6 +6,13 @@
                     shards                                what was collected
                     checkpoint.safetensors                the training's state
 
+With several members each has a folder and a state of its own, and the pool is in the folder itself:
+
+    OUT     pool.json                                     which of them are in it: `--draft OUT`
+            member1, member2, ...                         each as above
+            work    member1.safetensors, ...              the trainings' states
+                    guesses                               what each proposes where the next one learns
+
 Whoever is killed loses what came after the last shard or checkpoint. Time counts over all runs: a run with
 `--resume` and the same minutes does what the earlier ones left.
 """
@@ -15,6 +22,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
@@ -23,22 +31,28 @@ import torch
 from specinfer.errors import TuneError
 from specinfer.files import NewFile
 from specinfer.hub import resolve
+from specinfer.hub.pool import Member, Pool, is_pool, write_pool
 from specinfer.kernels.machine import thread_count
 from specinfer.llm import LLM
+from specinfer.models.fingerprint import fingerprint
 from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress, Progress
+from specinfer.tune.boosting import lessons_of
 from specinfer.tune.card import Material
 from specinfer.tune.collect import Collected, Collector, collecting
 from specinfer.tune.config import TuneConfig
-from specinfer.tune.draft import Target
-from specinfer.tune.held_out import Figures, held_out_texts
-from specinfer.tune.lessons import AllLessons, Lessons
+from specinfer.tune.draft import Draft, Target
+from specinfer.tune.held_out import Along, Figures, along, figures_of, held_out_texts
+from specinfer.tune.known_guesses import KnownGuesses
+from specinfer.tune.lessons import Lessons
 from specinfer.tune.listener import Listener
 from specinfer.tune.prompts import Prompts
+from specinfer.tune.read_draft import read_draft
 from specinfer.tune.shards import Corpus
 from specinfer.tune.training import Hearers, Place, Training
 
 _LEAST_TRAINING: Final = 1 / 3  # of the time, whatever collecting took
+_SEEDS_APART: Final = 101  # of members
 
 
 class Tuning:
@@ -62,11 +76,13 @@ class Tuning:
         self._target = Target(files, open_model(files))
         config.kind.check(self._target.config, config.init)
         self._taps = config.kind.taps(self._target.config)
-        self._shape = {
+        self._shape: dict[str, object] = {
             "target": self._target.name,
             "head": config.kind.facts(),
             "taps": list(self._taps),
         }
+        if config.members > 1:
+            self._shape |= {"members": config.members, "boost": asdict(config.boosting)}
         self._claim()
         self._corpus = Corpus(config.work / "shards")
         for name in self._corpus.damaged:
@@ -78,7 +94,7 @@ class Tuning:
         return self._target.config.vocab_size
 
     def run(self, prompts: Prompts, sources: Sequence[str]) -> Figures:
-        """Collect and train until the time is over; the figures of the best head, which is in the folder.
+        """Collect and train until the time is over; the figures of the best draft, or the pool.
 
         `sources` are the names of what prompts were read from. Raises TuneError where nothing can be learnt,
         OSError where the disk is full: what was kept until then can be gone on from.
@@ -110,7 +126,7 @@ class Tuning:
                     )
         elif self._config.resume:
             raise TuneError(f"{self._config.out} has no tuning to resume; leave --resume out")
-        elif (self._config.out / "config.json").exists():
+        elif (self._config.out / "config.json").exists() or is_pool(self._config.out):
             raise TuneError(f"{self._config.out} has a model in it already; name another folder")
         (work / "shards").mkdir(parents=True, exist_ok=True)
         _write(facts, json.dumps(self._shape))
@@ -142,24 +158,81 @@ class Tuning:
                 "--resume with more minutes or prompts"
             )
         total = 60 * config.minutes
-        seconds = max(total - corpus.seconds, _LEAST_TRAINING * total)
-        training = self._training(AllLessons(corpus), sources)
-        if training.trainer.state.seconds >= seconds:
-            self._hearers.say(f"the {config.minutes:g} minutes are over; --resume with more goes on")
-        return training.run(seconds)
+        share = max(total - corpus.seconds, _LEAST_TRAINING * total) / config.members
+        known: list[KnownGuesses] = []
+        figures: list[Figures] = []
+        alongs: list[Along] = []
+        late = 0
+        for number in range(config.members):
+            lessons = lessons_of(corpus, config.boosting, known)
+            training = self._training(lessons, sources, number, alongs)
+            late += training.trainer.state.seconds >= share
+            if late == config.members:
+                self._hearers.say(f"the {config.minutes:g} minutes are over; --resume with more goes on")
+            figures.append(training.run(share))
+            if config.members == 1:
+                return figures[0]
+            draft = read_draft(self._place(number).folder, self._target, training.trainer.draft.depth)
+            alongs.append(along(draft, texts))
+            if number + 1 < config.members and config.boosting.form != "none":
+                known.append(self._known(number, draft))
+        return self._pooled(figures, alongs)
 
-    def _training(self, lessons: Lessons, sources: Sequence[str]) -> Training:
+    def _training(
+        self, lessons: Lessons, sources: Sequence[str], number: int = 0, earlier: Sequence[Along] = ()
+    ) -> Training:
+        """The training of a member, by its number from 0 on."""
         config, corpus = self._config, self._corpus
+        if config.members > 1:
+            self._hearers.say(
+                f"member {number + 1} of {config.members} learns from {len(lessons)} of "
+                f"{corpus.count(held_out=False)} texts"
+            )
         return Training(
             config,
             self._target,
             lessons,
             held_out_texts(corpus),
-            Place(config.out, config.work / "checkpoint.safetensors"),
+            self._place(number),
+            earlier=tuple(earlier),
             material=Material.of(self._target.name, sources, corpus),
-            seed=config.training.seed,
+            seed=config.training.seed + _SEEDS_APART * number,
             hearers=self._hearers,
         )
+
+    def _place(self, number: int) -> Place:
+        """Where a member's files lie: a single one is the folder's own."""
+        config = self._config
+        if config.members == 1:
+            return Place(config.out, config.work / "checkpoint.safetensors")
+        name = member_name(number)
+        return Place(config.out / name, config.work / f"{name}.safetensors")
+
+    def _known(self, number: int, draft: Draft) -> KnownGuesses:
+        """What a member proposes along all that is learnt from."""
+        folder = self._place(number).folder
+        kept = self._config.work / "guesses" / folder.name
+        known = KnownGuesses(self._corpus, kept, folder / "model.safetensors")
+        known.complete(draft, self._config.boosting.width, self._hearers.progress)
+        return known
+
+    def _pooled(self, figures: Sequence[Figures], alongs: Sequence[Along]) -> Figures:
+        """Make a pool of the members; the figures of all of them together."""
+        config = self._config
+        members = [
+            Member(member_name(number), config.kind.name, {"tokens_per_pass": one.tokens_per_pass})
+            for number, one in enumerate(figures)
+        ]
+        whole = figures_of(alongs[0], alongs[1:])
+        named = {"tokens_per_pass": whole.worth}
+        own = fingerprint(self._target.model)
+        write_pool(config.out, Pool(self._target.name, own, tuple(members), named))
+        return replace(whole, tokens_per_pass=whole.worth)
+
+
+def member_name(number: int) -> str:
+    """The folder of a pool's member, by its number from 0 on."""
+    return f"member{number + 1}"
 
 
 def _told(found: Collected, corpus: Corpus) -> str:
