@@ -35,6 +35,12 @@ _SSM_LAYERS: Final = 4
 @click.option(
     "--collect-minutes", type=float, metavar="M", help="Of these, for collecting answers; default: a third."
 )
+@click.option(
+    "--replace",
+    type=Path,
+    metavar="DIR",
+    help="A head or pool that the new one takes the place of, where it is better beyond doubt.",
+)
 @click.option("--resume", is_flag=True, help="Go on with the tuning in DIR.")
 @click.option("--loss", type=click.Choice(_LOSSES), default="hybrid", show_default=True)
 @click.option(
@@ -93,6 +99,7 @@ def tune(
     traffic: Path | None,
     minutes: float,
     collect_minutes: float | None,
+    replace: Path | None,
     resume: bool,
     loss: str,
     kind: str,
@@ -134,6 +141,7 @@ def tune(
             minutes=minutes,
             collect_minutes=collect_minutes,
             resume=resume,
+            replace=replace,
             chat=chat,
             max_tokens=max_tokens,
             init=init,

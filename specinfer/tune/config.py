@@ -25,6 +25,7 @@ class TuneConfig:
     resume: bool = False
     chat: bool | None = None  # prompts go through the chat template; None: where there is one
     max_tokens: int = 256  # of an answer
+    replace: Path | None = None  # the head or pool in this folder is replaced where that is worth it
     init: str | None = None  # target, random, or an exported draft to go on from; None: as the kind allows
     kind: Kind = field(default_factory=BlockKind)
     members: int = 1  # drafts, which share the time

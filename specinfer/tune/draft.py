@@ -73,6 +73,11 @@ class Draft(Protocol):
         ...
 
     @property
+    def one_pass(self) -> bool:
+        """Whether it guesses all levels of a tree in one pass; else a level in each."""
+        ...
+
+    @property
     def anchors(self) -> int:
         """How many anchors of a text a step computes, at most."""
         ...

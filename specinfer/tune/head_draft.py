@@ -62,6 +62,11 @@ class HeadDraft(ABC):
 
     @property
     @abstractmethod
+    def one_pass(self) -> bool:
+        """Whether it guesses all levels of a tree in one pass."""
+
+    @property
+    @abstractmethod
     def anchors(self) -> int:
         """How many anchors of a text a step computes, at most."""
 
@@ -129,6 +134,11 @@ class BlockHeadDraft(HeadDraft):
         self._anchors = anchors
 
     @property
+    def one_pass(self) -> bool:
+        """It does."""
+        return True
+
+    @property
     def anchors(self) -> int:
         """How many anchors of a text a step computes, at most."""
         return self._anchors
@@ -170,6 +180,11 @@ class EagleHeadDraft(HeadDraft):
     def __init__(self, head: EagleHead, scale_ND: Tensor) -> None:
         super().__init__(head, scale_ND)
         self.head = head
+
+    @property
+    def one_pass(self) -> bool:
+        """Where it is one of P-EAGLE's."""
+        return self.head.config.mask_token_id is not None
 
     @property
     def anchors(self) -> int:

@@ -15,7 +15,7 @@ A shard has its name when it is whole, so who is killed while making one loses t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -138,8 +138,10 @@ class Shard:
 class Corpus:
     """All shards of a folder. What is damaged (a power cut's) is left out, and its names are kept."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, columns: Sequence[int] | None = None) -> None:
+        """`columns` are the taps to be read, of those that were collected; None: all."""
         self.folder = folder
+        self._columns = None if columns is None else [*columns]
         self._shards: list[Shard] = []
         self.damaged: list[str] = []
         self._texts: dict[bool, list[tuple[Shard, int]]] = {
@@ -189,7 +191,8 @@ class Corpus:
     def text(self, number: int, *, held_out: bool) -> TunedText:
         """Read one of these."""
         shard, place = self._texts[held_out][number]
-        return shard.text(place)
+        text = shard.text(place)
+        return text if self._columns is None else replace(text, taps_TND=text.taps_TND[:, self._columns])
 
     def shards(self) -> Sequence[Shard]:
         """All of them, in the order they were made."""

@@ -52,6 +52,11 @@ class SmallDraft:
         return 1
 
     @property
+    def one_pass(self) -> bool:
+        """A level in each."""
+        return False
+
+    @property
     def anchors(self) -> int:
         """All of a text's."""
         return _ALL

@@ -31,10 +31,9 @@ import torch
 from specinfer.errors import TuneError
 from specinfer.files import NewFile
 from specinfer.hub import resolve
-from specinfer.hub.pool import Member, Pool, is_pool, write_pool
+from specinfer.hub.pool import is_pool
 from specinfer.kernels.machine import thread_count
 from specinfer.llm import LLM
-from specinfer.models.fingerprint import fingerprint
 from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress, Progress
 from specinfer.tune.boosting import lessons_of
@@ -42,12 +41,16 @@ from specinfer.tune.card import Material
 from specinfer.tune.collect import Collected, Collector, collecting
 from specinfer.tune.config import TuneConfig
 from specinfer.tune.draft import Draft, Target
+from specinfer.tune.gate import Incumbent, Verdict, replace_folder, taps_of
 from specinfer.tune.held_out import Along, Figures, along, figures_of, held_out_texts
 from specinfer.tune.known_guesses import KnownGuesses
 from specinfer.tune.lessons import Lessons
 from specinfer.tune.listener import Listener
+from specinfer.tune.pass_costs import measured_costs
+from specinfer.tune.pooling import Costs, Selection, Trained, candidates_of, make_pool
 from specinfer.tune.prompts import Prompts
 from specinfer.tune.read_draft import read_draft
+from specinfer.tune.selection import best_shapes
 from specinfer.tune.shards import Corpus
 from specinfer.tune.training import Hearers, Place, Training
 
@@ -56,7 +59,10 @@ _SEEDS_APART: Final = 101  # of members
 
 
 class Tuning:
-    """One run. `say` is told each line for a person, and `clock` counts seconds."""
+    """One run.
+
+    `say` is told each line for a person, `clock` counts seconds, `costs` says what passes cost.
+    """
 
     def __init__(
         self,
@@ -65,6 +71,7 @@ class Tuning:
         progress: Progress | None = None,
         say: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
+        costs: Costs = measured_costs,
     ) -> None:
         """Makes the folder; raises TuneError where it is another tuning's, OSError where it cannot be made.
 
@@ -75,7 +82,12 @@ class Tuning:
         files = resolve(config.target.model, progress=self._hearers.progress)
         self._target = Target(files, open_model(files))
         config.kind.check(self._target.config, config.init)
-        self._taps = config.kind.taps(self._target.config)
+        old = config.replace
+        self._incumbent = None if old is None else Incumbent(old, self._target)
+        self._costs = costs
+        own_taps = config.kind.taps(self._target.config)
+        their_taps = () if self._incumbent is None else self._incumbent.taps()
+        self._taps = tuple(sorted({*own_taps, *their_taps}))
         self._shape: dict[str, object] = {
             "target": self._target.name,
             "head": config.kind.facts(),
@@ -84,7 +96,7 @@ class Tuning:
         if config.members > 1:
             self._shape |= {"members": config.members, "boost": asdict(config.boosting)}
         self._claim()
-        self._corpus = Corpus(config.work / "shards")
+        self._corpus = self._reading(own_taps)
         for name in self._corpus.damaged:
             say(f"{config.work / 'shards' / name} is damaged and is left out")
 
@@ -160,23 +172,23 @@ class Tuning:
         total = 60 * config.minutes
         share = max(total - corpus.seconds, _LEAST_TRAINING * total) / config.members
         known: list[KnownGuesses] = []
-        figures: list[Figures] = []
-        alongs: list[Along] = []
+        members: list[Trained] = []
         late = 0
         for number in range(config.members):
             lessons = lessons_of(corpus, config.boosting, known)
-            training = self._training(lessons, sources, number, alongs)
+            training = self._training(lessons, sources, number, [one.along for one in members])
             late += training.trainer.state.seconds >= share
             if late == config.members:
                 self._hearers.say(f"the {config.minutes:g} minutes are over; --resume with more goes on")
-            figures.append(training.run(share))
-            if config.members == 1:
-                return figures[0]
-            draft = read_draft(self._place(number).folder, self._target, training.trainer.draft.depth)
-            alongs.append(along(draft, texts))
+            figures = training.run(share)
+            if config.members == 1 and self._incumbent is None:
+                return figures
+            folder = self._place(number).folder
+            draft = read_draft(folder, self._target, training.trainer.draft.depth)
+            members.append(Trained(folder, draft, along(draft, texts)))
             if number + 1 < config.members and config.boosting.form != "none":
                 known.append(self._known(number, draft))
-        return self._pooled(figures, alongs)
+        return self._judged(members, Material.of(self._target.name, sources, corpus))
 
     def _training(
         self, lessons: Lessons, sources: Sequence[str], number: int = 0, earlier: Sequence[Along] = ()
@@ -216,18 +228,43 @@ class Tuning:
         known.complete(draft, self._config.boosting.width, self._hearers.progress)
         return known
 
-    def _pooled(self, figures: Sequence[Figures], alongs: Sequence[Along]) -> Figures:
-        """Make a pool of the members; the figures of all of them together."""
-        config = self._config
-        members = [
-            Member(member_name(number), config.kind.name, {"tokens_per_pass": one.tokens_per_pass})
-            for number, one in enumerate(figures)
-        ]
-        whole = figures_of(alongs[0], alongs[1:])
-        named = {"tokens_per_pass": whole.worth}
-        own = fingerprint(self._target.model)
-        write_pool(config.out, Pool(self._target.name, own, tuple(members), named))
-        return replace(whole, tokens_per_pass=whole.worth)
+    def _judged(self, members: Sequence[Trained], material: Material) -> Figures:
+        """Make a pool of the members that pay, and let it take an older draft's place where that pays.
+
+        The figures of what was kept.
+        """
+        config, old = self._config, self._incumbent
+        former = [] if old is None else self._former(old, members[0].draft.depth)
+        folders = [one.folder for one in (*members, *former)]
+        costs = self._costs(config.target, folders, self._hearers.progress)
+        everybody = candidates_of([*members, *former], costs)
+        selection = Selection(everybody[: len(members)], costs.target)
+        if config.members > 1:
+            for line in selection.lines():
+                self._hearers.say(line)
+            make_pool(config.out, self._target, members, config.kind.name, selection, material)
+        chosen = [members[number].along for number in selection.best.members]
+        figures = figures_of(chosen[0], chosen[1:])
+        if old is not None:
+            theirs = best_shapes(everybody[len(members) :], costs.target, range(len(former)))
+            texts_P = members[0].along.texts_P.numpy()
+            verdict = Verdict.of(selection.best.of_texts(texts_P), theirs.of_texts(texts_P))
+            self._hearers.say(verdict.told(old.folder))
+            if verdict.better:
+                replace_folder(config.out, old.folder)
+        return replace(figures, tokens_per_pass=figures.worth)
+
+    def _former(self, old: Incumbent, depth: int) -> list[Trained]:
+        """The drafts that may be replaced, along the same answers."""
+        found: list[Trained] = []
+        for folder, draft in zip(old.members, old.drafts(depth), strict=True):
+            corpus = self._reading(taps_of(folder, self._target))
+            found.append(Trained(folder, draft, along(draft, held_out_texts(corpus))))
+        return found
+
+    def _reading(self, taps: Sequence[int]) -> Corpus:
+        """What was collected, with these taps of those that were."""
+        return Corpus(self._config.work / "shards", [self._taps.index(tap) for tap in taps])
 
 
 def member_name(number: int) -> str:
