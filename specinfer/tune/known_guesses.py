@@ -55,7 +55,9 @@ class KnownGuesses:
                 texts = [number for number, held_out in enumerate(shard.held_out) if not held_out]
                 entry = self._read(shard, texts, width)
                 if entry is None and texts:
-                    self._write(shard, [proposed(draft, shard.text(number), width) for number in texts])
+                    first = len(self._rows)  # texts are numbered as they lie in the shards
+                    ours = [self._corpus.text(first + place, held_out=False) for place in range(len(texts))]
+                    self._write(shard, [proposed(draft, text, width) for text in ours])
                     entry = self._read(shard, texts, width)
                 start = 0
                 for number in texts:

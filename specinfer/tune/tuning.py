@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
@@ -111,11 +112,25 @@ class Tuning:
         `sources` are the names of what prompts were read from. Raises TuneError where nothing can be learnt,
         OSError where the disk is full: what was kept until then can be gone on from.
         """
+        self.collect(prompts)
+        return self.train(sources)
+
+    def collect(self, prompts: Prompts) -> None:
+        """Collect until the time for that is over; raises as `run`."""
         for fault in prompts.faults:
             self._hearers.say(f"skipped: {fault}")
-        try:
+        with self._telling_of_the_disk():
             self._collect(prompts)
+
+    def train(self, sources: Sequence[str]) -> Figures:
+        """Train on what was collected, until the time is over; returns and raises as `run`."""
+        with self._telling_of_the_disk():
             return self._train(sources)
+
+    @contextmanager
+    def _telling_of_the_disk(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise TuneError(
                 f"cannot write to {self._config.out}: {error.strerror or error}; make room, and --resume "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,27 @@ class _Counted:
     def advance(self, amount: int) -> None: ...
 
     def finish(self) -> None: ...
+
+
+def test_of_many_taps_a_member_sees_its_own(target: Path, tmp_path: Path) -> None:
+    """Where hidden states were collected for others, a small model reads none of them."""
+    whole = Corpus(tmp_path / "shards")
+    (tmp_path / "shards").mkdir()
+    for number in range(3):
+        one = text(GREEDY + 48 * HELD_OUT * number, (1, 7 + number, 4, 2))
+        wide = replace(one, taps_TND=torch.zeros(3, 2, 32))
+        held_out = replace(wide, key=0, held_out=True)
+        whole.add([held_out, wide, replace(wide, tokens_T=torch.tensor([1, 9, 9 + number, 2]))], 1.0)
+    source = opened(target)
+    draft = SsmKind(layers=1).blank(source, torch.ones(0, 32), [])
+    draft.write(tmp_path / "one", source)
+    corpus = Corpus(tmp_path / "shards", [])
+    known = KnownGuesses(corpus, tmp_path / "kept", tmp_path / "one" / "model.safetensors")
+    known.complete(draft, 3, _Counted())
+    for number in range(6):
+        learnt = corpus.text(number, held_out=False)
+        assert learnt.taps_TND.shape == (3, 0, 32)
+        assert torch.equal(known.of(number), proposed(draft, learnt, 3))
 
 
 def test_numbers_that_make_no_sense_are_refused(target: Path, tmp_path: Path) -> None:
