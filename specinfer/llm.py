@@ -16,6 +16,7 @@ from specinfer.engine.engine import Engine
 from specinfer.engine.intake import Intake, Message, Params, Prompt, Tool
 from specinfer.engine.loop import EngineLoop
 from specinfer.engine.metrics import Statistics
+from specinfer.engine.pools import with_members
 from specinfer.engine.trace import TreeEvent
 from specinfer.engine.variant import models_for
 from specinfer.errors import ClosedError
@@ -70,6 +71,7 @@ class LLM:
         else:
             config = EngineConfig.from_options(fspath(model), options)
         show = default_progress() if progress is None else progress
+        config = with_members(config, show)
         self._start(config, load_models(config, show), speculators, show)
 
     @classmethod
@@ -109,7 +111,8 @@ class LLM:
         It has a KV cache of its own, and of the caller's speculators those that are given here. Raises
         ConfigError for an option that needs other weights, CapacityError when the KV cache does not fit.
         """
-        config = (config or self.config).with_options(options)
+        show = default_progress() if progress is None else progress
+        config = with_members((config or self.config).with_options(options), show)
         return LLM.from_models(config, models_for(config, self.config, self.models), speculators, progress)
 
     def close(self) -> None:

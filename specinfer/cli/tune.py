@@ -9,11 +9,15 @@ import click
 
 from specinfer.cli.options import engine_config, model_options
 from specinfer.errors import TuneError
+from specinfer.hub.pool import MOST_MEMBERS
 
 if TYPE_CHECKING:
+    from specinfer.tune.draft import Kind
     from specinfer.tune.prompts import Prompts
 
 _LOSSES: Final = ("hybrid", "kl", "tv", "coupled")
+_VOCABULARY: Final = 8192
+_SSM_LAYERS: Final = 4
 
 
 @click.command()
@@ -31,14 +35,20 @@ _LOSSES: Final = ("hybrid", "kl", "tv", "coupled")
 @click.option(
     "--collect-minutes", type=float, metavar="M", help="Of these, for collecting answers; default: a third."
 )
+@click.option(
+    "--replace",
+    type=Path,
+    metavar="DIR",
+    help="A head or pool that the new one takes the place of, where it is better beyond doubt.",
+)
 @click.option("--resume", is_flag=True, help="Go on with the tuning in DIR.")
 @click.option("--loss", type=click.Choice(_LOSSES), default="hybrid", show_default=True)
 @click.option(
     "--kind",
-    type=click.Choice(("block", "eagle")),
+    type=click.Choice(("block", "eagle", "ssm")),
     default="block",
     show_default=True,
-    help="Guesses all tokens in one pass, or a level of a tree in each.",
+    help="A head that guesses all tokens in one pass, or one that guesses a level in each; a small model.",
 )
 @click.option(
     "--init",
@@ -48,11 +58,10 @@ _LOSSES: Final = ("hybrid", "kl", "tv", "coupled")
 @click.option(
     "--layout",
     type=click.Choice(("specinfer", "dspark")),
-    default="specinfer",
-    show_default=True,
-    help="dspark is read by vLLM, too, and learns far more slowly.",
+    show_default="specinfer",
+    help="Of block heads: dspark is read by vLLM, too, and learns far more slowly.",
 )
-@click.option("--layers", type=click.IntRange(1, 8), default=1, show_default=True, help="Of the head.")
+@click.option("--layers", type=click.IntRange(1, 8), show_default="1, small models: 2", help="Of the draft.")
 @click.option(
     "--depth",
     type=click.IntRange(2, 16),
@@ -63,10 +72,22 @@ _LOSSES: Final = ("hybrid", "kl", "tv", "coupled")
 @click.option(
     "--vocabulary",
     type=click.IntRange(16),
-    default=8192,
-    show_default=True,
+    show_default=str(_VOCABULARY),
     metavar="N",
-    help="Tokens it can name: the likeliest of all answers.",
+    help="Tokens a head can name: the likeliest of all answers.",
+)
+@click.option(
+    "--members",
+    type=click.IntRange(1, MOST_MEMBERS),
+    default=1,
+    show_default=True,
+    help="Drafts that share the time, as a pool.",
+)
+@click.option(
+    "--boost",
+    type=click.Choice(("sequence", "token", "residual", "none")),
+    show_default="sequence",
+    help="How later members learn what the pool does not guess: other texts, places, laws; or seeds alone.",
 )
 @click.option("--chat/--raw", default=None, help="Through the chat template, or as they stand.")
 @click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Of each answer.")
@@ -78,14 +99,17 @@ def tune(
     traffic: Path | None,
     minutes: float,
     collect_minutes: float | None,
+    replace: Path | None,
     resume: bool,
     loss: str,
     kind: str,
     init: str | None,
-    layout: str,
-    layers: int,
+    layout: str | None,
+    layers: int | None,
     depth: int,
-    vocabulary: int,
+    vocabulary: int | None,
+    members: int,
+    boost: str | None,
     chat: bool | None,
     max_tokens: int,
     seed: int,
@@ -104,10 +128,11 @@ def tune(
     from typing import cast
 
     from specinfer.progress import ProgressBar
+    from specinfer.tune.boosting import Boost, BoostConfig
+    from specinfer.tune.config import TuneConfig
     from specinfer.tune.losses import Loss
-    from specinfer.tune.new_head import HeadShape, Kind, Layout
     from specinfer.tune.trainer import TrainConfig
-    from specinfer.tune.tuning import TuneConfig, Tuning
+    from specinfer.tune.tuning import Tuning
 
     tuning = Tuning(
         TuneConfig(
@@ -116,16 +141,13 @@ def tune(
             minutes=minutes,
             collect_minutes=collect_minutes,
             resume=resume,
+            replace=replace,
             chat=chat,
             max_tokens=max_tokens,
             init=init,
-            head=HeadShape(
-                kind=cast(Kind, kind),
-                layout=cast(Layout, layout),
-                layers=layers,
-                depth=depth,
-                vocabulary=vocabulary,
-            ),
+            kind=_kind(kind, layout, layers, depth, vocabulary),
+            members=members,
+            boost=None if boost is None else BoostConfig(form=cast(Boost, boost)),
             training=TrainConfig(loss=cast(Loss, loss), seed=seed),
         ),
         progress=ProgressBar(),
@@ -137,6 +159,31 @@ def tune(
         f"{out}: {figures.tokens_per_pass:.2f} tokens a pass on {figures.places} held-out places; "
         f"use it with --draft {out}"
     )
+
+
+def _kind(kind: str, layout: str | None, layers: int | None, depth: int, vocabulary: int | None) -> Kind:
+    """The kind that is asked for; raises TuneError for an option of another kind."""
+    from typing import cast
+
+    from specinfer.tune.block_kind import BlockKind, Layout
+    from specinfer.tune.eagle_kind import EagleKind
+    from specinfer.tune.ssm_kind import SsmKind
+
+    if kind != "block" and layout is not None:
+        raise TuneError(f"layout is {layout}, and kind {kind}; it is for block heads: leave it out")
+    if kind == "ssm":
+        if vocabulary is not None:
+            raise TuneError(
+                f"vocabulary is {vocabulary}, and kind ssm, which can name every token; leave it out"
+            )
+        if layers is not None and layers > _SSM_LAYERS:
+            raise TuneError(f"layers is {layers}, and kind ssm; allowed: 1 to {_SSM_LAYERS}")
+        return SsmKind(layers=layers or 2, depth=depth)
+    names = vocabulary or _VOCABULARY
+    if kind == "eagle":
+        return EagleKind(layers=layers or 1, depth=depth, vocabulary=names)
+    usual = cast(Layout, layout or "specinfer")
+    return BlockKind(layout=usual, layers=layers or 1, depth=depth, vocabulary=names)
 
 
 def _prompts(files: tuple[Path, ...], traffic: Path | None, vocab: int) -> tuple[Prompts, list[str]]:

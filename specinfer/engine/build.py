@@ -26,10 +26,10 @@ from specinfer.engine.drafts import (
     find_drafts,
     make_draft,
     weight_bytes,
-    what_is_timed,
 )
 from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
+from specinfer.engine.pass_costs import TimedDraft, pass_costs
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.heads.load import load_head
@@ -39,7 +39,7 @@ from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import estimate_bytes, load_model
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime import memory
-from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve, device_name
+from specinfer.runtime.cost_curve import device_name
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.draft_vocabulary import DraftVocabulary, draft_vocabulary
 from specinfer.speculate.ensemble import Ensemble
@@ -161,19 +161,6 @@ def build_engine(
         device=models.target.device,
     )
 
-    def curve(runner: Timed, quantization: Quantization, variant: str) -> CostCurve:
-        model = runner.model
-        rows = min(limits.max_step_tokens, blocks * config.cache.block_size, model.config.max_context)
-        return cost_curve(
-            runner,
-            max_rows=rows,
-            variant=f"{quantization}, {variant}",
-            every_row=runner is not target,  # a draft's level asks for all of its nodes
-            # Whatever it takes to measure: the next run decides by it, too.
-            keep=speculation.clock == "curve",
-            progress=progress,
-        )
-
     block_size, vocab = config.cache.block_size, models.target.config.vocab_size
     target = ModelRunner(models.target, num_blocks=blocks, block_size=block_size)
     drafting = {
@@ -192,18 +179,18 @@ def build_engine(
     guard: GuardedPolicy | None = None
     kept: PolicyMemory | None = None  # what the policy learns, over many runs
     if speculation.tree_size == "cost":
-        of_target = curve(target, config.quantization, f"{vocab} logits")
-        of_drafts = {
-            name: curve(
-                runner,
-                speculation.draft_quantization,
-                what_is_timed(models.drafts[name], models.draft_vocabulary, models.foreign.get(name)),
-            )
+        timed = {
+            name: TimedDraft(models.drafts[name], runner, models.foreign.get(name))
             for name, (runner, _) in drafting.items()
         }
+        costs = pass_costs(
+            *(config, target, timed, models.draft_vocabulary),
+            positions=blocks * config.cache.block_size,
+            progress=progress,
+        )
         measured = speculation.clock == "measured"
         guard, learned = sized_by_cost(
-            *(of_target, of_drafts, speculation),
+            *(costs.target, costs.drafts, speculation),
             measured=measured,
             library=models.target.kernels.library,
         )

@@ -30,6 +30,8 @@ def local_model(name: str, path: Path) -> ModelFiles:
     Raises ModelFileError when the folder lacks a file, or the file is not a whole GGUF.
     """
     if path.is_dir():
+        if (path / "pool.json").is_file() and not (path / "config.json").is_file():
+            raise ModelFileError(f"{name} is a pool of drafts, which makes no text: name it in drafts")
         return ModelFiles(name, path, weight_files(path))
     if path.stat().st_size == 0:
         raise ModelFileError(f"{path} is empty; fetch it again")

@@ -48,6 +48,8 @@ class TensorEntry:
 
     def read_rows(self, start: int, stop: int) -> Tensor:
         """Rows start..stop, on the CPU, in the file's dtype; raises ModelFileError where the file ends."""
+        if not (stop - start) * self.row_bytes:  # which cannot be viewed as another dtype
+            return torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
         data = np.empty((stop - start) * self.row_bytes, dtype=np.uint8)
         read_exactly(self.path, self.offset + start * self.row_bytes, data.data)
         return torch.from_numpy(data).view(self.dtype).view(stop - start, *self.shape[1:])

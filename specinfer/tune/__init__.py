@@ -1,1 +1,1 @@
-"""Draft heads trained on what their target says: texts are collected, a head is trained, the best is kept."""
+"""Drafts trained on what their target says: texts are collected, drafts are trained, the best are kept."""

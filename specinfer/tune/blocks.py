@@ -29,6 +29,7 @@ class Blocks:
     next_BAL: Tensor  # the token that came
     label_ids_BALK: Tensor  # the target's ids
     label_chances_BALK: Tensor
+    weights_BAL: Tensor  # how much each guess counts
     valid_BAL: Tensor  # bool
 
     @property
@@ -57,6 +58,7 @@ def blocks(texts: Sequence[TunedText], anchors: Sequence[Tensor], levels: int, s
     before, following = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     label_ids = torch.zeros((*shape, labels), dtype=torch.int64)
     label_chances = torch.zeros((*shape, labels))
+    weights = torch.zeros(shape)
     valid = torch.zeros(shape, dtype=torch.bool)
     for i, (text, places) in enumerate(zip(texts, anchors, strict=True)):
         seen, count, end = int(places[-1]), len(places), len(text.tokens_T)
@@ -71,4 +73,7 @@ def blocks(texts: Sequence[TunedText], anchors: Sequence[Tensor], levels: int, s
         following[i, :count] = text.tokens_T[there_AL]
         label_ids[i, :count] = text.label_ids_RK[there_AL - text.prompt]
         label_chances[i, :count] = text.label_logprobs_RK[there_AL - text.prompt].exp()
-    return Blocks(taps_BTND, tokens_BT, anchors_BA, before, following, label_ids, label_chances, valid)
+        weights[i, :count] = text.weights_R[there_AL - text.prompt]
+    return Blocks(
+        taps_BTND, tokens_BT, anchors_BA, before, following, label_ids, label_chances, weights, valid
+    )

@@ -1,4 +1,4 @@
-"""The model card of a trained head: what it is for, what it learnt from, what it is worth."""
+"""The model card of a trained draft: what it is for, what it learnt from, what it is worth."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from specinfer.heads.config import BlockConfig, EagleConfig
+from specinfer.tune.draft import Description
 from specinfer.tune.held_out import Figures
-from specinfer.tune.trainer import Trained
+from specinfer.tune.shards import Corpus
+from specinfer.tune.trainer import Trainer
 from specinfer.version import VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What a head learnt from."""
+    """What a draft learnt from."""
 
     target: str
     sources: Sequence[str]  # names of prompt files
@@ -23,36 +24,34 @@ class Material:
     tokens: int
     collecting_seconds: float
 
+    @classmethod
+    def of(cls, target: str, sources: Sequence[str], corpus: Corpus) -> Material:
+        """All of a corpus."""
+        counts = corpus.count(held_out=False), corpus.count(held_out=True)
+        return cls(target, sources, *counts, corpus.tokens, corpus.seconds)
 
-def card(
-    config: BlockConfig | EagleConfig, material: Material, state: Trained, loss: str, figures: Figures
-) -> str:
+
+def card(draft: Description, material: Material, trainer: Trainer, loss: str, figures: Figures) -> str:
     """A README.md, with the front matter that hubs read."""
     hits = " ".join(f"{hit:.3f}" for hit in figures.hits)
-    body = config.body
-    if isinstance(config, BlockConfig):
-        tag, kind, how = "dspark", "causal block head", f"guesses {config.depth} tokens in one pass"
-    else:
-        tag, kind, how = "eagle3", "EAGLE-3 head", "guesses a level of a tree in each pass"
-    ours = isinstance(config, BlockConfig) and config.reads_last
-    layout = "that specinfer alone reads" if ours else f"`speculators` layout, {tag}"
+    state = trainer.state
     return f"""---
-library_name: speculators
-tags: [speculative-decoding, draft-head, {tag}]
+library_name: {draft.library}
+tags: [speculative-decoding, draft-head, {draft.tag}]
 ---
 
-# A draft head for {material.target}
+# A {draft.title} for {material.target}
 
-It reads the hidden states of its target and {how}. It changes no text.
+It {draft.does}. It changes no text.
 
     specinfer generate --model {material.target} --draft THIS_FOLDER "..."
 
 | | |
 |---|---|
 | target | {material.target} |
-| kind | {kind} ({layout}), {body.num_layers} layer(s) of {body.hidden_size} |
-| reads | what the target's layers {", ".join(str(tap) for tap in config.taps)} are given |
-| can name | {config.draft_vocab_size} of {body.vocab_size} tokens |
+| kind | {draft.kind} |
+| reads | {draft.reads} |
+| can name | {len(trainer.draft.ids)} of {trainer.draft.vocab} tokens |
 | learnt from | {material.texts} answers of the target, {material.tokens} tokens; to {_names(material)} |
 | collecting | {material.collecting_seconds / 60:.0f} minutes |
 | training | {state.seconds / 60:.0f} minutes, {state.steps} steps, {state.blocks} blocks, loss {loss} |

@@ -1,24 +1,26 @@
-"""What a head is worth: its guesses along answers it has not learnt from.
+"""What a draft is worth: its guesses along answers it has not learnt from.
 
-These answers are greedy, so a guess is right where it is the token that came, and a chain of the head's first
-guesses gains as many tokens as are right from its beginning on: that is what an engine would accept of it.
+These answers are greedy, so a guess is right where it is the token that came, and a chain of the draft's
+first guesses gains as many tokens as are right from its beginning on: what an engine would accept of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from specinfer.tune.blocks import anchors_of, blocks
-from specinfer.tune.guesses import Head, guessed, markov_term
+from specinfer.tune.blocks import Blocks, anchors_of, blocks
+from specinfer.tune.draft import Draft
 from specinfer.tune.shards import Corpus, TunedText
 
 _TEXTS: Final = 64
 _ANCHORS: Final = 32  # of a text
 _AT_ONCE: Final = 4  # texts
+NEVER: Final = 1 << 40  # the rank of what a draft cannot name
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,32 @@ class Figures:
     first_three: float  # how often the token is among the first level's three likeliest
     tokens_per_pass: float  # of the target's, with a chain of first guesses: 1 without any luck
     places: int
+    pooled: float | None = None  # the same beside chains of the members before it; None: there are none
+
+    @property
+    def worth(self) -> float:
+        """By which drafts of one training are compared."""
+        return self.tokens_per_pass if self.pooled is None else self.pooled
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Along:
+    """How likely a draft thought the tokens that came, at places of held-out answers.
+
+    P places, L levels.
+    """
+
+    ranks_PL: Tensor  # int64: how many tokens it thought likelier; `NEVER` where it cannot name it
+    texts_P: Tensor  # int64: the text each place is of
+
+    def accepted(self, widths: Sequence[int]) -> Tensor:
+        """How many levels of a tree with so many guesses a level are right from the root on, int64 [P].
+
+        At most as many as there are levels here.
+        """
+        levels = min(len(widths), self.ranks_PL.shape[1])
+        right_PL = self.ranks_PL[:, :levels] < torch.tensor(widths[:levels])
+        return right_PL.cumprod(dim=1).sum(dim=1)
 
 
 def held_out_texts(corpus: Corpus) -> list[TunedText]:
@@ -40,35 +68,54 @@ def held_out_texts(corpus: Corpus) -> list[TunedText]:
 
 
 @torch.inference_mode()
-def measure(head: Head, texts: list[TunedText], scale_ND: Tensor) -> Figures:
-    """The figures of a head that reads hidden states multiplied by `scale_ND`; the same places every time."""
-    depth = head.config.depth
-    entry_V = entries_of(head)
-    generator = torch.Generator().manual_seed(0)
-    right: list[Tensor] = []
-    among_three = places = 0
-    for start in range(0, len(texts), _AT_ONCE):
-        part = texts[start : start + _AT_ONCE]
-        batch = blocks(part, [anchors_of(text, _ANCHORS, generator) for text in part], depth, scale_ND)
-        logits = head.logits(guessed(head, batch, depth))
-        if (markov := markov_term(head)) is not None:
-            logits = logits + markov(batch.before_BAL)
+def along(draft: Draft, texts: Sequence[TunedText]) -> Along:
+    """What a draft makes of the texts' tokens; the same places for every draft, and every time."""
+    entry_V = entries_of(draft)
+    ranks: list[Tensor] = [torch.zeros(0, draft.depth, dtype=torch.int64)]
+    of_texts: list[Tensor] = [torch.zeros(0, dtype=torch.int64)]
+    for first, batch in _batches(draft, texts):
+        logits = draft.logits(draft.guessed(batch, draft.depth), batch.before_BAL)
         wanted = torch.where(batch.valid_BAL, entry_V[batch.next_BAL], -1)
+        theirs = logits.gather(-1, wanted.clamp(min=0)[..., None])
+        ranks_BAL = torch.where(wanted >= 0, (logits > theirs).sum(dim=-1), NEVER)
         anchors = batch.valid_BAL[..., 0]
-        right.append((logits.argmax(dim=-1) == wanted)[anchors])
-        likeliest = logits[:, :, 0].topk(min(3, logits.shape[-1]), dim=-1).indices
-        among_three += int((likeliest == wanted[:, :, 0, None]).any(dim=-1)[anchors].sum())
-        places += int(anchors.sum())
+        ranks.append(ranks_BAL[anchors])
+        of_texts.append(first + anchors.nonzero()[:, 0])
+    return Along(torch.cat(ranks), torch.cat(of_texts))
+
+
+def measure(draft: Draft, texts: Sequence[TunedText], earlier: Sequence[Along] = ()) -> Figures:
+    """The figures of a draft; `earlier` are other members of its pool, along the same texts."""
+    return figures_of(along(draft, texts), earlier)
+
+
+def figures_of(own: Along, earlier: Sequence[Along] = ()) -> Figures:
+    """The figures of a draft of which this is known."""
+    places, depth = own.ranks_PL.shape
     if not places:
         return Figures((0.0,) * depth, 0.0, 1.0, 0)
-    chain_PL = torch.cat(right).cumprod(dim=1).double()
-    reached = torch.cat((torch.tensor([float(places)], dtype=torch.float64), chain_PL.sum(dim=0)))
-    hits = [float(reached[i + 1] / reached[i]) if reached[i] else 0.0 for i in range(depth)]
-    return Figures(tuple(hits), among_three / places, 1.0 + float(chain_PL.sum(dim=1).mean()), places)
+    chain_P = own.accepted((1,) * depth)
+    reached = [int((chain_P >= level).sum()) for level in range(depth + 1)]
+    hits = tuple(reached[i + 1] / reached[i] if reached[i] else 0.0 for i in range(depth))
+    longest_P = chain_P
+    for other in earlier:
+        longest_P = torch.maximum(longest_P, other.accepted((1,) * other.ranks_PL.shape[1]))
+    among_three = float((own.ranks_PL[:, 0] < 3).double().mean())
+    pooled = 1.0 + float(longest_P.double().mean()) if earlier else None
+    return Figures(hits, among_three, 1.0 + float(chain_P.double().mean()), places, pooled)
 
 
-def entries_of(head: Head) -> Tensor:
-    """Where each of the target's tokens is among those the head can name, int64 [V]; -1: it cannot."""
-    entry_V = torch.full((head.config.body.vocab_size,), -1, dtype=torch.int64)
-    entry_V[head.ids] = torch.arange(head.config.draft_vocab_size)
+def _batches(draft: Draft, texts: Sequence[TunedText]) -> Iterator[tuple[int, Blocks]]:
+    """Blocks of some places of a few texts at a time, behind the number of the first of these."""
+    generator = torch.Generator().manual_seed(0)
+    for start in range(0, len(texts), _AT_ONCE):
+        part = texts[start : start + _AT_ONCE]
+        anchors = [anchors_of(text, _ANCHORS, generator) for text in part]
+        yield start, blocks(part, anchors, draft.depth, draft.scale_ND)
+
+
+def entries_of(draft: Draft) -> Tensor:
+    """Where each of the target's tokens is among those the draft can name, int64 [V]; -1: it cannot."""
+    entry_V = torch.full((draft.vocab,), -1, dtype=torch.int64)
+    entry_V[draft.ids] = torch.arange(len(draft.ids))
     return entry_V

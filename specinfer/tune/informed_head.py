@@ -5,7 +5,6 @@ A head that begins with random numbers spends most of a short training on what c
     pairs    which tokens follow which: counts of the target's own laws, as the Markov term
     layers   the target's last ones, which turn a hidden state into the next one's beginning
     entry    what the last hidden state and the next token say of the states to come, by least squares
-    norm     as loud as guesses are right, tried out
 
 Shapes: N taps, D hidden size, R rows of a block, X = 2 D values that a row is made of, U tokens it can name,
 M rank of the Markov term.
@@ -14,7 +13,7 @@ M rank of the Markov term.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -23,13 +22,13 @@ from torch import Tensor
 from specinfer.heads.block import BlockHead
 from specinfer.heads.layers import HeadLayer
 from specinfer.models.weights import OpenModel
-from specinfer.tune.shards import Corpus, TunedText
+from specinfer.tune.lessons import Lessons
+from specinfer.tune.shards import TunedText
 
 _LEAST_CHANCE: Final = 1e-3  # of a token that is counted
 _SHRUNK: Final = 3.0  # imagined tokens behind each token, that follow as tokens do on the whole
 _ROWS: Final = 60_000  # of texts that are enough for least squares
 _RIDGE: Final = 1e-2  # of the mean square of what is known
-_LOUDNESSES: Final = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)
 
 _PRODUCTS: Final = ("self_attn.o_proj", "mlp.down_proj")
 _BEHIND_NORMS: Final = {
@@ -38,7 +37,7 @@ _BEHIND_NORMS: Final = {
 }
 
 
-def learn_pairs(head: BlockHead, corpus: Corpus, entry_V: Tensor) -> None:
+def learn_pairs(head: BlockHead, lessons: Lessons, entry_V: Tensor) -> None:
     """Make the Markov term the law of a token behind the one before it, as far as its rank goes.
 
     The law is a mean of the target's own, shrunk to how frequent tokens are. `entry_V` is where tokens are
@@ -46,7 +45,7 @@ def learn_pairs(head: BlockHead, corpus: Corpus, entry_V: Tensor) -> None:
     """
     rank, named = head.config.markov_rank, head.config.draft_vocab_size
     vocab = head.config.body.vocab_size
-    places, masses = _pairs(corpus, entry_V, named)
+    places, masses = _pairs(lessons, entry_V, named)
     singles_U = torch.zeros(named).index_add_(0, places[1], masses) + 0.1
     singles_U /= singles_U.sum()
     seen_V = torch.zeros(vocab).index_add_(0, places[0], masses)
@@ -98,28 +97,15 @@ def begin_as_target(head: BlockHead, target: OpenModel, texts: Iterable[TunedTex
             _size_norms(layer, known_RX, head.entry.weight[:size])
 
 
-def tune_loudness(head: BlockHead, loss: Callable[[BlockHead], float]) -> float:
-    """Multiply the last norm by what makes the loss least, of a few values; the loss."""
-    whole_D = head.norm.weight.detach().clone()
-    found: list[tuple[float, float]] = []
-    with torch.no_grad():
-        for loudness in _LOUDNESSES:
-            head.norm.weight.copy_(whole_D * loudness)
-            found.append((loss(head), loudness))
-        least, best = min(found)
-        head.norm.weight.copy_(whole_D * best)
-    return least
-
-
-def _pairs(corpus: Corpus, entry_V: Tensor, named: int) -> tuple[Tensor, Tensor]:
+def _pairs(lessons: Lessons, entry_V: Tensor, named: int) -> tuple[Tensor, Tensor]:
     """Tokens before [0] and entries behind them [1], with the target's probabilities added up."""
     codes: list[Tensor] = []
     masses: list[Tensor] = []
-    for number in range(corpus.count(held_out=False)):
-        text = corpus.text(number, held_out=False)
+    for number in range(len(lessons)):
+        text = lessons.text(number)
         before_R = text.tokens_T[text.prompt - 1 : -1]
         entries_RK = entry_V[text.label_ids_RK]
-        chances_RK = text.label_logprobs_RK.exp()
+        chances_RK = text.label_logprobs_RK.exp() * text.weights_R[:, None]
         known_RK = (entries_RK >= 0) & (chances_RK >= _LEAST_CHANCE)
         codes.append((before_R[:, None] * named + entries_RK)[known_RK])
         masses.append(chances_RK[known_RK])
@@ -189,8 +175,3 @@ def _size_norms(layer: HeadLayer, known_RX: Tensor, entry_DX: Tensor) -> None:
     keys = attention.k_proj(known_RX[:, : len(entry_DX)])
     for norm, made in ((attention.q_norm, queries), (attention.k_norm, keys)):
         norm.weight.fill_(float(made.square().mean().sqrt()))
-
-
-def some_texts(corpus: Corpus, most: int) -> Sequence[TunedText]:
-    """The first texts to learn from, at most so many."""
-    return [corpus.text(number, held_out=False) for number in range(min(most, corpus.count(held_out=False)))]

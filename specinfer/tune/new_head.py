@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Final, Literal
+from dataclasses import replace
+from typing import Final, overload
 
 import torch
 from torch import Tensor
@@ -13,106 +13,51 @@ from torch import Tensor
 from specinfer.errors import ModelError, TuneError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder, is_head, target_embedding, target_head
-from specinfer.heads.config import BlockConfig, EagleConfig, check_target
+from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.layers import HeadLayer, initialise
 from specinfer.heads.vocabulary import Tables
 from specinfer.hub import resolve
 from specinfer.models.config import Activation, Family, ModelConfig, Rope
 from specinfer.models.weights import OpenModel
-from specinfer.tune.guesses import Head, copy_of
+from specinfer.tune.lessons import Lessons, first_texts
 from specinfer.tune.shards import Corpus, TunedText
-
-Kind = Literal["block", "eagle"]
-Layout = Literal["specinfer", "dspark"]
 
 _FAINT: Final = 0.1  # of the target's output layer, to begin with
 _LOUD: Final = 4.0  # times the usual deviation of what layers add
+_SCALED_BY: Final = 64  # texts whose hidden states say how large these are
 _LEAST: Final = 1e-6  # of a size that something is divided by
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadShape:
-    """What may be chosen about a head."""
-
-    kind: Kind = "block"
-    # Rows begin with the target's last hidden state, and its output layer is used; or, as vLLM reads it, rows
-    # begin with embeddings, and the output layer is the head's own. Of block heads; EAGLE's have one layout.
-    layout: Layout = "specinfer"
-    layers: int = 1
-    depth: int = 5  # tokens of a block that are guessed, or levels that are learnt
-    vocabulary: int = 8192  # tokens it can name, at most
-    markov_rank: int = 64  # of the term by which a guess depends on the token before it; of block heads
-
-    @property
-    def begins_as_target(self) -> bool:
-        """Whether such a head can begin as its target's last layers."""
-        return self.kind == "block" and self.layout == "specinfer"
-
-    def __post_init__(self) -> None:
-        if self.kind == "eagle" and self.layout != "specinfer":
-            raise TuneError(f"layout is {self.layout}, and kind eagle; it is for block heads: leave it out")
-
-
-def head_config(target: ModelConfig, taps: tuple[int, ...], shape: HeadShape) -> BlockConfig | EagleConfig:
-    """A head whose layers have the sizes of the target's: a causal block head, or one of EAGLE-3's shape.
-
-    It uses the target's embeddings. The tokens behind a block's anchor are guessed from rows of the target's
-    end of text, from which no block ever hangs. Raises ModelError for targets it does not fit.
-    """
+def body_of(target: ModelConfig, family: Family, layers: int) -> ModelConfig:
+    """So many layers of the target's sizes; those of QWEN3 norm queries and keys."""
     rope = target.rope if target.rope is not None else Rope(10000.0)
-    if target.activation is not Activation.SILU or target.sandwich_norms:
-        raise ModelError(
-            f"no head can be trained for {target.family} yet; supported: Llama, Mistral and Qwen"
-        )
-    body = ModelConfig(
-        family=Family.QWEN3 if shape.kind == "block" else Family.LLAMA,
+    return ModelConfig(
+        family=family,
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         embedding_size=target.hidden_size,
         intermediate_size=target.intermediate_size,
-        num_layers=shape.layers,
+        num_layers=layers,
         num_heads=target.num_heads,
         num_kv_heads=target.num_kv_heads,
         head_dim=target.head_dim,
         norm_eps=target.norm_eps,
         rope=Rope(rope.theta),
-        layer_windows=(None,) * shape.layers,
+        layer_windows=(None,) * layers,
         tie_embeddings=False,
-        qk_norm=shape.kind == "block",
+        qk_norm=family is Family.QWEN3,
         attention_scale=target.head_dim**-0.5,
         max_context=target.max_context,
     )
-    named = min(shape.vocabulary, target.vocab_size)
-    config = (
-        _block_config(body, target, taps, named, shape)
-        if shape.kind == "block"
-        else EagleConfig(
-            body=body,
-            taps=taps,
-            target_hidden_size=target.hidden_size,
-            draft_vocab_size=named,
-            depth=shape.depth,
+
+
+def check_trainable(target: ModelConfig) -> None:
+    """Raise ModelError for targets whose layers are not what is trained here."""
+    if target.activation is not Activation.SILU or target.sandwich_norms or target.rope is None:
+        raise ModelError(
+            f"no draft can be trained for {target.family} yet; supported: Llama, Mistral and Qwen"
         )
-    )
-    check_target(config, target, "to be trained")
-    return config
-
-
-def _block_config(
-    body: ModelConfig, target: ModelConfig, taps: tuple[int, ...], named: int, shape: HeadShape
-) -> BlockConfig:
-    return BlockConfig(
-        body=body,
-        taps=taps,
-        target_hidden_size=target.hidden_size,
-        draft_vocab_size=named,
-        block_size=shape.depth,
-        mask_token_id=target.eos_ids[0] if target.eos_ids else 0,
-        markov_rank=shape.markov_rank,
-        reads_last=shape.layout == "specinfer",
-        own_head=shape.layout != "specinfer",
-    )
 
 
 def frequent_tokens(corpus: Corpus, count: int, vocab: int) -> list[int]:
@@ -122,6 +67,11 @@ def frequent_tokens(corpus: Corpus, count: int, vocab: int) -> list[int]:
         ids, logprobs = shard.labels()
         masses_V.index_add_(0, ids.flatten(), logprobs.flatten().double().exp())
     return [int(token) for token in masses_V.argsort(descending=True, stable=True)[:count].sort().values]
+
+
+def scale_of(lessons: Lessons) -> Tensor:
+    """`sizes_of` the first texts to learn from."""
+    return sizes_of(first_texts(lessons, _SCALED_BY))
 
 
 def sizes_of(texts: Iterable[TunedText]) -> Tensor:
@@ -142,14 +92,20 @@ def sizes_of(texts: Iterable[TunedText]) -> Tensor:
     return (squares / max(rows, 1)).sqrt().clamp(min=_LEAST).reciprocal().float()
 
 
-def new_head(config: BlockConfig | EagleConfig, target: OpenModel, ids: list[int], seed: int) -> Head:
+@overload
+def new_head(config: BlockConfig, target: OpenModel, ids: list[int], seed: int) -> BlockHead: ...
+@overload
+def new_head(config: EagleConfig, target: OpenModel, ids: list[int], seed: int) -> EagleHead: ...
+def new_head(
+    config: BlockConfig | EagleConfig, target: OpenModel, ids: list[int], seed: int
+) -> BlockHead | EagleHead:
     """A head of random matrices, but for the target's output layer and last norm.
 
     Left at that, it would be sure that its anchor comes again, where embeddings and output layer are one
     table: so its guesses begin faint, and what its layers add to the embedding larger than that.
     """
     tables = Tables(target_embedding(target), target_head(target, ids))
-    head: Head
+    head: BlockHead | EagleHead
     if isinstance(config, BlockConfig):
         head = BlockHead(replace(config, draft_vocab_size=len(ids)), ids, tables)
     else:
@@ -173,15 +129,9 @@ def new_head(config: BlockConfig | EagleConfig, target: OpenModel, ids: list[int
     return head
 
 
-def folded(head: Head, scale_ND: Tensor) -> Head:
-    """A copy of a head trained on multiplied hidden states that reads them as the target leaves them."""
-    copy = copy_of(head)
-    with torch.no_grad():
-        copy.fc.weight.mul_(scale_ND.flatten())
-    return copy
-
-
-def known_head(name: str, wanted: BlockConfig | EagleConfig, target: OpenModel, scale_ND: Tensor) -> Head:
+def known_head(
+    name: str, wanted: BlockConfig | EagleConfig, target: OpenModel, scale_ND: Tensor
+) -> BlockHead | EagleHead:
     """A head that was exported, to be trained on with multiplied hidden states; `name` is its folder.
 
     Raises TuneError where it is not of the shape that is `wanted`, but for how many tokens it can name, and

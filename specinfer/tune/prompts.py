@@ -32,7 +32,7 @@ class Asked:
     @property
     def temperature(self) -> float:
         """Of its answer; what is held out is answered greedily."""
-        return 0.0 if self.held_out else _TEMPERATURES[self.key // HELD_OUT % len(_TEMPERATURES)]
+        return temperature_of(self.key, held_out=self.held_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,11 @@ class Prompts:
 
     asked: tuple[Asked, ...]
     faults: tuple[str, ...] = ()
+
+
+def temperature_of(key: int, *, held_out: bool) -> float:
+    """At which the prompt with this key is answered."""
+    return 0.0 if held_out else _TEMPERATURES[key // HELD_OUT % len(_TEMPERATURES)]
 
 
 def built_in_prompts() -> Prompts:

@@ -15,7 +15,7 @@ A shard has its name when it is whole, so who is killed while making one loses t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -45,6 +45,12 @@ class TunedText:
     label_logprobs_RK: Tensor
     key: int
     held_out: bool
+    counts_R: Tensor | None = None  # how much each token of the answer counts; None: 1
+
+    @property
+    def weights_R(self) -> Tensor:
+        """How much each token of the answer counts, float32 [T - P]."""
+        return torch.ones(self.answer) if self.counts_R is None else self.counts_R
 
     @property
     def answer(self) -> int:
@@ -73,6 +79,7 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         """Raises ModelFileError where it is damaged."""
+        self.path = path
         self._entries = entries = read_entries([path], _DTYPES)
         missing = [name for name in (*_NAMES, "seconds") if name not in entries]
         if missing:
@@ -101,6 +108,10 @@ class Shard:
         """Tokens of all answers."""
         return self._labels[-1]
 
+    def answer(self, number: int) -> int:
+        """Tokens of a text's answer."""
+        return self._labels[number + 1] - self._labels[number]
+
     def text(self, number: int) -> TunedText:
         """Read one of its texts."""
         start, stop = self._starts[number], self._starts[number + 1]
@@ -127,8 +138,10 @@ class Shard:
 class Corpus:
     """All shards of a folder. What is damaged (a power cut's) is left out, and its names are kept."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, columns: Sequence[int] | None = None) -> None:
+        """`columns` are the taps to be read, of those that were collected; None: all."""
         self.folder = folder
+        self._columns = None if columns is None else [*columns]
         self._shards: list[Shard] = []
         self.damaged: list[str] = []
         self._texts: dict[bool, list[tuple[Shard, int]]] = {
@@ -178,7 +191,8 @@ class Corpus:
     def text(self, number: int, *, held_out: bool) -> TunedText:
         """Read one of these."""
         shard, place = self._texts[held_out][number]
-        return shard.text(place)
+        text = shard.text(place)
+        return text if self._columns is None else replace(text, taps_TND=text.taps_TND[:, self._columns])
 
     def shards(self) -> Sequence[Shard]:
         """All of them, in the order they were made."""

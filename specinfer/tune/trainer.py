@@ -16,11 +16,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from specinfer.tune.blocks import anchors_of, blocks
-from specinfer.tune.guesses import Head, copy_of, guessed, markov_term, useful_anchors
+from specinfer.tune.blocks import Blocks, anchors_of, blocks
+from specinfer.tune.draft import Draft
 from specinfer.tune.held_out import entries_of
+from specinfer.tune.lessons import Lessons
 from specinfer.tune.losses import Loss, losses, shortlist
-from specinfer.tune.shards import Corpus, TunedText
+from specinfer.tune.shards import TunedText
 
 _WARM_UP: Final = 30  # steps
 _COOLING: Final = 0.5  # of the time, at its end
@@ -29,17 +30,18 @@ _DEEPER: Final = 0.6  # chance that a block that is l levels deep is l + 1
 _NORM: Final = 1.0  # of a step's gradient at most
 _MEMORY: Final = 0.995  # of the average, for a step
 _REMEMBERED: Final = 4  # one step in so many goes into it
+_TRIED_ON: Final = 64  # anchors of a text, where a loss is tried
+_LEAST: Final = 1e-6  # of all that places count for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How a head is trained."""
+    """How a draft is trained, of whichever kind."""
 
     loss: Loss = "hybrid"
     rate: float = 1e-3
     texts: int = 4  # of a step
-    anchors: int = 64  # of a text, at most; where a head computes all of a text these are all
-    shortlist: int = 768  # tokens of the head's that a step computes
+    shortlist: int = 768  # tokens of the draft's that a step computes
     seed: int = 0
 
 
@@ -52,7 +54,7 @@ class Trained:
     seconds: float = 0.0
     loss: float = 0.0  # of late
     history: list[dict[str, float | list[float]]] = field(default_factory=list)  # a row per measurement
-    best: float = 0.0  # tokens per pass of what is exported
+    best: float = 0.0  # tokens per pass of what is exported, with the members before it
     places: int = 0  # of held-out answers, on which that was measured
 
     def learned(self, loss: float, count: int) -> None:
@@ -63,36 +65,33 @@ class Trained:
 
 
 class Trainer:
-    """A head, its average, and the optimizer's moments."""
+    """A draft, its average, and the optimizer's moments."""
 
-    def __init__(self, head: Head, scale_ND: Tensor, config: TrainConfig) -> None:
-        """The head reads hidden states multiplied by `scale_ND`."""
-        self.head = head
-        self.scale_ND = scale_ND
+    def __init__(self, draft: Draft, config: TrainConfig) -> None:
+        self.draft = draft
         self.state = Trained()
         self._config = config
-        self._entry_V = entries_of(head)
-        named = {name: p for name, p in head.named_parameters() if p.requires_grad}
-        self._named = named
-        self.average = {name: p.detach().clone() for name, p in named.items()}
+        self._entry_V = entries_of(draft)
+        self._named = {name: p for name, p in draft.module.named_parameters() if p.requires_grad}
+        self.average = {name: p.detach().clone() for name, p in self._named.items()}
         self._optimizer = torch.optim.AdamW(
-            named.values(), lr=config.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            self._named.values(), lr=config.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
 
-    def step(self, corpus: Corpus, left: float) -> None:
+    def step(self, lessons: Lessons, left: float) -> None:
         """Learn from a few texts; `left` is the part of the time that is left, of 1."""
         config, number = self._config, self.state.steps
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
-        chosen = torch.randint(corpus.count(held_out=False), (config.texts,), generator=generator)
-        texts = [corpus.text(int(i), held_out=False) for i in chosen]
-        texts = [text for text in texts if text.answer > 1] or texts[:0]
+        chosen = torch.randint(len(lessons), (config.texts,), generator=generator)
+        texts = [lessons.text(int(i)) for i in chosen]
+        texts = [text for text in texts if text.answer > 1]
         levels = self._levels(generator)
         if not texts:
             self.state.steps += 1
             return
-        most = useful_anchors(self.head, config.anchors)
-        anchors = [anchors_of(text, most, generator) for text in texts]
-        loss, count = self._loss(self.head, texts, anchors, levels, generator)
+        anchors = [anchors_of(text, self.draft.anchors, generator) for text in texts]
+        batch = blocks(texts, anchors, levels, self.draft.scale_ND)
+        loss = _loss(self.draft, self._entry_V, batch, config, generator)
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._named.values(), _NORM)
@@ -102,52 +101,18 @@ class Trainer:
         self._optimizer.step()
         if number % _REMEMBERED == 0:
             self._remember()
-        self.state.learned(float(loss.detach()), count)
+        self.state.learned(float(loss.detach()), int(batch.valid_BAL[..., 0].sum()))
 
-    @torch.no_grad()
-    def loss_of(self, head: Head, texts: Sequence[TunedText]) -> float:
-        """The loss of a head of this shape on some of each text, all levels; the same places every time."""
-        generator = torch.Generator().manual_seed(self._config.seed)
-        anchors = [anchors_of(text, self._config.anchors, generator) for text in texts]
-        loss, _ = self._loss(head, texts, anchors, head.config.depth, generator)
-        return float(loss)
-
-    def _loss(
-        self,
-        head: Head,
-        texts: Sequence[TunedText],
-        anchors: Sequence[Tensor],
-        levels: int,
-        generator: torch.Generator,
-    ) -> tuple[Tensor, int]:
-        """The mean loss of so many levels at these anchors of the texts, and how many anchors there are."""
-        config = self._config
-        batch = blocks(texts, anchors, levels, self.scale_ND)
-        h_RD = guessed(head, batch, levels)[batch.valid_BAL]
-        entries = self._entry_V[batch.label_ids_BALK[batch.valid_BAL]]
-        chances = batch.label_chances_BALK[batch.valid_BAL]
-        short = shortlist(entries, chances, head.config.draft_vocab_size, config.shortlist, generator)
-        logits = h_RD @ head.lm_head.weight[short.entries_S].T
-        if (markov := markov_term(head)) is not None:
-            known_RM = markov.markov_w1(batch.before_BAL[batch.valid_BAL])
-            logits = logits + known_RM @ markov.markov_w2.weight[short.entries_S].T
-        return losses(config.loss, logits, short).mean(), int(batch.valid_BAL[..., 0].sum())
-
-    def start_average(self) -> None:
-        """Begin the average of the weights with what they are."""
-        for name, parameter in self._named.items():
-            self.average[name] = parameter.detach().clone()
-
-    def averaged(self) -> Head:
-        """A copy of the head with averaged weights."""
-        copy = copy_of(self.head)
-        copy.load_state_dict({**self.head.state_dict(), **self.average})
+    def averaged(self) -> Draft:
+        """A copy of the draft with averaged weights."""
+        copy = self.draft.copy()
+        copy.module.load_state_dict(self.average, strict=False)
         return copy
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Everything a checkpoint holds, under names of its own; not copies."""
-        yield "scale", self.scale_ND
-        yield "ids", self.head.ids
+        yield "scale", self.draft.scale_ND
+        yield "ids", self.draft.ids
         for name, parameter in self._named.items():
             yield f"head.{name}", parameter.detach()
             yield f"average.{name}", self.average[name]
@@ -169,7 +134,7 @@ class Trainer:
 
     def _levels(self, generator: torch.Generator) -> int:
         """How deep this step's blocks are."""
-        dice = torch.rand(self.head.config.depth - 1, generator=generator)
+        dice = torch.rand(self.draft.learnt_depth - 1, generator=generator)
         return 1 + int((dice < _DEEPER).cumprod(dim=0).sum())
 
     @torch.no_grad()
@@ -178,3 +143,27 @@ class Trainer:
         memory = min(_MEMORY, (1 + self.state.steps) / (10 + self.state.steps)) ** _REMEMBERED
         for name, parameter in self._named.items():
             self.average[name].lerp_(parameter, 1 - memory)
+
+
+@torch.no_grad()
+def loss_of(draft: Draft, texts: Sequence[TunedText], config: TrainConfig) -> float:
+    """The loss of a draft on some of each text, all levels it learns; the same places every time."""
+    generator = torch.Generator().manual_seed(config.seed)
+    texts = [text for text in texts if text.answer > 1]
+    anchors = [anchors_of(text, _TRIED_ON, generator) for text in texts]
+    batch = blocks(texts, anchors, draft.learnt_depth, draft.scale_ND)
+    return float(_loss(draft, entries_of(draft), batch, config, generator))
+
+
+def _loss(
+    draft: Draft, entry_V: Tensor, batch: Blocks, config: TrainConfig, generator: torch.Generator
+) -> Tensor:
+    """The mean loss of a batch's guesses, each as much as it counts."""
+    valid = batch.valid_BAL
+    h_RD = draft.guessed(batch, valid.shape[2])[valid]
+    entries = entry_V[batch.label_ids_BALK[valid]]
+    weights_R = batch.weights_BAL[valid]
+    chances = batch.label_chances_BALK[valid]
+    short = shortlist(entries, chances, len(draft.ids), config.shortlist, generator)
+    logits = draft.logits(h_RD, batch.before_BAL[valid], short.entries_S)
+    return (losses(config.loss, logits, short) * weights_R).sum() / weights_R.sum().clamp(min=_LEAST)

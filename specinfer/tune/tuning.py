@@ -1,10 +1,17 @@
 """A tuning: collect, train, keep the best; in a folder that any later run can go on from.
 
-    OUT     config.json, model.safetensors, README.md     the best head so far: `--draft OUT`
+    OUT     config.json, model.safetensors, README.md     the best draft so far: `--draft OUT`
             training.png                                  loss and held-out guesses, if matplotlib is there
-            work    tuning.json                           what it is for: the target, the head's shape
+            work    tuning.json                           what it is for: the target, the draft's shape
                     shards                                what was collected
                     checkpoint.safetensors                the training's state
+
+With several members each has a folder and a state of its own, and the pool is in the folder itself:
+
+    OUT     pool.json                                     which of them are in it: `--draft OUT`
+            member1, member2, ...                         each as above
+            work    member1.safetensors, ...              the trainings' states
+                    guesses                               what each proposes where the next one learns
 
 Whoever is killed loses what came after the last shard or checkpoint. Time counts over all runs: a run with
 `--resume` and the same minutes does what the earlier ones left.
@@ -14,103 +21,49 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
 import torch
-from torch import Tensor
 
-from specinfer.config import EngineConfig
 from specinfer.errors import TuneError
 from specinfer.files import NewFile
-from specinfer.heads.block import BlockHead
-from specinfer.heads.checkpoint import HeadFolder
-from specinfer.heads.export import write_head
 from specinfer.hub import resolve
+from specinfer.hub.pool import is_pool
 from specinfer.kernels.machine import thread_count
 from specinfer.llm import LLM
-from specinfer.models.config import Family
-from specinfer.models.weights import OpenModel, open_model
+from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress, Progress
-from specinfer.tune.card import Material, card
-from specinfer.tune.checkpoint import read_checkpoint, write_checkpoint
-from specinfer.tune.collect import Collected, Collector, collecting, default_taps
-from specinfer.tune.guesses import Head
-from specinfer.tune.held_out import Figures, entries_of, held_out_texts, measure
-from specinfer.tune.informed_head import begin_as_target, learn_pairs, some_texts, tune_loudness
+from specinfer.tune.boosting import lessons_of
+from specinfer.tune.card import Material
+from specinfer.tune.collect import Collected, Collector, collecting
+from specinfer.tune.config import TuneConfig
+from specinfer.tune.draft import Draft, Target
+from specinfer.tune.gate import Incumbent, Verdict, replace_folder, taps_of
+from specinfer.tune.held_out import Along, Figures, along, figures_of, held_out_texts
+from specinfer.tune.known_guesses import KnownGuesses
+from specinfer.tune.lessons import Lessons
 from specinfer.tune.listener import Listener
-from specinfer.tune.new_head import (
-    HeadShape,
-    folded,
-    frequent_tokens,
-    head_config,
-    known_head,
-    new_head,
-    sizes_of,
-)
-from specinfer.tune.plot import draw_training
+from specinfer.tune.pass_costs import measured_costs
+from specinfer.tune.pooling import Costs, Selection, Trained, candidates_of, make_pool
 from specinfer.tune.prompts import Prompts
-from specinfer.tune.shards import Corpus, TunedText
-from specinfer.tune.trainer import TrainConfig, Trainer
+from specinfer.tune.read_draft import read_draft
+from specinfer.tune.selection import best_shapes
+from specinfer.tune.shards import Corpus
+from specinfer.tune.training import Hearers, Place, Training
 
-_BETWEEN: Final = 90.0  # seconds from one checkpoint to the next, at most; writing one takes some more
-_CHECKPOINTS: Final = 4  # at least, however short the training
 _LEAST_TRAINING: Final = 1 / 3  # of the time, whatever collecting took
-_SCALED_BY: Final = 64  # texts whose hidden states say how large these are
-_SOLVED_BY: Final = 1000  # texts by which a head begins as its target
-_TRIED_BY: Final = 8  # texts on which it is tried how loud it should be
-_ARCHITECTURES: Final = {
-    Family.LLAMA: "LlamaForCausalLM",
-    Family.MISTRAL: "MistralForCausalLM",
-    Family.QWEN2: "Qwen2ForCausalLM",
-    Family.QWEN3: "Qwen3ForCausalLM",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneConfig:
-    """What is to be tuned, and for how long."""
-
-    target: EngineConfig
-    out: Path
-    minutes: float = 30.0  # in all, over all runs
-    collect_minutes: float | None = None  # of these; None: a third
-    resume: bool = False
-    chat: bool | None = None  # prompts go through the chat template; None: where there is one
-    max_tokens: int = 256  # of an answer
-    init: str | None = None  # target, random, or an exported head to go on from; None: as the shape allows
-    head: HeadShape = field(default_factory=HeadShape)
-    training: TrainConfig = field(default_factory=TrainConfig)
-
-    def __post_init__(self) -> None:
-        if not self.minutes > 0:
-            raise TuneError(f"minutes is {self.minutes}; allowed: more than 0")
-        if self.collect_minutes is not None and not 0 <= self.collect_minutes < self.minutes:
-            raise TuneError(
-                f"{self.collect_minutes} minutes are to collect in, of {self.minutes} in all; allowed: 0 or "
-                "more, and fewer than these"
-            )
-
-        if self.init == "target" and not self.head.begins_as_target:
-            raise TuneError(
-                "init is target, which is for block heads of layout specinfer; allowed: random, or a head"
-            )
-
-    @property
-    def work(self) -> Path:
-        """What later runs go on from."""
-        return self.out / "work"
-
-    @property
-    def collect_seconds(self) -> float:
-        """What collecting may take, over all runs."""
-        return 60 * (self.minutes / 3 if self.collect_minutes is None else self.collect_minutes)
+_SEEDS_APART: Final = 101  # of members
 
 
 class Tuning:
-    """One run. `say` is told each line for a person, and `clock` counts seconds."""
+    """One run.
+
+    `say` is told each line for a person, `clock` counts seconds, `costs` says what passes cost.
+    """
 
     def __init__(
         self,
@@ -119,23 +72,32 @@ class Tuning:
         progress: Progress | None = None,
         say: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
+        costs: Costs = measured_costs,
     ) -> None:
         """Makes the folder; raises TuneError where it is another tuning's, OSError where it cannot be made.
 
         Raises ModelError and its kind for a target that cannot be found, or that no head is trained for.
         """
         self._config = config
-        self._progress = progress or NoProgress()
-        self._say = say
-        self._clock = clock
-        files = resolve(config.target.model, progress=self._progress)
-        self._target: OpenModel = open_model(files)
-        self._name = files.name
-        self._taps = default_taps(self._target.config)
-        self._head = head_config(self._target.config, self._taps, config.head)
-        self._shape = {"target": Path(files.name).name, "head": asdict(config.head), "taps": list(self._taps)}
+        self._hearers = Hearers(progress or NoProgress(), say, clock)
+        files = resolve(config.target.model, progress=self._hearers.progress)
+        self._target = Target(files, open_model(files))
+        config.kind.check(self._target.config, config.init)
+        old = config.replace
+        self._incumbent = None if old is None else Incumbent(old, self._target)
+        self._costs = costs
+        own_taps = config.kind.taps(self._target.config)
+        their_taps = () if self._incumbent is None else self._incumbent.taps()
+        self._taps = tuple(sorted({*own_taps, *their_taps}))
+        self._shape: dict[str, object] = {
+            "target": self._target.name,
+            "head": config.kind.facts(),
+            "taps": list(self._taps),
+        }
+        if config.members > 1:
+            self._shape |= {"members": config.members, "boost": asdict(config.boosting)}
         self._claim()
-        self._corpus = Corpus(config.work / "shards")
+        self._corpus = self._reading(own_taps)
         for name in self._corpus.damaged:
             say(f"{config.work / 'shards' / name} is damaged and is left out")
 
@@ -145,16 +107,30 @@ class Tuning:
         return self._target.config.vocab_size
 
     def run(self, prompts: Prompts, sources: Sequence[str]) -> Figures:
-        """Collect and train until the time is over; the figures of the best head, which is in the folder.
+        """Collect and train until the time is over; the figures of the best draft, or the pool.
 
         `sources` are the names of what prompts were read from. Raises TuneError where nothing can be learnt,
         OSError where the disk is full: what was kept until then can be gone on from.
         """
+        self.collect(prompts)
+        return self.train(sources)
+
+    def collect(self, prompts: Prompts) -> None:
+        """Collect until the time for that is over; raises as `run`."""
         for fault in prompts.faults:
-            self._say(f"skipped: {fault}")
-        try:
+            self._hearers.say(f"skipped: {fault}")
+        with self._telling_of_the_disk():
             self._collect(prompts)
+
+    def train(self, sources: Sequence[str]) -> Figures:
+        """Train on what was collected, until the time is over; returns and raises as `run`."""
+        with self._telling_of_the_disk():
             return self._train(sources)
+
+    @contextmanager
+    def _telling_of_the_disk(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise TuneError(
                 f"cannot write to {self._config.out}: {error.strerror or error}; make room, and --resume "
@@ -177,7 +153,7 @@ class Tuning:
                     )
         elif self._config.resume:
             raise TuneError(f"{self._config.out} has no tuning to resume; leave --resume out")
-        elif (self._config.out / "config.json").exists():
+        elif (self._config.out / "config.json").exists() or is_pool(self._config.out):
             raise TuneError(f"{self._config.out} has a model in it already; name another folder")
         (work / "shards").mkdir(parents=True, exist_ok=True)
         _write(facts, json.dumps(self._shape))
@@ -191,16 +167,17 @@ class Tuning:
                 raise TuneError("nothing was collected, and no time is left for it; give more minutes")
             return
         listener = Listener((*self._taps, self._target.config.num_layers))
-        with LLM(collecting(self._config.target), speculators=[listener], progress=self._progress) as llm:
+        with LLM(
+            collecting(self._config.target), speculators=[listener], progress=self._hearers.progress
+        ) as llm:
             chat = llm.tokenizer.has_chat_template if self._config.chat is None else self._config.chat
             collector = Collector(llm, listener, chat=chat, max_tokens=self._config.max_tokens)
-            found = collector.run(prompts.asked, corpus, left, self._progress, self._clock)
-        self._say(_told(found, corpus))
+            found = collector.run(prompts.asked, corpus, left, self._hearers.progress, self._hearers.clock)
+        self._hearers.say(_told(found, corpus))
 
     def _train(self, sources: Sequence[str]) -> Figures:
         config, corpus = self._config, self._corpus
         torch.set_num_threads(thread_count(config.target.threads))
-        trainer = self._trainer()
         texts = held_out_texts(corpus)
         if not texts or not corpus.count(held_out=False):
             raise TuneError(
@@ -208,138 +185,106 @@ class Tuning:
                 "--resume with more minutes or prompts"
             )
         total = 60 * config.minutes
-        seconds = max(total - corpus.seconds, _LEAST_TRAINING * total)
-        self._measure_anew(trainer, texts)
-        left = seconds - trainer.state.seconds
-        if left <= 0:
-            self._say(f"the {config.minutes:g} minutes are over; --resume with more goes on")
-            if trainer.state.best == 0:
-                raise TuneError("no head was trained yet, and no time is left; give more minutes")
-            return measure(trainer.averaged(), texts, trainer.scale_ND)
-        between = min(_BETWEEN, seconds / _CHECKPOINTS)
-        best: Figures | None = None
-        self._progress.start(round(left), "training", "seconds")
-        try:
-            while (left := seconds - trainer.state.seconds) > 0:
-                self._stretch(trainer, min(between, left), seconds)
-                figures = self._keep(trainer, texts, sources)
-                best = figures or best
-                self._progress.advance(round(min(between, left)))
-        finally:
-            self._progress.finish()
-        return best if best is not None else measure(trainer.averaged(), texts, trainer.scale_ND)
+        share = max(total - corpus.seconds, _LEAST_TRAINING * total) / config.members
+        known: list[KnownGuesses] = []
+        members: list[Trained] = []
+        late = 0
+        for number in range(config.members):
+            lessons = lessons_of(corpus, config.boosting, known)
+            training = self._training(lessons, sources, number, [one.along for one in members])
+            late += training.trainer.state.seconds >= share
+            if late == config.members:
+                self._hearers.say(f"the {config.minutes:g} minutes are over; --resume with more goes on")
+            figures = training.run(share)
+            if config.members == 1 and self._incumbent is None:
+                return figures
+            folder = self._place(number).folder
+            draft = read_draft(folder, self._target, training.trainer.draft.depth)
+            members.append(Trained(folder, draft, along(draft, texts)))
+            if number + 1 < config.members and config.boosting.form != "none":
+                known.append(self._known(number, draft))
+        return self._judged(members, Material.of(self._target.name, sources, corpus))
 
-    def _trainer(self) -> Trainer:
-        """A trainer that goes on where the last one was, or begins."""
-        path = self._config.work / "checkpoint.safetensors"
-        if path.exists():
-            kept = read_checkpoint(path)
-            scale_ND = kept.tensors["scale"]
-            head = new_head(self._head, self._target, kept.ids, self._config.training.seed)
-            trainer = Trainer(head, scale_ND, self._config.training)
-            try:
-                trainer.load(kept.tensors, kept.state)
-            except (KeyError, RuntimeError) as error:
-                raise TuneError(f"{path} is of another head ({error}); remove it to train anew") from error
-            return trainer
-        learnt = min(_SCALED_BY, self._corpus.count(held_out=False))
-        scale_ND = sizes_of(self._corpus.text(number, held_out=False) for number in range(learnt))
-        init = self._config.init or ("target" if self._config.head.begins_as_target else "random")
-        if init not in ("target", "random"):
-            return Trainer(
-                known_head(init, self._head, self._target, scale_ND), scale_ND, self._config.training
+    def _training(
+        self, lessons: Lessons, sources: Sequence[str], number: int = 0, earlier: Sequence[Along] = ()
+    ) -> Training:
+        """The training of a member, by its number from 0 on."""
+        config, corpus = self._config, self._corpus
+        if config.members > 1:
+            self._hearers.say(
+                f"member {number + 1} of {config.members} learns from {len(lessons)} of "
+                f"{corpus.count(held_out=False)} texts"
             )
-        ids = frequent_tokens(self._corpus, self._head.draft_vocab_size, self._head.body.vocab_size)
-        head = new_head(self._head, self._target, ids, self._config.training.seed)
-        if init == "random":
-            return Trainer(head, scale_ND, self._config.training)
-        assert isinstance(head, BlockHead)  # TuneConfig refuses others
-        return self._informed(head, scale_ND)
-
-    def _informed(self, head: BlockHead, scale_ND: Tensor) -> Trainer:
-        """A trainer of a head that knows what can be had without learning."""
-        texts = some_texts(self._corpus, _SOLVED_BY)
-        learn_pairs(head, self._corpus, entries_of(head))
-        begin_as_target(head, self._target, texts, scale_ND)
-        trainer = Trainer(head, scale_ND, self._config.training)
-        loss = tune_loudness(head, lambda head: trainer.loss_of(head, texts[:_TRIED_BY]))
-        trainer.start_average()
-        self._say(f"the head begins with a loss of {loss:.2f}")
-        return trainer
-
-    def _stretch(self, trainer: Trainer, seconds: float, total: float) -> None:
-        """Train for so many seconds, at least one step, of `total` that this training has."""
-        state = trainer.state
-        before, began = state.seconds, self._clock()
-        while True:
-            trainer.step(self._corpus, max(0.0, 1 - state.seconds / total))
-            state.seconds = before + self._clock() - began
-            if state.seconds - before >= seconds:
-                return
-
-    def _keep(self, trainer: Trainer, texts: list[TunedText], sources: Sequence[str]) -> Figures | None:
-        """Measure, export what is better than before, write a checkpoint; figures of what is better."""
-        began = self._clock()
-        state, averaged = trainer.state, trainer.averaged()
-        figures = measure(averaged, texts, trainer.scale_ND)
-        better = figures.tokens_per_pass > state.best or not state.history
-        state.history.append(
-            {
-                "seconds": state.seconds,
-                "steps": state.steps,
-                "loss": state.loss,
-                "hits": list(figures.hits),
-                "first_three": figures.first_three,
-                "tokens_per_pass": figures.tokens_per_pass,
-            }
+        return Training(
+            config,
+            self._target,
+            lessons,
+            held_out_texts(corpus),
+            self._place(number),
+            earlier=tuple(earlier),
+            material=Material.of(self._target.name, sources, corpus),
+            seed=config.training.seed + _SEEDS_APART * number,
+            hearers=self._hearers,
         )
-        if better:
-            state.best, state.places = figures.tokens_per_pass, figures.places
-            self._export(folded(averaged, trainer.scale_ND), trainer, figures, sources)
-        draw_training(state.history, self._config.out / "training.png")
-        state.seconds += self._clock() - began
-        write_checkpoint(self._config.work / "checkpoint.safetensors", trainer, self._shape)
-        self._say(
-            f"{state.seconds / 60:.1f} min, {state.steps} steps, {state.blocks} blocks: loss "
-            f"{state.loss:.3f}; held out: first guess {figures.hits[0]:.3f}, one of three "
-            f"{figures.first_three:.3f}, {figures.tokens_per_pass:.3f} tokens a pass"
-            f"{', the best so far' if better else ''}"
-        )
-        return figures if better else None
 
-    def _measure_anew(self, trainer: Trainer, texts: list[TunedText]) -> None:
-        """What is exported, where more is held out than then: later heads are held against that."""
-        state, out = trainer.state, self._config.out
-        if not state.history or not (out / "config.json").exists():
-            return
-        exported = HeadFolder(out, self._target.config).module(self._target)
-        figures = measure(exported, texts, torch.ones_like(trainer.scale_ND))
-        if figures.places != state.places:
-            state.best, state.places = figures.tokens_per_pass, figures.places
-            self._say(
-                f"on {figures.places} held-out places that there are now the best head makes {state.best:.3f}"
-            )
+    def _place(self, number: int) -> Place:
+        """Where a member's files lie: a single one is the folder's own."""
+        config = self._config
+        if config.members == 1:
+            return Place(config.out, config.work / "checkpoint.safetensors")
+        name = member_name(number)
+        return Place(config.out / name, config.work / f"{name}.safetensors")
 
-    def _export(self, head: Head, trainer: Trainer, figures: Figures, sources: Sequence[str]) -> None:
-        corpus, out = self._corpus, self._config.out
-        write_head(
-            head,
-            out,
-            verifier=self._name,
-            architectures=[_ARCHITECTURES[self._target.config.family]],
-            dtype=torch.bfloat16,
-        )
-        material = Material(
-            Path(self._name).name,
-            sources,
-            corpus.count(held_out=False),
-            corpus.count(held_out=True),
-            corpus.tokens,
-            corpus.seconds,
-        )
-        _write(
-            out / "README.md", card(head.config, material, trainer.state, self._config.training.loss, figures)
-        )
+    def _known(self, number: int, draft: Draft) -> KnownGuesses:
+        """What a member proposes along all that is learnt from."""
+        folder = self._place(number).folder
+        kept = self._config.work / "guesses" / folder.name
+        known = KnownGuesses(self._corpus, kept, folder / "model.safetensors")
+        known.complete(draft, self._config.boosting.width, self._hearers.progress)
+        return known
+
+    def _judged(self, members: Sequence[Trained], material: Material) -> Figures:
+        """Make a pool of the members that pay, and let it take an older draft's place where that pays.
+
+        The figures of what was kept.
+        """
+        config, old = self._config, self._incumbent
+        former = [] if old is None else self._former(old, members[0].draft.depth)
+        folders = [one.folder for one in (*members, *former)]
+        costs = self._costs(config.target, folders, self._hearers.progress)
+        everybody = candidates_of([*members, *former], costs)
+        selection = Selection(everybody[: len(members)], costs.target)
+        if config.members > 1:
+            for line in selection.lines():
+                self._hearers.say(line)
+            make_pool(config.out, self._target, members, config.kind.name, selection, material)
+        chosen = [members[number].along for number in selection.best.members]
+        figures = figures_of(chosen[0], chosen[1:])
+        if old is not None:
+            theirs = best_shapes(everybody[len(members) :], costs.target, range(len(former)))
+            texts_P = members[0].along.texts_P.numpy()
+            verdict = Verdict.of(selection.best.of_texts(texts_P), theirs.of_texts(texts_P))
+            self._hearers.say(verdict.told(old.folder))
+            if verdict.better:
+                replace_folder(config.out, old.folder)
+        return replace(figures, tokens_per_pass=figures.worth)
+
+    def _former(self, old: Incumbent, depth: int) -> list[Trained]:
+        """The drafts that may be replaced, along the same answers."""
+        found: list[Trained] = []
+        for folder, draft in zip(old.members, old.drafts(depth), strict=True):
+            corpus = self._reading(taps_of(folder, self._target))
+            found.append(Trained(folder, draft, along(draft, held_out_texts(corpus))))
+        return found
+
+    def _reading(self, taps: Sequence[int]) -> Corpus:
+        """What was collected, with these taps of those that were."""
+        return Corpus(self._config.work / "shards", [self._taps.index(tap) for tap in taps])
+
+
+def member_name(number: int) -> str:
+    """The folder of a pool's member, by its number from 0 on."""
+    return f"member{number + 1}"
 
 
 def _told(found: Collected, corpus: Corpus) -> str:

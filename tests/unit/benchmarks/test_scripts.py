@@ -290,3 +290,31 @@ def test_grammar(
     rows = {row[0]: row[1:] for row in table(page)}
     assert rows["mask, first request"][-1] == rows["mask, second request"][-1]
     assert all(float(value) > 0 for value in rows["compile and try a new schema"][:4])
+
+
+@pytest.mark.thorough
+def test_boosting(
+    script: Script, run: Run, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("boosting")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{n} * {n}"}) + "\n" for n in range(40)))
+    options = ["--model", pair[0], "--prompts", str(prompts), "--work", str(tmp_path / "work")]
+    options += ["--minutes", "0.02", "--collect-minutes", "0.01", "--members", "2", "--depth", "2"]
+    options += ["--max-answer", "16"]
+    page = run(module, *options)
+    rows = table(page)
+    names = ["1 ssm", "1 block", *(f"2 ssm, {form}" for form in ("none", "sequence", "token", "residual"))]
+    assert [row[0] for row in rows] == names
+    for name, steps, own, pool, wide, _, second in rows:
+        members = int(name[0])
+        assert len(steps.split()) == len(own.split()) == len(pool.split()) == members
+        assert float(pool.split()[-1]) >= max(map(float, own.split())) >= 1
+        assert float(wide) >= float(own.split()[0])
+        assert bool(second) is (members == 2)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("answers are collected although they are there")
+
+    monkeypatch.setattr(module.Tuning, "collect", refuse)
+    assert run(module, *options) == page

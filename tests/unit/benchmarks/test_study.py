@@ -18,6 +18,7 @@ from specinfer.report.dataset import Conversation, Dataset
 SETTINGS = {"model": "small.gguf", "modes": ("a", "b")}
 SCRIPTS = (
     *(
+        "boosting",
         "deciding",
         "grammar",
         "identity",

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from specinfer.config import EngineConfig
-from specinfer.tune.new_head import HeadShape
+from specinfer.tune.block_kind import BlockKind
+from specinfer.tune.config import TuneConfig
 from specinfer.tune.trainer import TrainConfig
-from specinfer.tune.tuning import TuneConfig
 from tests.tiny_models import write_tiny_llama
 
 Clock = Callable[[], float]
@@ -49,8 +49,8 @@ def tuning_of(target: Path, out: Path, **changes: Any) -> TuneConfig:
         "minutes": 1.0,
         "chat": False,
         "max_tokens": 20,
-        "head": HeadShape(depth=4, vocabulary=48, markov_rank=8),
-        "training": TrainConfig(rate=5e-3, shortlist=32, anchors=8),
+        "kind": BlockKind(depth=4, vocabulary=48, markov_rank=8, anchors=8),
+        "training": TrainConfig(rate=5e-3, shortlist=32),
     }
     return TuneConfig(**(options | changes))
 

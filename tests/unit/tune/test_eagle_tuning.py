@@ -15,21 +15,22 @@ from specinfer.models.weights import open_model
 from specinfer.sampling_params import SamplingParams
 from specinfer.tune.blocks import blocks
 from specinfer.tune.checkpoint import read_checkpoint
-from specinfer.tune.guesses import guessed
+from specinfer.tune.eagle_kind import EagleKind
+from specinfer.tune.head_draft import EagleHeadDraft
 from specinfer.tune.held_out import held_out_texts, measure
-from specinfer.tune.new_head import HeadShape, head_config, new_head
+from specinfer.tune.new_head import new_head
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.shards import Corpus, TunedText
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import engine, ticking, tuning_of
 
-SHAPE = HeadShape(kind="eagle", depth=3, vocabulary=48)
+SHAPE = EagleKind(depth=3, vocabulary=48)
 
 
 @pytest.fixture(scope="module")
 def tuned(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("eagle") / "head"
-    config = tuning_of(target, out, minutes=3.0, head=SHAPE)
+    config = tuning_of(target, out, minutes=3.0, kind=SHAPE)
     Tuning(config, clock=ticking()).run(read_prompts([prompts]), [prompts.name])
     return out
 
@@ -44,7 +45,7 @@ def test_it_learns_and_is_exported_as_it_was_measured(tuned: Path, target: Path)
     assert '"eagle3"' in (tuned / "config.json").read_text()
     assert "EAGLE-3 head" in (tuned / "README.md").read_text()
     texts = held_out_texts(Corpus(tuned / "work" / "shards"))
-    found = measure(exported, texts, torch.ones_like(kept.tensors["scale"]))
+    found = measure(EagleHeadDraft(exported, torch.ones_like(kept.tensors["scale"])), texts)
     assert found.tokens_per_pass == pytest.approx(kept.state.best, abs=0.1)  # bfloat16 on disk
     assert found.tokens_per_pass > 1.05
 
@@ -61,7 +62,7 @@ def test_the_text_is_the_same_with_it(tuned: Path, target: Path, temperature: fl
 def test_along_a_text_it_guesses_as_where_the_text_ends(target: Path) -> None:
     """At an anchor within a text each level reads what it reads where there are no rows behind it."""
     opened = open_model(target)
-    config = head_config(opened.config, (0, 1, 3), SHAPE)
+    config = SHAPE.config(opened.config, (0, 1, 3))
     head = new_head(config, opened, list(range(48)), 1)
     chance = torch.Generator().manual_seed(2)
     tokens = torch.randint(64, (12,), generator=chance)
@@ -72,7 +73,7 @@ def test_along_a_text_it_guesses_as_where_the_text_ends(target: Path) -> None:
     places = torch.tensor([4, 6, 8])
     with torch.no_grad():
         batch = blocks([text], [places], 3, torch.ones(taps.shape[1:]))
-        along_ALD = guessed(head, batch, 3)[0]
+        along_ALD = EagleHeadDraft(head, torch.ones(taps.shape[1:])).guessed(batch, 3)[0]
         for number, place in enumerate(places.tolist()):
             ids_TS = torch.stack([tokens[1 + step : 1 + step + place] for step in range(3)], dim=-1)
             alone_LD = head(ids_TS[None], taps[None, :place])[0, -1]
@@ -80,8 +81,6 @@ def test_along_a_text_it_guesses_as_where_the_text_ends(target: Path) -> None:
             assert batch.before_BAL[0, number].tolist() == ids_TS[-1].tolist()
 
 
-def test_what_is_of_block_heads_is_refused(target: Path, tmp_path: Path) -> None:
-    with pytest.raises(TuneError, match="layout is dspark, and kind eagle"):
-        HeadShape(kind="eagle", layout="dspark")
+def test_it_does_not_begin_as_its_target(target: Path, tmp_path: Path) -> None:
     with pytest.raises(TuneError, match="init is target, which is for block heads"):
-        tuning_of(target, tmp_path / "head", head=SHAPE, init="target")
+        Tuning(tuning_of(target, tmp_path / "head", kind=SHAPE, init="target"))

@@ -13,15 +13,20 @@ from specinfer.errors import TuneError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.layers import HeadLayer
 from specinfer.models.weights import OpenModel, open_model
+from specinfer.tune.block_kind import BlockKind
+from specinfer.tune.head_draft import BlockHeadDraft
 from specinfer.tune.held_out import entries_of
-from specinfer.tune.informed_head import begin_as_target, learn_pairs, tune_loudness
-from specinfer.tune.new_head import HeadShape, head_config, known_head, new_head
+from specinfer.tune.informed_head import begin_as_target, learn_pairs
+from specinfer.tune.lessons import AllLessons, first_texts
+from specinfer.tune.loudness import tune_loudness
+from specinfer.tune.new_head import known_head, new_head
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.shards import Corpus, TunedText
+from specinfer.tune.trainer import loss_of
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import ticking, tuning_of
 
-SHAPE = HeadShape(depth=3, vocabulary=24, markov_rank=24)
+SHAPE = BlockKind(depth=3, vocabulary=24, markov_rank=24)
 SCALE = torch.full((2, 32), 0.5)
 
 
@@ -31,7 +36,7 @@ def opened(target: Path) -> OpenModel:
 
 
 def untrained(opened: OpenModel) -> BlockHead:
-    return new_head(head_config(opened.config, (1, 2), SHAPE), opened, [*range(24)], seed=0)
+    return new_head(SHAPE.config(opened.config, (1, 2)), opened, [*range(24)], seed=0)
 
 
 def text_of(
@@ -58,7 +63,7 @@ def test_the_markov_term_is_the_law_of_pairs(opened: OpenModel, tmp_path: Path) 
     corpus = Corpus(tmp_path / "shards")
     corpus.add(texts, 1.0)
     head = untrained(opened)
-    learn_pairs(head, corpus, entries_of(head))
+    learn_pairs(head, AllLessons(corpus), entries_of(BlockHeadDraft(head, SCALE, 8)))
     seen = torch.cat([text.tokens_T[:-1] for text in texts]).unique()
     with torch.no_grad():
         said = head.pair_logits(seen).softmax(dim=-1)
@@ -128,7 +133,8 @@ def test_a_layer_computes_what_the_targets_last_one_does(opened: OpenModel) -> N
 def test_the_loudness_that_loses_least_is_kept(opened: OpenModel) -> None:
     head = untrained(opened)
     whole = head.norm.weight.detach().clone()
-    least = tune_loudness(head, lambda head: abs(float(head.norm.weight[0] / whole[0]) - 0.3))
+    draft = BlockHeadDraft(head, SCALE, 8)
+    least = tune_loudness(draft, lambda one: abs(float(one.last_norm.weight[0] / whole[0]) - 0.3))
     assert least == pytest.approx(0.05)
     assert torch.allclose(head.norm.weight, whole * 0.35) or torch.allclose(head.norm.weight, whole * 0.25)
 
@@ -141,9 +147,9 @@ def test_a_head_that_begins_as_its_target_is_better_than_a_random_one(
         config = replace(tuning_of(target, tmp_path / init), init=init)
         tuning = Tuning(config, clock=ticking())
         tuning._collect(read_prompts([prompts]))
-        trainer = tuning._trainer()
-        texts = [tuning._corpus.text(number, held_out=False) for number in range(8)]
-        losses[init] = trainer.loss_of(trainer.head, texts)
+        lessons = AllLessons(tuning._corpus)
+        draft = tuning._training(lessons, []).trainer.draft
+        losses[init] = loss_of(draft, first_texts(lessons, 8), config.training)
     assert losses["target"] < 0.8 * losses["random"]
 
 
@@ -153,23 +159,25 @@ def test_an_exported_head_is_trained_on(target: Path, prompts: Path, tmp_path: P
     config = replace(tuning_of(target, tmp_path / "second"), init=str(tmp_path / "first"))
     second = Tuning(config, clock=ticking())
     second._collect(read_prompts([prompts]))
-    trainer = second._trainer()
-    texts = [second._corpus.text(number, held_out=False) for number in range(8)]
-    begun = first._trainer()
-    assert torch.equal(trainer.head.ids, begun.head.ids)
-    assert trainer.loss_of(trainer.head, texts) == pytest.approx(
-        begun.loss_of(begun.averaged(), texts), rel=0.05
+    lessons = AllLessons(second._corpus)
+    trainer = second._training(lessons, []).trainer
+    texts = first_texts(lessons, 8)
+    begun = first._training(AllLessons(first._corpus), []).trainer
+    assert torch.equal(trainer.draft.ids, begun.draft.ids)
+    assert loss_of(trainer.draft, texts, config.training) == pytest.approx(
+        loss_of(begun.averaged(), texts, config.training), rel=0.05
     )  # bfloat16 on disk
 
 
 def test_what_a_head_cannot_begin_as_is_refused(target: Path, prompts: Path, tmp_path: Path) -> None:
     opened = open_model(target)
-    config = head_config(opened.config, (1, 2), SHAPE)
+    config = SHAPE.config(opened.config, (1, 2))
     with pytest.raises(TuneError, match="which is no draft head"):
         known_head(str(target), config, opened, SCALE)
     first = Tuning(tuning_of(target, tmp_path / "first"), clock=ticking())
     first.run(read_prompts([prompts]), [prompts.name])
     with pytest.raises(TuneError, match="has another shape"):
         known_head(str(tmp_path / "first"), replace(config, block_size=7), opened, SCALE)
+    dspark = tuning_of(target, tmp_path / "x", init="target", kind=replace(SHAPE, layout="dspark"))
     with pytest.raises(TuneError, match="init is target, which is for block heads"):
-        replace(tuning_of(target, tmp_path / "x"), init="target", head=replace(SHAPE, layout="dspark"))
+        Tuning(dspark)

@@ -19,11 +19,13 @@ from specinfer.heads.checkpoint import HeadFolder
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
 from specinfer.tune import checkpoint
+from specinfer.tune.block_kind import BlockKind
 from specinfer.tune.checkpoint import read_checkpoint
+from specinfer.tune.config import TuneConfig
 from specinfer.tune.held_out import Figures, held_out_texts
-from specinfer.tune.new_head import HeadShape
+from specinfer.tune.lessons import AllLessons
 from specinfer.tune.prompts import read_prompts
-from specinfer.tune.tuning import TuneConfig, Tuning
+from specinfer.tune.tuning import Tuning
 from tests.tiny_models import write_tiny_llama
 from tests.unit.tune.conftest import Clock, engine, ticking, tuning_of, write_prompts
 
@@ -64,22 +66,26 @@ def test_a_head_learns_what_its_target_says(tuned: Path) -> None:
 def test_what_is_exported_computes_what_was_trained(target: Path, prompts: Path, tmp_path: Path) -> None:
     tuning = Tuning(tuning_of(target, tmp_path / "head"), clock=ticking())
     tuning._collect(read_prompts([prompts]))
-    trainer, texts = tuning._trainer(), held_out_texts(tuning._corpus)
+    lessons, texts = AllLessons(tuning._corpus), held_out_texts(tuning._corpus)
+    training = tuning._training(lessons, [])
+    trainer = training.trainer
     for _ in range(8):
-        trainer.step(tuning._corpus, 1.0)
-    tuning._keep(trainer, texts, [])
+        trainer.step(lessons, 1.0)
+    training.keep()
     opened = open_model(target)
     exported = HeadFolder(tmp_path / "head", opened.config).module(opened)
     assert isinstance(exported, BlockHead)
-    trained = trainer.averaged()
+    trained = trainer.averaged().module
+    assert isinstance(trained, BlockHead)
+    scale_ND = trainer.draft.scale_ND
     taps, anchors = texts[0].taps_TND[None], torch.tensor([[texts[0].prompt, texts[0].prompt + 2]])
     ids = texts[0].tokens_T[anchors]
     with torch.no_grad():
         there = exported.logits(exported(taps, ids, anchors)) + exported.pair_logits(ids)[:, :, None]
-        here = trained.logits(trained(taps * trainer.scale_ND, ids, anchors))
+        here = trained.logits(trained(taps * scale_ND, ids, anchors))
         here += trained.pair_logits(ids)[:, :, None]
         read, unscaled = exported.fused(taps), trained.fused(taps)
-        wanted = trained.fused(taps * trainer.scale_ND)
+        wanted = trained.fused(taps * scale_ND)
     assert torch.equal(exported.ids, trained.ids)
     assert (there - here).abs().max() < 0.05 * here.std()  # bfloat16 on disk
     assert (read - wanted).abs().max() < 0.05 * wanted.std()
@@ -87,8 +93,8 @@ def test_what_is_exported_computes_what_was_trained(target: Path, prompts: Path,
 
 
 def test_a_head_in_the_layout_that_vllm_reads(target: Path, prompts: Path, tmp_path: Path) -> None:
-    shape = HeadShape(layout="dspark", depth=4, vocabulary=48, markov_rank=8)
-    run(tuning_of(target, tmp_path / "head", minutes=2.0, head=shape), prompts)
+    shape = BlockKind(layout="dspark", depth=4, vocabulary=48, markov_rank=8)
+    run(tuning_of(target, tmp_path / "head", minutes=2.0, kind=shape), prompts)
     history = read_checkpoint(tmp_path / "head" / _CHECKPOINT).state.history
     assert history[-1]["loss"] < history[0]["loss"]  # type: ignore[operator]
     assert "reads_last_hidden_state" not in json.loads((tmp_path / "head" / "config.json").read_text())
@@ -101,7 +107,9 @@ def test_the_best_checkpoint_is_kept_and_not_the_newest(
     target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worth = iter([1.5, 2.5, 2.0, 1.0, *[1.0] * 9])
-    monkeypatch.setattr("specinfer.tune.tuning.measure", lambda *_: Figures((0.1,) * 4, 0.2, next(worth), 5))
+    monkeypatch.setattr(
+        "specinfer.tune.training.measure", lambda *_: Figures((0.1,) * 4, 0.2, next(worth), 5)
+    )
     config = tuning_of(target, tmp_path / "head")
     figures, lines = run(config, prompts, ticking(3.0))
     assert figures.tokens_per_pass == 2.5
@@ -172,21 +180,21 @@ def test_a_run_in_two_parts_learns_what_one_run_learns(target: Path, prompts: Pa
     config = tuning_of(target, tmp_path / "head", minutes=4.0)
     tuning = Tuning(config, clock=ticking())
     tuning._collect(read_prompts([prompts]))
-    corpus = tuning._corpus
-    whole = tuning._trainer()
+    lessons = AllLessons(tuning._corpus)
+    whole = tuning._training(lessons, []).trainer
     for _ in range(6):
-        whole.step(corpus, 1.0)
-    first = tuning._trainer()
+        whole.step(lessons, 1.0)
+    first = tuning._training(lessons, []).trainer
     for _ in range(3):
-        first.step(corpus, 1.0)
+        first.step(lessons, 1.0)
     path = config.out / _CHECKPOINT
     checkpoint.write_checkpoint(path, first, {})
-    second = tuning._trainer()
+    second = tuning._training(lessons, []).trainer
     for _ in range(3):
-        second.step(corpus, 1.0)
+        second.step(lessons, 1.0)
     assert second.state.steps == whole.state.steps
-    for name, parameter in whole.head.named_parameters():
-        assert torch.allclose(parameter, second.head.get_parameter(name), atol=1e-6), name
+    for name, parameter in whole.draft.module.named_parameters():
+        assert torch.allclose(parameter, second.draft.module.get_parameter(name), atol=1e-6), name
     for name, average in whole.average.items():
         assert torch.allclose(average, second.average[name], atol=1e-6), name
 
@@ -265,7 +273,7 @@ def test_folders_that_are_something_else_are_refused(
         (tuning_of(target, tuned), "has a tuning in it; --resume goes on"),
         (tuning_of(target, target), "has a model in it already"),
         (tuning_of(target, tmp_path / "new", resume=True), "has no tuning to resume"),
-        (tuning_of(target, tuned, resume=True, head=HeadShape(depth=3)), "the tuning in .* is of head"),
+        (tuning_of(target, tuned, resume=True, kind=BlockKind(depth=3)), "the tuning in .* is of head"),
     ]
     for config, words in cases:
         with pytest.raises(TuneError, match=words):
@@ -292,7 +300,7 @@ def test_targets_without_room_for_a_head_are_refused(tmp_path: Path) -> None:
     target = write_tiny_llama(tmp_path / "target", num_layers=3, tokenizer=True)
     path = target / "config.json"
     path.write_text(path.read_text().replace('"silu"', '"gelu_pytorch_tanh"'))
-    with pytest.raises(ModelError, match="no head can be trained for llama yet"):
+    with pytest.raises(ModelError, match="no draft can be trained for llama yet"):
         Tuning(tuning_of(target, tmp_path / "head"))
 
 

@@ -1,0 +1,148 @@
+"""A pool: a folder of drafts that were tuned for one target together, named in its pool.json.
+
+    pool.json   {"format": "specinfer pool", "version": 1, "target": "NAME", "fingerprint": "HEX",
+                 "members": [{"folder": "member1", "kind": "ssm", "figures": {"tokens_per_pass": 1.8}}, ...],
+                 "figures": {"tokens_per_step": 2.1, ...}}
+
+Members are folders beside the file, heads or small models, in the order they were chosen. Nothing of the file
+is trusted: it names no path, holds no pool, and no more members than an engine would run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from specinfer.errors import ModelFileError
+from specinfer.files import NewFile
+from specinfer.hub.model_files import read_json
+
+POOL_FILE: Final = "pool.json"
+MOST_MEMBERS: Final = 16
+_FORMAT: Final = "specinfer pool"
+_VERSION: Final = 1
+_MOST_BYTES: Final = 1 << 20
+_MOST_FIGURES: Final = 64
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One draft of a pool."""
+
+    folder: str  # beside pool.json
+    kind: str
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What a pool.json says."""
+
+    target: str  # its name, for people
+    fingerprint: str  # of its weights (models/fingerprint.py)
+    members: tuple[Member, ...]
+    figures: Mapping[str, float] = field(default_factory=dict)  # of all of them together
+
+
+def is_pool(folder: Path) -> bool:
+    """Whether a folder holds a pool."""
+    return (folder / POOL_FILE).is_file()
+
+
+def read_pool(folder: Path) -> Pool:
+    """The pool of a folder; raises ModelFileError where its file is damaged, or is more than it may be."""
+    path = folder / POOL_FILE
+    size = path.stat().st_size
+    if size > _MOST_BYTES:
+        raise ModelFileError(f"{path} has {size} bytes; allowed: {_MOST_BYTES}. Get the pool again")
+    found = read_json(path)
+    if found.get("format") != _FORMAT:
+        raise ModelFileError(f"{path} has format {_shown(found.get('format'))}; expected {_FORMAT!r}")
+    if found.get("version") != _VERSION:
+        raise ModelFileError(
+            f"{path} has version {_shown(found.get('version'))}; this specinfer reads {_VERSION}"
+        )
+    listed = found.get("members")
+    if not isinstance(listed, list) or not 1 <= len(listed) <= MOST_MEMBERS:
+        count = f"{len(listed)} members" if isinstance(listed, list) else f"members {_shown(listed)}"
+        raise ModelFileError(f"{path} has {count}; allowed: a list of 1 to {MOST_MEMBERS}")
+    members = tuple(_member(path, one) for one in listed)
+    names = [member.folder for member in members]
+    if len({*names}) < len(names):
+        raise ModelFileError(f"{path} names a folder twice; allowed: each once")
+    fingerprint = _text(path, found, "fingerprint")
+    if not _FINGERPRINT.fullmatch(fingerprint):
+        raise ModelFileError(f"{path} has fingerprint {_shown(fingerprint)}; expected 64 hexadecimal digits")
+    return Pool(_text(path, found, "target"), fingerprint, members, _figures(path, found))
+
+
+def write_pool(folder: Path, pool: Pool) -> None:
+    """Write pool.json, whole or not at all; raises OSError."""
+    described = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "target": pool.target,
+        "fingerprint": pool.fingerprint,
+        "members": [
+            {"folder": one.folder, "kind": one.kind, "figures": dict(one.figures)} for one in pool.members
+        ],
+        "figures": dict(pool.figures),
+    }
+    with NewFile(folder / POOL_FILE, mode=0o644) as new:
+        new.write(json.dumps(described, indent=2).encode())
+        new.keep()
+
+
+def member_folders(folder: Path, pool: Pool) -> list[Path]:
+    """Where the members lie; raises ModelFileError where one is not there, lies elsewhere, or is a pool."""
+    inside = folder.resolve()
+    found: list[Path] = []
+    for member in pool.members:
+        path = folder / member.folder
+        if not path.is_dir():
+            raise ModelFileError(f"{folder} has no folder {member.folder}, which its {POOL_FILE} names")
+        if path.resolve().parent != inside:
+            raise ModelFileError(f"{path} lies elsewhere; allowed: members in the pool's own folder")
+        if is_pool(path):
+            raise ModelFileError(f"{path} is a pool; allowed: members that are heads or small models")
+        found.append(path)
+    return found
+
+
+def _member(path: Path, value: object) -> Member:
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path} has a member {_shown(value)}; expected an object with its folder")
+    folder = _text(path, value, "folder")
+    if not _NAME.fullmatch(folder):
+        raise ModelFileError(
+            f"{path} has a member in folder {_shown(folder)}; allowed: the name of a folder beside it"
+        )
+    return Member(folder, _text(path, value, "kind"), _figures(path, value))
+
+
+def _text(path: Path, found: Mapping[str, Any], key: str) -> str:
+    value = found.get(key)
+    if not isinstance(value, str) or len(value) > 256:
+        raise ModelFileError(f"{path} has {key} {_shown(value)}; expected a short text")
+    return value
+
+
+def _figures(path: Path, found: Mapping[str, Any]) -> dict[str, float]:
+    value = found.get("figures", {})
+    if not isinstance(value, dict) or len(value) > _MOST_FIGURES:
+        raise ModelFileError(f"{path} has figures {_shown(value)}; expected an object of a few numbers")
+    for name, number in value.items():
+        if type(number) not in (int, float) or not math.isfinite(number):
+            raise ModelFileError(f"{path} has {name[:40]!r} {_shown(number)}; expected a finite number")
+    return {name: float(number) for name, number in value.items()}
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:60]

@@ -1,0 +1,133 @@
+"""Boosting: what the next member of a pool learns, so that it guesses what the others do not.
+
+    sequence   texts that the pool predicts best are left out (the paper's collective boost-tuning)
+    token      a place counts 1 - h, h: how likely the target's token there is among those the pool proposes
+    residual   the same, and the law that is learnt is the target's without these tokens, renormalised: what
+               is left to guess where they were rejected
+    none       nothing: members differ by their seeds alone
+
+Shapes: R tokens of an answer, K labels, M tokens proposed at a place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from specinfer.errors import TuneError
+from specinfer.tune.known_guesses import KnownGuesses
+from specinfer.tune.lessons import AllLessons, Lessons
+from specinfer.tune.prompts import temperature_of
+from specinfer.tune.shards import Corpus, TunedText
+
+Boost = Literal["sequence", "token", "residual", "none"]
+_LEAST: Final = 1e-4  # of a law that is left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoostConfig:
+    """How members of a pool learn from each other."""
+
+    form: Boost = "sequence"
+    width: int = 1  # tokens that each member proposes at a place
+    dropped: float = 0.5  # of the texts each member learns from, the part that the next one does not
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.width <= 64:
+            raise TuneError(f"width is {self.width}; allowed: 1 to 64 tokens that a member proposes")
+        if not 0 <= self.dropped < 1:
+            raise TuneError(f"dropped is {self.dropped}; allowed: 0 or more, and less than 1")
+
+
+def lessons_of(corpus: Corpus, config: BoostConfig, known: Sequence[KnownGuesses]) -> Lessons:
+    """What a member learns from, where `known` is what the members before it propose, in their order."""
+    if not known or config.form == "none":
+        return AllLessons(corpus)
+    if config.form == "sequence":
+        return _Left(corpus, config.dropped, known)
+    return _Weighted(corpus, known, residual=config.form == "residual")
+
+
+def hit_chances(text: TunedText, proposed_RM: Tensor) -> Tensor:
+    """How likely the target's token is among those proposed, [R], at the text's own temperature.
+
+    At temperature 0 it is 0 or 1: whether the likeliest is. Proposals of -1 are none.
+    """
+    temperature = temperature_of(text.key, held_out=text.held_out)
+    there_RK = _among(text.label_ids_RK, proposed_RM)
+    if temperature == 0:
+        likeliest = text.label_logprobs_RK.argmax(dim=1, keepdim=True)
+        return there_RK.gather(1, likeliest)[:, 0].float()
+    if temperature == 1:
+        chances_RK = text.label_logprobs_RK.exp()
+    else:
+        chances_RK = (text.label_logprobs_RK / temperature).softmax(dim=1)
+    return (chances_RK * there_RK).sum(dim=1).clamp(max=1.0)
+
+
+def residual(text: TunedText, proposed_RM: Tensor) -> Tensor:
+    """The labels' log-probabilities without the tokens that are proposed, renormalised, [R, K]."""
+    there_RK = _among(text.label_ids_RK, proposed_RM)
+    taken_R = (text.label_logprobs_RK.exp() * there_RK).sum(dim=1)
+    left_R = (1 - taken_R).clamp(min=_LEAST)
+    return (text.label_logprobs_RK - left_R.log()[:, None]).masked_fill(there_RK, float("-inf"))
+
+
+class _Weighted:
+    """All texts, of whose places each counts as much as the pool misses there."""
+
+    def __init__(self, corpus: Corpus, known: Sequence[KnownGuesses], *, residual: bool) -> None:
+        self.corpus = corpus
+        self._known = known
+        self._residual = residual
+
+    def __len__(self) -> int:
+        return self.corpus.count(held_out=False)
+
+    def text(self, number: int) -> TunedText:
+        """Read one of them."""
+        text = self.corpus.text(number, held_out=False)
+        proposed_RM = _proposed(self._known, number)
+        counts_R = 1 - hit_chances(text, proposed_RM)
+        if not self._residual:
+            return replace(text, counts_R=counts_R)
+        return replace(text, counts_R=counts_R, label_logprobs_RK=residual(text, proposed_RM))
+
+
+class _Left:
+    """The texts that are left when, member by member, those that the pool predicts best are dropped."""
+
+    def __init__(self, corpus: Corpus, dropped: float, known: Sequence[KnownGuesses]) -> None:
+        self.corpus = corpus
+        numbers = [*range(corpus.count(held_out=False))]
+        for members in range(1, len(known) + 1):
+            hits = {number: self._share(number, known[:members]) for number in numbers}
+            numbers.sort(key=lambda number: (hits[number], number))
+            numbers = numbers[: len(numbers) - int(dropped * len(numbers))]
+        self._numbers = sorted(numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def text(self, number: int) -> TunedText:
+        """Read one of them."""
+        return self.corpus.text(self._numbers[number], held_out=False)
+
+    def _share(self, number: int, known: Sequence[KnownGuesses]) -> float:
+        """How much of a text the pool predicts, of 1: its first token, which nobody guesses, is left out."""
+        text = self.corpus.text(number, held_out=False)
+        hits_R = hit_chances(text, _proposed(known, number))[1:]
+        return float(hits_R.mean()) if len(hits_R) else 1.0
+
+
+def _proposed(known: Sequence[KnownGuesses], number: int) -> Tensor:
+    return torch.cat([one.of(number) for one in known], dim=1)
+
+
+def _among(ids_RK: Tensor, proposed_RM: Tensor) -> Tensor:
+    """Which labels are proposed, bool [R, K]."""
+    return (ids_RK[:, :, None] == proposed_RM[:, None, :]).any(dim=2)

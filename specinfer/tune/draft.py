@@ -1,0 +1,162 @@
+"""What training, measuring and keeping ask of a draft, whatever its kind is.
+
+A kind (kinds.py) is a frozen config that makes drafts; a draft is a module with what it reads and names.
+
+Shapes: B texts, A anchors a text, L levels, N taps, D hidden size, U tokens it can name, S some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from torch import Tensor, nn
+
+from specinfer.hub.model_files import ModelFiles
+from specinfer.models.config import ModelConfig
+from specinfer.models.weights import OpenModel
+from specinfer.tune.blocks import Blocks
+from specinfer.tune.lessons import Lessons
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """Who is to be guessed: its files and what they hold."""
+
+    files: ModelFiles
+    model: OpenModel
+
+    @property
+    def config(self) -> ModelConfig:
+        """What it is."""
+        return self.model.config
+
+    @property
+    def name(self) -> str:
+        """As cards and configs say it: without folders, which are nobody's business."""
+        return Path(self.files.name).name
+
+
+class Draft(Protocol):
+    """A draft that learns."""
+
+    @property
+    def module(self) -> nn.Module:
+        """Its weights; those that require a gradient are trained."""
+        ...
+
+    @property
+    def scale_ND(self) -> Tensor:
+        """What hidden states are multiplied by before it reads them; N is 0 where it reads none."""
+        ...
+
+    @property
+    def ids(self) -> Tensor:
+        """The tokens it can name, ascending, int64 [U]."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """How many tokens its target has."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """The levels that are measured."""
+        ...
+
+    @property
+    def learnt_depth(self) -> int:
+        """The levels that are learnt: one, where the others are the same pass at the next place."""
+        ...
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether it guesses all levels of a tree in one pass; else a level in each."""
+        ...
+
+    @property
+    def anchors(self) -> int:
+        """How many anchors of a text a step computes, at most."""
+        ...
+
+    @property
+    def last_norm(self) -> nn.RMSNorm:
+        """The norm before the output layer."""
+        ...
+
+    def guessed(self, batch: Blocks, levels: int) -> Tensor:
+        """What the output layer reads of so many levels behind every anchor, [B, A, L, D]."""
+        ...
+
+    def logits(self, h: Tensor, before: Tensor, entries_S: Tensor | None = None) -> Tensor:
+        """The logits [..., S] of rows [..., D] behind tokens [...]: of entries of `ids`, or of all."""
+        ...
+
+    def copy(self) -> Draft:
+        """Another one with weights of its own, which are the same."""
+        ...
+
+    def write(self, folder: Path, target: Target) -> None:
+        """Write it as a folder that `--draft` takes; raises OSError, and ModelError for weights that are not
+        finite.
+        """
+        ...
+
+    def described(self) -> Description:
+        """What a card says of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A draft in words for its card."""
+
+    library: str  # that hubs file it under
+    tag: str
+    title: str  # what it is, behind "A"
+    does: str  # what it reads and how it guesses, behind "It"
+    kind: str  # with its layout and sizes
+    reads: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beginning:
+    """What a draft that has not learnt anything is made of."""
+
+    target: Target
+    lessons: Lessons
+    seed: int
+    loss_of: Callable[[Draft], float]  # on some texts, the same ones every time
+    say: Callable[[str], None]  # to a person
+
+
+class Kind(Protocol):
+    """A kind of draft, and what may be chosen about it: a frozen dataclass."""
+
+    name: ClassVar[str]
+
+    def check(self, target: ModelConfig, init: str | None) -> None:
+        """Raise ModelError for targets it does not fit, TuneError for what it cannot begin as."""
+        ...
+
+    def taps(self, target: ModelConfig) -> tuple[int, ...]:
+        """The layers whose inputs it reads."""
+        ...
+
+    def facts(self) -> dict[str, object]:
+        """What a tuning that is gone on with has to have in common with this one."""
+        ...
+
+    def new(self, init: str | None, beginning: Beginning) -> Draft:
+        """A draft before it has learnt anything; `init` as `specinfer tune` has it.
+
+        Raises TuneError and ModelError for an `init` that cannot be used.
+        """
+        ...
+
+    def blank(self, target: Target, scale_ND: Tensor, ids: list[int]) -> Draft:
+        """A draft whose trained weights are anybody's: a checkpoint's take their place."""
+        ...

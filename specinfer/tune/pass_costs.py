@@ -1,0 +1,46 @@
+"""What passes of a tuned target and its drafts cost here, measured as an engine measures them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from specinfer.config import EngineConfig
+from specinfer.engine.build import load_models
+from specinfer.engine.drafts import make_draft
+from specinfer.engine.pass_costs import PassCosts, TimedDraft, pass_costs
+from specinfer.progress import Progress
+from specinfer.runtime.runner import ModelRunner
+
+_ROWS: Final = 256  # of the largest pass that is measured, at least
+
+
+def measured_costs(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> PassCosts:
+    """Costs of the config's target and of these drafts, each kept as the target is: int8 beside int8.
+
+    They are named as an engine's drafts are, in their order. Raises as `load_models`.
+    """
+    speculation = replace(
+        config.speculation,
+        drafts=tuple(str(draft) for draft in drafts),
+        draft_quantization=config.quantization,
+    )
+    wanted = replace(config, speculation=speculation)
+    models = load_models(wanted, progress)
+    size = config.cache.block_size
+    blocks = -(-_ROWS // size)
+    timed: dict[str, TimedDraft] = {}
+    for name, model in models.drafts.items():
+        runner, _ = make_draft(
+            *(name, model, speculation, models.draft_vocabulary),
+            num_blocks=blocks,
+            block_size=size,
+            max_rows=config.scheduler.max_step_tokens,
+        )
+        timed[name] = TimedDraft(model, runner)
+    target = ModelRunner(models.target, num_blocks=blocks, block_size=size)
+    return pass_costs(
+        wanted, target, timed, models.draft_vocabulary, positions=blocks * size, progress=progress
+    )

@@ -1,0 +1,149 @@
+"""A pool of trained members: those that pay, with a card that says what each size is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from specinfer.config import EngineConfig
+from specinfer.engine.drafts import draft_names
+from specinfer.engine.pass_costs import PassCosts
+from specinfer.files import NewFile
+from specinfer.hub.pool import Member, Pool, write_pool
+from specinfer.models.fingerprint import fingerprint
+from specinfer.progress import Progress
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.tune.card import Material
+from specinfer.tune.draft import Draft, Target
+from specinfer.tune.held_out import Along, figures_of
+from specinfer.tune.selection import Candidate, Speed, quickest, selected
+from specinfer.version import VERSION
+
+Costs = Callable[[EngineConfig, Sequence[Path], Progress], PassCosts]
+_MS: Final = 1e3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained:
+    """A member that was written."""
+
+    folder: Path
+    draft: Draft
+    along: Along  # held-out answers
+
+
+def candidates_of(members: Sequence[Trained], costs: PassCosts) -> list[Candidate]:
+    """Members with what their passes cost, which are named as an engine names its drafts."""
+    names = draft_names(tuple(str(member.folder) for member in members))
+    return [
+        Candidate(member.folder.name, member.along, costs.drafts[name], member.draft.one_pass)
+        for member, name in zip(members, names, strict=True)
+    ]
+
+
+class Selection:
+    """What selecting among candidates found."""
+
+    def __init__(self, candidates: Sequence[Candidate], target: CostCurve) -> None:
+        self.candidates = candidates
+        self.pools = selected(candidates, target)  # by their size, from one member on
+        self._target = target
+
+    @property
+    def best(self) -> Speed:
+        """The pool that is kept."""
+        return quickest(self.pools)
+
+    @property
+    def plain_tokens_per_second(self) -> float:
+        """Without any draft."""
+        return 1 / float(self._target.seconds([1])[0])
+
+    @property
+    def dropped(self) -> list[str]:
+        """The members that do not pay."""
+        return [one.name for number, one in enumerate(self.candidates) if number not in self.best.members]
+
+    def names(self, pool: Speed) -> str:
+        """Its members, in the order they were chosen."""
+        return ", ".join(self.candidates[number].name for number in pool.members)
+
+    def lines(self) -> list[str]:
+        """For a person: what each size is worth, and what is left out."""
+        told = [
+            f"{self.names(pool)}: {pool.tokens_per_step:.3f} tokens a step of "
+            f"{_MS * pool.step_seconds:.2f} ms, {pool.tokens_per_second:.1f} tokens/s "
+            f"({self.ratio(pool):.3f} of no speculation)"
+            for pool in self.pools
+        ]
+        told += [f"{name} does not pay and is left out of the pool" for name in self.dropped]
+        if self.ratio(self.best) < 1:
+            told.append("no draft pays on this machine: the best pool is slower than no speculation")
+        return told
+
+    def ratio(self, pool: Speed) -> float:
+        """Its speed over that of no draft."""
+        return pool.tokens_per_second / self.plain_tokens_per_second
+
+
+def make_pool(
+    out: Path, target: Target, members: Sequence[Trained], kind: str, selection: Selection, material: Material
+) -> None:
+    """Write the pool of the selected members into the folder that theirs are in; raises OSError."""
+    best = selection.best
+    listed = [
+        Member(
+            members[number].folder.name,
+            kind,
+            {"tokens_per_pass": figures_of(members[number].along).tokens_per_pass},
+        )
+        for number in best.members
+    ]
+    figures = {
+        "tokens_per_step": best.tokens_per_step,
+        "step_milliseconds": _MS * best.step_seconds,
+        "tokens_per_second": best.tokens_per_second,
+        "plain_tokens_per_second": selection.plain_tokens_per_second,
+    }
+    with NewFile(out / "README.md", mode=0o644) as new:
+        new.write(_card(selection, members, kind, material).encode())
+        new.keep()
+    write_pool(out, Pool(target.name, fingerprint(target.model), tuple(listed), figures))
+
+
+def _card(selection: Selection, members: Sequence[Trained], kind: str, material: Material) -> str:
+    rows = [
+        f"| {selection.names(pool)} | {pool.tokens_per_step:.3f} | {_MS * pool.step_seconds:.2f} | "
+        f"{selection.ratio(pool):.3f} | {' '.join(_shown(widths) for widths in pool.widths)} |"
+        for pool in selection.pools
+    ]
+    left = ", ".join(selection.dropped)
+    verdict = f"Left out, as they do not pay: {left}." if left else "Every member pays and is in the pool."
+    places = len(members[0].along.texts_P)
+    return f"""---
+tags: [speculative-decoding, draft-pool]
+---
+
+# A pool of drafts for {material.target}
+
+{len(selection.best.members)} of {len(members)} drafts of kind {kind}, tuned together. They change no text.
+
+    specinfer generate --model {material.target} --draft THIS_FOLDER "..."
+
+Trees of these members, merged, along {material.held_out} held-out greedy answers ({places} places), at what
+passes took on the machine that tuned them:
+
+| members | tokens a step | ms a step | over no speculation | guesses a level, member by member |
+|---|---|---|---|---|
+{chr(10).join(rows)}
+
+{verdict} Each member's folder has a card of its own.
+Made {datetime.now(UTC):%Y-%m-%d} by specinfer {VERSION}.
+"""
+
+
+def _shown(widths: Sequence[int]) -> str:
+    return f"<{','.join(str(width) for width in widths)}>"

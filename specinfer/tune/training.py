@@ -1,0 +1,186 @@
+"""The training of one draft: until its time is over, the best is kept, and a checkpoint of all else.
+
+Whoever is killed loses what came after the last checkpoint. Time counts over all runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from specinfer.errors import TuneError
+from specinfer.files import NewFile
+from specinfer.progress import NoProgress, Progress
+from specinfer.tune.card import Material, card
+from specinfer.tune.checkpoint import read_checkpoint, write_checkpoint
+from specinfer.tune.config import TuneConfig
+from specinfer.tune.draft import Beginning, Draft, Target
+from specinfer.tune.held_out import Along, Figures, measure
+from specinfer.tune.lessons import Lessons, first_texts
+from specinfer.tune.plot import draw_training
+from specinfer.tune.read_draft import read_draft
+from specinfer.tune.shards import TunedText
+from specinfer.tune.trainer import Trainer, loss_of
+
+_BETWEEN: Final = 90.0  # seconds from one checkpoint to the next, at most; writing one takes some more
+_CHECKPOINTS: Final = 4  # at least, however short the training
+_TRIED_BY: Final = 8  # texts on which it is tried how a draft should begin
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a training's files lie."""
+
+    folder: Path  # of the best draft so far
+    checkpoint: Path
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hearers:
+    """Who is told how it goes, and what counts the seconds."""
+
+    progress: Progress = field(default_factory=NoProgress)
+    say: Callable[[str], None] = lambda line: None
+    clock: Callable[[], float] = time.monotonic
+
+
+class Training:
+    """A draft and what it learns from."""
+
+    def __init__(
+        self,
+        config: TuneConfig,
+        target: Target,
+        lessons: Lessons,
+        texts: Sequence[TunedText],
+        place: Place,
+        *,
+        earlier: Sequence[Along] = (),
+        material: Material,
+        seed: int,
+        hearers: Hearers,
+    ) -> None:
+        """Goes on where the last one was, or begins; `texts` are held out; `earlier` are members of its
+        pool, and `seed` is this draft's own.
+
+        Raises TuneError where the checkpoint is damaged or another draft's, and as Kind.new.
+        """
+        self._kind, self._target, self._lessons, self._texts = config.kind, target, lessons, texts
+        self._place, self._material, self._hearers = place, material, hearers
+        self._earlier = earlier
+        self._config = replace(config.training, seed=seed)
+        self.trainer = self._resumed() or self._begun(config.init)
+
+    def run(self, seconds: float) -> Figures:
+        """Train until `seconds` are over, in all runs; the figures of the best draft, which is in its folder.
+
+        Raises TuneError where no time is left before anything was trained, OSError where the disk is full.
+        """
+        trainer, hearers = self.trainer, self._hearers
+        self._measure_anew()
+        left = seconds - trainer.state.seconds
+        if left <= 0:
+            if trainer.state.best == 0:
+                raise TuneError("no draft was trained yet, and no time is left; give more minutes")
+            return measure(trainer.averaged(), self._texts, self._earlier)
+        between = min(_BETWEEN, seconds / _CHECKPOINTS)
+        best: Figures | None = None
+        hearers.progress.start(round(left), "training", "seconds")
+        try:
+            while (left := seconds - trainer.state.seconds) > 0:
+                self._stretch(min(between, left), seconds)
+                best = self.keep() or best
+                hearers.progress.advance(round(min(between, left)))
+        finally:
+            hearers.progress.finish()
+        return best if best is not None else measure(trainer.averaged(), self._texts, self._earlier)
+
+    def keep(self) -> Figures | None:
+        """Measure, export what is better than before, write a checkpoint; figures of what is better."""
+        clock, trainer, folder = self._hearers.clock, self.trainer, self._place.folder
+        began = clock()
+        state, averaged = trainer.state, trainer.averaged()
+        figures = measure(averaged, self._texts, self._earlier)
+        better = figures.worth > state.best or not state.history
+        state.history.append(
+            {
+                "seconds": state.seconds,
+                "steps": state.steps,
+                "loss": state.loss,
+                "hits": list(figures.hits),
+                "first_three": figures.first_three,
+                "tokens_per_pass": figures.tokens_per_pass,
+                "worth": figures.worth,
+            }
+        )
+        if better:
+            state.best, state.places = figures.worth, figures.places
+            self._export(averaged, figures)
+        draw_training(state.history, folder / "training.png")
+        state.seconds += clock() - began
+        write_checkpoint(self._place.checkpoint, trainer, self._kind.facts())
+        self._hearers.say(
+            f"{state.seconds / 60:.1f} min, {state.steps} steps, {state.blocks} blocks: loss "
+            f"{state.loss:.3f}; held out: first guess {figures.hits[0]:.3f}, one of three "
+            f"{figures.first_three:.3f}, {figures.tokens_per_pass:.3f} tokens a pass"
+            f"{'' if figures.pooled is None else f', {figures.pooled:.3f} in the pool'}"
+            f"{', the best so far' if better else ''}"
+        )
+        return figures if better else None
+
+    def _resumed(self) -> Trainer | None:
+        path = self._place.checkpoint
+        if not path.exists():
+            return None
+        kept = read_checkpoint(path)
+        try:
+            trainer = Trainer(self._kind.blank(self._target, kept.tensors["scale"], kept.ids), self._config)
+            trainer.load(kept.tensors, kept.state)
+        except (KeyError, RuntimeError) as error:
+            raise TuneError(f"{path} is of another draft ({error}); remove it to train anew") from error
+        return trainer
+
+    def _begun(self, init: str | None) -> Trainer:
+        tried = first_texts(self._lessons, _TRIED_BY)
+
+        def loss(draft: Draft) -> float:
+            return loss_of(draft, tried, self._config)
+
+        beginning = Beginning(self._target, self._lessons, self._config.seed, loss, self._hearers.say)
+        return Trainer(self._kind.new(init, beginning), self._config)
+
+    def _stretch(self, seconds: float, total: float) -> None:
+        """Train for so many seconds, at least one step, of `total` that this training has."""
+        state, clock = self.trainer.state, self._hearers.clock
+        before, began = state.seconds, clock()
+        while True:
+            self.trainer.step(self._lessons, max(0.0, 1 - state.seconds / total))
+            state.seconds = before + clock() - began
+            if state.seconds - before >= seconds:
+                return
+
+    def _measure_anew(self) -> None:
+        """What is exported, where more is held out than then: later drafts are held against that."""
+        state, folder = self.trainer.state, self._place.folder
+        if not state.history or not (folder / "config.json").exists():
+            return
+        exported = read_draft(folder, self._target, self.trainer.draft.depth)
+        figures = measure(exported, self._texts, self._earlier)
+        new_places = figures.places != state.places
+        if new_places or self._earlier:  # the members before it may have learnt more since
+            state.best, state.places = figures.worth, figures.places
+        if new_places:
+            self._hearers.say(
+                f"on {figures.places} held-out places that there are now the best makes {state.best:.3f}"
+            )
+
+    def _export(self, draft: Draft, figures: Figures) -> None:
+        folder = self._place.folder
+        draft.write(folder, self._target)
+        text = card(draft.described(), self._material, self.trainer, self._config.loss, figures)
+        with NewFile(folder / "README.md", mode=0o644) as new:
+            new.write(text.encode())
+            new.keep()

@@ -1,0 +1,80 @@
+"""A pool in a config's drafts stands for its members; the text is the same with it and without."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from specinfer.config import EngineConfig
+from specinfer.engine.pools import with_members
+from specinfer.errors import ModelError
+from specinfer.hub.pool import Member, Pool, write_pool
+from specinfer.llm import LLM
+from specinfer.models.fingerprint import fingerprint
+from specinfer.models.weights import open_model
+from specinfer.progress import NoProgress
+from specinfer.sampling_params import SamplingParams
+from tests.tiny_models import write_similar_llama, write_tiny_llama
+
+OPTIONS = {"dtype": "float32", "kv_cache_memory": 1 << 24, "max_context": 64, "tree_size": "fixed"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, and a pool of two small models for it."""
+    folder = tmp_path_factory.mktemp("pools")
+    target = write_tiny_llama(folder / "target", tokenizer=True)
+    for number in (1, 2):
+        write_similar_llama(target, folder / "pool" / f"member{number}", noise=0.3, seed=number)
+    members = (Member("member1", "ssm"), Member("member2", "ssm"))
+    write_pool(folder / "pool", Pool("target", fingerprint(open_model(target)), members))
+    return folder
+
+
+def config(folder: Path, *drafts: str) -> EngineConfig:
+    return EngineConfig.from_options(str(folder / "target"), {**OPTIONS, "drafts": drafts})
+
+
+def test_members_stand_where_their_pool_stood(folder: Path) -> None:
+    other = str(folder / "target")
+    wanted = config(folder, other, str(folder / "pool"))
+    members = [str(folder / "pool" / f"member{number}") for number in (1, 2)]
+    assert with_members(wanted, NoProgress()).speculation.drafts == (other, *members)
+    plain = config(folder, other)
+    assert with_members(plain, NoProgress()) is plain
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_text_is_the_same_with_a_pool(folder: Path, temperature: float) -> None:
+    params = SamplingParams(max_tokens=24, temperature=temperature, seed=4)
+    with (
+        LLM(config(folder)) as plain,
+        LLM(config(folder, str(folder / "pool"))) as pooled,
+    ):
+        expected = [one.token_ids for one in plain.generate(["2 * 3", "10 / 5"], params)]
+        outputs = pooled.generate(["2 * 3", "10 / 5"], params)
+        figures = [one.figures for one in outputs]
+        alone = pooled.variant(drafts=[str(folder / "pool" / "member2")])
+        again = [one.token_ids for one in alone.generate(["2 * 3", "10 / 5"], params)]
+        both = pooled.variant(drafts=[str(folder / "pool")])
+        assert both.config.speculation.drafts == pooled.config.speculation.drafts
+    assert [one.token_ids for one in outputs] == expected == again
+    for name in ("draft1", "draft2"):
+        assert sum(one.accepted_by.get(name, 0) for one in figures) > 0
+
+
+def test_a_pool_of_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = write_tiny_llama(tmp_path / "other", tokenizer=True, seed=5)
+    with pytest.raises(ModelError, match="tuned for target, whose weights are others than those of other"):
+        LLM(str(other), drafts=[str(folder / "pool")], **OPTIONS)
+
+
+def test_a_fingerprint_is_of_weights_and_not_of_a_folder(folder: Path, tmp_path: Path) -> None:
+    own = fingerprint(open_model(folder / "target"))
+    copy = tmp_path / "copy"
+    shutil.copytree(folder / "target", copy)
+    assert fingerprint(open_model(copy)) == own
+    other = write_tiny_llama(tmp_path / "other", seed=1)
+    assert fingerprint(open_model(other)) != own

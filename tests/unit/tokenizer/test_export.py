@@ -1,0 +1,61 @@
+"""A tokenizer that was written encodes and chats as the one it was made of."""
+
+from pathlib import Path
+
+import pytest
+
+from specinfer.hub.model_files import ModelFiles
+from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer.export import write_tokenizer
+from specinfer.tokenizer.vocabulary import Vocabulary
+
+from .made_up import byte_level_header, sentencepiece_header, write_folder
+
+TEXTS = ("hello world", "a<tool><|im_end|>", "na\u00efve \u65e5\u672c\r\n\t", "</s> x  y")
+CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ eos_token }}"
+HEADERS = {
+    "bytes": byte_level_header(words=["hello", " wor"], eos_token_id=264, chat_template=CHAT),
+    "pieces": sentencepiece_header(["h", "e", "he", "\u2581he"], chat_template=CHAT),
+}
+
+
+def of_header(header):
+    return ModelFiles("made-up", header.path, (), header)
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_of_a_gguf_file(kind, tmp_path):
+    source = of_header(HEADERS[kind])
+    write_tokenizer(source, tmp_path)
+    ours, theirs = Tokenizer.load(source), Tokenizer.load(tmp_path)
+    for text in TEXTS:
+        assert theirs.encode(text) == ours.encode(text)
+        assert theirs.decode(theirs.encode(text)) == ours.decode(ours.encode(text))
+    messages = [{"role": "user", "content": "hi"}]
+    assert theirs.render_chat(messages) == ours.render_chat(messages)
+    assert theirs.render_chat(messages).startswith("hi<")
+    assert theirs.bos_token_id == ours.bos_token_id
+    assert Vocabulary(source).same_ids(Vocabulary(ModelFiles("written", tmp_path, ())))
+
+
+def test_two_templates_of_a_gguf_file(tmp_path):
+    header = byte_level_header()
+    header.metadata["tokenizer.chat_template"] = "plain"
+    header.metadata["tokenizer.chat_template.tool_use"] = "with tools"
+    write_tokenizer(of_header(header), tmp_path)
+    written = Tokenizer.load(tmp_path)
+    assert (written.chat_template, written.tool_template) == ("plain", "with tools")
+
+
+def test_of_a_folder_its_files_are_copied(tmp_path):
+    source, folder = tmp_path / "source", tmp_path / "copy"
+    source.mkdir()
+    folder.mkdir()
+    write_folder(source, tokenizer_config={"eos_token": "</s>"})
+    (source / "chat_template.jinja").write_text(CHAT)
+    (source / "model.bin").write_bytes(b"no tokenizer")
+    write_tokenizer(ModelFiles("source", source, ()), folder)
+    copied = sorted(file.name for file in folder.iterdir())
+    assert copied == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
+    assert Tokenizer.load(folder).encode("hi</s>") == Tokenizer.load(source).encode("hi</s>")
+    assert Path(folder / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()

@@ -1,0 +1,203 @@
+"""What the next member of a pool learns: other texts, other places, another law."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer.errors import TuneError
+from specinfer.tune.blocks import anchors_of, blocks
+from specinfer.tune.boosting import BoostConfig, hit_chances, lessons_of, residual
+from specinfer.tune.known_guesses import KnownGuesses, proposed
+from specinfer.tune.lessons import AllLessons
+from specinfer.tune.prompts import HELD_OUT, temperature_of
+from specinfer.tune.read_draft import read_draft
+from specinfer.tune.shards import Corpus, TunedText
+from specinfer.tune.ssm_kind import SsmKind
+from specinfer.tune.tuning import Tuning
+from tests.unit.tune.conftest import ticking, tuning_of
+from tests.unit.tune.test_ssm import opened
+
+GREEDY, WARM, HOT = (HELD_OUT * number + 1 for number in (0, 1, 2))  # keys
+LAW = torch.tensor([[0.5, 0.3, 0.2], [0.6, 0.4, 0.0]]).log()
+IDS = torch.tensor([[7, 8, 9], [3, 4, 5]])
+
+
+def text(key: int, tokens: tuple[int, ...] = (1, 7, 4)) -> TunedText:
+    """A prompt of a token, and an answer whose places have the laws above."""
+    rows = len(tokens) - 1
+    laws = LAW.repeat(rows, 1)[:rows], IDS.repeat(rows, 1)[:rows]
+    return TunedText(
+        torch.tensor(tokens), 1, torch.zeros(len(tokens) - 1, 0, 32), laws[1], laws[0], key, held_out=False
+    )
+
+
+def test_keys_have_these_temperatures() -> None:
+    assert [temperature_of(key, held_out=False) for key in (GREEDY, WARM, HOT)] == [0.0, 0.7, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("key", "proposed_RM", "hits"),
+    [
+        (GREEDY, [[7], [4]], [1.0, 0.0]),  # whether the likeliest is proposed
+        (GREEDY, [[8, 9], [3, 5]], [0.0, 1.0]),
+        (HOT, [[7], [4]], [0.5, 0.4]),
+        (HOT, [[7, 9], [-1, -1]], [0.7, 0.0]),
+        (HOT, [[7, 7], [4, 4]], [0.5, 0.4]),  # two members that agree propose one token
+        (WARM, [[7], [3]], [0.5707, 0.6409]),  # p^(1/0.7), renormalised
+    ],
+)
+def test_how_likely_a_pool_hits(key: int, proposed_RM: list[list[int]], hits: list[float]) -> None:
+    assert hit_chances(text(key), torch.tensor(proposed_RM)).tolist() == pytest.approx(hits, abs=1e-4)
+
+
+def test_a_residual_law_is_what_is_left() -> None:
+    left = residual(text(HOT), torch.tensor([[7, 7], [-1, -1]])).exp()
+    assert left[0].tolist() == pytest.approx([0.0, 0.6, 0.4])
+    assert left[1].tolist() == pytest.approx([0.6, 0.4, 0.0])
+    everything = residual(text(HOT), torch.tensor([[7, 8, 9], [3, 4, 5]]))
+    assert everything.exp().sum() == 0  # and nothing of it is a nan
+    assert not everything.isnan().any()
+
+
+class Pretended(KnownGuesses):
+    """A member that proposes one of these tokens at every place of a text, by the text's number."""
+
+    def __init__(self, tokens: list[int], rows: int) -> None:
+        self._tokens, self._count = tokens, rows
+
+    def of(self, number: int) -> Tensor:
+        found = torch.full((self._count, 1), self._tokens[number])
+        found[0] = -1
+        return found
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    """Four greedy texts of which every place is the first law: 7 is the likeliest."""
+    made = Corpus(tmp_path)
+    for number in range(4):
+        one = text(GREEDY + 48 * HELD_OUT * number, (1, 7, 7, 7))
+        same = TunedText(
+            one.tokens_T, 1, one.taps_TND, IDS[:1].repeat(3, 1), LAW[:1].repeat(3, 1), one.key, False
+        )
+        made.add([same], 1.0)
+    return made
+
+
+def test_texts_that_are_predicted_best_are_left_out(corpus: Corpus) -> None:
+    config = BoostConfig(form="sequence", dropped=0.5)
+    first, second = Pretended([7, 8, 7, 9], 3), Pretended([7, 7, 9, 9], 3)
+    keys = [corpus.text(number, held_out=False).key for number in range(4)]
+
+    def left(*known: KnownGuesses) -> list[int]:
+        lessons = lessons_of(corpus, config, known)
+        return [keys.index(lessons.text(number).key) for number in range(len(lessons))]
+
+    assert left() == [0, 1, 2, 3]
+    assert left(first) == [1, 3]
+    assert left(first, second) == [3]  # of the two that were left the second predicts one
+
+
+def test_places_that_are_predicted_do_not_count(corpus: Corpus) -> None:
+    known = [Pretended([7, 8, 7, 9], 3)]
+    token = lessons_of(corpus, BoostConfig(form="token"), known)
+    assert [token.text(number).weights_R.tolist() for number in (0, 1)] == [[1, 0, 0], [1, 1, 1]]
+    left = lessons_of(corpus, BoostConfig(form="residual"), known)
+    assert left.text(1).weights_R.tolist() == [1, 1, 1]
+    law = left.text(1).label_logprobs_RK.exp()
+    assert law[0].tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1e-3)  # nobody guesses a text's first token
+    assert law[1].tolist() == pytest.approx([5 / 7, 0, 2 / 7], abs=1e-3)
+    assert token.text(1).label_logprobs_RK[1].exp().tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1e-3)
+    assert isinstance(lessons_of(corpus, BoostConfig(form="none"), known), AllLessons)
+    assert isinstance(lessons_of(corpus, BoostConfig(), []), AllLessons)
+
+
+def test_weights_reach_the_places_they_are_of() -> None:
+    one = text(HOT, (1, 7, 4, 7, 4))
+    counted = TunedText(
+        one.tokens_T, 1, one.taps_TND, one.label_ids_RK, one.label_logprobs_RK, HOT, False, torch.arange(4.0)
+    )
+    batch = blocks([counted], [anchors_of(counted, 9, torch.Generator())], 2, torch.ones(0, 32))
+    assert batch.weights_BAL.tolist() == [[[1, 2], [2, 3], [3, 3]]]
+    assert batch.valid_BAL.tolist() == [[[True, True], [True, True], [True, False]]]
+
+
+def test_guesses_are_kept_and_made_anew_for_another_member(
+    target: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    source = opened(target)
+    draft = SsmKind(layers=1).blank(source, torch.ones(0, 32), [])
+    draft.write(tmp_path / "one", source)
+    member = read_draft(tmp_path / "one", source, 2)
+    shown = _Counted()
+
+    def complete(folder: Path) -> KnownGuesses:
+        known = KnownGuesses(corpus, tmp_path / "kept", folder / "model.safetensors")
+        known.complete(read_draft(folder, source, 2), 2, shown)
+        return known
+
+    known = complete(tmp_path / "one")
+    found = [known.of(number) for number in range(4)]
+    files = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "kept").iterdir()}
+    assert len(files) == 4
+    for number in range(4):
+        wanted = proposed(member, corpus.text(number, held_out=False), 2)
+        assert torch.equal(found[number], wanted)
+        assert wanted[0].tolist() == [-1, -1]
+        logits = member.logits(member.module(torch.tensor([[1, 7, 7]])), torch.zeros(0))[0]
+        assert wanted[1:].tolist() == logits[1:].topk(2, dim=-1).indices.tolist()
+    complete(tmp_path / "one")
+    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "kept").iterdir()} == files
+    (tmp_path / "kept" / "00001.safetensors").write_bytes(b"cut")
+    assert torch.equal(complete(tmp_path / "one").of(1), found[1])
+    with torch.no_grad():
+        draft.last_norm.weight.neg_()
+    draft.write(tmp_path / "two", source)
+    other = complete(tmp_path / "two")
+    assert not torch.equal(other.of(0), found[0])
+
+
+class _Counted:
+    """A progress that shows nothing."""
+
+    def start(self, total: int, label: str, unit: str = "") -> None: ...
+
+    def advance(self, amount: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def test_of_many_taps_a_member_sees_its_own(target: Path, tmp_path: Path) -> None:
+    """Where hidden states were collected for others, a small model reads none of them."""
+    whole = Corpus(tmp_path / "shards")
+    (tmp_path / "shards").mkdir()
+    for number in range(3):
+        one = text(GREEDY + 48 * HELD_OUT * number, (1, 7 + number, 4, 2))
+        wide = replace(one, taps_TND=torch.zeros(3, 2, 32))
+        held_out = replace(wide, key=0, held_out=True)
+        whole.add([held_out, wide, replace(wide, tokens_T=torch.tensor([1, 9, 9 + number, 2]))], 1.0)
+    source = opened(target)
+    draft = SsmKind(layers=1).blank(source, torch.ones(0, 32), [])
+    draft.write(tmp_path / "one", source)
+    corpus = Corpus(tmp_path / "shards", [])
+    known = KnownGuesses(corpus, tmp_path / "kept", tmp_path / "one" / "model.safetensors")
+    known.complete(draft, 3, _Counted())
+    for number in range(6):
+        learnt = corpus.text(number, held_out=False)
+        assert learnt.taps_TND.shape == (3, 0, 32)
+        assert torch.equal(known.of(number), proposed(draft, learnt, 3))
+
+
+def test_numbers_that_make_no_sense_are_refused(target: Path, tmp_path: Path) -> None:
+    for changes in ({"width": 0}, {"width": 65}, {"dropped": 1.0}, {"dropped": -0.1}):
+        with pytest.raises(TuneError, match="allowed"):
+            BoostConfig(**changes)  # type: ignore[arg-type]
+    with pytest.raises(TuneError, match="members is 0; allowed: 1 to 16"):
+        tuning_of(target, tmp_path, members=0)
+    with pytest.raises(TuneError, match="boost is token, and a single member"):
+        Tuning(tuning_of(target, tmp_path, boost=BoostConfig(form="token")), clock=ticking())

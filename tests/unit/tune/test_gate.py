@@ -1,0 +1,135 @@
+"""What was tuned takes an older draft's place where that is better beyond doubt; else a line says why."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specinfer.errors import ModelError, ModelFileError, TuneError
+from specinfer.heads.checkpoint import is_head
+from specinfer.hub.pool import Member, Pool, read_pool, write_pool
+from specinfer.models.fingerprint import fingerprint
+from specinfer.models.weights import open_model
+from specinfer.tune.boosting import BoostConfig
+from specinfer.tune.gate import Incumbent, Verdict, replace_folder
+from specinfer.tune.tuning import Tuning
+from tests.tiny_models import write_tiny_llama
+from tests.unit.tune.conftest import tuning_of
+from tests.unit.tune.test_pools import BLOCK, SSM, run
+from tests.unit.tune.test_ssm import opened
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "better"),
+    [
+        ([2.0, 3.0, 4.0], [1.0, 2.0, 3.0], True),  # the same gain each time: no doubt
+        ([2.0, 3.0, 4.0], [2.0, 3.0, 4.0], False),
+        ([2.0, 2.0, 5.0], [1.0, 3.0, 4.0], False),  # gains 1, -1, 1: 1/3, and an error of 2/3
+        ([2.0, 3.0, 5.0], [1.0, 3.0, 4.0], True),  # gains 1, 0, 1: 2/3, and an error of 1/3
+        ([9.0], [1.0], False),  # one answer says nothing of the others
+    ],
+)
+def test_a_gain_has_to_exceed_its_error(new: list[float], old: list[float], better: bool) -> None:
+    verdict = Verdict.of(np.array(new), np.array(old))
+    assert verdict.better is better
+    assert ("stays" in verdict.told(Path("pool"))) is not better
+
+
+def test_an_error_is_of_pairs() -> None:
+    verdict = Verdict.of(np.array([2.0, 2.0, 5.0]), np.array([1.0, 3.0, 4.0]))
+    assert verdict.gain == pytest.approx(1 / 3)
+    assert verdict.error == pytest.approx(np.std([1, -1, 1], ddof=1) / 3**0.5)
+    assert (verdict.new, verdict.old, verdict.answers) == (3.0, pytest.approx(8 / 3), 3)
+
+
+def test_a_folder_takes_anothers_place_whole(tmp_path: Path) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    for folder, text in ((new, "better"), (old, "worse")):
+        (folder / "member1").mkdir(parents=True)
+        (folder / "member1" / "config.json").write_text(text)
+        (folder / "pool.json").write_text(text)
+    (new / "work").mkdir()
+    (new / "member1" / "work").mkdir()
+    (old / "only-here").write_text("")
+    replace_folder(new, old)
+    assert (old / "pool.json").read_text() == (old / "member1" / "config.json").read_text() == "better"
+    assert sorted(one.name for one in old.iterdir()) == ["member1", "pool.json"]
+    before = tmp_path / "old.before"
+    assert (before / "pool.json").read_text() == "worse"
+    (new / "pool.json").write_text("best")
+    replace_folder(new, old)
+    assert (before / "pool.json").read_text() == "better"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["new", "old", "old.before"]
+
+
+def test_a_better_draft_replaces_a_worse_one_of_another_kind(
+    target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """A small model that has hardly learnt anything gives way to a head, and the head stays afterwards."""
+    config = tuning_of(target, tmp_path / "poor", minutes=0.5, kind=SSM, init="random")
+    run(config, prompts)
+    poor = tmp_path / "poor"
+    shutil.rmtree(poor / "work")
+    _, lines = run(tuning_of(target, tmp_path / "head", minutes=3.0, kind=BLOCK, replace=poor), prompts)
+    assert any(line.startswith(f"{poor} is replaced: on ") for line in lines)
+    assert is_head(poor)
+    assert (poor / "model.safetensors").read_bytes() == (tmp_path / "head" / "model.safetensors").read_bytes()
+    assert (tmp_path / "poor.before" / "tokenizer.json").exists()
+    # A small model for whose sake no hidden states are collected is held against the head, which reads them.
+    weak = tuning_of(target, tmp_path / "weak", minutes=0.5, kind=SSM, init="random", replace=poor)
+    _, lines = run(weak, prompts)
+    told = [line for line in lines if line.startswith(f"{poor} stays: on ")]
+    assert len(told) == 1
+    assert "is not more than its standard error" in told[0]
+    assert is_head(poor)
+
+
+def test_a_pool_is_replaced_as_a_whole(target: Path, prompts: Path, tmp_path: Path) -> None:
+    source = opened(target)
+    old = tmp_path / "old"
+    for number in (1, 2):
+        draft = SSM.blank(source, np.zeros(0), [])  # type: ignore[arg-type]
+        draft.write(old / f"member{number}", source)
+    members = (Member("member1", "ssm"), Member("member2", "ssm"))
+    write_pool(old, Pool("target", fingerprint(source.model), members))
+    config = tuning_of(
+        target,
+        tmp_path / "new",
+        minutes=2.5,
+        kind=SSM,
+        members=2,
+        boost=BoostConfig(form="none"),
+        replace=old,
+    )
+    _, lines = run(config, prompts)
+    assert any(line.startswith(f"{old} is replaced: on ") for line in lines)
+    assert read_pool(old) == read_pool(tmp_path / "new")
+    assert not (old / "work").exists()
+    _, lines = run(replace(config, resume=True), prompts)
+    assert any(line.startswith(f"{old} stays: on ") for line in lines), "it is not better than itself"
+
+
+def test_what_cannot_be_replaced_is_refused(target: Path, tmp_path: Path) -> None:
+    source = opened(target)
+    with pytest.raises(TuneError, match=r"there is no folder .*missing whose draft.*give --out alone"):
+        Incumbent(tmp_path / "missing", source)
+    (tmp_path / "lost.before").mkdir()
+    with pytest.raises(TuneError, match=r"lost.before is there: rename it"):
+        Incumbent(tmp_path / "lost", source)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TuneError, match="holds no draft and no pool"):
+        Tuning(tuning_of(target, tmp_path / "out", replace=tmp_path / "empty"))
+    assert not (tmp_path / "out").exists()
+    other = write_tiny_llama(tmp_path / "other", num_layers=3, seed=7)
+    write_pool(
+        tmp_path / "empty", Pool("another", fingerprint(open_model(other)), (Member("member1", "ssm"),))
+    )
+    with pytest.raises(ModelError, match="was tuned for another; name that model"):
+        Incumbent(tmp_path / "empty", source)
+    write_pool(tmp_path / "empty", Pool("target", fingerprint(source.model), (Member("member1", "ssm"),)))
+    with pytest.raises(ModelFileError, match="has no folder member1"):
+        Incumbent(tmp_path / "empty", source)

@@ -1,0 +1,175 @@
+"""Pools: members that share collected answers and time, and what is gone on with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specinfer.config import EngineConfig
+from specinfer.engine.drafts import draft_names
+from specinfer.engine.pass_costs import PassCosts
+from specinfer.errors import TuneError
+from specinfer.hub.pool import read_pool
+from specinfer.llm import LLM
+from specinfer.progress import NoProgress, Progress
+from specinfer.runtime.cost_curve import CostCurve, Timed
+from specinfer.sampling_params import SamplingParams
+from specinfer.tune.block_kind import BlockKind
+from specinfer.tune.boosting import Boost, BoostConfig
+from specinfer.tune.checkpoint import read_checkpoint
+from specinfer.tune.config import TuneConfig
+from specinfer.tune.draft import Kind
+from specinfer.tune.held_out import Figures
+from specinfer.tune.pass_costs import measured_costs
+from specinfer.tune.pooling import Costs
+from specinfer.tune.prompts import read_prompts
+from specinfer.tune.ssm_kind import SsmKind
+from specinfer.tune.tuning import Tuning
+from tests.unit.tune.conftest import Clock, engine, ticking, tuning_of
+
+SSM = SsmKind(layers=1, depth=3)
+BLOCK = BlockKind(depth=3, vocabulary=48, markov_rank=8, anchors=8)
+
+
+TARGET = CostCurve((1, 16), (0.010, 0.012))
+
+
+def free(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> PassCosts:
+    """Drafts and nodes that cost nothing: whoever guesses anything pays."""
+    names, nothing = draft_names(tuple(str(draft) for draft in drafts)), CostCurve((1, 2), (1e-9, 1e-9))
+    return PassCosts(CostCurve((1, 2), (0.01, 0.01)), dict.fromkeys(names, nothing))
+
+
+def cheap(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> PassCosts:
+    """Drafts that cost a tenth of their target."""
+    names = draft_names(tuple(str(draft) for draft in drafts))
+    return PassCosts(TARGET, dict.fromkeys(names, CostCurve((1, 16), (0.001, 0.0012))))
+
+
+class KilledError(Exception):
+    """Stands for a process that is killed."""
+
+
+def run(
+    config: TuneConfig, prompts: Path, clock: Clock | None = None, costs: Costs = cheap
+) -> tuple[Figures, list[str]]:
+    lines: list[str] = []
+    tuning = Tuning(config, clock=clock or ticking(), say=lines.append, costs=costs)
+    return tuning.run(read_prompts([prompts]), [prompts.name]), lines
+
+
+def pool_of(target: Path, out: Path, kind: Kind, boost: Boost, members: int = 2) -> TuneConfig:
+    return tuning_of(target, out, minutes=2.5, kind=kind, members=members, boost=BoostConfig(form=boost))
+
+
+@pytest.fixture(scope="module")
+def pool(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("pool") / "pool"
+    run(pool_of(target, out, SSM, "token"), prompts, costs=free)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "boost"),
+    [(SSM, "sequence"), (SSM, "token"), (SSM, "residual"), (SSM, "none"), (BLOCK, "residual")],
+)
+def test_a_pool_guesses_more_than_its_members(
+    target: Path, prompts: Path, tmp_path: Path, kind: Kind, boost: Boost
+) -> None:
+    figures, lines = run(pool_of(target, tmp_path / "pool", kind, boost), prompts)
+    found = read_pool(tmp_path / "pool")
+    alone = [member.figures["tokens_per_pass"] for member in found.members]
+    assert [member.kind for member in found.members] == [kind.name] * len(alone)
+    assert figures.tokens_per_pass >= max(alone) > 1
+    assert found.figures["tokens_per_second"] > found.figures["plain_tokens_per_second"] == 100
+    card = (tmp_path / "pool" / "README.md").read_text()
+    for folder in ("member1", "member2"):
+        left = folder not in [member.folder for member in found.members]
+        assert any(line == f"{folder} does not pay and is left out of the pool" for line in lines) is left
+        assert ("Left out" in card) is (len(alone) == 1)
+    assert "A pool of drafts for target" in card
+    counts = [re.findall(r"learns from (\d+) of (\d+) texts", line) for line in lines]
+    first, second = ((int(some), int(every)) for found in counts for some, every in found)
+    assert first[0] == first[1]
+    assert second == ((first[1] + 1) // 2 if boost == "sequence" else first[1], first[1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_text_is_the_same_with_it(pool: Path, target: Path, temperature: float) -> None:
+    params = SamplingParams(max_tokens=20, temperature=temperature, seed=3)
+    config = engine(target)
+    with LLM(config) as plain, LLM(config, drafts=[str(pool)], tree_size="fixed") as drafted:
+        expected = [one.token_ids for one in plain.generate(["2 * 3", "7 * 8"], params)]
+        outputs = drafted.generate(["2 * 3", "7 * 8"], params)
+    assert [one.token_ids for one in outputs] == expected
+    for name in ("draft1", "draft2"):
+        assert sum(one.figures.accepted_by.get(name, 0) for one in outputs) > 0
+
+
+def test_who_is_killed_goes_on_with_the_member_he_was_at(target: Path, prompts: Path, tmp_path: Path) -> None:
+    config = replace(pool_of(target, tmp_path / "pool", SSM, "residual"), minutes=4.0)
+
+    def dies_at(steps: int) -> Clock:
+        clock, left = ticking(), iter(range(steps))
+
+        def tick() -> float:
+            if next(left, None) is None:
+                raise KilledError
+            return clock()
+
+        return tick
+
+    again = config
+    states: list[list[int]] = []
+    for steps in (110, 90, 60):
+        with pytest.raises(KilledError):
+            run(again, prompts, dies_at(steps))
+        again = replace(config, resume=True)
+        kept = [config.work / f"member{number}.safetensors" for number in (1, 2)]
+        states.append([read_checkpoint(path).state.steps if path.exists() else 0 for path in kept])
+        assert not (config.out / "pool.json").exists()
+    run(again, prompts)
+    firsts, seconds = zip(*states, strict=True)
+    assert list(firsts) == sorted(firsts)
+    assert firsts[0] > 0
+    assert list(seconds) == sorted(seconds)
+    assert 0 < seconds[-1] < read_checkpoint(config.work / "member2.safetensors").state.steps
+    assert len(read_pool(config.out).members) >= 1
+    _, lines = run(again, prompts)
+    assert any("minutes are over" in line for line in lines)
+
+
+def test_another_boost_is_another_tuning(pool: Path, target: Path, prompts: Path) -> None:
+    facts = json.loads((pool / "work" / "tuning.json").read_text())
+    assert facts["members"] == 2
+    for other in (pool_of(target, pool, SSM, "none"), pool_of(target, pool, SSM, "token", members=3)):
+        with pytest.raises(TuneError, match=r"the tuning in .* is of"):
+            run(replace(other, resume=True), prompts)
+    with pytest.raises(TuneError, match="has a tuning in it; --resume goes on"):
+        run(pool_of(target, pool, SSM, "token"), prompts)
+
+
+def test_costs_are_those_an_engine_reckons_with(
+    target: Path, pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same curves, under the same keys: what tuning measured no engine measures again."""
+    asked: list[tuple[str, int, bool]] = []
+
+    def curve(runner: Timed, *, max_rows: int, variant: str, every_row: bool, **_: object) -> CostCurve:
+        asked.append((variant, runner.model.config.num_layers, every_row))
+        return TARGET
+
+    monkeypatch.setattr("specinfer.engine.pass_costs.cost_curve", curve)
+    members = [pool / "member1", pool / "member2"]
+    costs = measured_costs(engine(target), members, NoProgress())
+    assert list(costs.drafts) == ["draft1", "draft2"]
+    measured = [*asked]
+    assert measured == [("none, 64 logits", 3, False), *2 * [("none, 64 logits", 1, True)]]
+    asked.clear()
+    with LLM(engine(target), drafts=[str(pool)], tree_size="cost"):
+        assert asked == measured

@@ -1,0 +1,187 @@
+"""Small models are tuned without hidden states, and what is written is what transformers loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from specinfer.errors import ModelError, TuneError
+from specinfer.hub import resolve
+from specinfer.llm import LLM
+from specinfer.models.weights import OpenModel, open_model
+from specinfer.sampling_params import SamplingParams
+from specinfer.tokenizer import Tokenizer
+from specinfer.tune.blocks import anchors_of, blocks
+from specinfer.tune.checkpoint import read_checkpoint
+from specinfer.tune.draft import Target
+from specinfer.tune.held_out import held_out_texts, measure
+from specinfer.tune.lessons import AllLessons
+from specinfer.tune.prompts import read_prompts
+from specinfer.tune.read_draft import read_draft
+from specinfer.tune.shards import Corpus
+from specinfer.tune.ssm_kind import SmallDraft, SsmKind
+from specinfer.tune.tuning import Tuning
+from tests.tiny_gguf import write_tiny_gguf
+from tests.tiny_models import write_tiny_llama
+from tests.unit.tune.conftest import engine, ticking, tuning_of
+
+KIND = SsmKind(layers=2, depth=3)
+_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def opened(folder: Path) -> Target:
+    files = resolve(str(folder))
+    return Target(files, open_model(files))
+
+
+@pytest.fixture(scope="module")
+def chatting(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target with a chat template."""
+    folder = tmp_path_factory.mktemp("chatting") / "target"
+    shutil.copytree(target, folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": _TEMPLATE}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tuned(chatting: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("ssm") / "model"
+    config = tuning_of(chatting, out, minutes=3.0, kind=KIND)
+    Tuning(config, clock=ticking()).run(read_prompts([prompts]), [prompts.name])
+    return out
+
+
+def test_it_learns_and_is_measured_as_it_was_written(tuned: Path, chatting: Path) -> None:
+    kept = read_checkpoint(tuned / "work" / "checkpoint.safetensors")
+    history = kept.state.history
+    assert history[-1]["loss"] < 0.9 * history[0]["loss"]  # type: ignore[operator]
+    texts = held_out_texts(Corpus(tuned / "work" / "shards"))
+    found = measure(read_draft(tuned, opened(chatting), KIND.depth), texts)
+    assert found.tokens_per_pass == pytest.approx(kept.state.best, abs=0.1)  # bfloat16 on disk
+    assert found.tokens_per_pass > 1.1
+    card = (tuned / "README.md").read_text()
+    assert "A small speculative model for target" in card
+    assert "can name | 64 of 64 tokens" in card
+
+
+def test_nothing_of_hidden_states_is_collected(tuned: Path) -> None:
+    corpus = Corpus(tuned / "work" / "shards")
+    text = corpus.text(0, held_out=False)
+    assert text.taps_TND.shape == (len(text.tokens_T) - 1, 0, 32)
+    assert not any(name.startswith(("embed", "output")) for name in _trained(tuned))
+
+
+def _trained(tuned: Path) -> list[str]:
+    tensors = read_checkpoint(tuned / "work" / "checkpoint.safetensors").tensors
+    return [name.removeprefix("head.") for name in tensors if name.startswith("head.")]
+
+
+def test_transformers_loads_it_and_says_the_same(tuned: Path, chatting: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tuned, dtype=torch.float32)
+    tokens = torch.randint(64, (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        theirs = model(tokens).logits[0]
+    draft = read_draft(tuned, opened(chatting), 3)
+    assert isinstance(draft, SmallDraft)
+    with torch.no_grad():
+        ours = draft.logits(draft.model(tokens), tokens)[0]
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tuned)
+    assert tokenizer("12 * 3")["input_ids"] == Tokenizer.load(chatting).encode("12 * 3")
+    said = tokenizer.apply_chat_template([{"role": "user", "content": "7"}], tokenize=False)
+    assert said == "7" == Tokenizer.load(tuned).render_chat([{"role": "user", "content": "7"}])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_text_is_the_same_with_it(tuned: Path, chatting: Path, temperature: float) -> None:
+    params = SamplingParams(max_tokens=20, temperature=temperature, seed=3)
+    with (
+        LLM(engine(chatting)) as plain,
+        LLM(engine(chatting), drafts=[str(tuned)], tree_size="fixed") as drafted,
+    ):
+        expected = [one.token_ids for one in plain.generate(["2 * 3", "7 * 8"], params)]
+        outputs = drafted.generate(["2 * 3", "7 * 8"], params)
+    assert [one.token_ids for one in outputs] == expected
+    assert sum(one.figures.accepted_by.get("draft", 0) for one in outputs) > 0
+
+
+def test_all_layers_of_a_target_are_the_target(target: Path, prompts: Path, tmp_path: Path) -> None:
+    """With every layer it begins as its target, and has its laws: an oracle of module and labels."""
+    kind = SsmKind(layers=3, depth=2)
+    tuning = Tuning(tuning_of(target, tmp_path / "model", kind=kind), clock=ticking())
+    tuning._collect(read_prompts([prompts]))
+    lessons = AllLessons(tuning._corpus)
+    draft = tuning._training(lessons, []).trainer.draft
+    assert isinstance(draft, SmallDraft)
+    ratio = draft.model.norm.weight / read(open_model(target), "model.norm.weight")
+    assert float(ratio.detach().std()) < 1e-5, "the norm is as loud as loses least"
+    with torch.no_grad():
+        draft.model.norm.weight.div_(ratio)
+        text = lessons.text(0)
+        batch = blocks([text], [anchors_of(text, 99, torch.Generator())], 2, draft.scale_ND)
+        said = draft.logits(draft.guessed(batch, 2), batch.before_BAL).log_softmax(dim=-1)
+    ids = batch.label_ids_BALK[batch.valid_BAL]
+    ours = said[batch.valid_BAL].gather(1, ids).exp()
+    assert torch.allclose(ours, batch.label_chances_BALK[batch.valid_BAL], atol=2e-3)  # float16 on disk
+    assert measure(draft, held_out_texts(tuning._corpus)).hits[0] == 1.0
+
+
+def read(model: OpenModel, name: str) -> torch.Tensor:
+    return model.read_rows(name, 0, model.shapes[name][0]).float()
+
+
+def test_a_written_model_is_trained_on(tuned: Path, chatting: Path, prompts: Path, tmp_path: Path) -> None:
+    config = tuning_of(chatting, tmp_path / "more", kind=KIND, init=str(tuned))
+    tuning = Tuning(config, clock=ticking())
+    tuning._collect(read_prompts([prompts]))
+    draft = tuning._training(AllLessons(tuning._corpus), []).trainer.draft
+    written = read_draft(tuned, opened(chatting), 3)
+    for name, weight in written.module.named_parameters():
+        assert torch.equal(weight, draft.module.get_parameter(name)), name
+    other = Tuning(replace(config, out=tmp_path / "other", kind=SsmKind(layers=1, depth=3)), clock=ticking())
+    other._collect(read_prompts([prompts]))
+    with pytest.raises(TuneError, match="has another shape than the one that is wanted"):
+        other._training(AllLessons(other._corpus), [])
+
+
+def test_layers_of_random_numbers_differ_by_seed(target: Path, prompts: Path, tmp_path: Path) -> None:
+    first: list[torch.Tensor] = []
+    for seed in (1, 1, 2):
+        config = tuning_of(target, tmp_path / str(len(first)), kind=KIND, init="random")
+        tuning = Tuning(replace(config, training=replace(config.training, seed=seed)), clock=ticking())
+        tuning._collect(read_prompts([prompts]))
+        draft = tuning._training(AllLessons(tuning._corpus), []).trainer.draft
+        first.append(draft.module.get_parameter("layers.0.mlp.up_proj.weight").detach())
+    assert torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], first[2])
+
+
+def test_what_cannot_be_a_small_model_is_refused(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(TuneError, match="layers is 4; allowed: 1 to 3"):
+        Tuning(tuning_of(target, tmp_path / "a", kind=SsmKind(layers=4)))
+    other = write_tiny_llama(tmp_path / "other", vocab_size=48, tokenizer=True)
+    with pytest.raises(ModelError, match="has 48 tokens, and target 64"):
+        read_draft(other, opened(target), 3)
+
+
+def test_of_a_gguf_file_comes_a_folder_whose_ids_are_the_targets(tmp_path: Path) -> None:
+    file = write_tiny_gguf(tmp_path / "target.gguf")
+    source = opened(file)
+    draft = SsmKind(layers=1).blank(source, torch.ones(0, 32), [])
+    draft.model.take_layer(0, source.model, 0)
+    draft.model.take_norm(source.model)
+    draft.write(tmp_path / "model", source)
+    config = engine(file)
+    with LLM(config) as plain, LLM(config, drafts=[str(tmp_path / "model")], tree_size="fixed") as drafted:
+        assert drafted.models.foreign == {}
+        params = SamplingParams(max_tokens=20, temperature=0.0)
+        [expected], [output] = plain.generate(["this"], params), drafted.generate(["this"], params)
+    assert output.token_ids == expected.token_ids
+    assert output.figures.tokens_per_step > 3  # it is its target, but for bfloat16
