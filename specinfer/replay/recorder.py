@@ -77,7 +77,8 @@ def shapes_of(speculation: SpeculationConfig) -> list[Shape]:
 
 def learned_shape(speculation: SpeculationConfig) -> Shape:
     """The shape of all likely paths, from which any learned one can be taken."""
-    return Shape(speculation.fixed_expansion, speculation.draw_rule, learned=True, least=0.0)
+    usual, rule = speculation.fixed_expansion, speculation.draw_rule
+    return Shape(usual, rule, learned=True, nodes=LIKELY_NODES, least=0.0)
 
 
 def record(

@@ -34,7 +34,9 @@ class Shape(NamedTuple):
     expansion: Expansion
     rule: DrawRule
     learned: bool = False
-    # Of learned trees how likely children are that are kept behind the first, and paths that may go on.
+    # Of learned trees the nodes below a root at most; how likely children are that are kept behind the first,
+    # and paths that may go on.
+    nodes: int = _NODES
     least: float = _LEAST
     least_path: float = _LEAST_PATH
 
@@ -62,7 +64,7 @@ class Shape(NamedTuple):
 
     def most_nodes(self, request: Request) -> int:
         """The nodes of a request's trees below their roots, at most."""
-        return _NODES if self.is_learned(request) else self._of(request).num_nodes - 1
+        return self.nodes if self.is_learned(request) else self._of(request).num_nodes - 1
 
     def _of(self, request: Request) -> Expansion:
         return request.params.speculation.expansion or self.expansion

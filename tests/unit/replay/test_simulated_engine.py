@@ -6,15 +6,19 @@ from dataclasses import replace
 
 import pytest
 
+from specinfer.config import SpeculationConfig
 from specinfer.errors import ConfigError, RequestError, TraceTooSmallError
-from specinfer.replay.recorder import record, shapes_of
+from specinfer.replay.recorder import learned_shape, record, shapes_of
 from specinfer.replay.replay import POLICIES, Part, play, play_without, with_nodes
 from specinfer.replay.simulated_engine import PlayedStep, path_along
 from specinfer.replay.trace import Trace
 from specinfer.replay.workloads import disturbed, mixed, ramp, whole
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.growth import LIKELY_NODES, Shape
 from specinfer.speculate.policy import FixedPolicy
 from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
+from tests import plans
 from tests.engines import Tiny
 from tests.unit.replay.conftest import DRAFT, PROMPTS, TARGET, recorded, requests
 
@@ -31,6 +35,16 @@ def trace(tiny: Tiny, made: list[Trace]) -> Trace:
         llm = tiny.llm(drafts=("similar",), expansion=(2, 1, 1))
         made.append(replace(record(llm, requests(llm, PROMPTS, temperature=0, max_tokens=20)), stages={}))
     return made[0]
+
+
+def test_likely_paths_are_recorded_however_many_there_are() -> None:
+    config = SpeculationConfig()
+    usual, all_likely = Shape.of(config), learned_shape(config)
+    asked = plans.entry([1, 2, 3], params=SamplingParams(temperature=0)).request
+    # At each level at most 1 / least_path paths are likely, and each has a few children.
+    levels, width = all_likely.depth(asked), all_likely.width(asked, 0)
+    assert all_likely.most_nodes(asked) == LIKELY_NODES == round(levels * width / usual.least_path)
+    assert (all_likely.least, all_likely.least_path) == (0.0, usual.least_path)
 
 
 def test_a_path_follows_the_text_as_far_as_both_go() -> None:
