@@ -86,6 +86,10 @@ class BlockDraft:
         ]
         return [text.unread.end - text.cached for text in self._seen]
 
+    def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
+        """Guess about as much as is verified."""
+        self._trees.see_choices(guessed, chosen)
+
     def deepen(self, which: Sequence[int]) -> list[int]:
         """Read these entries' texts, and grow the whole tree of each that has one; none has room for more."""
         texts: list[BlockText] = []

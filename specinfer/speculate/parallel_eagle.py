@@ -20,7 +20,7 @@ from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.eagle import EagleDraft
 from specinfer.speculate.growth import Growth, Guessed, Shape, trees_first
 from specinfer.speculate.one_pass import OnePassTrees
-from specinfer.tree import DrawRule
+from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
 
 
@@ -47,6 +47,10 @@ class ParallelEagleDraft(EagleDraft):
     def most_nodes(self, request: Request) -> int:
         """A full tree of the request's expansion, or the most that is grown of any."""
         return self._trees.most_nodes(request)
+
+    def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
+        """Guess about as much as is verified."""
+        self._trees.see_choices(guessed, chosen)
 
     def deepen(self, which: Sequence[int]) -> list[int]:
         """Read these entries' texts, and grow the whole tree of each that has one; none has room for more."""

@@ -20,6 +20,7 @@ SCRIPTS = (
     *(
         "deciding",
         "grammar",
+        "head_step",
         "identity",
         "kernels",
         "latency",
