@@ -84,6 +84,10 @@ class BlockDraft:
         ]
         return [text.unread.end - text.cached for text in self._seen]
 
+    def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
+        """Guess about as much as is verified."""
+        self._trees.see_choices(guessed, chosen)
+
     def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
         """Read these entries' texts, and grow the whole tree of each that has one; none has room for more."""
         texts: list[BlockText] = []

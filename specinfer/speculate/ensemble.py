@@ -18,7 +18,13 @@ from specinfer.speculate.decision import Decision, Proposed
 from specinfer.speculate.extension import MOST_TOKENS, likely_ends
 from specinfer.speculate.policy import LevelPass, SpeculationPolicy, StepReport, TrustedPolicy
 from specinfer.speculate.shared_tree import SharedTree
-from specinfer.speculate.speculator import ExtendsGuesses, LevelSpeculator, ReadsTarget, Speculator
+from specinfer.speculate.speculator import (
+    ExtendsGuesses,
+    LevelSpeculator,
+    ReadsTarget,
+    SeesChoices,
+    Speculator,
+)
 from specinfer.tree import TokenTree
 from specinfer.tree.prune import any_sampled, likeliest, prune
 from specinfer.tree.token_tree import single_node
@@ -62,6 +68,7 @@ class Ensemble:
         self._by_levels = frozenset(s.name for s in speculators if isinstance(s, LevelSpeculator))
         self._extending = frozenset(s.name for s in speculators if isinstance(s, ExtendsGuesses))
         self._reading = frozenset(s.name for s in speculators if isinstance(s, ReadsTarget))
+        self._seeing = frozenset(s.name for s in speculators if isinstance(s, SeesChoices))
         self._vocab = vocab  # of the target
         self._policy = TrustedPolicy(policy)
         self._clock = clock
@@ -88,6 +95,10 @@ class Ensemble:
         chosen = self._policy.choose_nodes(guessed)
         fitting = [_within(one.entry, tree) for one, tree in zip(shared, chosen, strict=True)]
         self._proposed.guessed, self._proposed.chosen = guessed, fitting
+        for speculator in self._speculators if self._seeing else ():
+            if speculator.name in self._seeing:
+                seeing = cast(SeesChoices, speculator)
+                self._trying(speculator, partial(seeing.see_choices, guessed, fitting))
         return fitting
 
     def explain(self) -> list[Decision]:

@@ -64,14 +64,14 @@ class NativeTrees:
             return None
         return cls(name, model, vocabulary, library)
 
-    def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor) -> None:
+    def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
         """As BestFirstTrees says."""
         code, count = check_rows(logits_TU, self._named), len(guessed)
         if check_rows(read_TD, self._width) != self._args.type or len(read_TD) != len(logits_TU):
             raise ValueError(f"{len(logits_TU)} rows of logits for {len(read_TD)} of {read_TD.dtype}")
         if count > self._room:
             self._make_room(count)
-        asks = b"".join([_ask(one) for one in guessed])
+        asks = b"".join([_ask(one, min(most, MOST_NODES)) for one in guessed])
         there = self._library.grow_trees(
             *(ctypes.byref(self._args), code, logits_TU.data_ptr(), len(logits_TU), self._named),
             *(read_TD.data_ptr(), asks, count, ctypes.byref(self._grown)),
@@ -111,10 +111,10 @@ class NativeTrees:
         )
 
 
-def _ask(one: Guessed) -> bytes:
+def _ask(one: Guessed, most: int) -> bytes:
     """One request's tree, as cpu/best_first.h has it."""
     site, builder = one.site, one.growth.builder
     return TREE_ASK.pack(
-        *(one.first, one.levels, builder.root, min(MOST_NODES, builder.max_nodes - 1)),
+        *(one.first, one.levels, builder.root, min(most, builder.max_nodes - 1)),
         *(site.temperature, LEAST_HOPE, site.seed, site.position, site.draws_by is DrawRule.COUPLED),
     )

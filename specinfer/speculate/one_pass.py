@@ -8,7 +8,7 @@ those whose processors or filters look at whole rows are drawn level by level as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -23,13 +23,16 @@ from specinfer.speculate.draws import Site, draw_children
 from specinfer.speculate.growth import Growth, Guessed, Shape
 from specinfer.speculate.native_trees import NativeTrees
 from specinfer.speculate.plain_trees import PlainTrees
+from specinfer.tree import TokenTree
+
+_FEWEST_NODES: Final = 8  # that are grown, whatever is wanted of them
 
 
 class BestFirstTrees(Protocol):
     """How best-first trees are grown: by native_trees.py with native kernels, else by plain_trees.py."""
 
-    def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor) -> None:
-        """Grow these trees, of `MOST_NODES` and as many as there is room for, each to its end.
+    def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
+        """Grow these trees, of `most` nodes, MOST_NODES at most, and as many as there is room for.
 
         `read_TD` is what the output layer read of all rows that guess, `logits_TU` what it made of it; both
         are contiguous.
@@ -49,6 +52,7 @@ class OnePassTrees:
         self._block = model if isinstance(model, BlockModel) else None
         self._shape = shape
         self._vocabulary = vocabulary
+        self._most = MOST_NODES  # of a tree grown best first, as many as somebody may want
         self._best_first: BestFirstTrees = NativeTrees.of(name, model, vocabulary) or PlainTrees(
             name, model, vocabulary
         )
@@ -64,6 +68,22 @@ class OnePassTrees:
         (root,) = growth.sites(self._shape)
         return Guessed(growth, first, growth.limit, root)
 
+    def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
+        """Grow as many nodes as before, twice as many, or a half, by how many of them are verified.
+
+        Of the trees of all: twice as many where one is kept whole, a half where none needs more than a third.
+        """
+        kept = grown = 0
+        whole = False
+        for tree, part in zip(guessed, chosen, strict=True):
+            there, here = (sum([draw.speculator == self._name for draw in t.draws]) for t in (tree, part))
+            grown, kept = max(grown, there), max(kept, here)
+            whole = whole or there == here > 0
+        if whole:
+            self._most = min(MOST_NODES, 2 * self._most)
+        elif grown and 3 * kept < self._most:
+            self._most = max(_FEWEST_NODES, self._most // 2)
+
     @torch.inference_mode()
     def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor) -> None:
         """Grow all trees, each to its end, from what the output layer reads of levels, and its logits."""
@@ -77,7 +97,7 @@ class OnePassTrees:
                 one.growth.limit = min(one.growth.limit, self._shape.depth(request))
                 by_level.append(one)
         if best_first:
-            self._best_first.grow(best_first, read_TD, logits_TU)
+            self._best_first.grow(best_first, read_TD, logits_TU, self._most)
         while by_level:
             by_level = self._grow_a_level(by_level, logits_TU)
 

@@ -20,6 +20,7 @@ from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.eagle import EagleDraft
 from specinfer.speculate.growth import Growth, Guessed, Shape, trees_first
 from specinfer.speculate.one_pass import OnePassTrees
+from specinfer.tree import TokenTree
 
 
 class ParallelEagleDraft(EagleDraft):
@@ -44,6 +45,10 @@ class ParallelEagleDraft(EagleDraft):
     def most_nodes(self, request: Request) -> int:
         """A full tree of the request's expansion, or the most that is grown of any."""
         return self._trees.most_nodes(request)
+
+    def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
+        """Guess about as much as is verified."""
+        self._trees.see_choices(guessed, chosen)
 
     def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
         """Read these entries' texts, and grow the whole tree of each that has one; none has room for more."""

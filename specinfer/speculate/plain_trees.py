@@ -18,7 +18,7 @@ from torch import Tensor
 from specinfer.heads.block_model import BlockModel
 from specinfer.heads.eagle_model import EagleModel
 from specinfer.runtime.flight import Flight
-from specinfer.speculate.best_first import MOST_NODES, Level, Race, grow
+from specinfer.speculate.best_first import Level, Race, grow
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.growth import Guessed
 from specinfer.tree import DrawRule
@@ -38,31 +38,31 @@ class PlainTrees:
         self._markov_UM = None if self._block is None else self._block.markov_UM
         self._vocabulary = vocabulary
 
-    def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor) -> None:
+    def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
         """As BestFirstTrees says."""
         racing = any(one.site.draws_by is DrawRule.COUPLED for one in guessed)
-        most = _RACERS if racing else _CANDIDATES
+        candidates = _RACERS if racing else _CANDIDATES
         grown = [_Levels(one, self._block) for one in guessed]
         if self._markov_UM is None:
             flight = Flight(logits_TU, lambda logits: logits, logits_TU.shape[1], self._scan)
             rows = [one.first + level for one in guessed for level in range(one.levels)]
             temperatures = [one.site.temperature for one in guessed for _ in range(one.levels)]
-            likeliest = flight.likeliest(rows, most, temperatures)
+            likeliest = flight.likeliest(rows, candidates, temperatures)
             levels = iter(range(len(rows)))
             for one in grown:
                 for _ in range(one.wanted):
                     self._add_level(one, read_TD, likeliest, next(levels))
         else:
             while growing := [one for one in grown if one.wanted > len(one.levels)]:
-                self._grow_level_of_pairs(growing, read_TD, logits_TU, most)
+                self._grow_level_of_pairs(growing, read_TD, logits_TU, candidates)
         for one in grown:
             site = one.guessed.site
             race = Race(site.seed, site.position) if site.draws_by is DrawRule.COUPLED else None
             if one.levels:
-                grow(one.guessed.growth.builder, one.levels, MOST_NODES, self._name, race)
+                grow(one.guessed.growth.builder, one.levels, most, self._name, race)
 
     def _grow_level_of_pairs(
-        self, grown: Sequence[_Levels], read_TD: Tensor, logits_TU: Tensor, most: int
+        self, grown: Sequence[_Levels], read_TD: Tensor, logits_TU: Tensor, candidates: int
     ) -> None:
         """Add the next level to these, whose likeliest tokens depend on what may stand before it.
 
@@ -75,7 +75,7 @@ class PlainTrees:
         made_RU = logits_TU.index_select(0, rows).float() + self._block.pair_logits(mean_RM)
         flight = Flight(made_RU, lambda logits: logits, made_RU.shape[1], self._scan)
         temperatures = [one.guessed.site.temperature for one in grown]
-        likeliest = flight.likeliest(range(len(grown)), most, temperatures)
+        likeliest = flight.likeliest(range(len(grown)), candidates, temperatures)
         for row, one in enumerate(grown):
             self._add_level(one, read_TD, likeliest, row)
 

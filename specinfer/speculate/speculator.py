@@ -111,6 +111,15 @@ class KnowsItsSize(Protocol):
 
 
 @runtime_checkable
+class SeesChoices(Protocol):
+    """A speculator that guesses about as much as is verified: more is grown and weighed in vain."""
+
+    def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
+        """Take note of what all have guessed in a step, of each request, and what will be verified of it."""
+        ...
+
+
+@runtime_checkable
 class ExtendsGuesses(Protocol):
     """A speculator that can go on from what another guessed: point masses, in microseconds."""
 

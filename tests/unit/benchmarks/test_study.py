@@ -21,6 +21,7 @@ SCRIPTS = (
         "boosting",
         "deciding",
         "grammar",
+        "head_step",
         "identity",
         "kernels",
         "latency",

@@ -86,6 +86,7 @@ def both(
 ) -> list[tuple[TokenTree, TokenTree]]:
     """Trees of the same guesses, native and plain."""
     settled = {"count": 3, "levels": 4, **of}
+    nodes = settled.pop("nodes", 32)
     rows = settled["count"] * settled["levels"]
     read_TD = torch.randn(rows, SIZE, generator=torch.Generator().manual_seed(rows)).to(head.dtype)
     logits_TU = 3 * head.logits(read_TD)
@@ -94,7 +95,7 @@ def both(
     grown = []
     for trees in (native, PlainTrees("head", head, vocabulary)):
         asked = guessed(sampling, **settled)
-        trees.grow(asked, read_TD, logits_TU)
+        trees.grow(asked, read_TD, logits_TU, nodes)
         grown.append([one.growth.tree() for one in asked])
     return [*zip(*grown, strict=True)]
 
@@ -145,12 +146,14 @@ def test_the_trees_are_those_of_the_twin(
     )
 
 
-@pytest.mark.parametrize("of", [{"levels": 1}, {"count": 1}, {"most": 2}, {"most": 5, "count": 17}], ids=str)
+@pytest.mark.parametrize(
+    "of", [{"levels": 1}, {"count": 1}, {"most": 2}, {"nodes": 6}, {"most": 5, "count": 17}], ids=str
+)
 def test_small_trees_and_many_are_the_same(folder: Path, of: dict[str, int]) -> None:
     head = loaded(folder, "pairs alone", torch.float32, "none")
     for native, plain in both(*head, {"temperature": 0}, **of):
         assert_same(native, plain)
-        assert 1 < native.num_nodes <= of.get("most", 40)
+        assert 1 < native.num_nodes <= min(of.get("most", 40), 1 + of.get("nodes", 32))
 
 
 @pytest.mark.parametrize("row", [0, 2])
@@ -164,7 +167,7 @@ def test_levels_that_are_no_numbers_end_a_tree(folder: Path, row: int) -> None:
     grown = []
     for trees in (native, PlainTrees("head", head, vocabulary)):
         asked = guessed({"temperature": 0}, 1, 4)
-        trees.grow(asked, read_TD, logits_TU)
+        trees.grow(asked, read_TD, logits_TU, 32)
         grown.append(asked[0].growth.tree())
     assert_same(*grown)
     assert max(grown[0].depths()) == row
@@ -177,6 +180,6 @@ def test_rows_that_are_not_there_are_refused(folder: Path) -> None:
     read_TD = torch.zeros(4, SIZE)
     asked = guessed({"temperature": 0}, 1, 4)
     with pytest.raises(IndexError, match="4 rows of logits"):
-        native.grow([replace(asked[0], first=1)], read_TD, head.logits(read_TD))
+        native.grow([replace(asked[0], first=1)], read_TD, head.logits(read_TD), 32)
     with pytest.raises(ValueError, match="4 rows of logits"):
-        native.grow(asked, read_TD[:3], head.logits(read_TD))
+        native.grow(asked, read_TD[:3], head.logits(read_TD), 32)
