@@ -26,7 +26,7 @@ COMMANDS: Final = {  # name -> module, which has a click command of that name; i
     "check": "Test on your own models that speculation does not change the output.",
     "doctor": "Print what a bug report needs: versions, CPU, kernels and how fast they are.",
     "trace": "Record texts with all that drafts would have guessed along them.",
-    "tune": "Train a draft head on what a model says.",
+    "tune": "Train drafts on what a model says.",
     "policy": "See and reset what speculation has learnt, and play recorded texts under policies.",
     "view": "Look at the token trees of a trace file, in a browser.",
 }

@@ -1,4 +1,4 @@
-"""`specinfer tune`: train a draft head on what a target says."""
+"""`specinfer tune`: train drafts on what a target says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SSM_LAYERS: Final = 4
 
 
 @click.command()
-@click.option("--out", type=Path, required=True, metavar="DIR", help="Where the head goes: --draft DIR.")
+@click.option("--out", type=Path, required=True, metavar="DIR", help="Where the draft goes: --draft DIR.")
 @click.option(
     "--prompts",
     "files",
@@ -115,12 +115,12 @@ def tune(
     seed: int,
     **options: Any,
 ) -> None:
-    """Train a draft head for a model on its own answers, and write it to DIR.
+    """Train a draft for a model on its own answers, or a pool of them, and write it to DIR.
 
-    First the model answers prompts, at temperatures 0, 0.7 and 1; then a head learns from what the model
-    thought on the way. One of sixteen prompts is held out, and the
-    head that guesses best along their answers is kept. Whoever stops it, with Ctrl-C too, loses two minutes
-    at most: --resume goes on. Without --prompts or --traffic the built-in prompts are asked, which are few.
+    First the model answers prompts, at temperatures 0, 0.7 and 1; then drafts learn from what the model
+    thought on the way. One of sixteen prompts is held out, and the draft that guesses best along their
+    answers is kept, of a pool the members that pay. Whoever stops it, with Ctrl-C too, loses two minutes at
+    most: --resume goes on. Without --prompts or --traffic the built-in prompts are asked, which are few.
     """
     config = engine_config({**options, "ngram": False})
     if traffic is not None and files:

@@ -20,7 +20,8 @@ from specinfer.tune.shards import Corpus, TunedText
 _TEXTS: Final = 64
 _ANCHORS: Final = 32  # of a text
 _AT_ONCE: Final = 4  # texts
-NEVER: Final = 1 << 40  # the rank of what a draft cannot name
+NEVER: Final = 1 << 40  # the rank of what a draft cannot name, or is not asked
+WIDEST: Final = 8  # guesses a level of the widest tree that is looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,9 @@ class Along:
     P places, L levels.
     """
 
-    ranks_PL: Tensor  # int64: how many tokens it thought likelier; `NEVER` where it cannot name it
+    # int64: how many tokens it thought likelier. `NEVER` where it cannot name it, and behind a token that was
+    # not among the `WIDEST` likeliest: so far down no tree is right.
+    ranks_PL: Tensor
     texts_P: Tensor  # int64: the text each place is of
 
     def accepted(self, widths: Sequence[int]) -> Tensor:
@@ -54,6 +57,7 @@ class Along:
 
         At most as many as there are levels here.
         """
+        assert max(widths, default=0) <= WIDEST
         levels = min(len(widths), self.ranks_PL.shape[1])
         right_PL = self.ranks_PL[:, :levels] < torch.tensor(widths[:levels])
         return right_PL.cumprod(dim=1).sum(dim=1)
@@ -74,10 +78,16 @@ def along(draft: Draft, texts: Sequence[TunedText]) -> Along:
     ranks: list[Tensor] = [torch.zeros(0, draft.depth, dtype=torch.int64)]
     of_texts: list[Tensor] = [torch.zeros(0, dtype=torch.int64)]
     for first, batch in _batches(draft, texts):
-        logits = draft.logits(draft.guessed(batch, draft.depth), batch.before_BAL)
-        wanted = torch.where(batch.valid_BAL, entry_V[batch.next_BAL], -1)
-        theirs = logits.gather(-1, wanted.clamp(min=0)[..., None])
-        ranks_BAL = torch.where(wanted >= 0, (logits > theirs).sum(dim=-1), NEVER)
+        h_BALD = draft.guessed(batch, draft.depth)
+        wanted_BAL = torch.where(batch.valid_BAL, entry_V[batch.next_BAL], -1)
+        ranks_BAL = torch.full_like(wanted_BAL, NEVER)
+        alive_BA = torch.ones_like(wanted_BAL[..., 0], dtype=torch.bool)
+        for level in range(draft.depth):
+            alive_BA &= wanted_BAL[..., level] >= 0
+            logits_RU = draft.logits(h_BALD[alive_BA, level], batch.before_BAL[alive_BA, level])
+            theirs_R1 = logits_RU.gather(1, wanted_BAL[alive_BA, level][:, None])
+            ranks_BAL[alive_BA, level] = (logits_RU > theirs_R1).sum(dim=1)
+            alive_BA &= ranks_BAL[..., level] < WIDEST
         anchors = batch.valid_BAL[..., 0]
         ranks.append(ranks_BAL[anchors])
         of_texts.append(first + anchors.nonzero()[:, 0])

@@ -42,10 +42,11 @@ class KnownGuesses:
             self._member = hashlib.file_digest(file, "sha256").digest()
         self._rows: list[tuple[TensorEntry, int, int]] = []  # where each text's are
 
-    def complete(self, draft: Draft, width: int, progress: Progress) -> None:
+    def complete(self, draft: Draft, width: int, progress: Progress, among_S: Tensor | None = None) -> None:
         """Compute what is not there; `draft` is the member, which proposes so many tokens at a place.
 
-        Raises OSError.
+        `among_S` are the entries of the draft's ids that are looked at, as others are hardly ever right;
+        None: all. Raises OSError.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         shards = self._corpus.shards()
@@ -57,7 +58,7 @@ class KnownGuesses:
                 if entry is None and texts:
                     first = len(self._rows)  # texts are numbered as they lie in the shards
                     ours = [self._corpus.text(first + place, held_out=False) for place in range(len(texts))]
-                    self._write(shard, [proposed(draft, text, width) for text in ours])
+                    self._write(shard, [proposed(draft, text, width, among_S) for text in ours])
                     entry = self._read(shard, texts, width)
                 start = 0
                 for number in texts:
@@ -97,14 +98,18 @@ class KnownGuesses:
 
 
 @torch.inference_mode()
-def proposed(draft: Draft, text: TunedText, width: int) -> Tensor:
-    """The `width` likeliest tokens by a draft behind each place of an answer, int64 [R, W]; -1: none."""
+def proposed(draft: Draft, text: TunedText, width: int, among_S: Tensor | None = None) -> Tensor:
+    """The `width` likeliest tokens by a draft behind each place of an answer, int64 [R, W]; -1: none.
+
+    Of these entries of its ids, where they are given.
+    """
     found = torch.full((text.answer, width), -1, dtype=torch.int64)
     if text.answer < 2:
         return found
     anchors = anchors_of(text, _ALL, torch.Generator())
     batch = blocks([text], [anchors], 1, draft.scale_ND)
-    logits = draft.logits(draft.guessed(batch, 1), batch.before_BAL)[0, :, 0]
+    logits = draft.logits(draft.guessed(batch, 1), batch.before_BAL, among_S)[0, :, 0]
+    ids = draft.ids if among_S is None else draft.ids[among_S]
     count = min(width, logits.shape[-1])
-    found[anchors + 1 - text.prompt, :count] = draft.ids[logits.topk(count, dim=-1).indices]
+    found[anchors + 1 - text.prompt, :count] = ids[logits.topk(count, dim=-1).indices]
     return found

@@ -47,6 +47,7 @@ from specinfer.tune.held_out import Along, Figures, along, figures_of, held_out_
 from specinfer.tune.known_guesses import KnownGuesses
 from specinfer.tune.lessons import Lessons
 from specinfer.tune.listener import Listener
+from specinfer.tune.new_head import frequent_tokens
 from specinfer.tune.pass_costs import measured_costs
 from specinfer.tune.pooling import Costs, Selection, Trained, candidates_of, make_pool
 from specinfer.tune.prompts import Prompts
@@ -57,6 +58,7 @@ from specinfer.tune.training import Hearers, Place, Training
 
 _LEAST_TRAINING: Final = 1 / 3  # of the time, whatever collecting took
 _SEEDS_APART: Final = 101  # of members
+_LOOKED_AT: Final = 8192  # tokens among which a member that can name all proposes
 
 
 class Tuning:
@@ -240,7 +242,10 @@ class Tuning:
         folder = self._place(number).folder
         kept = self._config.work / "guesses" / folder.name
         known = KnownGuesses(self._corpus, kept, folder / "model.safetensors")
-        known.complete(draft, self._config.boosting.width, self._hearers.progress)
+        among_S = None
+        if len(draft.ids) == draft.vocab > _LOOKED_AT:  # so entries are tokens
+            among_S = torch.tensor(frequent_tokens(self._corpus, _LOOKED_AT, draft.vocab))
+        known.complete(draft, self._config.boosting.width, self._hearers.progress, among_S)
         return known
 
     def _judged(self, members: Sequence[Trained], material: Material) -> Figures:

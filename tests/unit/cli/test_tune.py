@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from specinfer.cli import cli
 from specinfer.errors import TuneError
 from specinfer.heads.checkpoint import HeadFolder
+from specinfer.hub.pool import read_pool
 from specinfer.models.weights import open_model
 from tests.tiny_models import write_tiny_llama
 
@@ -47,3 +48,43 @@ def test_prompts_and_traffic_are_one_too_many(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["tune", "--out", str(tmp_path), "--prompts", "a", "--traffic", "b"])
     assert isinstance(done.exception, TuneError)
     assert "both given" in str(done.exception)
+
+
+def test_a_pool_of_small_models_is_made_used_and_held_against_a_new_one(tmp_path: Path) -> None:
+    target = write_tiny_llama(tmp_path / "target", num_layers=3, tokenizer=True)
+    log = tmp_path / "traffic.jsonl"
+    log.write_text("".join(json.dumps({"prompt_token_ids": [n, n + 1]}) + "\n" for n in range(20)))
+    pool, new = tmp_path / "pool", tmp_path / "new"
+    options = ["tune", "--model", str(target), "--traffic", str(log), *SMALL, "--minutes", "0.01"]
+    small = ["--kind", "ssm", "--layers", "1", "--depth", "3", "--members", "2", "--boost", "residual"]
+    done = CliRunner().invoke(cli, [*options, *small, "--out", str(pool)])
+    assert done.exit_code == 0, done.output
+    assert "member 2 of 2 learns from" in done.output
+    assert f"use it with --draft {pool}" in done.output
+    assert read_pool(pool).members[0].kind == "ssm"
+    asked = ["generate", "--model", str(target), "--max-tokens", "8", "--temperature", "0", "2 * 3"]
+    small_engine = ["--dtype", "float32", "--kv-cache-memory", "16MB", "--max-context", "64"]
+    texts = [CliRunner().invoke(cli, [*asked, *small_engine, *more]) for more in ([], ["--draft", str(pool)])]
+    assert [text.exit_code for text in texts] == [0, 0], texts[1].output
+    assert texts[0].stdout == texts[1].stdout
+    again = CliRunner().invoke(cli, [*options, "--out", str(new), "--replace", str(pool)])
+    assert again.exit_code == 0, again.output
+    told = [line for line in again.output.splitlines() if line.startswith(str(pool))]
+    assert len(told) == 1
+    assert ("is replaced" in told[0]) is (pool / "config.json").exists()
+    assert "than its standard error" in told[0]
+
+
+def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    cases = {
+        "layout is dspark, and kind ssm": ["--kind", "ssm", "--layout", "dspark"],
+        "layout is dspark, and kind eagle": ["--kind", "eagle", "--layout", "dspark"],
+        "vocabulary is 64, and kind ssm": ["--kind", "ssm", "--vocabulary", "64"],
+        "layers is 5, and kind ssm; allowed: 1 to 4": ["--kind", "ssm", "--layers", "5"],
+        "boost is token, and a single member": ["--boost", "token"],
+    }
+    for words, options in cases.items():
+        done = CliRunner().invoke(cli, ["tune", "--out", str(tmp_path / "out"), *options])
+        assert isinstance(done.exception, TuneError)
+        assert words in str(done.exception)
+    assert not (tmp_path / "out").exists()

@@ -151,6 +151,8 @@ def test_guesses_are_kept_and_made_anew_for_another_member(
         assert wanted[0].tolist() == [-1, -1]
         logits = member.logits(member.module(torch.tensor([[1, 7, 7]])), torch.zeros(0))[0]
         assert wanted[1:].tolist() == logits[1:].topk(2, dim=-1).indices.tolist()
+    few = proposed(member, corpus.text(0, held_out=False), 1, torch.tensor([5, 7, 11]))
+    assert few[1:].tolist() == [[(5, 7, 11)[int(row[[5, 7, 11]].argmax())]] for row in logits[1:]]
     complete(tmp_path / "one")
     assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "kept").iterdir()} == files
     (tmp_path / "kept" / "00001.safetensors").write_bytes(b"cut")

@@ -1,0 +1,84 @@
+"""Ranks along held-out answers, level by level, against all logits at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specinfer.models.weights import open_model
+from specinfer.tune.block_kind import BlockKind
+from specinfer.tune.blocks import anchors_of, blocks
+from specinfer.tune.draft import Beginning, Draft
+from specinfer.tune.head_draft import BlockHeadDraft
+from specinfer.tune.held_out import NEVER, WIDEST, Along, along, entries_of, figures_of
+from specinfer.tune.new_head import new_head
+from specinfer.tune.shards import Corpus, TunedText
+from specinfer.tune.ssm_kind import SsmKind
+from tests.unit.tune.test_ssm import opened
+
+
+class NoLessons:
+    """Nothing to learn from."""
+
+    corpus: Corpus
+
+    def __len__(self) -> int:
+        return 0
+
+    def text(self, number: int) -> TunedText:
+        raise IndexError(number)
+
+
+def draft_of(kind: str, target: Path) -> Draft:
+    if kind == "ssm":
+        return SsmKind(layers=1, depth=3).new("target", _beginning(target))
+    model = open_model(target)
+    shape = BlockKind(depth=3, vocabulary=40, markov_rank=4)
+    head = new_head(shape.config(model.config, (1, 2)), model, [*range(40)], seed=1)
+    return BlockHeadDraft(head, torch.ones(2, 32), 8)
+
+
+def _beginning(target: Path) -> Beginning:
+    return Beginning(opened(target), NoLessons(), 0, lambda draft: 1.0, lambda line: None)
+
+
+@pytest.mark.parametrize("kind", ["ssm", "block"])
+def test_ranks_are_those_of_all_logits(kind: str, target: Path) -> None:
+    draft, chance = draft_of(kind, target), torch.Generator().manual_seed(1)
+    texts = []
+    for key in range(6):
+        tokens = torch.randint(12, (14 - key,), generator=chance)
+        taps = torch.randn(len(tokens) - 1, len(draft.scale_ND), 32, generator=chance)
+        rows = len(tokens) - 3
+        labels = torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(rows, 2)
+        texts.append(TunedText(tokens, 3, taps, *labels, key, True))
+    found = along(draft, texts)
+    expected: list[list[int]] = []
+    for number, text in enumerate(texts):
+        batch = blocks([text], [anchors_of(text, 99, torch.Generator())], 3, draft.scale_ND)
+        with torch.no_grad():
+            logits = draft.logits(draft.guessed(batch, 3), batch.before_BAL)[0]
+        for place in range(logits.shape[0]):
+            ranks, alive = [], True
+            for level in range(3):
+                entry = int(entries_of(draft)[batch.next_BAL[0, place, level]])
+                alive = alive and bool(batch.valid_BAL[0, place, level]) and entry >= 0
+                row = logits[place, level]
+                ranks.append(int((row > row[entry]).sum()) if alive else NEVER)
+                alive = alive and ranks[-1] < WIDEST
+            expected.append([number, *ranks])
+    assert torch.cat((found.texts_P[:, None], found.ranks_PL), dim=1).tolist() == expected
+    assert 0 < sum(row[2] == NEVER for row in expected) < len(expected), "some trees end early, some do not"
+
+
+def test_figures_of_ranks_by_hand() -> None:
+    own = Along(torch.tensor([[0, 0, 0], [0, 1, 0], [2, 0, 0], [5, NEVER, NEVER]]), torch.zeros(4))
+    figures = figures_of(own)
+    assert figures.hits == (2 / 4, 1 / 2, 1 / 1)
+    assert figures.first_three == 3 / 4
+    assert figures.tokens_per_pass == figures.worth == 1 + (3 + 1 + 0 + 0) / 4
+    other = Along(torch.tensor([[1, 0], [0, 0], [0, 3], [0, 0]]), torch.zeros(4))
+    assert figures_of(own, [other]).worth == 1 + (3 + 2 + 1 + 2) / 4
+    assert own.accepted((3, 2)).tolist() == [2, 2, 2, 0]
