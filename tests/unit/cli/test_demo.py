@@ -1,0 +1,37 @@
+"""What `specinfer demo` says of its runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from specinfer.cli import demo
+from specinfer.cli.options import DEFAULT_MODEL
+from specinfer.hub.shipped import SHIPPED_HEADS
+from specinfer.request import FinishReason, RequestOutput, SpeculationFigures, Timing
+
+
+def output(seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4, 5), steps: int = 4) -> RequestOutput:
+    """An answer whose first token came after a second, and the others so many seconds later."""
+    figures = SpeculationFigures(steps=steps, output_tokens=4)
+    timing = Timing(arrived=0.0, first_token=1.0, finished=1.0 + seconds)
+    return RequestOutput("0", (9,), "text", tokens, FinishReason.STOP, 0, figures, timing)
+
+
+def test_the_head_is_the_default_models() -> None:
+    assert SHIPPED_HEADS[demo.HEAD] == DEFAULT_MODEL
+
+
+def test_each_prompt_has_its_median_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = [(output(2.0), output(slow, steps=2)) for slow in (1.0, 40.0, 0.5)]
+    demo._show({"a question": pairs, "another": [(output(1.0), output(2.0))]})
+    question, other = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]
+    assert question == ["a", "question", "2.0", "4.0", "2.00x", "2.00"]
+    assert other == ["another", "4.0", "2.0", "0.50x", "1.00"]
+
+
+@pytest.mark.parametrize(("tokens", "said"), [((1, 2, 3, 4, 5), "yes"), ((1, 2, 3, 4, 6), "NO")])
+def test_a_text_that_differs_is_told(
+    tokens: tuple[int, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo._show({"a question": [(output(1.0), output(1.0)), (output(1.0), output(1.0, tokens))]})
+    assert f"identical texts: {said}" in capsys.readouterr().out
