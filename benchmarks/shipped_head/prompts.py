@@ -1,9 +1,11 @@
-"""Prompts of our own for `specinfer tune`: forms times topics (prompts.json), taken from nowhere.
+"""What the head that comes with the package is asked: prompts of our own, and short ones of others.
 
-    python benchmarks/shipped_head/prompts.py > prompts.jsonl
+    python benchmarks/shipped_head/prompts.py [FILE.jsonl ...] > prompts.jsonl
 
-Forms are of the kinds of MT-Bench (writing, role play, reasoning, mathematics, coding, extraction, science,
-the humanities, advice), none of its questions among them. The same lines every time.
+Ours are forms times topics (prompts.json), taken from nowhere. Forms are of the kinds of MT-Bench (writing,
+role play, reasoning, mathematics, coding, extraction, science, the humanities, advice), none of its questions
+among them. Of the files those rows are taken whose "prompt" is short: an answer teaches, reading a prompt
+only takes time. The same lines every time.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-PER_FORM = 14  # prompts, of which some come twice and are left out
+PER_FORM = 60  # prompts, of which some come twice and are left out
+LONGEST = 350  # characters of a prompt of others
 
 
 def prompts() -> Iterator[dict[str, str | int]]:
@@ -45,9 +48,17 @@ def filled(form: str, topics: Mapping[str, Sequence[str]], dice: random.Random) 
     return form.format(**words, **others, **numbers)
 
 
+def short(files: Sequence[str]) -> Iterator[dict[str, str]]:
+    """The short prompts of files of JSON lines, in their order."""
+    for file in files:
+        for line in Path(file).read_text(encoding="utf-8").splitlines():
+            if len(prompt := json.loads(line)["prompt"]) < LONGEST:
+                yield {"prompt": prompt}
+
+
 def main() -> None:
     """Print them."""
-    for row in prompts():
+    for row in (*prompts(), *short(sys.argv[1:])):
         sys.stdout.write(json.dumps(row) + "\n")
 
 
