@@ -64,7 +64,9 @@ def run(
 
 
 def pool_of(target: Path, out: Path, kind: Kind, boost: Boost, members: int = 2) -> TuneConfig:
-    return tuning_of(target, out, minutes=2.5, kind=kind, members=members, boost=BoostConfig(form=boost))
+    """Every prompt is answered, however many answers a look at the clock finds."""
+    more = {"kind": kind, "members": members, "boost": BoostConfig(form=boost)}
+    return tuning_of(target, out, minutes=2.5, collect_minutes=2.4, **more)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,9 @@ def test_a_pool_guesses_more_than_its_members(
     alone = [member.figures["tokens_per_pass"] for member in found.members]
     assert [member.kind for member in found.members] == [kind.name] * len(alone)
     assert figures.tokens_per_pass >= max(alone) > 1
-    assert found.figures["tokens_per_second"] > found.figures["plain_tokens_per_second"] == 100
+    assert found.figures["plain_tokens_per_second"] == 100
+    per_second = 1e3 * found.figures["tokens_per_step"] / found.figures["step_milliseconds"]
+    assert found.figures["tokens_per_second"] == pytest.approx(per_second)
     card = (tmp_path / "pool" / "README.md").read_text()
     for folder in ("member1", "member2"):
         left = folder not in [member.folder for member in found.members]
