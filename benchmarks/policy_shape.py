@@ -1,11 +1,11 @@
 """Are drafts' trees quicker where their shape is learned than in a fixed one?
 
     python benchmarks/policy_shape.py --traces TRACE... --out RESULT.md [--shapes 1,1,3,1,1 --shapes learned]
-        [--curves "avx2: 1:85,4:135,16:310,128:2200 / 1:28,4:45,16:100,128:730"]
+        [--curves "avx2: 1:85,4:135,16:310,128:2200 | 1:28,4:45,16:100,128:730"]
 
 Traces are those of `specinfer trace record --expansion learned`, which hold all likely paths. All their
 texts are played in turns under the engine's policy, once for each shape, by the traces' own curves or by
-given ones: rows and milliseconds of the target's passes, a slash, and the same of the draft's. Shapes are
+given ones: rows and milliseconds of the target's passes, a bar, and the same of the draft's. Shapes are
 compared with the first, paired on the same texts, with 95% intervals over texts.
 """
 
@@ -53,11 +53,11 @@ def main() -> None:
 
 
 def curves_of(text: str) -> Curves:
-    """A machine's curves as they are written: "name: rows:ms,rows:ms / rows:ms"."""
+    """A machine's curves as they are written: "name: rows:ms,rows:ms | rows:ms"."""
     try:
         name, _, both = text.partition(": ")
         target, draft = (
-            [one.split(":") for one in side.strip().split(",")] for side in both.split("/", maxsplit=1)
+            [one.split(":") for one in side.strip().split(",")] for side in both.split("|", maxsplit=1)
         )
         curves = [
             CostCurve(tuple(int(rows) for rows, _ in of), tuple(float(ms) / 1e3 for _, ms in of))
@@ -65,7 +65,7 @@ def curves_of(text: str) -> Curves:
         ]
     except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r}; allowed: a name, a colon and a space, then rows:ms,rows:ms / rows:ms"
+            f"{text!r}; allowed: a name, a colon and a space, then rows:ms,rows:ms | rows:ms"
         ) from error
     return name, curves[0], curves[1]
 

@@ -14,7 +14,7 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SamplingParams
 from tests.engines import write_tiny
 
-CHEAP, DEAR = "cheap: 1:10,64:11 / 1:1,64:1.1", "dear: 1:10,2:20,64:640 / 1:1,64:9"
+CHEAP, DEAR = "cheap: 1:10,64:11 | 1:1,64:1.1", "dear: 1:10,2:20,64:640 | 1:1,64:9"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_a_trace_has_the_curves_it_is_given(script: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("text", ["", "cheap", "cheap: 1:10", "cheap: 1:x / 1:1", "cheap: 1:10 / 1"])
+@pytest.mark.parametrize("text", ["", "cheap", "cheap: 1:10", "cheap: 1:x | 1:1", "cheap: 1:10 | 1"])
 def test_curves_that_cannot_be_read_are_refused(script: Any, text: str) -> None:
     with pytest.raises(Exception, match="allowed: a name"):
         script("policy_shape").curves_of(text)
