@@ -89,7 +89,10 @@ class SpeculationConfig:
         object.__setattr__(self, "draft_vocabulary", _vocabulary(self.draft_vocabulary))
         _choice("draft_tokens", self.draft_tokens, get_args(DraftTokens))
         if self.expansion != "learned":
-            object.__setattr__(self, "expansion", Expansion.of(self.expansion))
+            try:
+                object.__setattr__(self, "expansion", Expansion.of(self.expansion))
+            except ConfigError as error:
+                raise ConfigError(f"{error}; or learned") from None
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")

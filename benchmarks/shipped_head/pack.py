@@ -5,6 +5,7 @@ python benchmarks/shipped_head/pack.py TUNED TARGET specinfer/data/heads/smollm2
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def main() -> None:
     opened = open_model(target)
     head = HeadFolder(tuned, opened.config).module(opened)
     write_head(head, out, verifier="smollm2-135m", architectures=["LlamaForCausalLM"], dtype=torch.int8)
-    (out / "README.md").write_text((tuned / "README.md").read_text(encoding="utf-8") + NOTE, encoding="utf-8")
+    card = (tuned / "README.md").read_text(encoding="utf-8")
+    card = re.sub(r"--model \S+ --draft THIS_FOLDER", "--model smollm2-135m --draft smollm2-135m-head", card)
+    (out / "README.md").write_text(card + NOTE, encoding="utf-8")
     size = (out / "model.safetensors").stat().st_size
     if size > MOST:
         raise SystemExit(f"the head takes {size} bytes; at most {MOST} fit into the package")

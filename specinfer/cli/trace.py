@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from specinfer.cli.options import build_llm, model_options, speculation_options
+
+if TYPE_CHECKING:
+    from specinfer.tree.expansion import Expansion
 
 
 @click.group()
@@ -58,7 +61,6 @@ def record(
     from specinfer.report.json_file import check_writable
     from specinfer.sampling_params import SamplingParams
     from specinfer.speculate.growth import Shape
-    from specinfer.tree.expansion import Expansion
 
     dataset = (built_in() if prompts is None else read_dataset(prompts)).head(limit)
     asked = [conversation.turns[0] for conversation in dataset.conversations]
@@ -68,7 +70,7 @@ def record(
         )
         for number in range(len(asked))
     ]
-    widths = [None if shape == "learned" else Expansion.parse(shape) for shape in shapes]
+    widths = [None if shape == "learned" else _plan(shape) for shape in shapes]
     check_writable(out)
     with build_llm(options) as llm:
         from specinfer.progress import ProgressBar
@@ -96,3 +98,14 @@ def record(
         f"{out}: {len(recorded.texts)} texts of {recorded.places} tokens, "
         f"{len(recorded.drafts)} drafts, {out.stat().st_size / (1 << 20):.1f} MiB"
     )
+
+
+def _plan(shape: str) -> Expansion:
+    """A plan as it is written; raises ConfigError where it is none."""
+    from specinfer.errors import ConfigError
+    from specinfer.tree.expansion import Expansion
+
+    try:
+        return Expansion.parse(shape)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or learned") from None

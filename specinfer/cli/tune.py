@@ -53,7 +53,7 @@ _SSM_LAYERS: Final = 4
 @click.option(
     "--init",
     metavar="target|random|DRAFT",
-    help="What it begins as: layers of the target's, random numbers, or a trained head.",
+    help="What it begins as: layers of the target's, random numbers, or a trained draft.",
 )
 @click.option(
     "--layout",

@@ -40,19 +40,20 @@ class BlockHeadParts:
 
 
 class NativeBlockHead:
-    """A block head whose every part is native, over caches of the same library."""
+    """A block head whose every part is native, over caches of the same library.
 
-    __slots__ = (
-        *("_args", "_cache_args", "_kept", "_layers", "_library", "_named", "_of", "_size", "_type"),
-    )
+    Engines in several threads may share it: what a call is given is of the call, and tables that grow leave
+    the shorter ones to whoever reads them.
+    """
+
+    __slots__ = ("_args", "_kept", "_known", "_layers", "_library", "_named", "_size", "_type")
 
     def __init__(self, parts: BlockHeadParts, layers: NativeLayers, ops: NativeOps) -> None:
         """All products are native, and `layers` are those of the parts."""
         fc, context, output = (_args(product) for product in (parts.fc, parts.context, parts.output))
         self._library = ops.library
         self._layers = layers
-        self._of: NativeCache | None = None  # that `_cache_args` are of
-        self._cache_args = CachesArgs()
+        self._known: tuple[NativeCache, CachesArgs] | None = None  # of the last call
         self._kept: list[object] = [parts]  # whose memory the arguments point to
         self._type = parts.norm_D.dtype
         self._size, self._named = fc.channels, output.channels
@@ -94,8 +95,9 @@ class NativeBlockHead:
 
     def rotate(self, cos: Tensor, sin: Tensor) -> None:
         """Take over the rotations of positions 0, 1, ..., float32 [positions, H / 2], both contiguous."""
-        self._kept[1:] = [cos, sin]
-        self._args.cos, self._args.sin, self._args.positions = cos.data_ptr(), sin.data_ptr(), len(cos)
+        self._kept += [cos, sin]
+        self._args.cos, self._args.sin = cos.data_ptr(), sin.data_ptr()
+        self._args.positions = len(cos)  # last: a call in another thread has a table for each that it sees
 
     def step(
         self,
@@ -146,7 +148,8 @@ class NativeBlockHead:
         return last_ND, read_RD, logits_RU
 
     def _caches(self, cache: NativeCache) -> CachesArgs:
-        if self._of is not cache:
+        known = self._known
+        if known is None or known[0] is not cache:
             layers, heads = len(self._layers.args), self._layers.heads
             found = (len(cache.key_addresses), *cache.shape[1:], cache.dtype)
             if found != (layers, heads.num_kv_heads, heads.head_dim, self._type):
@@ -155,8 +158,8 @@ class NativeBlockHead:
             if reason is not None:
                 raise ValueError(reason)
             keys, values = map(ctypes.addressof, (cache.key_addresses, cache.value_addresses))
-            self._of, self._cache_args = cache, CachesArgs(keys, values, cache.shape[0])
-        return self._cache_args
+            known = self._known = cache, CachesArgs(keys, values, cache.shape[0])
+        return known[1]
 
 
 def _args(product: Product) -> ProductArgs:

@@ -90,15 +90,12 @@ class ForeignDraft:
         return unread
 
     def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
-        """Draw below these nodes of these entries' trees, by one pass of the draft.
-
-        Where guesses are told again as text, nodes are no longer the draft's own: then below all that it has.
-        """
+        """Draw below these nodes of these entries' trees, by one pass of the draft."""
         rows, sites, drawing, left = list[Rows](), list[Site](), list[int](), self._max_rows
         for i in trees_first(self._growths, below):
             growth = self._growths[i]
             if growth.started:
-                part: Rows | None = self._chosen(growth, growth.ends if self._tokens.by_text else below[i])
+                part: Rows | None = self._chosen(growth, self._own(i, below[i]))
             else:
                 part = self._read(growth, left)
             if part is None:
@@ -187,6 +184,10 @@ class ForeignDraft:
             logits_from=0,
             parents=growth.above,
         )
+
+    def _own(self, entry: int, ends: Sequence[int]) -> Sequence[int]:
+        """The nodes of the draft's own tree that end in these of the target's."""
+        return self._retold[entry].ending(self._growths[entry].ends, ends) if self._tokens.by_text else ends
 
     def _ends(self, entry: int) -> Sequence[int]:
         """The nodes of the target's tree below which the draft can go on."""

@@ -34,8 +34,8 @@ class Shape(NamedTuple):
     expansion: Expansion
     rule: DrawRule
     learned: bool = False
-    # Of learned trees the nodes below a root at most; how likely children are that are kept behind the first,
-    # and paths that may go on.
+    # Of learned trees the nodes below a root for which room is kept; how likely children are that are kept
+    # behind the first, and paths that may go on.
     nodes: int = _NODES
     least: float = _LEAST
     least_path: float = _LEAST_PATH
@@ -46,11 +46,12 @@ class Shape(NamedTuple):
         return cls(speculation.fixed_expansion, speculation.draw_rule, speculation.learns_shape)
 
     def is_learned(self, request: Request) -> bool:
-        """Whether the request's trees have no shape of their own."""
+        """Whether the request's trees have no shape: who asks for a size gets all of it, as it is shaped."""
         params = request.params
         return (
             self.learned
             and params.speculation.expansion is None
+            and params.speculation.max_nodes is None
             and (params.greedy or not draw_rule(params.speculation.verifier, self.rule).is_sampled)
         )
 

@@ -50,7 +50,7 @@ class OnePassTrees:
         self._name = name
         self._head = model
         self._block = model if isinstance(model, BlockModel) else None
-        self._shape = shape
+        self._shape = shape._replace(learned=False)  # what is drawn by levels has a shape
         self._vocabulary = vocabulary
         self._most = MOST_NODES  # of a tree grown best first, as many as somebody may want
         self._best_first: BestFirstTrees = NativeTrees.of(name, model, vocabulary) or PlainTrees(
@@ -71,14 +71,15 @@ class OnePassTrees:
     def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
         """Grow as many nodes as before, twice as many, or a half, by how many of them are verified.
 
-        Of the trees of all: twice as many where one is kept whole, a half where none needs more than a third.
+        Of the trees of all: twice as many where one of that size is kept whole, a half where none needs more
+        than a third.
         """
         kept = grown = 0
         whole = False
         for tree, part in zip(guessed, chosen, strict=True):
             there, here = (sum([draw.speculator == self._name for draw in t.draws]) for t in (tree, part))
             grown, kept = max(grown, there), max(kept, here)
-            whole = whole or there == here > 0
+            whole = whole or there == here >= self._most
         if whole:
             self._most = min(MOST_NODES, 2 * self._most)
         elif grown and 3 * kept < self._most:

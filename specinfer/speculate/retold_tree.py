@@ -39,6 +39,11 @@ class RetoldTree:
         self.grow()
         return self._lengths[node]
 
+    def ending(self, nodes: Iterable[int], ends: Iterable[int]) -> list[int]:
+        """Of these nodes of the draft's those that end in one of `ends`."""
+        wanted = frozenset(ends)
+        return [node for node in nodes if self._at[node] in wanted]
+
     def ends(self, nodes: Iterable[int]) -> list[int]:
         """The nodes of this tree in which these of the draft's end."""
         self.grow()

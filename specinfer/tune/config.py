@@ -39,6 +39,13 @@ class TuneConfig:
             raise TuneError(f"members is {self.members}; allowed: 1 to {MOST_MEMBERS}")
         if self.boost is not None and self.members == 1:
             raise TuneError(f"boost is {self.boost.form}, and a single member has nobody to be boosted by")
+        if self.replace is not None:
+            old, new = self.replace.expanduser().resolve(), self.out.expanduser().resolve()
+            if old == new or old in new.parents or new in old.parents or not old.name:
+                raise TuneError(
+                    f"what is to be replaced is in {self.replace}, and what is tuned goes into {self.out}; "
+                    "allowed: two folders, neither of them in the other"
+                )
         if self.collect_minutes is not None and not 0 <= self.collect_minutes < self.minutes:
             raise TuneError(
                 f"{self.collect_minutes} minutes are to collect in, of {self.minutes} in all; allowed: 0 or "

@@ -1,6 +1,7 @@
 """What training, measuring and keeping ask of a draft, whatever its kind is.
 
-A kind (kinds.py) is a frozen config that makes drafts; a draft is a module with what it reads and names.
+A kind (block_kind.py, eagle_kind.py, ssm_kind.py) is a frozen config that makes drafts; a draft is a module
+with what it reads and names.
 
 Shapes: B texts, A anchors a text, L levels, N taps, D hidden size, U tokens it can name, S some of them.
 """

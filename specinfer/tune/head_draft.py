@@ -101,7 +101,7 @@ class HeadDraft(ABC):
         write_head(
             self.folded(),
             folder,
-            verifier=target.files.name,
+            verifier=target.name,
             architectures=[_ARCHITECTURES[target.config.family]],
             dtype=torch.bfloat16,
         )

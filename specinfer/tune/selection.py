@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.tune.held_out import Along
 
-Widths = tuple[int, ...]  # guesses a node gets, level by level; none: the member is not asked
+Widths = tuple[int, ...]  # guesses a node gets, level by level
 _FIRST: Final = ((1, 1), (2, 1), (3, 1), (2, 2))  # of the first two levels; those below have one each
 _READ: Final = 2  # tokens that a draft has to read in a step, mostly
 _ROUNDS: Final = 3  # of choosing each member's shape anew

@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from specinfer.errors import TuneError
 from specinfer.tune.blocks import Blocks, anchors_of, blocks
 from specinfer.tune.draft import Draft
 from specinfer.tune.held_out import entries_of
@@ -147,9 +148,17 @@ class Trainer:
 
 @torch.no_grad()
 def loss_of(draft: Draft, texts: Sequence[TunedText], config: TrainConfig) -> float:
-    """The loss of a draft on some of each text, all levels it learns; the same places every time."""
+    """The loss of a draft on some of each text, all levels it learns; the same places every time.
+
+    Raises TuneError where no text has an answer of two tokens, of which a guess could be made.
+    """
     generator = torch.Generator().manual_seed(config.seed)
     texts = [text for text in texts if text.answer > 1]
+    if not texts:
+        raise TuneError(
+            "every answer that was looked at is a single token, of which nothing can be guessed; ask prompts "
+            "that are answered at length"
+        )
     anchors = [anchors_of(text, _TRIED_ON, generator) for text in texts]
     batch = blocks(texts, anchors, draft.learnt_depth, draft.scale_ND)
     return float(_loss(draft, entries_of(draft), batch, config, generator))

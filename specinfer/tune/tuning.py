@@ -86,7 +86,7 @@ class Tuning:
         self._target = Target(files, open_model(files))
         config.kind.check(self._target.config, config.init)
         old = config.replace
-        self._incumbent = None if old is None else Incumbent(old, self._target)
+        self._incumbent = None if old is None else Incumbent(old.expanduser().resolve(), self._target)
         self._costs = costs
         own_taps = config.kind.taps(self._target.config)
         their_taps = () if self._incumbent is None else self._incumbent.taps()
@@ -265,7 +265,9 @@ class Tuning:
             make_pool(config.out, self._target, members, config.kind.name, selection, material)
         chosen = [members[number].along for number in selection.best.members]
         figures = figures_of(chosen[0], chosen[1:])
-        if old is not None:
+        if old is not None and not self._corpus.count(held_out=True):
+            self._hearers.say(f"{old.folder} stays: no answer was held out that both could be measured along")
+        elif old is not None:
             theirs = best_shapes(everybody[len(members) :], costs.target, range(len(former)))
             texts_P = members[0].along.texts_P.numpy()
             verdict = Verdict.of(selection.best.of_texts(texts_P), theirs.of_texts(texts_P))

@@ -123,11 +123,11 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1"),
         (
             {"expansion": 3},
-            "expansion is 3; allowed: integers >= 1, for example 1,1,3,1,1",
+            "expansion is 3; allowed: integers >= 1, for example 1,1,3,1,1; or learned",
         ),
         (
             {"expansion": ()},
-            "expansion is ''; allowed: 1 to 64 integers from 1 to 64, for example 1,1,3,1,1",
+            "expansion is ''; allowed: 1 to 64 integers from 1 to 64, for example 1,1,3,1,1; or learned",
         ),
         ({"block_size": -1}, "block_size is -1; allowed: an integer >= 1"),
         ({"kv_cache_memory": 0}, "kv_cache_memory is 0; allowed: an integer >= 1"),

@@ -137,6 +137,7 @@ def test_a_learned_tree_keeps_likely_children_and_the_first(tiny: Tiny) -> None:
         (SamplingParams(temperature=1.0, speculation={"verifier": "mss"}), 2),  # samples have a shape
         (SamplingParams(temperature=0, speculation={"verifier": "mss"}), 8),
         (SamplingParams(temperature=0, speculation={"expansion": (2, 2, 2)}), 3),
+        (SamplingParams(temperature=0, speculation={"max_nodes": 8}), 2),  # of which all is drawn
     ],
 )
 def test_who_may_have_a_learned_tree(params: SamplingParams, shape: int) -> None:

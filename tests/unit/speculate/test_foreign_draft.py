@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,30 @@ def read(model: ForeignDraft, monkeypatch: pytest.MonkeyPatch, *entries: PlanEnt
 
 
 HOW = pytest.mark.parametrize("how", ["shared", "text"])
+
+
+class Last(FixedPolicy):
+    """Goes on below the last of the ends alone."""
+
+    def worth_deepening(
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
+        return [nodes[-1:] for nodes in ends]
+
+
+@HOW
+def test_only_ends_that_are_chosen_are_run(folder: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = draft(folder, 3, 2, 1, how=how), list[int]()
+    launch = model._runner.launch
+    monkeypatch.setattr(
+        model._runner, "launch", lambda parts: (rows.append(len(parts[0].token_ids)), launch(parts))[1]
+    )
+    Ensemble([model], vocab=64, policy=Last()).propose(plans.plan(entry(TEXT)))
+    assert rows[1:] == [1] * 9
 
 
 @HOW

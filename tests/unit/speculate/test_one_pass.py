@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -43,6 +45,19 @@ def chain(nodes: int, name: str = "head") -> TokenTree:
     for node in range(nodes):
         builder.add(node, 5, name)
     return builder.build()
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.9, "temperature": 1.0}, {"temperature": 0}])
+def test_what_is_drawn_by_levels_has_a_shape(trees: OnePassTrees, params: dict[str, Any]) -> None:
+    head, vocabulary = trees._head, trees._vocabulary
+    learned = Shape(Expansion((1, 2, 1)), DrawRule.COUPLED, learned=True)
+    entry = plans.entry([3, 7], params=SamplingParams(seed=1, **params))
+    growth = Growth.of(entry, "head", LEVELS)
+    read_TD = torch.randn(LEVELS, SIZE, generator=torch.Generator().manual_seed(1))
+    mine = OnePassTrees("head", head, learned, vocabulary)
+    mine.grow([mine.guessed(growth, 0, LEVELS)], read_TD, head.logits(read_TD))
+    by_levels = "top_p" in params
+    assert (growth.tree().parents == (-1, 0, 1, 1, 2, 3)) == by_levels
 
 
 def test_trees_are_as_large_as_is_verified_of_them(trees: OnePassTrees) -> None:

@@ -16,6 +16,7 @@ from specinfer.models.fingerprint import fingerprint
 from specinfer.models.weights import open_model
 from specinfer.tune.boosting import BoostConfig
 from specinfer.tune.gate import Incumbent, Verdict, replace_folder
+from specinfer.tune.shards import Corpus
 from specinfer.tune.tuning import Tuning
 from tests.tiny_models import write_tiny_llama
 from tests.unit.tune.conftest import tuning_of
@@ -111,6 +112,30 @@ def test_a_pool_is_replaced_as_a_whole(target: Path, prompts: Path, tmp_path: Pa
     assert not (old / "work").exists()
     _, lines = run(replace(config, resume=True), prompts)
     assert any(line.startswith(f"{old} stays: on ") for line in lines), "it is not better than itself"
+
+
+@pytest.mark.parametrize("out", ["old", "old/new", "."])
+def test_what_is_tuned_and_what_is_replaced_are_apart(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TuneError, match="two folders, neither of them in the other"):
+        tuning_of(target, Path(out), replace=tmp_path / "old")
+
+
+def test_nothing_is_replaced_where_no_answer_was_held_out(
+    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tuning_of(target, tmp_path / "old", minutes=0.5, kind=SSM, init="random"), prompts)
+    whole = (tmp_path / "old" / "model.safetensors").read_bytes()
+    count = Corpus.count
+    monkeypatch.setattr(
+        Corpus, "count", lambda corpus, *, held_out: 0 if held_out else count(corpus, held_out=False)
+    )
+    tuning = tuning_of(target, tmp_path / "new", minutes=0.5, kind=BLOCK, replace=tmp_path / "old")
+    _, lines = run(tuning, prompts)
+    assert f"{tmp_path / 'old'} stays: no answer was held out that both could be measured along" in lines
+    assert (tmp_path / "old" / "model.safetensors").read_bytes() == whole
 
 
 def test_what_cannot_be_replaced_is_refused(target: Path, tmp_path: Path) -> None:
