@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import AnyDraft, what_is_timed
+from specinfer.heads.block_model import BlockModel
+from specinfer.heads.eagle_model import EagleModel
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
@@ -46,7 +48,7 @@ def pass_costs(
     """
     speculation = config.speculation
 
-    def curve(runner: Timed, variant: str) -> CostCurve:
+    def curve(runner: Timed, variant: str, behind: Timed | None = None) -> CostCurve:
         context = runner.model.config.max_context
         return cost_curve(
             runner,
@@ -55,6 +57,7 @@ def pass_costs(
             every_row=runner is not target,  # a draft's level asks for all of its nodes
             # Whatever it takes to measure: the next run decides by it, too.
             keep=speculation.clock == "curve",
+            behind=behind,
             progress=progress,
         )
 
@@ -63,6 +66,7 @@ def pass_costs(
         name: curve(
             one.runner,
             f"{speculation.draft_quantization}, {what_is_timed(one.model, kept, one.foreign)}",
+            behind=target if isinstance(one.model, EagleModel | BlockModel) else None,
         )
         for name, one in drafts.items()
     }

@@ -111,6 +111,7 @@ def cost_curve(
     variant: str,
     every_row: bool = False,
     keep: bool = False,
+    behind: Timed | None = None,
     folder: Path | None = None,
     progress: Progress | None = None,
 ) -> CostCurve:
@@ -118,18 +119,22 @@ def cost_curve(
 
     Curves are kept in `folder`, by default in the user's cache. `max_rows` is the most rows a pass will have
     and the cache has room for, `variant` is part of the key: quantization and head size. `every_row` says
-    that the logits of all rows are asked for, as a draft does, and not the likeliest first (flight.py). A
-    curve that is measured in no time is kept only if `keep` says so.
+    that the logits of all rows are asked for, as a draft does, and not the likeliest first (flight.py).
+    `behind` is a model that has a pass before each: a small one's weights stay in the machine's caches while
+    it is measured, and in a step they are swept out. A curve that is measured in no time is kept only if
+    `keep` says so.
     Writes into the cache's first slots, which nobody may use yet. A folder that cannot be written costs the
     next start its time, no more.
     """
+    if behind is not None:
+        variant += ", behind a pass of its target"
     key = _key(runner.model, max_rows, variant, every_row)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = (folder or cache_dir() / "curves") / f"{digest}.json"
     curve = _read(file, key)
     if curve is None:
         began = time.perf_counter()
-        curve = measure(runner, max_rows=max_rows, every_row=every_row, progress=progress)
+        curve = measure(runner, max_rows=max_rows, every_row=every_row, behind=behind, progress=progress)
         if keep or time.perf_counter() - began > _WORTH_KEEPING:
             kept_curve = {"key": key, "rows": curve.rows, "seconds": curve.at_rows}
             write_whole(file, json.dumps(kept_curve, indent=1))
@@ -141,6 +146,7 @@ def measure(
     *,
     max_rows: int,
     every_row: bool = False,
+    behind: Timed | None = None,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostCurve:
@@ -160,8 +166,11 @@ def measure(
         for size in _ROUNDS * sizes:
             late = sum(spent.values()) > _SECONDS and len(quickest) >= _FEWEST
             if not late and spent[size] < share:
+                began = clock()
+                if behind is not None:
+                    behind.probe(1, every_row=False)
                 seconds = _pass_seconds(runner, size, every_row, clock)
-                spent[size] += seconds
+                spent[size] += clock() - began
                 quickest[size] = min(seconds, quickest.get(size, math.inf))
             show.advance(1)
     finally:

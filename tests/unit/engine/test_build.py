@@ -158,8 +158,16 @@ def curves_asked_for(
     asked: list[tuple[str, int, bool]] = []
 
     def curve(
-        runner: ModelRunner, *, max_rows: int, variant: str, every_row: bool, keep: bool, progress: object
+        runner: ModelRunner,
+        *,
+        max_rows: int,
+        variant: str,
+        every_row: bool,
+        keep: bool,
+        behind: object,
+        progress: object,
     ) -> CostCurve:
+        assert behind is None, "models are larger than a machine's caches"
         assert keep == (engine.speculation.clock == "curve"), "the next run is to decide by the same curve"
         asked.append((variant, max_rows, every_row))
         return CostCurve((1, 2), (1.0, 2.0))

@@ -24,6 +24,7 @@ from specinfer.llm import LLM
 from specinfer.models.weights import open_model
 from specinfer.replay.recorder import check
 from specinfer.runtime.batch import chain_rows
+from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import TokenTree
@@ -363,3 +364,24 @@ def test_guesses_are_the_likeliest_with_what_the_token_before_adds(tiny: Tiny, f
         end += 1 + len(event.acceptance.path)
     assert roots > 3
     assert sum(deeper) > 0.7 * len(deeper) > 0
+
+
+def test_a_heads_pass_is_timed_behind_its_targets(
+    tiny: Tiny, heads: dict[str, HeadModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: dict[object, object] = {}
+
+    def curve(runner: Any, *, behind: Any, **_: object) -> CostCurve:
+        timed[runner.model] = behind and behind.model
+        return CostCurve((1, 8), (1.0, 2.0))
+
+    monkeypatch.setattr("specinfer.engine.pass_costs.cost_curve", curve)
+    named = {"a model": tiny.similar, "eagle": heads["eagle"], "block": heads["block"]}
+    config = EngineConfig.from_options("tiny", {**ENGINE, "drafts": tuple(named), "tree_size": "cost"})
+    LLM.from_models(config, Models(tiny.target, tiny.tokenizer, named)).close()
+    assert timed == {
+        tiny.target: None,
+        tiny.similar: None,
+        heads["eagle"]: tiny.target,
+        heads["block"]: tiny.target,
+    }

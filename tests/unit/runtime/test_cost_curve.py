@@ -109,6 +109,25 @@ def test_a_disturbed_pass_does_not_count(tiny: Tiny, monkeypatch: pytest.MonkeyP
     assert curve.seconds([1, 128]).tolist() == pytest.approx([0.001, 0.001])
 
 
+def test_a_pass_behind_anothers_is_timed_alone(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    pace, before = Paced(lambda rows: 0.001 * rows), Paced(lambda rows: 0.0)
+    first = before.over(runner(tiny), monkeypatch)
+    order: list[str] = []
+    for name, probed in (("first", first), ("second", second := pace.over(runner(tiny), monkeypatch))):
+        probe = probed.probe
+
+        def noted(rows: int, *, every_row: bool, name: str = name, probe: Any = probe) -> None:
+            order.append(name)
+            pace.now += 0.1 if name == "first" else 0.0  # of the same machine
+            probe(rows, every_row=every_row)
+
+        monkeypatch.setattr(probed, "probe", noted)
+    curve = measure(second, max_rows=4, behind=first, clock=pace.clock)
+    assert curve.seconds([1, 4]).tolist() == pytest.approx([0.001, 0.004])
+    assert order[1:] == ["first", "second"] * (len(order) // 2)
+    assert len(order) < 3 * 2 * 7 + 2, "the time is up sooner"
+
+
 @pytest.mark.parametrize(("max_rows", "largest"), [(1, 2), (2, 2), (5, 4), (31, 16), (999, 128)])
 def test_no_pass_is_larger_than_a_step(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, max_rows: int, largest: int
@@ -142,7 +161,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Makes whatever is measured seem slow enough to be worth a file; notes the measurements."""
     measured: list[int] = []
 
-    def pretend(runner: ModelRunner, *, max_rows: int, every_row: bool, progress: object) -> CostCurve:
+    def pretend(runner: ModelRunner, *, max_rows: int, **_: object) -> CostCurve:
         measured.append(max_rows)
         return CostCurve((1, 16), (0.1, 0.2 + len(measured)))
 
