@@ -98,16 +98,21 @@ class Points:
 
 
 class Watched(CostPolicy):
-    """Notes whether drafts are run."""
+    """Notes whether drafts are run, and below how many of how many nodes they go on."""
 
-    def __init__(self, noted, *costs):
+    def __init__(self, noted, parts, *costs):
         super().__init__(*costs)
-        self.noted = noted
+        self.noted, self.parts = noted, parts
 
     def worth_starting(self, speculator, entries, unread):
         starts = super().worth_starting(speculator, entries, unread)
         self.noted[speculator].update(starts)
         return starts
+
+    def worth_deepening(self, speculator, entries, trees, ends):
+        chosen = super().worth_deepening(speculator, entries, trees, ends)
+        self.parts.update((len(some), len(all_)) for some, all_ in zip(chosen, ends, strict=True))
+        return chosen
 
 
 class Sized:
@@ -120,6 +125,7 @@ class Sized:
         self.depths = set()  # of the trees that were verified
         self.proposed = set()  # how many draws of each speculator
         self.starts = {name: set() for name, *_ in drafts}  # whether each draft was run
+        self.parts = set()  # below how many of how many nodes a draft went on
 
     def grow(self, world, text, chance):
         # The draws ask the enumeration instead of a uniform number.
@@ -145,7 +151,7 @@ class Sized:
 
     def policy(self, depths, text):
         """Who sizes the next tree behind `text`."""
-        return Watched(self.starts, self.target, depths)
+        return Watched(self.starts, self.parts, self.target, depths)
 
 
 class Guarded(Sized):
@@ -253,6 +259,12 @@ def test_dropping_a_guess_that_comes_before_samples_is_seen(monkeypatch):
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
 def test_whether_a_level_is_drawn_depends_on_the_draws_above_it(drafts, monkeypatch):
     assert play(drafts, 0.2, monkeypatch)[0].depths == {1, 2}
+
+
+def test_below_which_samples_a_draft_goes_on_depends_on_them(monkeypatch):
+    sized, far = play(DRAFTS["i.i.d. draws"], 0.2, monkeypatch)
+    assert any(0 < some < all_ for some, all_ in sized.parts)
+    assert far < EXACT
 
 
 def test_whether_a_draft_is_run_depends_on_the_draws_of_another(monkeypatch):
