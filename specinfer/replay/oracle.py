@@ -64,10 +64,7 @@ class _Listening(LookingOn):
         ends: Sequence[Sequence[int]],
     ) -> list[Sequence[int]]:
         """Along the text alone."""
-        return [
-            _along(tree, self._texts[int(entry.request.request_id)], entry.end, of_tree)
-            for entry, tree, of_tree in zip(entries, trees, ends, strict=True)
-        ]
+        return _along(self._texts, entries, trees, ends)
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """Look at all nodes, and verify none."""
@@ -111,11 +108,10 @@ class OraclePolicy(FixedPolicy):
         ends: Sequence[Sequence[int]],
     ) -> list[Sequence[int]]:
         """Along the text, as deep as they are followed."""
+        along = _along(self._texts, entries, trees, ends)
         return [
-            _along(tree, self._texts[int(entry.request.request_id)], entry.end, of_tree)
-            if max(tree.depths()) < self._choice(entry).levels
-            else ()
-            for entry, tree, of_tree in zip(entries, trees, ends, strict=True)
+            nodes if max(tree.depths()) < self._choice(entry).levels else ()
+            for entry, tree, nodes in zip(entries, trees, along, strict=True)
         ]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
@@ -147,10 +143,18 @@ def oracle(parts: Sequence[Part], speculation: SpeculationConfig) -> OraclePolic
     return OraclePolicy(texts, choices)
 
 
-def _along(tree: TokenTree, text: Sequence[int], end: int, ends: Sequence[int]) -> Sequence[int]:
-    """The last node of a tree along a text, if it is one of these ends."""
-    path = path_along(tree, text, end)
-    return path[-1:] if path and path[-1] in ends else ()
+def _along(
+    texts: Sequence[Sequence[int]],
+    entries: Sequence[PlanEntry],
+    trees: Sequence[TokenTree],
+    ends: Sequence[Sequence[int]],
+) -> list[Sequence[int]]:
+    """Of each tree the last node along its request's text, if it is one of these ends."""
+    found = list[Sequence[int]]()
+    for entry, tree, of_tree in zip(entries, trees, ends, strict=True):
+        path = path_along(tree, texts[int(entry.request.request_id)], entry.end)
+        found.append(path[-1:] if path and path[-1] in of_tree else ())
+    return found
 
 
 def reaches(tree: TokenTree, text: Sequence[int], end: int) -> Reaches:

@@ -24,7 +24,7 @@ from specinfer.replay.trace import EngineFacts, RecordedDraft, RecordedText, Tra
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SamplingParams
 
-VERSION: Final = 1
+VERSION: Final = 2
 LARGEST: Final = 4 << 30  # bytes of all arrays together
 _FORMAT: Final = "specinfer policy trace"
 # What of a request's parameters is kept: all that speculators, their limits and text ends depend on.

@@ -37,8 +37,7 @@ def prune(
 
 def sampled(draw: Draw) -> bool:
     """Whether a draw may never be dropped for its value, as some verifier relies on how it was drawn."""
-    rule = draw.rule  # looked up in a set it would be hashed in Python
-    return rule is not _POINT_MASS and rule is not _COUPLED
+    return draw.rule.is_sampled
 
 
 def any_sampled(draws: Iterable[Draw]) -> bool:

@@ -32,7 +32,8 @@ class DrawRule(StrEnum):
     @property
     def is_sampled(self) -> bool:
         """Whether a verifier relies on how the token was drawn, so that it is never dropped for its value."""
-        return self in (DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT)
+        # Looked up in a set it would be hashed in Python.
+        return self is not DrawRule.POINT_MASS and self is not DrawRule.COUPLED
 
 
 class Draw(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
+from specinfer.config import SpeculationConfig
 from specinfer.engine.trace import TreeEvent
 from specinfer.llm import LLM
 from specinfer.request import RequestOutput
@@ -51,6 +52,7 @@ def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("expansion", [(2, 1, 2), "learned"])
 @pytest.mark.parametrize(
     "params",
     [
@@ -61,18 +63,39 @@ def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
     ids=["greedy", "sampled", "processed"],
 )
 def test_the_text_is_the_same_whatever_a_pass_costs(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, params: SamplingParams
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, params: SamplingParams, expansion: Any
 ) -> None:
     plain = tiny.llm().generate(PROMPTS, params)
     nodes: set[int] = set()
     for curves in CURVES.values():
-        outputs = engine(tiny, monkeypatch, curves).generate(PROMPTS, params)
+        llm = engine(tiny, monkeypatch, curves, expansion=expansion)
+        outputs = llm.generate(PROMPTS, params)
+        llm.check_integrity()
         assert texts(outputs) == texts(plain)
         nodes.add(sum(output.figures.drafted_tokens for output in outputs))
-    fixed = tiny.llm(**SPECULATION).generate(PROMPTS, params)
-    assert texts(fixed) == texts(plain)
     assert len(nodes) > 2, "the trees had different sizes"
-    assert max(nodes) <= sum(output.figures.drafted_tokens for output in fixed)
+    if expansion != "learned":
+        fixed = tiny.llm(**SPECULATION).generate(PROMPTS, params)
+        assert texts(fixed) == texts(plain)
+        assert max(nodes) <= sum(output.figures.drafted_tokens for output in fixed)
+
+
+def test_a_draft_has_no_shape_unless_somebody_asks(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    def widest(**options: Any) -> tuple[int, int]:
+        """The most children that a draft's nodes have, and its deepest tree."""
+        drafts_alone = {"ngram": False, "suffix": False}
+        llm = engine(tiny, monkeypatch, CURVES["rows are free"], **drafts_alone, **options)
+        events: list[TreeEvent] = []
+        llm.on_tree = events.append
+        llm.generate(PROMPTS[:2], SamplingParams(temperature=0, max_tokens=40))
+        trees = [event.tree for event in events]
+        widths = [len(children) for tree in trees for children in tree.children()]
+        return max(widths), max(max(tree.depths()) for tree in trees)
+
+    usual = SpeculationConfig().expansion
+    assert widest(expansion=usual)[0] == 4
+    width, depth = widest(expansion=(1, 1))
+    assert (width, depth) == (1, 2)
 
 
 def test_figures_are_of_the_nodes_that_were_verified(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
