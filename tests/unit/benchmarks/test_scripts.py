@@ -301,17 +301,30 @@ def test_boosting(
     prompts.write_text("".join(json.dumps({"prompt": f"{n} * {n}"}) + "\n" for n in range(40)))
     options = ["--model", pair[0], "--prompts", str(prompts), "--work", str(tmp_path / "work")]
     options += ["--minutes", "0.02", "--collect-minutes", "0.01", "--members", "2", "--depth", "2"]
-    options += ["--max-answer", "16"]
+    options += ["--layers", "1", "--max-answer", "16"]
+    every = module.variants(1, 2, 2)
+    assert [*every] == [
+        *("1 ssm", "1 block", *(f"2 ssm, {form}" for form in ("none", "sequence", "token", "residual"))),
+        *("4 ssm, sequence", "1 ssm of 2 layers", "1 eagle"),
+        *(f"1 block, loss {loss}" for loss in ("kl", "tv", "coupled")),
+        "2 block, sequence",
+    ]
+    names = ["1 ssm", "2 ssm, token", "1 block, loss kl"]
+    monkeypatch.setattr(module, "variants", lambda *_: {name: every[name] for name in names})
     page = run(module, *options)
     rows = table(page)
-    names = ["1 ssm", "1 block", *(f"2 ssm, {form}" for form in ("none", "sequence", "token", "residual"))]
-    assert [row[0] for row in rows] == names
-    for name, steps, own, pool, wide, _, second in rows:
+    counted, timed = rows[: len(names)], rows[-len(names) :]
+    assert [row[0] for row in counted] == names
+    for name, steps, _, own, pool, wide, _, second in counted:
         members = int(name[0])
         assert len(steps.split()) == len(own.split()) == len(pool.split()) == members
         assert float(pool.split()[-1]) >= max(map(float, own.split())) >= 1
         assert float(wide) >= float(own.split()[0])
-        assert bool(second) is (members == 2)
+        assert bool(second) is (members > 1)
+    weights = {row[0]: float(row[2]) for row in counted}
+    assert weights["2 ssm, token"] > weights["1 ssm"] > 0
+    assert [row[0] for row in timed] == names
+    assert all(len(row[1].split()) == int(row[0][0]) for row in timed)
 
     def refuse(*_: Any) -> None:
         raise AssertionError("answers are collected although they are there")
