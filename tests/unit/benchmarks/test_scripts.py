@@ -123,14 +123,16 @@ def test_deciding(script: Script, run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(module, name, fewer)
     page = run(module, "--rounds", "1", "--twins")
     head = [cell.strip() for cell in page[2].strip("|").split("|")]
-    assert head[:4] == ["requests", "steps", "nodes of a tree", "tokens of a step"]
+    assert head[:5] == ["requests", "with a draft", "steps", "nodes of a tree", "tokens of a step"]
     rows = [dict(zip(head, row, strict=True)) for row in table(page)]
-    assert [row["requests"] for row in rows] == ["1", "8"]
+    cells = [("1", "yes"), ("8", "yes"), ("1", "no"), ("8", "no")]
+    assert [(row["requests"], row["with a draft"]) for row in rows] == cells
     for row in rows:
-        assert float(row["tokens of a step"]) > 1.2, "guesses became text"
-        assert float(row["nodes of a tree"]) > 2
-        parts = {"deciding", "draft", "merging", "ngram", "suffix"}
-        assert all(float(row[part]) > 0 for part in parts)
+        assert float(row["nodes of a tree"]) > 1
+        assert all(float(row[part]) > 0 for part in ("deciding", "merging", "ngram", "suffix"))
+        assert (float(row["draft"]) > 0) is (row["with a draft"] == "yes")
+        if row["with a draft"] == "yes":
+            assert float(row["tokens of a step"]) > 1.2, "guesses became text"
         both = float(row["deciding"]) + float(row["merging"])
         assert float(row["deciding and merging"]) == pytest.approx(both, abs=1)
 
