@@ -147,7 +147,7 @@ class CostPolicy:
                 gains.append(known.gain(draft, end, price))
                 # Of the nodes to come the likely ones are verified, one of each end; of samples all.
                 wide += draft.width(known.depth(end)) if known.samples else 1
-        passes = draft.passes(bound + len(free))
+        passes = draft.passes(bound + len(free))[: bound + len(free) + 1]
         count = 0
         if free:
             without, each = self._seconds(nodes), wide / len(free)
