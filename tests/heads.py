@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from specinfer.heads.block import BlockHead
-from specinfer.heads.config import BlockConfig, EagleConfig
+from specinfer.heads.config import AnyHeadConfig, BlockConfig, EagleConfig, MedusaConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.export import write_head
 from specinfer.heads.layers import initialise
+from specinfer.heads.medusa import MedusaHead
 from specinfer.models.config import Family, ModelConfig, Rope
 
 VOCAB, SIZE, NAMED = 64, 32, 24  # of the target; tokens a head can name
@@ -68,6 +71,66 @@ def block_config(**changes: object) -> BlockConfig:
         confidence_reads_token=True,
     )
     return replace(config, **changes)  # type: ignore[arg-type]
+
+
+def medusa_config(**changes: object) -> MedusaConfig:
+    """Beside a target of three layers."""
+    config = MedusaConfig(
+        taps=(3,), target_hidden_size=SIZE, vocab_size=VOCAB, draft_vocab_size=VOCAB, depth=4
+    )
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+def tiny_medusa(config: MedusaConfig, *, seed: int = 0, spread: float = 0.3) -> MedusaHead:
+    """Random Medusa heads."""
+    heads = MedusaHead(config, IDS if config.draft_vocab_size == NAMED else range(config.vocab_size))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(0.0, spread, generator=generator)
+    return heads.eval()
+
+
+def write_medusa(heads: MedusaHead, folder: Path, *, vllm: bool = False) -> Path:
+    """In Medusa's own layout, or in vLLM's, which alone knows of heads that cannot name all tokens."""
+    config, tensors = heads.config, dict(heads.state_dict())
+    described: dict[str, object] = {"medusa_num_heads": config.depth, "medusa_num_layers": config.num_layers}
+    if vllm:
+        described = {
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "num_heads": config.depth,
+            "num_hidden_layers": config.num_layers,
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "original_lm_head": config.shared_head,
+        }
+        if config.draft_vocab_size < VOCAB:
+            described["truncated_vocab_size"] = config.draft_vocab_size
+            tensors["token_map"] = torch.tensor(IDS)
+    else:
+        assert config.draft_vocab_size == config.vocab_size
+        assert not config.shared_head
+        tensors = {
+            name.replace("blocks.", "").replace("layers.", "").replace(".weight", ".linear.weight")
+            if name.startswith("blocks.") and name.endswith("weight")
+            else name.replace("blocks.", "").replace("layers.", "").replace(".bias", ".linear.bias")
+            if name.startswith("blocks.")
+            else f"{name.split('.')[1]}.{config.num_layers}.weight": tensor
+            for name, tensor in tensors.items()
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(described))
+    name = "model.safetensors" if vllm else "medusa_lm_head.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / name)
+    return folder
+
+
+def write_any(config: AnyHeadConfig, folder: Path, *, seed: int = 0) -> Path:
+    """A random head of any kind as a folder."""
+    if isinstance(config, MedusaConfig):
+        return write_medusa(tiny_medusa(config, seed=seed), folder)
+    return write_tiny_head(tiny_head(config, seed=seed), folder)
 
 
 def tiny_head(

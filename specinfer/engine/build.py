@@ -33,6 +33,7 @@ from specinfer.engine.pass_costs import TimedDraft, pass_costs
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.heads.load import load_head
+from specinfer.heads.medusa_model import MedusaModel
 from specinfer.kernels.choice import Kernels, choose_kernels, guessing
 from specinfer.kernels.machine import thread_count
 from specinfer.models.language_model import LanguageModel
@@ -153,7 +154,7 @@ def build_engine(
         )
     loaded = (models.target, *models.drafts.values())
     blocks = memory.num_blocks(
-        [(m.config, m.dtype) for m in loaded],
+        [(m.config, m.dtype) for m in loaded if not isinstance(m, MedusaModel)],
         block_size=config.cache.block_size,
         wanted_positions=limits.max_batch_size * (max_context + speculation.max_nodes),
         needed_positions=min(max_context, 128),
@@ -297,6 +298,8 @@ def _check_quantization(option: str, value: Quantization, device: torch.device) 
 def _with_attention(kernels: Kernels, found: Found | FoundHead, dtype: torch.dtype, *, must: bool) -> Kernels:
     """`kernels`, with PyTorch's attention where the native one cannot serve a model's heads."""
     name, heads = found.files.name, found.config
+    if heads is None:
+        return kernels
     reason = unsupported(heads.head_dim, heads.num_heads // heads.num_kv_heads, dtype)
     if reason is None or not isinstance(kernels.attention, NativeAttention):
         return kernels

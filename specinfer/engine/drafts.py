@@ -10,10 +10,11 @@ import torch
 
 from specinfer.config import SpeculationConfig
 from specinfer.errors import ConfigError, ModelError
-from specinfer.heads.block_model import BlockModel
 from specinfer.heads.checkpoint import HeadFolder, is_head
+from specinfer.heads.config import MedusaConfig
 from specinfer.heads.eagle_model import EagleModel
 from specinfer.heads.load import HeadModel, head_bytes
+from specinfer.heads.medusa_model import MedusaModel
 from specinfer.hub import ModelFiles, resolve
 from specinfer.kernels.choice import Kernels
 from specinfer.models.config import ModelConfig
@@ -21,7 +22,7 @@ from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import OpenModel, estimate_bytes, open_model
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import Timed
-from specinfer.runtime.head_runner import BlockRunner, EagleRunner
+from specinfer.runtime.head_runner import BlockRunner, EagleRunner, MedusaRunner
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.block import BlockDraft
 from specinfer.speculate.draft_model import DraftModel
@@ -30,6 +31,7 @@ from specinfer.speculate.eagle import EagleDraft
 from specinfer.speculate.foreign_draft import ForeignDraft
 from specinfer.speculate.foreign_tokens import ForeignTokens, foreign_tokens
 from specinfer.speculate.growth import Shape
+from specinfer.speculate.medusa import MedusaDraft
 from specinfer.speculate.parallel_eagle import ParallelEagleDraft
 from specinfer.speculate.speculator import LevelSpeculator
 from specinfer.tokenizer import Tokenizer
@@ -60,9 +62,10 @@ class FoundHead:
     head: HeadFolder
 
     @property
-    def config(self) -> ModelConfig:
-        """Its layers."""
-        return self.head.config.body
+    def config(self) -> ModelConfig | None:
+        """Its layers with attention; None: it has none."""
+        config = self.head.config
+        return None if isinstance(config, MedusaConfig) else config.body
 
 
 def draft_names(drafts: tuple[str, ...]) -> dict[str, str]:
@@ -161,7 +164,7 @@ def named_by(
     """The tokens a draft can name, of which `kept` are a model's with the target's vocabulary; None: all."""
     if foreign is not None:
         return foreign.vocabulary
-    if not isinstance(model, EagleModel | BlockModel):
+    if not isinstance(model, HeadModel):
         return kept
     return named_tokens(model.ids, model.config.vocab_size)
 
@@ -179,7 +182,7 @@ def models_alone(
             raise ConfigError(
                 f"{name} has another vocabulary than the target; {purpose} without: leave it out"
             )
-        if isinstance(draft, EagleModel | BlockModel):
+        if isinstance(draft, HeadModel):
             raise ConfigError(
                 f"{name} is a head that reads its target's hidden states; {purpose} without one: leave it out"
             )
@@ -191,7 +194,7 @@ def what_is_timed(model: AnyDraft, kept: DraftVocabulary | None, foreign: Foreig
     """What a draft's pass depends on besides its layers."""
     vocabulary = named_by(model, kept, foreign)
     logits = model.config.vocab_size if vocabulary is None else len(vocabulary.ids)
-    head = f", {model.head}" if isinstance(model, EagleModel | BlockModel) else ""
+    head = f", {model.head}" if isinstance(model, HeadModel) else ""
     return f"{logits} logits{head}"
 
 
@@ -209,13 +212,16 @@ def make_draft(
     """A draft over a cache of its own, and what times its passes."""
     vocabulary = named_by(model, kept)
     shape = Shape.of(speculation)
-    if not isinstance(model, EagleModel | BlockModel):
+    if not isinstance(model, HeadModel):
         runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size)
         if foreign is not None:
             return runner, ForeignDraft(
                 name, runner, shape, max_rows=max_rows, num_blocks=num_blocks, tokens=foreign
             )
         return runner, DraftModel(name, runner, shape, max_rows=max_rows, vocabulary=vocabulary)
+    if isinstance(model, MedusaModel):
+        medusa = MedusaRunner(model)
+        return medusa, MedusaDraft(name, medusa, shape, vocabulary=vocabulary)
     taps = model.head.taps
     if isinstance(model, EagleModel):
         eagle = EagleRunner(model, num_blocks=num_blocks, block_size=block_size)

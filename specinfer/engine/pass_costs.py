@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import AnyDraft, what_is_timed
-from specinfer.heads.block_model import BlockModel
-from specinfer.heads.eagle_model import EagleModel
+from specinfer.heads.load import HeadModel
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
@@ -66,7 +65,7 @@ def pass_costs(
         name: curve(
             one.runner,
             f"{speculation.draft_quantization}, {what_is_timed(one.model, kept, one.foreign)}",
-            behind=target if isinstance(one.model, EagleModel | BlockModel) else None,
+            behind=target if isinstance(one.model, HeadModel) else None,
         )
         for name, one in drafts.items()
     }

@@ -8,8 +8,9 @@ what cannot be used is refused in one line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -18,9 +19,11 @@ from torch import Tensor
 
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.heads.block import BlockHead
-from specinfer.heads.config import BlockConfig, EagleConfig, check_target
+from specinfer.heads.config import AnyHeadConfig, BlockConfig, EagleConfig, MedusaConfig, check_target
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.foreign_config import config_from_json, is_head_config, named_as_here
+from specinfer.heads.medusa import MedusaHead
+from specinfer.heads.medusa_config import TOKEN_MAP, is_medusa, medusa_config, medusa_name
 from specinfer.heads.shapes import head_shapes
 from specinfer.heads.vocabulary import Tables, id_maps
 from specinfer.hub.model_files import ModelFiles, local_model, read_json
@@ -46,7 +49,42 @@ def is_head(folder: Path) -> bool:
     Raises ModelFileError where that is no config.
     """
     file = folder / "config.json"
-    return file.is_file() and is_head_config(read_json(file))
+    if not file.is_file():
+        return False
+    described = read_json(file)
+    return is_head_config(described) or is_medusa(described)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChosenRows:
+    """Some rows of a tensor, in an order of their own, as a tensor."""
+
+    entry: TensorEntry
+    rows: Sequence[int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The file's."""
+        return self.entry.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the chosen rows alone."""
+        return (len(self.rows), *self.entry.shape[1:])
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """As TensorEntry."""
+        wanted = self.rows[start:stop]
+        parts = [torch.empty(0, *self.entry.shape[1:], dtype=self.dtype)]
+        first = 0
+        for i in range(1, len(wanted) + 1):
+            if i == len(wanted) or wanted[i] != wanted[i - 1] + 1:  # rows that follow each other at once
+                parts.append(self.entry.read_rows(wanted[first], wanted[i - 1] + 1))
+                first = i
+        return torch.cat(parts)
+
+
+_Entries = Mapping[str, TensorEntry | _ChosenRows]
 
 
 class HeadFolder:
@@ -60,12 +98,24 @@ class HeadFolder:
         if isinstance(files, Path):
             files = local_model(str(files), files)
         self.path = files.path
-        config = config_from_json(read_json(files.path / "config.json"), target.num_layers)
-        entries = _renamed(files.path, read_entries(files.weights, _DTYPES))
-        config = _with_tables(config, entries)
+        described = read_json(files.path / "config.json")
+        config: AnyHeadConfig
+        entries: _Entries
+        if is_medusa(described):
+            entries = _renamed(
+                files.path, read_entries(files.weights, _DTYPES), partial(medusa_name, described)
+            )
+            shapes = {name: entry.shape for name, entry in entries.items()}
+            config = medusa_config(described, target.num_layers, shapes)
+        else:
+            entries = _renamed(files.path, read_entries(files.weights, _DTYPES), named_as_here)
+            config = _with_tables(config_from_json(described, target.num_layers), entries)
         check_target(config, target, files.name)
-        self.config: EagleConfig | BlockConfig = config
-        self.ids = _ids(files.path, config, entries)
+        self.config = config
+        if isinstance(config, MedusaConfig):
+            self.ids, entries = _mapped(files.path, config, entries)
+        else:
+            self.ids = _ids(files.path, config, entries)
         self._entries = _checked(files.path, entries, head_shapes(config))
         self._scales = {
             name: entries[name + SCALE] for name, entry in self._entries.items() if entry.dtype == torch.int8
@@ -90,9 +140,16 @@ class HeadFolder:
             )
         return rows
 
-    def module(self, target: OpenModel) -> EagleHead | BlockHead:
+    def module(self, target: OpenModel) -> EagleHead | BlockHead | MedusaHead:
         """The head as a module of float32, with tables of the target's where it has none of its own."""
         config = self.config
+        if isinstance(config, MedusaConfig):
+            tensors = {name: self._tensor(name) for name in self._entries}
+            if not config.own_head:
+                tensors["lm_heads.0.weight"] = target_head(target, self.ids)
+            heads = MedusaHead(config, self.ids)
+            heads.load_state_dict(tensors)
+            return heads
         tables = Tables(
             self._tensor("embed_tokens.weight") if config.own_embedding else target_embedding(target),
             self._tensor("lm_head.weight") if config.own_head else target_head(target, self.ids),
@@ -127,32 +184,56 @@ def target_head(target: OpenModel, ids: Sequence[int]) -> Tensor:
     return torch.cat(parts)
 
 
-def _renamed(path: Path, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    renamed = {named_as_here(name): entry for name, entry in entries.items()}
-    if len(renamed) < len(entries):
-        raise ModelFileError(f"{path} has a layer twice, as 'midlayer' and 'layers.0'; get the head again")
+def _renamed(
+    path: Path, entries: Mapping[str, TensorEntry], name_here: Callable[[str], str]
+) -> dict[str, TensorEntry]:
+    renamed = dict[str, TensorEntry]()
+    for name, entry in entries.items():
+        if (here := name_here(name)) in renamed:
+            raise ModelFileError(f"{path} has tensor {here!r} twice, as {name!r} too; get the head again")
+        renamed[here] = entry
     return renamed
 
 
-def _with_tables(
-    config: EagleConfig | BlockConfig, entries: Mapping[str, TensorEntry]
-) -> EagleConfig | BlockConfig:
+def _with_tables(config: EagleConfig | BlockConfig, entries: _Entries) -> EagleConfig | BlockConfig:
     return replace(
         config, own_embedding="embed_tokens.weight" in entries, own_head="lm_head.weight" in entries
     )
 
 
-def _ids(path: Path, config: EagleConfig | BlockConfig, entries: Mapping[str, TensorEntry]) -> Sequence[int]:
+def _mapped(path: Path, config: MedusaConfig, entries: _Entries) -> tuple[Sequence[int], _Entries]:
+    """The tokens that Medusa's heads can name, ascending, and the tensors with their rows in this order."""
+    named, vocab = config.draft_vocab_size, config.vocab_size
+    if named == vocab:
+        return range(vocab), entries
+    if TOKEN_MAP not in entries:
+        raise ModelFileError(f"{path} can name {named} of {vocab} tokens, and lacks {TOKEN_MAP!r}")
+    tokens = _whole_numbers(path, entries, TOKEN_MAP, named)
+    ids, order = tokens.sort()
+    try:
+        id_maps(ids.tolist(), vocab)
+    except ModelError as error:
+        raise ModelFileError(f"{path}: tensor {TOKEN_MAP!r} is damaged: {error}") from error
+    chosen = dict(entries)
+    del chosen[TOKEN_MAP]
+    for name in [name for name in chosen if name.startswith("lm_heads.")]:
+        entry = entries[name]
+        assert isinstance(entry, TensorEntry)
+        if entry.shape[:1] == (vocab,):
+            chosen[name] = _ChosenRows(entry, ids.tolist())
+        elif entry.shape[:1] == (named,):
+            chosen[name] = _ChosenRows(entry, order.tolist())
+    return ids.tolist(), chosen
+
+
+def _ids(path: Path, config: EagleConfig | BlockConfig, entries: _Entries) -> Sequence[int]:
     """The tokens the head can name: of d2t, which t2d has to agree with where it is there."""
     named, vocab = config.draft_vocab_size, config.body.vocab_size
     if "d2t" not in entries:
         if named == vocab:
             return range(vocab)
         raise ModelFileError(f"{path} can name {named} of {vocab} tokens, and lacks 'd2t', which says which")
-    d2t = _whole(path, entries, "d2t", named)
-    if d2t.is_floating_point() or d2t.dtype in (torch.bool, torch.uint8):
-        raise ModelFileError(f"{path}: tensor 'd2t' is of {d2t.dtype}; expected whole numbers")
-    ids = (d2t.to(torch.int64) + torch.arange(named)).tolist()
+    ids = (_whole_numbers(path, entries, "d2t", named) + torch.arange(named)).tolist()
     try:
         _, kept = id_maps(ids, vocab)
     except ModelError as error:
@@ -162,7 +243,14 @@ def _ids(path: Path, config: EagleConfig | BlockConfig, entries: Mapping[str, Te
     return [int(i) for i in ids]
 
 
-def _whole(path: Path, entries: Mapping[str, TensorEntry], name: str, length: int) -> Tensor:
+def _whole_numbers(path: Path, entries: _Entries, name: str, length: int) -> Tensor:
+    numbers = _whole(path, entries, name, length)
+    if numbers.is_floating_point() or numbers.dtype in (torch.bool, torch.uint8):
+        raise ModelFileError(f"{path}: tensor {name!r} is of {numbers.dtype}; expected whole numbers")
+    return numbers.to(torch.int64)
+
+
+def _whole(path: Path, entries: _Entries, name: str, length: int) -> Tensor:
     entry = entries[name]
     if entry.shape != (length,):
         raise ModelFileError(f"{path}: tensor {name!r} has shape {list(entry.shape)}, expected [{length}]")
@@ -170,8 +258,8 @@ def _whole(path: Path, entries: Mapping[str, TensorEntry], name: str, length: in
 
 
 def _checked(
-    path: Path, entries: Mapping[str, TensorEntry], wanted: Mapping[str, tuple[int, ...]]
-) -> dict[str, TensorEntry]:
+    path: Path, entries: _Entries, wanted: Mapping[str, tuple[int, ...]]
+) -> dict[str, TensorEntry | _ChosenRows]:
     """The tensors that compute: all of these, in these shapes, and no others."""
     missing = [name for name in wanted if name not in entries]
     if missing:
@@ -195,6 +283,6 @@ def _checked(
     return {name: entries[name] for name in wanted}
 
 
-def _scales_rows(scale: TensorEntry | None, matrix: TensorEntry) -> bool:
+def _scales_rows(scale: TensorEntry | _ChosenRows | None, matrix: TensorEntry | _ChosenRows) -> bool:
     """Whether a tensor has a factor for each row of a matrix."""
     return scale is not None and scale.dtype.is_floating_point and scale.shape == matrix.shape[:1]

@@ -17,8 +17,13 @@ class HeadConfig(Protocol):
     """What every head has."""
 
     @property
-    def body(self) -> ModelConfig:
-        """Its layers; `body.vocab_size` is the target's."""
+    def vocab_size(self) -> int:
+        """How many tokens its target has."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """The size of what its output layers read."""
         ...
 
     @property
@@ -43,7 +48,7 @@ class HeadConfig(Protocol):
 
     @property
     def own_embedding(self) -> bool:
-        """Whether it brings embeddings; else it uses the target's."""
+        """Whether it brings embeddings, or needs none; else it uses the target's."""
         ...
 
     @property
@@ -77,10 +82,21 @@ class EagleConfig:
 
     def __post_init__(self) -> None:
         _check(self)
+        _check_layers(self.body)
         if self.mask_token_id is not None:
             _check_mask(self.mask_token_id, self.body.vocab_size)
         if self.norm_before_fc and self.fc_norm:
             raise ModelError("a head has norm_before_fc and fc_norm; allowed: one of them, or neither")
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens its target has."""
+        return self.body.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Of its layers."""
+        return self.body.hidden_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +129,22 @@ class BlockConfig:
         if not least <= self.block_size <= 64:
             raise ModelError(f"block_size is {self.block_size}; allowed: {least} to 64")
         _check(self)
+        _check_layers(self.body)
         _check_mask(self.mask_token_id, self.body.vocab_size)
         if not 0 <= self.markov_rank <= 4096:
             raise ModelError(f"markov_rank is {self.markov_rank}; allowed: 0 to 4096")
         if self.confidence_reads_token and not (self.confidence and self.markov_rank):
             raise ModelError("a confidence head reads the token before by markov_rank > 0, which is 0")
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens its target has."""
+        return self.body.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Of its layers."""
+        return self.body.hidden_size
 
     @property
     def skipped(self) -> int:
@@ -130,11 +157,55 @@ class BlockConfig:
         return self.block_size - self.skipped
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaConfig:
+    """Heads that guess a level each, all from the same hidden state (Medusa).
+
+    That is what the target's last norm makes of its last layer's output, at the token before the tree's root;
+    the tap is that output, as it is before the norm. Nothing else is read: no token, and no text.
+    """
+
+    taps: tuple[int]  # behind the target's last layer
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    depth: int  # heads: one for each level
+    num_layers: int = 1  # of a head, each x + silu(W x + b)
+    bias: bool = True  # whether there is a b
+    shared_head: bool = False  # one output layer for all levels
+    own_head: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if not 0 <= self.num_layers <= 64:
+            raise ModelError(f"a Medusa head has {self.num_layers} layers; allowed: 0 to 64")
+        if not (self.own_head or self.shared_head):
+            raise ModelError("Medusa heads that bring no output layer share one: the target's")
+
+    @property
+    def output_layers(self) -> int:
+        """How many there are."""
+        return 1 if self.shared_head else self.depth
+
+    @property
+    def hidden_size(self) -> int:
+        """The target's."""
+        return self.target_hidden_size
+
+    @property
+    def own_embedding(self) -> bool:
+        """It reads no tokens."""
+        return True
+
+
+AnyHeadConfig = EagleConfig | BlockConfig | MedusaConfig
+
+
 def check_target(head: HeadConfig, target: ModelConfig, name: str) -> None:
     """Raise ModelError unless the head called `name` reads such a target."""
     wanted = {
         "hidden states of": (head.target_hidden_size, target.hidden_size),
-        "a vocabulary of": (head.body.vocab_size, target.vocab_size),
+        "a vocabulary of": (head.vocab_size, target.vocab_size),
     }
     for what, (wants, has) in wanted.items():
         if wants != has:
@@ -149,9 +220,9 @@ def check_target(head: HeadConfig, target: ModelConfig, name: str) -> None:
             "another target"
         )
     borrows = not (head.own_embedding and head.own_head)
-    if borrows and head.body.hidden_size != target.hidden_size:
+    if borrows and head.hidden_size != target.hidden_size:
         raise ModelError(
-            f"head {name} has a hidden size of {head.body.hidden_size}, the target {target.hidden_size}: it "
+            f"head {name} has a hidden size of {head.hidden_size}, the target {target.hidden_size}: it "
             "cannot use the target's embeddings or output layer, and it does not bring both"
         )
     if not head.own_embedding and (target.embedding_scale != 1.0 or target.rope is None):
@@ -169,17 +240,20 @@ def _check_mask(token: int, vocab: int) -> None:
 def _check(head: HeadConfig) -> None:
     if not head.taps or any(tap < 0 for tap in head.taps) or len(set(head.taps)) != len(head.taps):
         raise ModelError(f"a head reads layers {list(head.taps)}; allowed: different ones, each 0 or more")
-    if not 0 < head.draft_vocab_size <= head.body.vocab_size:
+    if not 0 < head.draft_vocab_size <= head.vocab_size:
         raise ModelError(
-            f"draft_vocab_size is {head.draft_vocab_size}; allowed: 1 to the target's {head.body.vocab_size}"
+            f"draft_vocab_size is {head.draft_vocab_size}; allowed: 1 to the target's {head.vocab_size}"
         )
     if head.target_hidden_size < 1:
         raise ModelError(f"target_hidden_size is {head.target_hidden_size}; allowed: 1 or more")
-    if head.body.window is not None:
-        raise ModelError(
-            f"a head's layers have a sliding window of {head.body.window}; supported: layers that see all"
-        )
-    if head.body.rope is None or head.body.sandwich_norms:
-        raise ModelError(f"a head has layers of {head.body.family}; supported: llama and qwen3")
     if not 1 <= head.depth <= 64:
         raise ModelError(f"a head guesses {head.depth} tokens; allowed: 1 to 64")
+
+
+def _check_layers(body: ModelConfig) -> None:
+    if body.window is not None:
+        raise ModelError(
+            f"a head's layers have a sliding window of {body.window}; supported: layers that see all"
+        )
+    if body.rope is None or body.sandwich_norms:
+        raise ModelError(f"a head has layers of {body.family}; supported: llama and qwen3")

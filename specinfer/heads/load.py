@@ -12,14 +12,16 @@ from torch import Tensor
 from specinfer.config import Quantization
 from specinfer.heads.block_model import BlockModel
 from specinfer.heads.checkpoint import HeadFolder, target_head
-from specinfer.heads.config import EagleConfig
+from specinfer.heads.config import EagleConfig, MedusaConfig
 from specinfer.heads.eagle_model import EagleModel
+from specinfer.heads.medusa_model import MedusaModel
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.models.language_model import LanguageModel, Weights
 from specinfer.models.weights import OpenModel, load_parts
 from specinfer.progress import Progress
 
-HeadModel = EagleModel | BlockModel
+HeadModel = EagleModel | BlockModel | MedusaModel
+_OUTPUT = ("lm_head.weight", "lm_heads.0.weight")  # of which one is the target's where a head has none
 
 
 class _Tensors:
@@ -34,12 +36,14 @@ class _Tensors:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every tensor."""
         config = self._head.config
-        lent = {} if config.own_head else {"lm_head.weight": (len(self._head.ids), config.body.hidden_size)}
-        return {**self._head.shapes, **lent}
+        if config.own_head:
+            return self._head.shapes
+        name = _OUTPUT[isinstance(config, MedusaConfig)]
+        return {**self._head.shapes, name: (config.draft_vocab_size, config.hidden_size)}
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop of a tensor, on the CPU, in any floating dtype."""
-        if name == "lm_head.weight" and not self._head.config.own_head:
+        if name in _OUTPUT and not self._head.config.own_head:
             return target_head(self._target, self._head.ids[start:stop])
         return self._head.read_rows(name, start, stop)
 
@@ -65,6 +69,8 @@ def load_head(
     def make(weights: Weights) -> HeadModel:
         if isinstance(config, EagleConfig):
             return EagleModel(config, weights, target, head.ids)
+        if isinstance(config, MedusaConfig):
+            return MedusaModel(config, weights, target, head.ids)
         return BlockModel(config, weights, target, head.ids)
 
     return load_parts(
@@ -87,5 +93,5 @@ def head_bytes(head: HeadFolder, dtype: torch.dtype) -> int:
     config = head.config
     elements = sum(math.prod(shape) for shape in head.shapes.values())
     if not config.own_head:
-        elements += config.draft_vocab_size * config.body.hidden_size
+        elements += config.draft_vocab_size * config.hidden_size
     return elements * dtype.itemsize

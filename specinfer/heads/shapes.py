@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from specinfer.heads.config import BlockConfig, EagleConfig
+from specinfer.heads.config import AnyHeadConfig, BlockConfig, EagleConfig, MedusaConfig
 from specinfer.models.config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-def head_shapes(config: EagleConfig | BlockConfig) -> Shapes:
-    """The tensors that compute, those of the target's that the head uses left out; d2t and t2d apart."""
+def head_shapes(config: AnyHeadConfig) -> Shapes:
+    """The tensors that compute, those of the target's that the head uses left out; ids of tokens apart."""
+    if isinstance(config, MedusaConfig):
+        return _of_medusa(config)
     body, taps, size = config.body, len(config.taps), config.body.hidden_size
     eagle = isinstance(config, EagleConfig)
     shapes: Shapes = {
@@ -23,6 +25,17 @@ def head_shapes(config: EagleConfig | BlockConfig) -> Shapes:
     for number in range(body.num_layers):
         shapes |= _layer(body, f"layers.{number}", reads_token=eagle and number == 0)
     return shapes | (_of_eagle(config) if isinstance(config, EagleConfig) else _of_block(config))
+
+
+def _of_medusa(config: MedusaConfig) -> Shapes:
+    size, shapes = config.hidden_size, Shapes()
+    for layer in (f"blocks.{i}.layers.{j}" for i in range(config.depth) for j in range(config.num_layers)):
+        shapes[f"{layer}.weight"] = (size, size)
+        if config.bias:
+            shapes[f"{layer}.bias"] = (size,)
+    for i in range(config.output_layers if config.own_head else 0):
+        shapes[f"lm_heads.{i}.weight"] = (config.draft_vocab_size, size)
+    return shapes
 
 
 def _of_eagle(config: EagleConfig) -> Shapes:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.errors import ModelError
-from specinfer.heads.config import HeadConfig
+from specinfer.heads.config import BlockConfig, EagleConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,9 @@ class Vocabulary(nn.Module):
     d2t: Tensor
     t2d: Tensor
 
-    def __init__(self, config: HeadConfig, ids: Sequence[int] | None, tables: Tables | None) -> None:
+    def __init__(
+        self, config: EagleConfig | BlockConfig, ids: Sequence[int] | None, tables: Tables | None
+    ) -> None:
         """`ids` are the tokens it can name, ascending; None: all. `tables` None: random ones.
 
         Raises ModelError where ids or tables are not of the config's sizes.

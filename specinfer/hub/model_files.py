@@ -11,6 +11,7 @@ from specinfer.errors import ModelFileError
 from specinfer.hub.gguf_header import GgufHeader, check_complete, read_header
 
 _MAX_JSON = 32 << 20  # bytes; the index of a hundred thousand tensors has a third of that
+_SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")  # the latter of Medusa's heads
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -60,11 +61,12 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         raise ModelFileError(
             f"{folder} is not a model: it has no config.json; give a model's folder or a .gguf file"
         )
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        if single.is_file():
-            return (single,)
-        raise ModelFileError(f"{folder} has neither {single.name} nor {index.name}; {_instead(folder)}")
+        for name in _SINGLE:
+            if (folder / name).is_file():
+                return (folder / name,)
+        raise ModelFileError(f"{folder} has neither {_SINGLE[0]} nor {index.name}; {_instead(folder)}")
     names = _indexed(index)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:

@@ -327,7 +327,7 @@ class _FileWeights:
         """
         matrices = [f"{name}.weight" for name in names]
         b = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
-        output_layer = loaded is not None or names == ("lm_head",)
+        output_layer = loaded is not None or names[0].startswith("lm_head")
         if self._quantized is not None:
             product = self._quantized_linear(self._quantized, matrices, b, output_layer)
             if loaded is None:

@@ -19,6 +19,7 @@ from specinfer.attention.native import NativeCache
 from specinfer.errors import ensure
 from specinfer.heads.block_model import BlockModel
 from specinfer.heads.eagle_model import EagleModel
+from specinfer.heads.medusa_model import MedusaModel
 from specinfer.kernels.block_head import NativeBlockHead
 from specinfer.runtime.batch import ModelBatch, Rows, build_batch, slots_of
 from specinfer.runtime.features import TappedRows, together
@@ -256,3 +257,26 @@ class BlockRunner:
         table = range(-(-(2 + head.block_size) // self.block_size))
         text = BlockText(table, 0, begin=0, states=states, count=2, rows=head.block_size, anchor=0)
         self.step([text] * texts).logits_RU[0].cpu()
+
+
+class MedusaRunner:
+    """Runs Medusa's heads, which have no cache."""
+
+    def __init__(self, model: MedusaModel) -> None:
+        self.model = model
+
+    @torch.inference_mode()
+    def run(self, states: Sequence[TappedRows], levels: int) -> tuple[Tensor, Tensor]:
+        """What output layers read of the first levels of texts that end in these states, and their logits.
+
+        Both are contiguous, a text's levels one after another: [texts * levels, D or U].
+        """
+        read_BLD, logits_BLU = self.model.run(together(states).copied()[:, 0], levels)
+        return read_BLD.flatten(0, 1), logits_BLU.flatten(0, 1)
+
+    def probe(self, rows: int, *, every_row: bool) -> None:
+        """A step's pass for so many texts, all levels, to be timed."""
+        ensure(every_row, "a head's rows are all asked for their logits")
+        model = self.model
+        state = torch.zeros(1, 1, model.head.target_hidden_size, dtype=model.dtype, device=model.device)
+        self.run([TappedRows(state, [0])] * rows, model.head.depth)[1][0].cpu()

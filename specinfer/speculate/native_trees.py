@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from specinfer.heads.block_model import BlockModel
-from specinfer.heads.eagle_model import EagleModel
+from specinfer.heads.load import HeadModel
 from specinfer.kernels.library import TREE_ASK, TYPES, GrownArgs, GuesserArgs, Library
 from specinfer.kernels.product import FLOATS, NativeProduct, check_rows
 from specinfer.speculate.best_first import LEAST_HOPE, MOST_NODES
@@ -28,7 +28,7 @@ class NativeTrees:
     def __init__(
         self,
         name: str,
-        model: BlockModel | EagleModel,
+        model: HeadModel,
         vocabulary: DraftVocabulary | None,
         library: Library,
     ) -> None:
@@ -52,9 +52,7 @@ class NativeTrees:
         self._make_room(1)
 
     @classmethod
-    def of(
-        cls, name: str, model: BlockModel | EagleModel, vocabulary: DraftVocabulary | None
-    ) -> NativeTrees | None:
+    def of(cls, name: str, model: HeadModel, vocabulary: DraftVocabulary | None) -> NativeTrees | None:
         """Trees of a model whose kernels are native; else None."""
         library = model.kernels.library
         if library is None or model.device.type != "cpu" or model.dtype not in FLOATS:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specinfer.heads.block_model import BlockModel
-from specinfer.heads.eagle_model import EagleModel
+from specinfer.heads.load import HeadModel
 from specinfer.request import Request
 from specinfer.runtime.flight import Flight
 from specinfer.speculate.best_first import MOST_NODES
@@ -43,9 +43,7 @@ class BestFirstTrees(Protocol):
 class OnePassTrees:
     """Grows trees from what the output layer of a head reads of all their levels."""
 
-    def __init__(
-        self, name: str, model: BlockModel | EagleModel, shape: Shape, vocabulary: DraftVocabulary | None
-    ) -> None:
+    def __init__(self, name: str, model: HeadModel, shape: Shape, vocabulary: DraftVocabulary | None) -> None:
         """`shape` is of trees not grown best first; `vocabulary` is that of the head's logits (None: all)."""
         self._name = name
         self._head = model

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.heads.block_model import BlockModel
-from specinfer.heads.eagle_model import EagleModel
+from specinfer.heads.load import HeadModel
 from specinfer.runtime.flight import Flight
 from specinfer.speculate.best_first import Level, Race, grow
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
@@ -31,7 +31,7 @@ _RACERS: Final = 32  # where noise decides among them
 class PlainTrees:
     """A `BestFirstTrees` that runs everywhere."""
 
-    def __init__(self, name: str, model: BlockModel | EagleModel, vocabulary: DraftVocabulary | None) -> None:
+    def __init__(self, name: str, model: HeadModel, vocabulary: DraftVocabulary | None) -> None:
         self._name = name
         self._scan = model.kernels.scan
         self._block = model if isinstance(model, BlockModel) else None

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.errors import ModelError, TuneError
-from specinfer.heads.checkpoint import HeadFolder, is_head
+from specinfer.heads.checkpoint import is_head
 from specinfer.hub.pool import is_pool, member_folders, read_pool
 from specinfer.models.fingerprint import fingerprint
 from specinfer.tune.draft import Draft, Target
-from specinfer.tune.read_draft import read_draft
+from specinfer.tune.read_draft import open_head, read_draft
 
 BEFORE: Final = ".before"  # behind a folder's name: what it was until it was replaced
 
@@ -93,7 +93,7 @@ class Incumbent:
 
 def taps_of(folder: Path, target: Target) -> tuple[int, ...]:
     """The layers whose inputs a draft reads: none, where it is a model."""
-    return HeadFolder(folder, target.config).config.taps if is_head(folder) else ()
+    return open_head(folder, target).config.taps if is_head(folder) else ()
 
 
 def replace_folder(new: Path, old: Path) -> None:

@@ -149,6 +149,7 @@ def known_head(
             "--depth and --layout as it was trained, or leave --init out"
         )
     head = opened.module(target)
+    assert isinstance(head, BlockHead | EagleHead)  # as its config is
     with torch.no_grad():
         head.fc.weight.div_(scale_ND.flatten())
     return head

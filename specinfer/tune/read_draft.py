@@ -9,12 +9,22 @@ import torch
 from specinfer.errors import ModelError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder, is_head
+from specinfer.heads.config import MedusaConfig
+from specinfer.heads.eagle import EagleHead
 from specinfer.hub import resolve
 from specinfer.models.weights import open_model
 from specinfer.tune.block_kind import BlockKind
 from specinfer.tune.draft import Draft, Target
 from specinfer.tune.head_draft import BlockHeadDraft, EagleHeadDraft
 from specinfer.tune.ssm_kind import read_small
+
+
+def open_head(folder: Path, target: Target) -> HeadFolder:
+    """The head in a folder; raises ModelError and its kind where it cannot be used, or is none of ours."""
+    head = HeadFolder(folder, target.config)
+    if isinstance(head.config, MedusaConfig):
+        raise ModelError(f"{folder} holds Medusa's heads, which cannot be measured; name another draft")
+    return head
 
 
 def read_draft(folder: Path, target: Target, depth: int) -> Draft:
@@ -31,7 +41,8 @@ def read_draft(folder: Path, target: Target, depth: int) -> Draft:
                 f"{target.config.vocab_size}; drafts that are measured have their target's vocabulary"
             )
         return read_small(small, depth)
-    head = HeadFolder(folder, target.config).module(target.model)
+    head = open_head(folder, target).module(target.model)
+    assert isinstance(head, BlockHead | EagleHead)  # as open_head has seen
     scale_ND = torch.ones(len(head.config.taps), head.config.target_hidden_size)
     if isinstance(head, BlockHead):
         return BlockHeadDraft(head, scale_ND, BlockKind().anchors)

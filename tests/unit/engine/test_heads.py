@@ -16,9 +16,10 @@ from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ConfigError, ModelError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder
-from specinfer.heads.config import BlockConfig, EagleConfig
+from specinfer.heads.config import AnyHeadConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.load import HeadModel, load_head
+from specinfer.heads.medusa import MedusaHead
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
@@ -31,10 +32,19 @@ from specinfer.tree import TokenTree
 from specinfer.tree.distribution import Distribution
 from specinfer.tree.token_tree import draws_by_parent
 from tests.engines import CPU, ENGINE, Tiny, assert_idle, engine_of, slow_generate, write_tiny
-from tests.heads import block_config, eagle_config, tiny_body, tiny_head, write_tiny_head
+from tests.heads import (
+    block_config,
+    eagle_config,
+    medusa_config,
+    tiny_body,
+    tiny_head,
+    write_any,
+    write_tiny_head,
+)
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3] * 37, [50, 2, 61, 7]]
-HEADS: dict[str, EagleConfig | BlockConfig] = {
+AnyHead = EagleHead | BlockHead | MedusaHead
+HEADS: dict[str, AnyHeadConfig] = {
     "eagle": eagle_config(own_head=False),
     "eagle 3.1, two layers": eagle_config(
         body=tiny_body(num_layers=2, bias=True), fc_norm=True, norm_output=True
@@ -47,6 +57,7 @@ HEADS: dict[str, EagleConfig | BlockConfig] = {
     "block, bidirectional": block_config(
         causal=False, sample_from_anchor=False, markov_rank=0, confidence=False, confidence_reads_token=False
     ),
+    "medusa": medusa_config(num_layers=2),
 }
 SAMPLED = {"temperature": 0.8, "seed": 5}
 
@@ -66,14 +77,14 @@ def heads(folder: Path, tiny: Tiny) -> dict[str, HeadModel]:
     target = open_model(folder / "target")
     loaded = {}
     for number, (name, config) in enumerate(HEADS.items()):
-        written = write_tiny_head(tiny_head(config, seed=number), folder / f"head{number}")
+        written = write_any(config, folder / f"head{number}", seed=number)
         head = HeadFolder(written, target.config)
         loaded[name] = load_head(head, target, tiny.target, kernels=guessing(choose_kernels("auto", CPU)[0]))
     return loaded
 
 
 @pytest.fixture(scope="module")
-def modules(folder: Path, heads: dict[str, HeadModel]) -> dict[str, EagleHead | BlockHead]:
+def modules(folder: Path, heads: dict[str, HeadModel]) -> dict[str, AnyHead]:
     """The same heads as plain modules, with the same tables."""
     target = open_model(folder / "target")
     return {
@@ -105,19 +116,28 @@ def test_the_text_is_that_of_the_target_alone(
 
 
 def hidden_states(tiny: Tiny, text: list[int]) -> torch.Tensor:
-    """What every layer is given, and what the last puts out: [T, 1 + layers, D]."""
+    """What every layer is given, what the last puts out, and the last norm of that: [T, 2 + layers, D]."""
     runner = ModelRunner(tiny.target, num_blocks=1, block_size=128)
     layers = range(tiny.target.config.num_layers + 1)
     flight = runner.launch([chain_rows(text, 0, [0], logits=True)], taps=layers)
-    return torch.stack([flight.hidden(layer) for layer in layers], dim=1)
+    states_TND = torch.stack([flight.hidden(layer) for layer in layers], dim=1)
+    return torch.cat((states_TND, normed(tiny, states_TND[:, -1:])), dim=1)
+
+
+def normed(tiny: Tiny, x: torch.Tensor) -> torch.Tensor:
+    """The last norm of what the last layer puts out."""
+    weight_D = tiny.target._final_norm.weight_D  # type: ignore[attr-defined]
+    return x / (x.square().mean(-1, keepdim=True) + tiny.target.config.norm_eps).sqrt() * weight_D
 
 
 @torch.no_grad()
 def module_logits(
-    head: EagleHead | BlockHead, text: list[int], hidden_TND: torch.Tensor, above: list[int], shift: int = 0
+    head: AnyHead, text: list[int], hidden_TND: torch.Tensor, above: list[int], shift: int = 0
 ) -> torch.Tensor:
     """The module's logits behind `above`, which follows the text; it reads layers that `shift` moves."""
     end = len(text)
+    if isinstance(head, MedusaHead):  # one off is the same state before the last norm
+        return head(hidden_TND[end - 2, -1 - shift])[len(above)]
     taps_TND = hidden_TND[None, : end - 1, [tap + shift for tap in head.config.taps]]
     if isinstance(head, EagleHead):
         tokens = torch.zeros(1, end - 1, 1 + len(above), dtype=torch.int64)
@@ -132,7 +152,7 @@ def module_logits(
 
 
 def likelihood_gap(
-    head: EagleHead | BlockHead, text: list[int], hidden_TND: torch.Tensor, tree: TokenTree, shift: int = 0
+    head: AnyHead, text: list[int], hidden_TND: torch.Tensor, tree: TokenTree, shift: int = 0
 ) -> float:
     """The largest difference between what a head in an engine said of a guess and what the module says.
 
@@ -148,7 +168,7 @@ def likelihood_gap(
 
 @pytest.mark.parametrize("name", HEADS)
 def test_every_guess_is_as_likely_as_the_module_says(
-    tiny: Tiny, heads: dict[str, HeadModel], modules: dict[str, EagleHead | BlockHead], name: str
+    tiny: Tiny, heads: dict[str, HeadModel], modules: dict[str, AnyHead], name: str
 ) -> None:
     gaps: list[float] = []
     depths = set[int]()
@@ -173,9 +193,35 @@ def test_every_guess_is_as_likely_as_the_module_says(
     assert max(gaps) < 1e-4
 
 
+def test_a_medusa_head_reads_one_state_and_no_other(
+    tiny: Tiny, heads: dict[str, HeadModel], modules: dict[str, AnyHead]
+) -> None:
+    events: list[TreeEvent] = []
+    with engine(tiny, heads["medusa"]) as llm:
+        engine_of(llm).on_tree = events.append
+        (output,) = llm.generate([PROMPTS[0]], shaped(8))
+    text, end, module = [*PROMPTS[0], *output.token_ids], len(PROMPTS[0]), modules["medusa"]
+    right_TND = hidden_states(tiny, text)
+    wrong = {
+        "before the norm": right_TND[:, :-1],
+        "a layer off": normed(tiny, right_TND[:, :-2]),
+        "a token late": right_TND.roll(-1, 0),
+        "a token early": right_TND.roll(1, 0),
+    }
+    seen = 0
+    for event in events:
+        if event.tree.num_nodes > 1:
+            seen += 1
+            assert likelihood_gap(module, text[:end], right_TND, event.tree) < 1e-4
+            for name, states_TND in wrong.items():
+                assert likelihood_gap(module, text[:end], states_TND, event.tree) > 1e-3, name
+        end += 1 + len(event.acceptance.path)
+    assert seen > 3
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_a_text_whose_beginning_nobody_read_is_seen_from_the_next_block_on(
-    tiny: Tiny, heads: dict[str, HeadModel], modules: dict[str, EagleHead | BlockHead], name: str
+    tiny: Tiny, heads: dict[str, HeadModel], modules: dict[str, AnyHead], name: str
 ) -> None:
     prompt, seen_from = PROMPTS[0], 8  # of 12 tokens two blocks of four are found
     events: list[TreeEvent] = []
@@ -214,9 +260,8 @@ def test_requests_that_come_and_go_change_nothing(
     ]
     with engine(tiny, None, block_size=4) as llm:
         alone = [tuple(llm.generate([p], q)[0].token_ids) for p, q in zip(prompts, params, strict=True)]
-    slots = 4 * sum(
-        2 * c.num_layers * c.num_kv_heads * c.head_dim for c in (tiny.target.config, heads[name].config)
-    )
+    cached = [tiny.target.config, *([] if name == "medusa" else [heads[name].config])]
+    slots = 4 * sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in cached)
     with engine(
         tiny, heads[name], max_context=48, block_size=4, kv_cache_memory=26 * 4 * slots, **options
     ) as llm:
@@ -241,7 +286,7 @@ def test_a_form_is_kept(tiny: Tiny, heads: dict[str, HeadModel], name: str) -> N
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("draw", ["iid", "without_replacement", "top_k"])
 def test_samples_are_drawn_from_the_law_that_is_told(
-    tiny: Tiny, heads: dict[str, HeadModel], modules: dict[str, EagleHead | BlockHead], name: str, draw: str
+    tiny: Tiny, heads: dict[str, HeadModel], modules: dict[str, AnyHead], name: str, draw: str
 ) -> None:
     events: list[TreeEvent] = []
     params = SamplingParams(max_tokens=12, temperature=0.9, seed=11)
@@ -276,7 +321,8 @@ def test_a_request_that_is_aborted_is_forgotten(tiny: Tiny, heads: dict[str, Hea
             stream.close()
             llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3))
             drafts = [s for s in engine_of(llm)._speculators._speculators if s.name == "draft"]
-            assert [draft._texts._texts for draft in drafts] == [{}], name  # type: ignore[union-attr]
+            kept = [draft._last if name == "medusa" else draft._texts._texts for draft in drafts]  # type: ignore[union-attr]
+            assert kept == [{}], name
 
 
 @pytest.mark.parametrize(
@@ -291,7 +337,7 @@ def test_a_request_that_is_aborted_is_forgotten(tiny: Tiny, heads: dict[str, Hea
 @pytest.mark.usefixtures("own_cache")  # of quantized matrices
 def test_a_folder_is_a_draft(
     folder: Path,
-    modules: dict[str, EagleHead | BlockHead],
+    modules: dict[str, AnyHead],
     quantization: str,
     dtype: str,
     kernels: str,
@@ -310,14 +356,14 @@ def test_a_folder_is_a_draft(
 
 @pytest.mark.usefixtures("own_cache")  # of cost curves
 def test_trees_are_sized_by_what_passes_cost(folder: Path) -> None:
-    heads = [str(folder / f"head{number}") for number in (0, 2, 3)]
+    heads = [str(folder / f"head{number}") for number in (0, 2, 3, 6)]
     params = SamplingParams(max_tokens=30, temperature=0)
     options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": 1 << 24, "ngram": True}
     with LLM(str(folder / "target"), **options) as llm:
         alone = llm.generate(PROMPTS, params)
     with LLM(str(folder / "target"), **options, drafts=heads) as llm:
         outputs = llm.generate(PROMPTS, params)
-        assert set(llm.statistics().cost_factors) == {"target", "draft1", "draft2", "draft3"}
+        assert set(llm.statistics().cost_factors) == {"target", *(f"draft{i}" for i in range(1, 5))}
     assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
 
 
