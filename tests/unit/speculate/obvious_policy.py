@@ -29,7 +29,7 @@ class ObviousPolicy:
         self.costs = DraftCosts(draft, expansion)  # of which only what it has counted is asked
         self.counts = Calibration()
         self.saved = 0.0
-        # What others left of the draft's first level, from the first step on, by whether there is a prediction.
+        # What others left of the first level, from the first step on, by whether there is a prediction.
         self.left: dict[bool, list[float]] = {False: [], True: []}
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
