@@ -237,6 +237,9 @@ class CostPolicy:
 
     def observe(self, report: StepReport) -> None:
         """Learn from every guess whose parent became text, verified or not: the next token is known."""
+        for name, draft in self._drafts.items():
+            for level, choice in report.hindsight.get(name, ()):
+                draft.learn(level, choice)
         for outcome in report.outcomes:
             tree, temperature = self._trees.pop(outcome.request_id, (None, 0.0))
             if tree is None or tree.num_nodes == 1:

@@ -250,7 +250,7 @@ def test_policy_estimator(
             [
                 *("trace", "record", "--model", pair[0], "--draft", pair[1], "--ngram", "--prompts", dataset),
                 *("--out", str(out), "--max-tokens", "16", "--temperature", "0.5", "--seed", str(seed)),
-                *("--shape", "1,1,3,1,1", "--kv-cache-memory", "16MB"),
+                *("--expansion", "1,1,3,1,1", "--shape", "1,1,3,1,1", "--kv-cache-memory", "16MB"),
             ],
         )
         assert done.exit_code == 0, done.output
