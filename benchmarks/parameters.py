@@ -85,7 +85,7 @@ def main() -> None:
     about = {
         "model": Path(args.model).name,
         "speculators": [Path(draft).name for draft in args.draft] or ["n-gram"],
-        "expansion": args.expansion,
+        "expansion": speculative.config.speculation.shape,
         "dtype": str(speculative.models.target.dtype).removeprefix("torch."),
         "max_tokens": args.max_tokens,
         "batch_size": args.batch_size,

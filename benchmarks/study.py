@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from specinfer import LLM, RequestOutput, SamplingParams, SpecInferError, SpeculationFigures
-from specinfer.config import SpeculationConfig
+from specinfer.config import USUAL_EXPANSION, SpeculationConfig
 from specinfer.files import write_whole
 from specinfer.report.dataset import Conversation, Dataset
 from specinfer.report.provenance import commit, hardware, provenance
@@ -37,7 +37,7 @@ REQUIRED: Any = object()  # stands for the default of an option that has none
 SPECULATING: Mapping[str, Any] = {
     "model": REQUIRED,
     "draft": [],
-    "expansion": "learned",
+    "expansion": None,
     "dtype": "auto",
     "dataset": REQUIRED,
     "max_tokens": 64,
@@ -62,7 +62,7 @@ def natural(text: str) -> int:
 _OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"help": "the target: folder, GGUF file or name"},
     "draft": {"help": "a draft model; repeatable", "action": "append"},
-    "expansion": {"help": "of the drafts' trees"},
+    "expansion": {"help": f"of the drafts' trees, of fixed size (default {USUAL_EXPANSION})"},
     "dtype": {"help": "auto, bfloat16 or float32"},
     "quantization": {"help": "none, int8 or int4"},
     "dataset": {"help": "prompts; repeatable", "action": "append", "type": Path, "metavar": "FILE.jsonl"},

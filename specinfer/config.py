@@ -72,9 +72,10 @@ class SpeculationConfig:
     prediction_depth: int = 15  # tokens guessed at once from a request's `prediction`
     prediction_branches: int = 4  # ways to go on that are guessed after a difference
     forced_depth: int = 16  # tokens guessed at once where a grammar leaves no choice
-    # How drafts' trees grow, level by level; learned: where guesses are likely, as the policy finds. Trees of
-    # samples, whose shape nothing they hold may decide, and of a fixed size are grown as USUAL_EXPANSION.
-    expansion: Expansion | Literal["learned"] = "learned"
+    # How drafts' trees grow, level by level; learned: where guesses are likely, as the policy finds; trees of
+    # samples, whose shape nothing they hold may decide, are USUAL_EXPANSION then. None: learned where trees
+    # are sized by cost, else USUAL_EXPANSION.
+    expansion: Expansion | Literal["learned"] | None = None
     max_nodes: int = 64  # of one request's tree in one step, the root included
     tree_size: TreeSize = "cost"  # cost: of all that, what is expected to be fastest here; fixed: all of it
     clock: Clock = (
@@ -88,7 +89,7 @@ class SpeculationConfig:
         _choice("draft_quantization", self.draft_quantization, get_args(Quantization))
         object.__setattr__(self, "draft_vocabulary", _vocabulary(self.draft_vocabulary))
         _choice("draft_tokens", self.draft_tokens, get_args(DraftTokens))
-        if self.expansion != "learned":
+        if self.expansion is not None and self.expansion != "learned":
             try:
                 object.__setattr__(self, "expansion", Expansion.of(self.expansion))
             except ConfigError as error:
@@ -97,6 +98,11 @@ class SpeculationConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
         _choice("tree_size", self.tree_size, get_args(TreeSize))
+        if self.expansion == "learned" and self.tree_size == "fixed":
+            raise ConfigError(
+                "expansion is 'learned' with tree_size 'fixed': such a shape is found by costs; allowed "
+                f"there: widths, for example {USUAL_EXPANSION}; give some, or leave one of the two out"
+            )
         _choice("clock", self.clock, get_args(Clock))
         _choice("verifier", self.verifier, tuple(DRAFT_DRAWS))
         if self.draw is not None and self.draw not in tuple(DRAFT_DRAWS[self.verifier]):
@@ -130,12 +136,22 @@ class SpeculationConfig:
     @property
     def learns_shape(self) -> bool:
         """Whether drafts' trees grow as the policy finds; a fixed tree size leaves it nothing to find."""
-        return self.expansion == "learned" and self.tree_size == "cost"
+        return self.tree_size == "cost" and not isinstance(self.expansion, Expansion)
 
     @property
     def fixed_expansion(self) -> Expansion:
         """The shape of trees that have one."""
         return self.expansion if isinstance(self.expansion, Expansion) else USUAL_EXPANSION
+
+    @property
+    def shape(self) -> str:
+        """How drafts' trees grow, as it is written: what `expansion` says or comes to."""
+        return "learned" if self.learns_shape else str(self.fixed_expansion)
+
+    def with_tree_size(self, size: TreeSize) -> SpeculationConfig:
+        """The same with trees of this size; a learned shape, which fixed ones have not, is not asked for."""
+        keeps = size == "cost" or isinstance(self.expansion, Expansion)
+        return replace(self, tree_size=size, expansion=self.expansion if keeps else None)
 
     @property
     def enabled(self) -> bool:

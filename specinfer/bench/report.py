@@ -71,7 +71,7 @@ def options_of(llm: LLM, load: Load) -> dict[str, Any]:
         "sampling": asdict(load.params),
         "speculation": {
             **asdict(speculation),
-            "expansion": str(speculation.expansion),
+            "expansion": speculation.shape,
             "draw": speculation.draw_rule.value,
         },
         "scheduler": asdict(llm.config.scheduler),

@@ -82,8 +82,8 @@ def engine_like(
     """An engine over the models of `llm` with other speculators, their full trees, and room for `prompts`."""
     longest = max(map(len, prompts)) + effort.max_tokens
     context = min(longest, llm.max_context)  # several engines share the memory: none has too much
-    config = replace(llm.config, speculation=speculation)
-    return llm.variant(config, tree_size="fixed", max_context=context)
+    config = replace(llm.config, speculation=speculation.with_tree_size("fixed"))
+    return llm.variant(config, max_context=context)
 
 
 def with_verifier(speculation: SpeculationConfig, verifier: Verifier) -> SpeculationConfig:

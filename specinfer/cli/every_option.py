@@ -54,7 +54,7 @@ PURPOSES: Final = {
     "prediction_branches": "Ways to go on that are guessed after a difference.",
     "forced_depth": "Tokens guessed at once where a grammar leaves no choice.",
     "expansion": "Children of each frontier node of a draft's tree, level by level: K1,K2,...; or learned: "
-    "where guesses are likely.",
+    "where guesses are likely, the default where trees are sized by cost.",
     "max_nodes": "Of one request's tree in one step, the root included.",
     "tree_size": "cost: of these trees the part that is fastest here; fixed: all of them.",
     "clock": "measured: costs follow what steps take; curve: as measured at first, to repeat texts of mss.",

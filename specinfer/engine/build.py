@@ -45,9 +45,9 @@ from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.draft_vocabulary import DraftVocabulary, draft_vocabulary
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.foreign_tokens import ForeignTokens
-from specinfer.speculate.guarded_policy import GuardedPolicy, sized_by_cost
+from specinfer.speculate.guarded_policy import GuardedPolicy, fixed_policy, sized_by_cost
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.policy import FixedPolicy
+from specinfer.speculate.policy import FixedPolicy, TrustedPolicy
 from specinfer.speculate.policy_memory import PolicyMemory
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.speculate.table import build_speculators
@@ -203,10 +203,11 @@ def build_engine(
         *(draft for _, draft in drafting.values()),
         *extra,
     ]
+    policy = FixedPolicy() if guard is None else TrustedPolicy(guard, fixed_policy(speculation))
     pool = BlockPool(blocks, config.cache.block_size)
     return Engine(
         target=target,
-        speculators=Ensemble(speculators, vocab=vocab, policy=guard or FixedPolicy()),
+        speculators=Ensemble(speculators, vocab=vocab, policy=policy),
         tokenizer=models.tokenizer,
         admission=Admission(
             models.tokenizer,

@@ -43,7 +43,7 @@ def play_fixed(parts: Sequence[Part], speculation: SpeculationConfig, choice: Fi
     """Play parts with one fixed choice."""
     switches: dict[str, Any] = {name: name in choice.speculators for name in SWITCHES}
     nodes = max(speculation.max_nodes, choice.nodes)
-    limited = replace(speculation, **switches, max_nodes=nodes, tree_size="fixed")
+    limited = replace(speculation.with_tree_size("fixed"), **switches, max_nodes=nodes)
     return play(parts, CutPolicy(choice.speculators, choice.depth, choice.nodes), speculation=limited)
 
 

@@ -70,7 +70,7 @@ def shapes_of(speculation: SpeculationConfig) -> list[Shape]:
     expansion, rule = speculation.fixed_expansion, speculation.draw_rule
     deep = (*expansion.widths, *[1] * DEPTH)[: max(DEPTH, expansion.depth)]
     first = Shape(Expansion((*deep[:-1], max(WIDTH, deep[-1]))), rule)
-    if speculation.expansion == "learned":
+    if not isinstance(speculation.expansion, Expansion):
         return [first, learned_shape(speculation)]
     return [first, Shape(Expansion((WIDTH, 2, *[1] * (DEPTH - 3), WIDTH)), rule)]
 

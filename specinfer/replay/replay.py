@@ -50,7 +50,7 @@ POLICIES: Final[dict[str, MakePolicy]] = {
 
 def speculation_of(policy: str, speculation: SpeculationConfig) -> SpeculationConfig:
     """The same of an engine that has the policy of this name."""
-    return replace(speculation, tree_size="fixed" if policy == "fixed" else "cost")
+    return speculation.with_tree_size("fixed" if policy == "fixed" else "cost")
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ def _speculation(facts: EngineFacts) -> dict[str, Any]:
     return {
         "speculators": list(facts.speculators),
         "max_nodes": usual.max_nodes,
-        "expansion": str(usual.expansion) if usual.drafts else None,  # the shape of a draft model's trees
+        "expansion": usual.shape if usual.drafts else None,  # the shape of a draft model's trees
         "verifier": usual.verifier,
     }
 

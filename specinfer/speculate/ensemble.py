@@ -73,7 +73,7 @@ class Ensemble:
         self._reading = frozenset(s.name for s in speculators if isinstance(s, ReadsTarget))
         self._seeing = frozenset(s.name for s in speculators if isinstance(s, SeesChoices))
         self._vocab = vocab  # of the target
-        self._policy = TrustedPolicy(policy)
+        self._policy = policy if isinstance(policy, TrustedPolicy) else TrustedPolicy(policy)
         self._clock = clock
         self._passes: list[LevelPass] = []  # of the step
         self._hindsight: dict[str, Sequence[LevelOutcome]] = {}  # of the same

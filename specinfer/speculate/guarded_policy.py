@@ -26,7 +26,13 @@ from specinfer.speculate.growth import DEEPEST
 from specinfer.speculate.guard import Guard
 from specinfer.speculate.native_estimator import NativeEstimator
 from specinfer.speculate.plain_steps import PlainSteps
-from specinfer.speculate.policy import SpeculationPolicy, StepReport, TrustedPolicy, has_own_size
+from specinfer.speculate.policy import (
+    FixedPolicy,
+    SpeculationPolicy,
+    StepReport,
+    TrustedPolicy,
+    has_own_size,
+)
 from specinfer.speculate.policy_memory import Learned
 from specinfer.tree import TokenTree
 
@@ -294,8 +300,13 @@ def sized_by_cost(
     shape, deepest = speculation.fixed_expansion, DEEPEST if speculation.learns_shape else 0
     depths = {name: DraftCosts(cost, shape, deepest) for name, cost in of_drafts.items()}
     learned = Learned(estimator or Estimator(logistics=bool(drafts)), depths)
-    policy = TrustedPolicy(CostPolicy(costs, depths, learned.estimator))
+    policy = TrustedPolicy(CostPolicy(costs, depths, learned.estimator), fixed_policy(speculation))
     return GuardedPolicy(policy, costs, of_drafts, measured=measured), learned
+
+
+def fixed_policy(speculation: SpeculationConfig) -> FixedPolicy:
+    """The policy that takes the place of one that fails."""
+    return FixedPolicy(speculation.fixed_expansion if speculation.learns_shape else None)
 
 
 def _without_speculators(entry: PlanEntry) -> PlanEntry:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Protocol
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.speculate.decision import Appraisal
 from specinfer.speculate.speculator import LevelOutcome, Outcome
 from specinfer.tree import TokenTree
+from specinfer.tree.expansion import Expansion
+from specinfer.tree.prune import any_sampled
 
 _LOG = logging.getLogger(__name__)
 
@@ -100,6 +103,13 @@ class SpeculationPolicy(Protocol):
 class FixedPolicy:
     """Lets everybody guess as configured, and drops nothing."""
 
+    def __init__(self, learned: Expansion | None = None) -> None:
+        """`learned` is given where drafts' trees have a learned shape, which has to come from somebody.
+
+        Of such trees as many nodes of each level are run as those of this shape have, the likeliest ones.
+        """
+        self._learned = learned
+
     def begin_step(self, plan: StepPlan) -> StepPlan:
         """The plan as it is."""
         return plan
@@ -120,8 +130,16 @@ class FixedPolicy:
         trees: Sequence[TokenTree],
         ends: Sequence[Sequence[int]],
     ) -> list[Sequence[int]]:
-        """All of them."""
-        return list(ends)
+        """All of them; of trees without a shape the likeliest."""
+        shape = self._learned
+        if shape is None:
+            return list(ends)
+        return [
+            of_tree
+            if has_own_size(entry) or any_sampled(tree.draws)
+            else _likeliest_ends(tree, of_tree, shape)
+            for entry, tree, of_tree in zip(entries, trees, ends, strict=True)
+        ]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """The trees as they are."""
@@ -136,13 +154,15 @@ class FixedPolicy:
 
 
 class TrustedPolicy:
-    """A policy as long as it works: one that raises is replaced by `FixedPolicy`, and logged once.
+    """A policy as long as it works: one that raises is replaced by a fixed one, and logged once.
 
     Deciding badly costs time, and no text; so a broken policy must cost no text either.
     """
 
-    def __init__(self, policy: SpeculationPolicy) -> None:
+    def __init__(self, policy: SpeculationPolicy, fixed: FixedPolicy | None = None) -> None:
+        """`fixed` takes its place; by default one of trees that have a shape."""
         self._policy = policy
+        self._fixed = fixed or FixedPolicy()
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
         """As the policy says, as long as its plan is of the same requests."""
@@ -204,11 +224,21 @@ class TrustedPolicy:
     def _failed(self) -> SpeculationPolicy:
         """Say that the policy has raised, and who decides from here on."""
         _LOG.exception(
-            "the speculation policy %s failed; trees have their configured size from here on",
+            "the speculation policy %s failed; trees are as large as may be from here on, whatever they cost",
             type(self._policy).__name__,
         )
-        self._policy = FixedPolicy()
+        self._policy = self._fixed
         return self._policy
+
+
+def _likeliest_ends(tree: TokenTree, ends: Sequence[int], shape: Expansion) -> Sequence[int]:
+    """Of the ends at a tree's deepest level the likeliest, as many as the shape has there."""
+    depths, likely = tree.depths(), tree.likelihoods()
+    deepest = max(depths)
+    if deepest >= shape.depth:
+        return ()
+    last = [end for end in ends if depths[end] == deepest]
+    return sorted(last, key=likely.__getitem__, reverse=True)[: prod(shape.widths[:deepest])]
 
 
 def has_own_size(entry: PlanEntry) -> bool:

@@ -21,6 +21,7 @@ from specinfer.speculate.guarded_policy import GuardedPolicy
 from specinfer.speculate.policy import LevelPass, StepReport
 from specinfer.tree import TreeBuilder
 from specinfer.tree.expansion import Expansion
+from specinfer.tree.prune import keep
 from specinfer.tree.token_tree import DrawRule, single_node
 from tests import plans
 from tests.flights import flight_of
@@ -118,6 +119,8 @@ class Watched(CostPolicy):
 class Sized:
     """All speculators of a test as one guesser: merged trees, sized by the seconds of the drafts' passes."""
 
+    learned = False  # whether trees that may have no shape have none
+
     def __init__(self, drafts, pass_, monkeypatch, points="no", target=None, max_nodes=32):
         self.drafts, self.pass_, self.points = drafts, pass_, points
         self.monkeypatch = monkeypatch
@@ -136,7 +139,9 @@ class Sized:
         }
         policy = self.policy(depths, text)
         speculators = [
-            DraftModel(name, MadeUpRunner(world, name), Shape(Expansion(widths), rule), max_rows=64)
+            DraftModel(
+                name, MadeUpRunner(world, name), Shape(Expansion(widths), rule, self.learned), max_rows=64
+            )
             for name, rule, widths in self.drafts
         ]
         if self.points != "no":
@@ -172,6 +177,67 @@ class Guarded(Sized):
             guard.observe(StepReport([plans.outcome(1)], {"target_forward": 1.0}, lost))
         self.held |= {not guard.state().guessing}
         return guard
+
+
+class Wayward(Sized):
+    """Goes on below ends by the values of all that was drawn so far, samples and guesses, and nothing else.
+
+    A shape is learned where it may be: samples have theirs. What a policy would need to break the law it is
+    never shown: the draws below an end, before it says whether there are any.
+    """
+
+    learned = True
+
+    def __init__(self, *args, **sizes):
+        super().__init__(*args, **sizes)
+        self.shown = set()  # ends below which draws were shown
+
+    def policy(self, depths, text):
+        policy = WaywardPolicy(self.starts, set(), self.target, depths)
+        policy.wayward, policy.shown = self.parts, self.shown
+        return policy
+
+
+class WaywardPolicy(Watched):
+    def worth_starting(self, speculator, entries, unread):
+        super().worth_starting(speculator, entries, unread)
+        return [True] * len(entries)
+
+    def worth_deepening(self, speculator, entries, trees, ends):
+        super().worth_deepening(speculator, entries, trees, ends)
+        for tree, of_tree in zip(trees, ends, strict=True):
+            self.shown |= {draw.parent for draw in tree.draws}.intersection(of_tree)
+        chosen = [
+            [end for end in of_tree if (sum(tree.token_ids) + tree.token_ids[end]) % 3]
+            for tree, of_tree in zip(trees, ends, strict=True)
+        ]
+        self.wayward.update((len(some), len(all_)) for some, all_ in zip(chosen, ends, strict=True))
+        return chosen
+
+    def choose_nodes(self, trees):
+        return trees
+
+
+class TakingBack(Wayward):
+    """A mutant: goes on everywhere, and where it does not like what came below a node, it was not there."""
+
+    def policy(self, depths, text):
+        return TakingBackPolicy(self.starts, self.parts, self.target, depths)
+
+
+class TakingBackPolicy(WaywardPolicy):
+    def worth_deepening(self, speculator, entries, trees, ends):
+        return ends
+
+    def choose_nodes(self, trees):
+        return [
+            keep(tree, [node for node in range(tree.num_nodes) if self.likes(tree, node)]) for tree in trees
+        ]
+
+    def likes(self, tree, node):
+        """Whether a node stays: the root's children, and those of a node of which none is token 0."""
+        above = tree.parents[node]
+        return above <= 0 or 0 not in tree.children()[above]
 
 
 PLAIN = 5  # steps, before anybody may guess
@@ -241,6 +307,30 @@ def test_what_is_left_of_guesses_depends_on_samples(monkeypatch):
         sized, far = play(DRAFTS["i.i.d. draws"], 0.01, monkeypatch, points="first", **room)
         assert len({points for points, _ in sized.proposed}) > 1
         assert far < EXACT
+
+
+LEARNED = {
+    **DRAFTS,
+    "samples and learned": [("a", IID, (2, 1)), ("b", POINT, (1, 1))],
+    "learned and samples": [("b", POINT, (1, 1)), ("a", WITHOUT, (2, 1))],
+}
+
+
+@pytest.mark.parametrize("drafts", LEARNED.values(), ids=LEARNED)
+def test_below_which_nodes_a_draft_goes_on_may_depend_on_all_that_was_drawn(drafts, monkeypatch, caplog):
+    sized, far = play(drafts, 0.01, monkeypatch, sizes_by=Wayward)
+    assert far < EXACT
+    assert any(some > 0 for some, _ in sized.parts)
+    assert any(some < all_ for some, all_ in sized.parts)
+    assert sized.shown == set(), "what would be drawn below an end is not there when it is chosen"
+    assert not caplog.records, "it was asked to the end"
+
+
+@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
+def test_taking_back_what_was_drawn_below_a_node_is_seen(drafts, monkeypatch):
+    sized, far = play(drafts, 0.01, monkeypatch, sizes_by=TakingBack)
+    assert {1, 2} <= sized.depths
+    assert far > SEEN
 
 
 def only_samples(tree):

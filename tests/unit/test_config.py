@@ -41,6 +41,25 @@ def test_flat_options_find_their_groups() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ({}, "learned"),
+        ({"expansion": "learned"}, "learned"),
+        ({"tree_size": "fixed"}, "1,1,3,1,1"),
+        ({"expansion": "2,1"}, "2,1"),
+        ({"expansion": "2,1", "tree_size": "fixed"}, "2,1"),
+    ],
+)
+def test_a_shape_is_learned_where_costs_are_weighed_and_nobody_gives_one(
+    options: dict[str, Any], shape: str
+) -> None:
+    speculation = EngineConfig.from_options("m", options).speculation
+    assert (speculation.shape, speculation.learns_shape) == (shape, shape == "learned")
+    assert speculation.with_tree_size("cost").shape == ("2,1" if shape == "2,1" else "learned")
+    assert speculation.with_tree_size("fixed").shape == ("1,1,3,1,1" if shape == "learned" else shape)
+
+
 def test_one_draft_and_a_written_expansion_are_taken_as_meant() -> None:
     speculation = EngineConfig.from_options("m", {"drafts": "smollm2-135m", "expansion": "1,3"}).speculation
     assert speculation.drafts == ("smollm2-135m",)
@@ -124,6 +143,11 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         (
             {"expansion": 3},
             "expansion is 3; allowed: integers >= 1, for example 1,1,3,1,1; or learned",
+        ),
+        (
+            {"expansion": "learned", "tree_size": "fixed"},
+            "expansion is 'learned' with tree_size 'fixed': such a shape is found by costs; "
+            "allowed there: widths, for example 1,1,3,1,1; give some, or leave one of the two out",
         ),
         (
             {"expansion": ()},

@@ -51,7 +51,7 @@ def test_the_json_holds_what_a_reader_needs(pair: Any, dataset: Dataset) -> None
     assert baseline["acceptance_per_depth"] == []
     assert result["versions"]["specinfer"]
     assert result["hardware"]["memory_bytes"] > 1 << 28
-    assert result["options"]["speculation"]["expansion"] == "learned"
+    assert result["options"]["speculation"]["expansion"] == "1,1,3,1,1"
 
 
 def test_the_table_never_shows_a_speed_without_the_one_it_compares_with(pair: Any, dataset: Dataset) -> None:

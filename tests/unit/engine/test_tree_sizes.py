@@ -5,17 +5,20 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from math import prod
 from typing import Any
 
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.config import SpeculationConfig
+from specinfer.config import USUAL_EXPANSION, SpeculationConfig
 from specinfer.engine.trace import TreeEvent
 from specinfer.llm import LLM
 from specinfer.request import RequestOutput
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.runner import ModelRunner
+from specinfer.speculate.cost_policy import CostPolicy
+from specinfer.speculate.guarded_policy import GuardedPolicy
 from tests.engines import Tiny, write_tiny
 
 PROMPTS = [list(range(i, i + 9)) * 2 for i in range(6)]
@@ -96,6 +99,26 @@ def test_a_draft_has_no_shape_unless_somebody_asks(tiny: Tiny, monkeypatch: pyte
     assert widest(expansion=usual)[0] == 4
     width, depth = widest(expansion=(1, 1))
     assert (width, depth) == (1, 2)
+
+
+@pytest.mark.parametrize("broken", [CostPolicy, GuardedPolicy])
+def test_where_a_policy_fails_trees_run_as_many_nodes_as_usual_ones(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, broken: type
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(broken, "worth_starting", fail)
+    llm = engine(tiny, monkeypatch, CURVES["rows are free"], expansion="learned", ngram=False, suffix=False)
+    events: list[TreeEvent] = []
+    llm.on_tree = events.append
+    llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20))
+    run = [(event.tree.depths(), {draw.parent for draw in event.tree.draws}) for event in events]
+    levels = [Counter(depths[node] for node in nodes) for depths, nodes in run]
+    assert max(max(of, default=0) for of in levels) == USUAL_EXPANSION.depth - 1
+    for of_tree in levels:
+        for depth, count in of_tree.items():
+            assert count <= prod(USUAL_EXPANSION.widths[:depth])
 
 
 def test_figures_are_of_the_nodes_that_were_verified(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

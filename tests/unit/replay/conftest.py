@@ -52,6 +52,6 @@ def recorded(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS, **params: Any
     each = requests(llm, prompts, **{"temperature": 0, "max_tokens": 20, **params})
     speculation = llm.config.speculation
     shapes = [Shape(plan, speculation.draw_rule) for plan in (speculation.fixed_expansion, Expansion((3, 1)))]
-    if speculation.expansion == "learned":
+    if not isinstance(speculation.expansion, Expansion):
         shapes.append(learned_shape(speculation))
     return record(llm, each, shapes=shapes)

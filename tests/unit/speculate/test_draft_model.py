@@ -112,6 +112,35 @@ def test_a_learned_tree_grows_below_any_of_its_nodes(tiny: Tiny) -> None:
         assert [*tree.children()[node]] == [*alone.token_ids[1:]]
 
 
+def test_without_a_policy_a_learned_tree_runs_as_many_nodes_as_a_usual_one(tiny: Tiny) -> None:
+    # The root is run, its likeliest child, and two of that one's children.
+    tree = guesses(shaped(tiny, LEARNED), entry(TEXT), FixedPolicy(Expansion((1, 2, 1))))
+    likely, depths = tree.likelihoods(), tree.depths()
+    run = sorted({draw.parent for draw in tree.draws})
+    assert [depths[node] for node in run] == [0, 1, 2, 2]
+    assert tree.num_nodes == 1 + 4 * len(run)
+    for depth, count in ((1, 1), (2, 2)):
+        level = [node for node in range(tree.num_nodes) if depths[node] == depth]
+        best = sorted(level, key=likely.__getitem__, reverse=True)[:count]
+        assert {node for node in run if depths[node] == depth} == {*best}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, speculation={"expansion": (2, 2)}),
+        SamplingParams(temperature=0, speculation={"max_nodes": 30}),
+        SamplingParams(temperature=1.0, speculation={"verifier": "mss"}),
+    ],
+)
+def test_without_a_policy_trees_with_a_shape_have_all_of_it(tiny: Tiny, params: SamplingParams) -> None:
+    shape = LEARNED._replace(expansion=Expansion((2, 2)), rule=DrawRule.COUPLED)
+    one = plans.entry(list(TEXT), params=params, block_table=tuple(range(30)))
+    tree = guesses(shaped(tiny, shape), one, FixedPolicy(Expansion((1, 1))))
+    assert len({draw.parent for draw in tree.draws}) == len({*tree.token_ids[1:3]}) + 1
+    assert max(tree.depths()) == 2
+
+
 def test_a_path_through_nodes_that_were_run_in_turns_leaves_a_cache_as_good_as_new(tiny: Tiny) -> None:
     model = shaped(tiny, LEARNED)
     tree = guesses(model, entry(TEXT), Choosing((1, 3), (0, 5)))
