@@ -85,6 +85,10 @@ class HeadDraft(ABC):
             return self._head.logits(h)
         return h @ self._head.lm_head.weight[entries_S].T
 
+    def confidence(self, h: Tensor, before: Tensor) -> Tensor | None:
+        """It does not say."""
+        return None
+
     @abstractmethod
     def copy(self) -> Self:
         """Another one with weights of its own, which are the same."""
@@ -161,6 +165,16 @@ class BlockHeadDraft(HeadDraft):
         )
         return logits + pairs
 
+    def confidence(self, h: Tensor, before: Tensor) -> Tensor | None:
+        """What a product with the row says, and with what the Markov term knows of the token before."""
+        if not self.head.config.confidence:
+            return None
+        known = h.detach()
+        if self.head.config.confidence_reads_token:
+            known = torch.cat((known, self.head.markov_head.markov_w1(before).detach()), dim=-1)
+        logits: Tensor = self.head.confidence_head.proj(known)[..., 0]
+        return logits
+
     def copy(self) -> BlockHeadDraft:
         """Another one with weights of its own, which are the same."""
         copy = BlockHead(self.head.config, self.head.ids.tolist())
@@ -171,6 +185,8 @@ class BlockHeadDraft(HeadDraft):
         """What a card says of it."""
         config = self.head.config
         does = f"guesses {config.depth} tokens in one pass"
+        if config.confidence:
+            does += ", and says how likely each is right"
         return self._described("dspark", "causal block head", does, ours=config.reads_last)
 
 
