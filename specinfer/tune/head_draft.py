@@ -20,6 +20,7 @@ from specinfer.heads.block import BlockHead
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.export import write_head
 from specinfer.models.config import Family
+from specinfer.models.fingerprint import fingerprint
 from specinfer.tune.blocks import Blocks
 from specinfer.tune.draft import Description, Target
 
@@ -108,6 +109,7 @@ class HeadDraft(ABC):
             verifier=target.name,
             architectures=[_ARCHITECTURES[target.config.family]],
             dtype=torch.bfloat16,
+            fingerprint=fingerprint(target.model),
         )
 
     @abstractmethod
