@@ -1,11 +1,12 @@
-"""Pools of boosted drafts: what boosting, more members and another kind are worth at equal training time.
+"""Pools of boosted drafts: what boosting, members, sizes, kinds and losses are worth at equal training time.
 
     python benchmarks/boosting.py --model TARGET --prompts PROMPTS.jsonl --work DIR --minutes 5
 
-Answers are collected once, into DIR/corpus, and every pool learns from them for the same CPU time: its
-members share it. Held-out guesses are compared by counting, so that a busy machine changes no figure but how
-many steps were made in that time; these are told. Ctrl-C at any time: what was trained is gone on with, what
-was measured stays.
+Answers are collected once, into DIR/corpus, and every row learns from them for the same CPU time, which its
+members share. Held-out guesses are compared by counting, so a busy machine changes no such figure but how
+many steps were made in that time; these are told. When all are trained, passes are timed (which wants a quiet
+machine), and what trees of the drafts make of them is reckoned as a tuning selects members. Ctrl-C at any
+time: what was trained is gone on with, what was measured stays.
 """
 
 from __future__ import annotations
@@ -22,18 +23,25 @@ from study import REQUIRED, Study, parser, row, run
 from specinfer.config import EngineConfig
 from specinfer.hub import resolve
 from specinfer.models.weights import open_model
-from specinfer.progress import ProgressBar
+from specinfer.progress import NoProgress, ProgressBar
 from specinfer.tune.block_kind import BlockKind
 from specinfer.tune.boosting import Boost, BoostConfig
 from specinfer.tune.checkpoint import read_checkpoint
 from specinfer.tune.config import TuneConfig
 from specinfer.tune.draft import Kind, Target
+from specinfer.tune.eagle_kind import EagleKind
 from specinfer.tune.held_out import Along, along, held_out_texts
+from specinfer.tune.losses import Loss
+from specinfer.tune.pass_costs import measured_costs
+from specinfer.tune.pooling import Selection, Trained, candidates_of
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.read_draft import read_draft
 from specinfer.tune.shards import Corpus
 from specinfer.tune.ssm_kind import SsmKind
+from specinfer.tune.trainer import TrainConfig
 from specinfer.tune.tuning import Tuning, member_name
+
+_TIMED = "timed"  # what a cell's name ends with that tells what passes take
 
 
 @dataclass(frozen=True)
@@ -43,14 +51,25 @@ class Variant:
     kind: Kind
     members: int = 1
     boost: Boost | None = None
+    loss: Loss = "hybrid"
 
 
 def variants(layers: int, depth: int, members: int) -> dict[str, Variant]:
-    """What is compared."""
-    ssm = SsmKind(layers=layers, depth=depth)
+    """What is compared; small models have so many layers, one of them as many as a whole pool."""
+    ssm, block = SsmKind(layers=layers, depth=depth), BlockKind(depth=depth)
     forms: tuple[Boost, ...] = ("none", "sequence", "token", "residual")
-    pools = {f"{members} ssm, {form}": Variant(ssm, members, form) for form in forms}
-    return {"1 ssm": Variant(ssm), "1 block": Variant(BlockKind(depth=depth)), **pools}
+    losses: tuple[Loss, ...] = ("kl", "tv", "coupled")
+    large = members * layers
+    return {
+        "1 ssm": Variant(ssm),
+        "1 block": Variant(block),
+        **{f"{members} ssm, {form}": Variant(ssm, members, form) for form in forms},
+        f"{members + 2} ssm, sequence": Variant(ssm, members + 2, "sequence"),
+        f"1 ssm of {large} layers": Variant(SsmKind(layers=large, depth=depth)),
+        "1 eagle": Variant(EagleKind(depth=depth)),
+        **{f"1 block, loss {loss}": Variant(block, loss=loss) for loss in losses},
+        f"{members} block, sequence": Variant(block, members, "sequence"),
+    }
 
 
 def main() -> None:
@@ -79,12 +98,18 @@ def main() -> None:
         "depth": args.depth,
     }
     study = Study("boosting", args.out, settings)
-    for name, variant in variants(args.layers, args.depth, args.members).items():
+    compared = variants(args.layers, args.depth, args.members)
+    folders = {name: args.work / name.replace(", ", "-").replace(" ", "-") for name in compared}
+    for name, variant in compared.items():
         if name not in study.cells:
-            out = args.work / name.replace(", ", "-").replace(" ", "-")
-            train(engine, variant, out, corpus, args.minutes)
-            study.keep(name, measured(engine, variant, out, args.depth))
+            train(engine, variant, folders[name], corpus, args.minutes)
+            study.keep(name, measured(Members(engine, variant, folders[name], args.depth)))
             print(f"{name}: {study.cells[name]}", flush=True)
+            study.write(page(study))
+    for name, variant in compared.items():
+        if (timed := f"{name}: {_TIMED}") not in study.cells:
+            study.keep(timed, reckoned(engine, Members(engine, variant, folders[name], args.depth)))
+            print(f"{timed}: {study.cells[timed]}", flush=True)
             study.write(page(study))
 
 
@@ -121,21 +146,34 @@ def train(engine: EngineConfig, variant: Variant, out: Path, corpus: Corpus, min
         kind=variant.kind,
         members=variant.members,
         boost=None if variant.boost is None else BoostConfig(form=variant.boost),
+        training=TrainConfig(loss=variant.loss),
         resume=(out / "work" / "tuning.json").exists(),
     )
     Tuning(config, clock=time.process_time, say=lambda line: print(line, flush=True)).train([])
 
 
-def measured(engine: EngineConfig, variant: Variant, out: Path, depth: int) -> dict[str, Any]:
-    """What the drafts of a folder guess along held-out answers, by counts."""
-    files = resolve(engine.model)
-    target = Target(files, open_model(files))
-    taps = [*range(len(variant.kind.taps(target.config)))]
-    texts = held_out_texts(Corpus(out / "work" / "shards", taps))
-    names = [member_name(number) for number in range(variant.members)] if variant.members > 1 else [""]
-    alongs = [along(read_draft(out / name, target, depth), texts) for name in names]
-    states = [read_checkpoint(out / "work" / f"{name or 'checkpoint'}.safetensors").state for name in names]
-    widths = (1,) * depth
+class Members:
+    """The drafts of a row, along held-out answers."""
+
+    def __init__(self, engine: EngineConfig, variant: Variant, out: Path, depth: int) -> None:
+        files = resolve(engine.model)
+        target = Target(files, open_model(files))
+        taps = [*range(len(variant.kind.taps(target.config)))]
+        texts = held_out_texts(Corpus(out / "work" / "shards", taps))
+        names = [member_name(number) for number in range(variant.members)] if variant.members > 1 else [""]
+        self.depth = depth
+        self.checkpoints = [out / "work" / f"{name or 'checkpoint'}.safetensors" for name in names]
+        self.trained = list[Trained]()
+        for name in names:
+            draft = read_draft(out / name, target, depth)
+            self.trained.append(Trained(out / name, draft, along(draft, texts)))
+
+
+def measured(members: Members) -> dict[str, Any]:
+    """What the drafts of a row guess, by counts; and how large they are."""
+    states = [read_checkpoint(path).state for path in members.checkpoints]
+    alongs = [one.along for one in members.trained]
+    widths = (1,) * members.depth
     chains = [accepted(alongs[:count], widths) for count in range(1, len(alongs) + 1)]
     return {
         "steps": [state.steps for state in states],
@@ -146,6 +184,23 @@ def measured(engine: EngineConfig, variant: Variant, out: Path, depth: int) -> d
         "wide": accepted(alongs[:1], (3, *widths[1:])),
         "second_choice": conditional(alongs[0], alongs[0], 2),
         "second_member": conditional(alongs[0], alongs[1], 1) if len(alongs) > 1 else None,
+        "weights": sum(
+            parameter.numel()
+            for one in members.trained
+            for parameter in one.draft.module.parameters()
+            if parameter.requires_grad
+        ),
+    }
+
+
+def reckoned(engine: EngineConfig, members: Members) -> dict[str, Any]:
+    """What trees of some members, of all sizes of a pool, make at what passes take here, int8."""
+    costs = measured_costs(engine, [one.folder for one in members.trained], NoProgress())
+    selection = Selection(candidates_of(members.trained, costs), costs.target)
+    return {
+        "ratios": [selection.ratio(pool) for pool in selection.pools],
+        "tokens": [pool.tokens_per_step for pool in selection.pools],
+        "milliseconds": [1e3 * pool.step_seconds for pool in selection.pools],
     }
 
 
@@ -164,31 +219,58 @@ def conditional(first: Along, other: Along, width: int) -> float:
 def page(study: Study) -> list[str]:
     settings, cells = study.settings, study.cells
     learnt, held_out = settings["texts"]
-    places = max((cell["places"] for cell in cells.values()), default=0)
+    rows = {name: cell for name, cell in cells.items() if not name.endswith(_TIMED)}
+    places = max((cell["places"] for cell in rows.values()), default=0)
     return [
         f"# Boosted pools of drafts: {settings['model']}",
         "",
         f"Each row is trained for {settings['minutes']:g} minutes of one thread's CPU time in all, which its "
         f"members share, on the same {settings['tokens']} tokens of {learnt} answers; small models have "
-        f"{settings['layers']} layers of the target's size. Measured at {places} places of {held_out} "
-        "held-out greedy answers: tokens a pass of the target's, with chains of "
-        f"{settings['depth']} guesses, one for each member.",
+        f"{settings['layers']} layers of the target's size where nothing else is said. Measured at {places} "
+        f"places of {held_out} held-out greedy answers: tokens a pass of the target's, with chains of "
+        f"{settings['depth']} guesses, one for each member. Weights are those that were trained.",
         "",
-        "| | steps | members alone | pool of 1, 2, ... | first member alone, tree of "
+        "| | steps | weights, millions | members alone | pool of 1, 2, ... | first member alone, tree of "
         f"<3{',1' * (settings['depth'] - 1)}> | where the first choice is wrong: second choice right | "
         "second member right |",
-        "|---|---|---|---|---|---|---|",
-        *(row(name, *_cells(cell)) for name, cell in cells.items()),
+        "|" + "---|" * 8,
+        *(row(name, *_counted(cell)) for name, cell in rows.items()),
         "",
         "A pool of three chains verifies as many nodes as that tree of the first member's. Where the second "
         "member is right less often than the first one's second choice, a node of the first is worth more.",
+        *_timed({name: cells[f"{name}: {_TIMED}"] for name in rows if f"{name}: {_TIMED}" in cells}),
     ]
 
 
-def _cells(cell: dict[str, Any]) -> list[str]:
+def _timed(cells: dict[str, Any]) -> list[str]:
+    if not cells:
+        return []
+    return [
+        "",
+        "## At what passes take here",
+        "",
+        "Target and drafts in int8, one request. Of every row the quickest pools of 1, 2, ... members "
+        "with the trees that make the most of them, as a tuning selects; over no speculation.",
+        "",
+        "| | over none | tokens a step | ms a step |",
+        "|---|---|---|---|",
+        *(
+            row(
+                name,
+                " ".join(f"{value:.3f}" for value in cell["ratios"]),
+                " ".join(f"{value:.2f}" for value in cell["tokens"]),
+                " ".join(f"{value:.1f}" for value in cell["milliseconds"]),
+            )
+            for name, cell in cells.items()
+        ),
+    ]
+
+
+def _counted(cell: dict[str, Any]) -> list[str]:
     second = cell["second_member"]
     return [
         " ".join(str(steps) for steps in cell["steps"]),
+        f"{cell['weights'] / 1e6:.3g}",
         " ".join(f"{value:.3f}" for value in cell["own"]),
         " ".join(f"{value:.3f}" for value in cell["pool"]),
         f"{cell['wide']:.3f}",

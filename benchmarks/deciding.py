@@ -3,7 +3,8 @@
     python benchmarks/deciding.py
 
 A target and a draft are played from made-up texts that repeat themselves, on a clock of made-up costs, so
-every run decides the same. Of each step the quickest of some rounds counts, as machines do other things, too.
+every run decides the same; then the target without the draft. Of each step the quickest of some rounds
+counts, as machines do other things, too.
 
     draft     a DraftModel without its passes: what to run, what was drawn, what became of it
     ...       looking guesses up in texts, by speculator, the following of other guesses included
@@ -94,7 +95,7 @@ class Watch:
 class Play:
     """Some requests that are written at once, from made-up texts."""
 
-    def __init__(self, requests: int, watch: Watch, library: Library | None) -> None:
+    def __init__(self, requests: int, watch: Watch, library: Library | None, *, drafted: bool) -> None:
         self._watch = watch
         self._now = 0.0
         self._costs, self._passes = CostTable(TARGET), CostTable(DRAFT)
@@ -117,14 +118,14 @@ class Play:
                 _watch(watch, speculator.name, speculator, name)
         for name in ("begin", "deepen", "tree", "observe"):
             _watch(watch, "draft", draft, name)
-        policy, _ = sized_by_cost(TARGET, {"draft": DRAFT}, config, measured=True, library=library)
+        drafts = {"draft": DRAFT} if drafted else {}
+        policy, _ = sized_by_cost(TARGET, drafts, config, measured=True, library=library)
         for name in POLICY:
             _watch(watch, "deciding", policy, name)
-        limits = SpeculationLimits(config, [*looking_up, draft])
+        asked = [*looking_up, draft] if drafted else looking_up
+        limits = SpeculationLimits(config, asked)
         self._speculators = [limits.speculators(request) for request in self._requests]
-        self._ensemble = Ensemble(
-            [*looking_up, draft], vocab=VOCABULARY, policy=policy, clock=lambda: self._now
-        )
+        self._ensemble = Ensemble(asked, vocab=VOCABULARY, policy=policy, clock=lambda: self._now)
         self.nodes = self.steps = self.tokens = 0
 
     def step(self) -> bool:
@@ -206,12 +207,12 @@ def _watch(watch: Watch, part: str, of: Any, name: str) -> None:
         setattr(of, name, watch.timed(part, getattr(of, name)))
 
 
-def measure(requests: int, rounds: int, library: Library | None) -> dict[str, Any]:
+def measure(requests: int, rounds: int, library: Library | None, *, drafted: bool) -> dict[str, Any]:
     """Mean microseconds of a step by part, of each step the least of some rounds."""
     steps: list[dict[str, float]] = []
     for _ in range(rounds):
         watch = Watch()
-        play, number, goes_on = Play(requests, watch, library), 0, True
+        play, number, goes_on = Play(requests, watch, library, drafted=drafted), 0, True
         while goes_on:
             watch.seconds = {}
             goes_on = play.step()
@@ -243,19 +244,32 @@ def main() -> None:
     options.add_argument("--out", type=Path, help="Markdown file (default: none)")
     args = options.parse_args()
     library = None if args.twins else load_library()
-    cells = {requests: measure(requests, args.rounds, library) for requests in (1, 8)}
-    parts = list(cells[1]["microseconds"])
+    cells = {
+        (requests, drafted): measure(requests, args.rounds, library, drafted=drafted)
+        for drafted in (True, False)
+        for requests in (1, 8)
+    }
+    parts = list(cells[1, True]["microseconds"])
     lines = [
         "# Microseconds a step takes to guess, merge and decide",
         "",
-        row("requests", "steps", "nodes of a tree", "tokens of a step", *parts, "deciding and merging"),
-        "|" + "---|" * (len(parts) + 5),
+        row(
+            "requests",
+            "with a draft",
+            "steps",
+            "nodes of a tree",
+            "tokens of a step",
+            *parts,
+            "deciding and merging",
+        ),
+        "|" + "---|" * (len(parts) + 6),
     ]
-    for requests, cell in cells.items():
-        taken = cell["microseconds"]
+    for (requests, drafted), cell in cells.items():
+        taken = {part: cell["microseconds"].get(part, 0.0) for part in parts}
         both = taken["deciding"] + taken["merging"]
         figures = [f"{cell['nodes']:.1f}", f"{cell['tokens']:.2f}", *(f"{taken[part]:.0f}" for part in parts)]
-        lines.append(row(requests, cell["steps"], *figures, f"{both:.0f}"))
+        whether = "yes" if drafted else "no"
+        lines.append(row(requests, whether, cell["steps"], *figures, f"{both:.0f}"))
     page = "\n".join([*lines, "", *provenance_lines(), ""])
     print(page)
     if args.out is not None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specinfer.heads.config import BlockConfig
-from specinfer.heads.layers import HeadLayer, rotations
+from specinfer.heads.layers import HeadLayer, Norm, rotations
 from specinfer.heads.vocabulary import Tables, Vocabulary
 
 
@@ -56,11 +56,11 @@ class BlockHead(Vocabulary):
         body, rank = config.body, config.markov_rank
         self.config = config
         self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, body.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(body.hidden_size, body.norm_eps)
+        self.hidden_norm = Norm(body.hidden_size, body.norm_eps)
         self.layers = nn.ModuleList(HeadLayer(body) for _ in range(body.num_layers))
-        self.norm = nn.RMSNorm(body.hidden_size, body.norm_eps)
+        self.norm = Norm(body.hidden_size, body.norm_eps)
         if config.reads_last:
-            self.entry_norm = nn.RMSNorm(body.hidden_size, body.norm_eps)
+            self.entry_norm = Norm(body.hidden_size, body.norm_eps)
             self.entry = nn.Linear(2 * body.hidden_size, config.block_size * body.hidden_size, bias=False)
         if rank:
             self.markov_head = MarkovHead(body.vocab_size, config.draft_vocab_size, rank)
@@ -133,7 +133,7 @@ class BlockHead(Vocabulary):
         last = context.gather(1, (anchors_BA - 1)[..., None].expand(-1, -1, width))
         read = torch.cat((last, self.entry_norm(self.embed_tokens(anchor_ids_BA))), dim=-1)
         entered = F.linear(read, self.entry.weight[: size * width])
-        return entered.view(*anchor_ids_BA.shape, size, width)
+        return entered.view(*anchor_ids_BA.shape, size, width).to(context.dtype)
 
     def _hidden(self, anchors_BA: Tensor, rows: int, size: int) -> Tensor:
         """What `size` rows of blocks do not see, of the text and of their block: bool [B, A, R, T + R]."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.heads.config import EagleConfig
-from specinfer.heads.layers import HeadLayer, Rotation, rotations
+from specinfer.heads.layers import HeadLayer, Norm, Rotation, rotations
 from specinfer.heads.vocabulary import Tables, Vocabulary
 
 
@@ -33,14 +33,14 @@ class EagleHead(Vocabulary):
         taps, size = len(config.taps), config.target_hidden_size
         self.config = config
         if config.norm_before_fc:
-            self.input_norm = nn.RMSNorm(taps * size, eps)
+            self.input_norm = Norm(taps * size, eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps) for _ in range(taps))
+            self.fc_norm = nn.ModuleList(Norm(size, eps) for _ in range(taps))
         self.fc = nn.Linear(taps * size, body.hidden_size, bias=False)
         self.layers = nn.ModuleList(
             HeadLayer(body, reads_token=number == 0) for number in range(body.num_layers)
         )
-        self.norm = nn.RMSNorm(body.hidden_size, eps)
+        self.norm = Norm(body.hidden_size, eps)
         if config.mask_token_id is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, taps * size))
 
@@ -51,7 +51,7 @@ class EagleHead(Vocabulary):
             taps_BTND = torch.stack(parts, dim=-2)
         flat = taps_BTND.flatten(-2)
         out: Tensor = self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
-        return out
+        return out.to(self.norm.weight.dtype)
 
     def forward(self, token_ids_BTS: Tensor, taps_BTND: Tensor) -> Tensor:
         """What the output layer reads of every step of every row, [B, T, S, D].

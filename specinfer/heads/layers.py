@@ -1,8 +1,10 @@
 """The layers of heads in plain PyTorch, for training and as oracles of what the engine runs.
 
 They are modules, so that autograd sees through them and their tensors have a checkpoint's names; batched, in
-float32 unless moved. Shapes: B sequences, T rows, N query heads, K key-value heads, G = N / K, H head size,
-D hidden size.
+float32 unless moved. Within an autocast products alone are rounded: norms, and the residual stream that they
+read, stay as exact as they are.
+
+Shapes: B sequences, T rows, N query heads, K key-value heads, G = N / K, H head size, D hidden size.
 """
 
 from __future__ import annotations
@@ -17,6 +19,15 @@ from specinfer.models.rope import rope_frequencies
 Rotation = tuple[Tensor, Tensor]  # cos and sin of every row's angles, [..., 1, H / 2]
 
 
+class Norm(nn.RMSNorm):
+    """An RMS norm that is computed in float32, whatever the products before it were."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        out: Tensor = super().forward(x.to(self.weight.dtype))
+        return out
+
+
 class SelfAttention(nn.Module):
     """The products around attention, with a rotation between: of rows `width` wide."""
 
@@ -27,8 +38,8 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(width, body.num_kv_heads * body.head_dim, bias=body.qkv_bias)
         self.o_proj = nn.Linear(body.num_heads * body.head_dim, body.hidden_size, bias=body.o_bias)
         if body.qk_norm:
-            self.q_norm = nn.RMSNorm(body.head_dim, body.norm_eps)
-            self.k_norm = nn.RMSNorm(body.head_dim, body.norm_eps)
+            self.q_norm = Norm(body.head_dim, body.norm_eps)
+            self.k_norm = Norm(body.head_dim, body.norm_eps)
         self._heads = (body.num_kv_heads, body.num_heads // body.num_kv_heads, body.head_dim)
         self._scale = body.attention_scale
 
@@ -75,11 +86,11 @@ class HeadLayer(nn.Module):
         """`reads_token`: q, k and v are products with a token's normed embedding and the hidden state."""
         super().__init__()
         size = body.hidden_size
-        self.input_layernorm = nn.RMSNorm(size, body.norm_eps)
+        self.input_layernorm = Norm(size, body.norm_eps)
         if reads_token:
-            self.hidden_norm = nn.RMSNorm(size, body.norm_eps)
+            self.hidden_norm = Norm(size, body.norm_eps)
         self.self_attn = SelfAttention(body, 2 * size if reads_token else size)
-        self.post_attention_layernorm = nn.RMSNorm(size, body.norm_eps)
+        self.post_attention_layernorm = Norm(size, body.norm_eps)
         self.mlp = GatedMLP(body)
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:

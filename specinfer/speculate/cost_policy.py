@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from specinfer.plan import PlanEntry, StepPlan
@@ -41,6 +42,8 @@ _PATIENCE: Final = 0.95
 # brings more than a token. It shows which of their guesses to drop, and whether to go on (docs/log.md).
 _DOUBT: Final = 0.35
 _MORE_ROWS: Final = 4  # over which the price of a row is taken: a curve has steps
+_MEMORY: Final = 0.97  # of a mean, at each value
+_THOUGHT: Final = 3.0  # values, that nobody has seen
 _USUAL_UNREAD: Final = 2  # tokens a draft reads in every step: the root, and a last guess it has not run
 
 # A request, draws in it, all there are below their parents, and how many nodes there are.
@@ -48,6 +51,19 @@ Question = tuple[PlanEntry, Sequence[Draw], int]
 
 # A tree by number, its nodes that stay, those that may be dropped, likeliest first, and what they bring.
 _Choice = tuple[int, set[int], list[int], list[float]]
+
+
+@dataclass(slots=True)
+class _Fading:
+    """The mean of about the last 30 values; first it is what they are thought to be."""
+
+    mean: float
+    count: float = _THOUGHT
+
+    def add(self, value: float) -> None:
+        """One more value."""
+        self.count = _MEMORY * self.count + 1
+        self.mean += (value - self.mean) / self.count
 
 
 class CostPolicy:
@@ -65,6 +81,8 @@ class CostPolicy:
         self._drafts = drafts
         self._estimator: Estimates = estimator or Estimator(logistics=False)
         self._saved = dict.fromkeys(drafts, 0.0)  # seconds each draft may spend without seeming worth it
+        # By draft, and whether requests bring a prediction: what others leave of its first level.
+        self._left = {(name, predicted): _Fading(1.0) for name in drafts for predicted in (False, True)}
         self._entries: tuple[PlanEntry, ...] = ()  # of this step, those with a tree
         self._requests = 0  # of this step, each of which makes a token
         self._shown: Sequence[TokenTree] = ()  # what all have guessed so far, by entry
@@ -96,7 +114,8 @@ class CostPolicy:
     ) -> list[bool]:
         """For those whose first level is worth its pass and the reading, and those with a size of their own.
 
-        A prompt is read where the reading will have been worth it when the answer is written.
+        A prompt is read where the reading will have been worth it when the answer is written: what others
+        will guess by then is not known, and they are thought to leave as much to the draft as of late.
         """
         asked = [(e, tree.draws, tree.num_nodes) for e, tree in zip(self._entries, self._shown, strict=True)]
         rates = self._rates(asked)
@@ -147,7 +166,7 @@ class CostPolicy:
                 gains.append(known.gain(draft, end, price))
                 # Of the nodes to come the likely ones are verified, one of each end; of samples all.
                 wide += draft.width(known.depth(end)) if known.samples else 1
-        passes = draft.passes(bound + len(free))
+        passes = draft.passes(bound + len(free))[: bound + len(free) + 1]
         count = 0
         if free:
             without, each = self._seconds(nodes), wide / len(free)
@@ -218,6 +237,9 @@ class CostPolicy:
 
     def observe(self, report: StepReport) -> None:
         """Learn from every guess whose parent became text, verified or not: the next token is known."""
+        for name, draft in self._drafts.items():
+            for level, choice in report.hindsight.get(name, ()):
+                draft.learn(level, choice)
         for outcome in report.outcomes:
             tree, temperature = self._trees.pop(outcome.request_id, (None, 0.0))
             if tree is None or tree.num_nodes == 1:
@@ -316,8 +338,13 @@ class CostPolicy:
         starts, gains, shares = list[bool](), list[float](), list[float]()
         growing, first = list[int](), list[int]()  # who has room for guesses; of these, who may start
         for i, (entry, read) in enumerate(zip(entries, reading, strict=True)):
-            guesses = self._guesses.get(entry.request.request_id)
-            gain = draft.rate(0).any if guesses is None else guesses.gain(draft, 0, price)
+            left = self._left[name, bool(entry.request.prediction)]
+            if entry.max_nodes > 1:
+                guesses = self._guesses[entry.request.request_id]
+                gain = guesses.gain(draft, 0, price)
+                left.add(guesses.left(0))
+            else:  # its prompt is being read
+                gain = draft.rate(0).any * left.mean
             share = read * (1 + gain) / max(1, entry.room)
             start = gain * without > share * tokens
             if entry.max_nodes > 1:

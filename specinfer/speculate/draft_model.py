@@ -22,13 +22,14 @@ from typing import Protocol
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
-from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.batch import Rows
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import Move
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.draws import Site, draw_children
 from specinfer.speculate.growth import Growth, Shape, trees_first
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.hindsight import Hindsight
+from specinfer.speculate.speculator import LevelOutcome, Outcome
 from specinfer.tree import TokenTree
 
 Pass = Callable[[Sequence[Rows], Sequence[Site]], None]  # runs the rows, and adds the children of the sites
@@ -89,6 +90,7 @@ class DraftModel:
         self._block_size = runner.block_size
         self._max_context = runner.max_context
         self._memory: dict[str, _Memory] = {}
+        self._hindsight = Hindsight(name, shape)
         self._growths: list[Growth] = []  # of the step that is open, one per entry of its plan
         self._memories: list[_Memory] = []  # of the same
         self._holds: dict[int, bytes] = {}  # block -> hash of the text whose K and V the draft has there
@@ -101,6 +103,7 @@ class DraftModel:
         """Open a step; the tokens of each text that the draft's cache lacks."""
         self._growths = [self._growth(entry) for entry in plan.entries]
         self._memories = [self._memory_of(entry) for entry in plan.entries]
+        self._hindsight.begin(plan.entries)
         for entry, memory in zip(plan.entries, self._memories, strict=True):
             self._memory[entry.request.request_id] = memory
         return [
@@ -120,11 +123,12 @@ class DraftModel:
                 part: Rows | None = _chosen_rows(growth, below[i])
             else:
                 part = self._read(growth, self._memories[i], left)
+                sites.extend(self._hindsight.sites(growth.entry))
             if part is None:
                 continue
             rows.append(part)
             left -= len(part.token_ids)
-            if part.logits_from < len(part.token_ids):
+            if growth.started:
                 drawing.append(i)
                 sites.extend(growth.sites(self._shape))
         if rows:
@@ -137,12 +141,17 @@ class DraftModel:
         """The tree of the plan's entry of that number, as it has grown so far."""
         return self._growths[entry].builder.build()
 
+    def hindsight(self) -> list[LevelOutcome]:
+        """What the last pass has shown of places at which this draft was not asked."""
+        return self._hindsight.outcomes()
+
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the K and V of guessed nodes that were committed; forget requests that ended."""
         moves: list[Move] = []
         for outcome in outcomes:
             if outcome.finished:
                 self._memory.pop(outcome.request_id, None)
+                self._hindsight.forget(outcome.request_id)
                 continue
             memory = self._memory.get(outcome.request_id)
             if memory is None or memory.growth is None:
@@ -150,6 +159,7 @@ class DraftModel:
             growth, memory.growth = memory.growth, None
             path = growth.path(outcome.committed[:-1])  # the bonus token is the next root
             end = growth.entry.end
+            self._hindsight.asked(outcome.request_id, end - 1 + len(outcome.committed))
             memory.cached = end + len(path)
             sources = [end - 1 + growth.places[node] for node in path]
             if sources != [*range(end, end + len(path))]:
@@ -162,6 +172,8 @@ class DraftModel:
 
     def _read(self, growth: Growth, memory: _Memory, most: int) -> Rows | None:
         """At most so many rows of the text that the draft's cache lacks; the root's has logits.
+
+        So have some others, at which the draft was not asked.
 
         None where the step has no rows left, and where the text leaves the draft no room for a guess.
         """
@@ -176,7 +188,8 @@ class DraftModel:
         if draws:
             memory.growth = growth
             growth.started = True
-        return chain_rows(entry.token_ids[start:end], start, entry.block_table, logits=draws)
+        wanted = draws + self._hindsight.look_at(entry, start, end)
+        return Rows(entry.token_ids[start:end], start, entry.block_table, end - start - wanted)
 
     def _memory_of(self, entry: PlanEntry) -> _Memory:
         """What is held of the entry's request, or what a new memory of it would start with."""

@@ -20,6 +20,8 @@ from specinfer.speculate.policy import LevelPass, SpeculationPolicy, StepReport,
 from specinfer.speculate.shared_tree import SharedTree
 from specinfer.speculate.speculator import (
     ExtendsGuesses,
+    HasHindsight,
+    LevelOutcome,
     LevelSpeculator,
     ReadsTarget,
     SeesChoices,
@@ -67,17 +69,19 @@ class Ensemble:
         # To ask an instance for its methods takes as long as a guess.
         self._by_levels = frozenset(s.name for s in speculators if isinstance(s, LevelSpeculator))
         self._extending = frozenset(s.name for s in speculators if isinstance(s, ExtendsGuesses))
+        self._looking_back = frozenset(s.name for s in speculators if isinstance(s, HasHindsight))
         self._reading = frozenset(s.name for s in speculators if isinstance(s, ReadsTarget))
         self._seeing = frozenset(s.name for s in speculators if isinstance(s, SeesChoices))
         self._vocab = vocab  # of the target
         self._policy = TrustedPolicy(policy)
         self._clock = clock
         self._passes: list[LevelPass] = []  # of the step
+        self._hindsight: dict[str, Sequence[LevelOutcome]] = {}  # of the same
         self._proposed = Proposed(StepPlan(()), StepPlan(()))  # the same, for `explain`
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         """One merged tree per entry that has a tree, of at most `entry.max_nodes` nodes."""
-        self._passes = []
+        self._passes, self._hindsight = [], {}
         asked_for, plan = plan, self._policy.begin_step(plan)
         self._proposed = Proposed(asked_for, plan)
         shared = [SharedTree(entry) for entry in plan.tree_entries]
@@ -138,7 +142,8 @@ class Ensemble:
             self._trying(speculator, partial(speculator.observe, report.outcomes))
         if report.seconds:
             seconds = {**report.seconds, "observe": self._clock() - began}
-            report, self._passes = replace(report, seconds=seconds, passes=self._passes), []
+            report = replace(report, seconds=seconds, passes=self._passes, hindsight=self._hindsight)
+            self._passes, self._hindsight = [], {}
         self._policy.observe(report)
 
     def _from(self, speculator: AnySpeculator, plan: StepPlan) -> list[TokenTree]:
@@ -178,6 +183,8 @@ class Ensemble:
         rows = sum(max(0, entries[i].end - len(entries[i].token_ids) + unread[i]) for i in below)
         while below:
             ends, ran = speculator.deepen(below), rows
+            if level == 0 and speculator.name in self._looking_back:
+                self._hindsight[speculator.name] = cast(HasHindsight, speculator).hindsight()
             below, rows = {}, 0
             if ends:
                 trees = [speculator.tree(i) for i in ends]

@@ -92,12 +92,16 @@ class Guesses:
         The first of them has a row of the target's; of what the others bring `price` is taken, the tokens
         that another row costs. Samples are all verified, so what they cost is known to who asks.
         """
-        node, rate = self._nodes[end], costs.rate(self._depths[end])
-        arrives = self.probabilities[node]
-        if others := self._others(node):
-            held = sum([self._rates[child] for child in sorted({draw.node for draw in others})])
-            arrives *= max(0.0, 1.0 - held)
+        rate = costs.rate(self._depths[end])
+        arrives = self.probabilities[self._nodes[end]] * self.left(end)
         return arrives * rate.first + max(0.0, arrives * rate.other - (0.0 if self.samples else price))
+
+    def left(self, end: int) -> float:
+        """How likely it is that nobody else holds the token behind a node of the draft's tree."""
+        others = self._others(self._nodes[end])
+        if not others:
+            return 1.0
+        return max(0.0, 1.0 - sum([self._rates[child] for child in sorted({draw.node for draw in others})]))
 
     def parts(self, most: int, *, all_stay: bool) -> tuple[float, int, list[float]]:
         """What a tree of `most` nodes can hold: tokens and nodes that stay, and what each other would bring.

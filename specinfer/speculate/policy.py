@@ -13,7 +13,7 @@ from typing import Protocol
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.speculate.decision import Appraisal
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import LevelOutcome, Outcome
 from specinfer.tree import TokenTree
 
 _LOG = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ class StepReport:
     outcomes: Sequence[Outcome]
     seconds: Mapping[str, float] = field(default_factory=dict)
     passes: Sequence[LevelPass] = ()
+    # By level speculator what its pass has shown of places at which it was not asked (hindsight.py).
+    hindsight: Mapping[str, Sequence[LevelOutcome]] = field(default_factory=dict)
 
 
 class SpeculationPolicy(Protocol):

@@ -23,6 +23,11 @@ class Outcome:
     finished: bool  # no further step will come: forget the request
 
 
+# A level of a tree, the root's children being level 0, and which of the draws below its one node of the text
+# became text: 0 the first of them, None none.
+LevelOutcome = tuple[int, int | None]
+
+
 class Observer(Protocol):
     """What every speculator is: named, and told what became text.
 
@@ -116,6 +121,15 @@ class SeesChoices(Protocol):
 
     def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
         """Take note of what all have guessed in a step, of each request, and what will be verified of it."""
+        ...
+
+
+@runtime_checkable
+class HasHindsight(Protocol):
+    """A level speculator that finds out what it would have guessed where it was not asked."""
+
+    def hindsight(self) -> Sequence[LevelOutcome]:
+        """What the last pass has shown of such places, in the order of their texts."""
         ...
 
 

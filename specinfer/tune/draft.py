@@ -15,6 +15,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from specinfer.heads.layers import Norm
 from specinfer.hub.model_files import ModelFiles
 from specinfer.models.config import ModelConfig
 from specinfer.models.weights import OpenModel
@@ -84,7 +85,7 @@ class Draft(Protocol):
         ...
 
     @property
-    def last_norm(self) -> nn.RMSNorm:
+    def last_norm(self) -> Norm:
         """The norm before the output layer."""
         ...
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from specinfer.heads.block import BlockHead
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.export import write_head
+from specinfer.heads.layers import Norm
 from specinfer.models.config import Family
 from specinfer.models.fingerprint import fingerprint
 from specinfer.tune.blocks import Blocks
@@ -72,7 +73,7 @@ class HeadDraft(ABC):
         """How many anchors of a text a step computes, at most."""
 
     @property
-    def last_norm(self) -> nn.RMSNorm:
+    def last_norm(self) -> Norm:
         """The norm before the output layer."""
         return self._head.norm
 

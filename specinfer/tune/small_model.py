@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specinfer.heads.layers import HeadLayer, Rotation, rotations
+from specinfer.heads.layers import HeadLayer, Norm, Rotation, rotations
 from specinfer.models.config import ModelConfig
 from specinfer.models.weights import TensorFile
 
@@ -31,7 +31,7 @@ class SmallModel(nn.Module):
             config.vocab_size, config.hidden_size, _weight=embedding_VD, _freeze=True
         )
         self.layers = nn.ModuleList(HeadLayer(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = Norm(config.hidden_size, config.norm_eps)
         table_VD = embedding_VD if output_VD is None else output_VD
         self.output_VD = nn.Parameter(table_VD, requires_grad=False)
 

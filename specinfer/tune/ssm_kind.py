@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specinfer.errors import ModelError, TuneError
 from specinfer.heads.checkpoint import is_head
-from specinfer.heads.layers import initialise
+from specinfer.heads.layers import Norm, initialise
 from specinfer.hub import resolve
 from specinfer.models.config import Family, ModelConfig, Rope
 from specinfer.models.export import write_model
@@ -62,7 +62,7 @@ class SmallDraft:
         return _ALL
 
     @property
-    def last_norm(self) -> nn.RMSNorm:
+    def last_norm(self) -> Norm:
         """The norm before the output layer."""
         return self.model.norm
 

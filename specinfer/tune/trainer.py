@@ -5,6 +5,9 @@ are as deep as a die says, each level .6 times as often as the one before it: de
 before them are right, and what is not computed costs nothing. What is measured and exported is an average
 of the weights over the last few hundred steps, which is better than any of them and makes the end of a run
 as good as its middle; over the last half of the time the rate of learning falls besides.
+
+Where the CPU has instructions for it, products are of bfloat16 numbers, and all else is of float32: weights,
+their average and moments, norms, losses.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import TuneError
+from specinfer.kernels.machine import is_quick_in_bfloat16
 from specinfer.tune.blocks import Blocks, anchors_of, blocks
 from specinfer.tune.draft import Draft
 from specinfer.tune.held_out import entries_of
@@ -173,17 +177,19 @@ def _losses(
 ) -> tuple[Tensor, Tensor | None]:
     """The mean loss of a batch's guesses, each as much as it counts, and that of what it says of them."""
     valid = batch.valid_BAL
-    h_RD = draft.guessed(batch, valid.shape[2])[valid]
     entries = entry_V[batch.label_ids_BALK[valid]]
     weights_R = batch.weights_BAL[valid]
     chances = batch.label_chances_BALK[valid]
     short = shortlist(entries, chances, len(draft.ids), config.shortlist, generator)
     before_R = batch.before_BAL[valid]
-    logits = draft.logits(h_RD, before_R, short.entries_S)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_quick_in_bfloat16()):
+        h_RD = draft.guessed(batch, valid.shape[2])[valid]
+        logits = draft.logits(h_RD, before_R, short.entries_S)
+    logits = logits.float()
 
     def mean(losses_R: Tensor) -> Tensor:
         return (losses_R * weights_R).sum() / weights_R.sum().clamp(min=_LEAST)
 
-    said_R = draft.confidence(h_RD, before_R)
+    said_R = draft.confidence(h_RD.float(), before_R)
     confidence = None if said_R is None else mean(confidence_losses(said_R, logits, short))
     return mean(losses(config.loss, logits, short)), confidence

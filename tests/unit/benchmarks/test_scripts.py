@@ -123,14 +123,16 @@ def test_deciding(script: Script, run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(module, name, fewer)
     page = run(module, "--rounds", "1", "--twins")
     head = [cell.strip() for cell in page[2].strip("|").split("|")]
-    assert head[:4] == ["requests", "steps", "nodes of a tree", "tokens of a step"]
+    assert head[:5] == ["requests", "with a draft", "steps", "nodes of a tree", "tokens of a step"]
     rows = [dict(zip(head, row, strict=True)) for row in table(page)]
-    assert [row["requests"] for row in rows] == ["1", "8"]
+    cells = [("1", "yes"), ("8", "yes"), ("1", "no"), ("8", "no")]
+    assert [(row["requests"], row["with a draft"]) for row in rows] == cells
     for row in rows:
-        assert float(row["tokens of a step"]) > 1.2, "guesses became text"
-        assert float(row["nodes of a tree"]) > 2
-        parts = {"deciding", "draft", "merging", "ngram", "suffix"}
-        assert all(float(row[part]) > 0 for part in parts)
+        assert float(row["nodes of a tree"]) > 1
+        assert all(float(row[part]) > 0 for part in ("deciding", "merging", "ngram", "suffix"))
+        assert (float(row["draft"]) > 0) is (row["with a draft"] == "yes")
+        if row["with a draft"] == "yes":
+            assert float(row["tokens of a step"]) > 1.2, "guesses became text"
         both = float(row["deciding"]) + float(row["merging"])
         assert float(row["deciding and merging"]) == pytest.approx(both, abs=1)
 
@@ -248,7 +250,7 @@ def test_policy_estimator(
             [
                 *("trace", "record", "--model", pair[0], "--draft", pair[1], "--ngram", "--prompts", dataset),
                 *("--out", str(out), "--max-tokens", "16", "--temperature", "0.5", "--seed", str(seed)),
-                *("--shape", "1,1,3,1,1", "--kv-cache-memory", "16MB"),
+                *("--expansion", "1,1,3,1,1", "--shape", "1,1,3,1,1", "--kv-cache-memory", "16MB"),
             ],
         )
         assert done.exit_code == 0, done.output
@@ -301,17 +303,30 @@ def test_boosting(
     prompts.write_text("".join(json.dumps({"prompt": f"{n} * {n}"}) + "\n" for n in range(40)))
     options = ["--model", pair[0], "--prompts", str(prompts), "--work", str(tmp_path / "work")]
     options += ["--minutes", "0.02", "--collect-minutes", "0.01", "--members", "2", "--depth", "2"]
-    options += ["--max-answer", "16"]
+    options += ["--layers", "1", "--max-answer", "16"]
+    every = module.variants(1, 2, 2)
+    assert [*every] == [
+        *("1 ssm", "1 block", *(f"2 ssm, {form}" for form in ("none", "sequence", "token", "residual"))),
+        *("4 ssm, sequence", "1 ssm of 2 layers", "1 eagle"),
+        *(f"1 block, loss {loss}" for loss in ("kl", "tv", "coupled")),
+        "2 block, sequence",
+    ]
+    names = ["1 ssm", "2 ssm, token", "1 block, loss kl"]
+    monkeypatch.setattr(module, "variants", lambda *_: {name: every[name] for name in names})
     page = run(module, *options)
     rows = table(page)
-    names = ["1 ssm", "1 block", *(f"2 ssm, {form}" for form in ("none", "sequence", "token", "residual"))]
-    assert [row[0] for row in rows] == names
-    for name, steps, own, pool, wide, _, second in rows:
+    counted, timed = rows[: len(names)], rows[-len(names) :]
+    assert [row[0] for row in counted] == names
+    for name, steps, _, own, pool, wide, _, second in counted:
         members = int(name[0])
         assert len(steps.split()) == len(own.split()) == len(pool.split()) == members
         assert float(pool.split()[-1]) >= max(map(float, own.split())) >= 1
         assert float(wide) >= float(own.split()[0])
-        assert bool(second) is (members == 2)
+        assert bool(second) is (members > 1)
+    weights = {row[0]: float(row[2]) for row in counted}
+    assert weights["2 ssm, token"] > weights["1 ssm"] > 0
+    assert [row[0] for row in timed] == names
+    assert all(len(row[1].split()) == int(row[0][0]) for row in timed)
 
     def refuse(*_: Any) -> None:
         raise AssertionError("answers are collected although they are there")

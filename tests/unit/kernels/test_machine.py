@@ -13,6 +13,7 @@ from specinfer.kernels.machine import (
     architecture,
     cpu_features,
     cpu_name,
+    is_quick_in_bfloat16,
     thread_count,
 )
 
@@ -157,6 +158,17 @@ def test_a_linux_cpu_says_what_it_is(
     monkeypatch.setattr(machine.platform, "processor", lambda: "a processor")
     assert cpu_name() == name
     assert cpu_features() == features
+
+
+@pytest.mark.parametrize(
+    ("features", "quick"),
+    [("avx2 fma", False), ("avx512f avx512_bf16", True), ("amx_bf16 amx_tile", True), ("asimd bf16", True)],
+)
+def test_whose_products_are_quicker_in_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, features: str, quick: bool
+) -> None:
+    monkeypatch.setattr(machine, "cpu_features", lambda: frozenset(features.split()))
+    assert is_quick_in_bfloat16() == quick
 
 
 def test_an_apple_cpu_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,8 @@ class ObviousPolicy:
         self.costs = DraftCosts(draft, expansion)  # of which only what it has counted is asked
         self.counts = Calibration()
         self.saved = 0.0
+        # What others left of the first level, from the first step on, by whether there is a prediction.
+        self.left: dict[bool, list[float]] = {False: [], True: []}
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
         self.entries, self.requests = plan.tree_entries, len(plan.entries)
@@ -148,9 +150,7 @@ class ObviousPolicy:
         hopes = self._hopes(all_of_them, doubt)
         path = () if drawn is None else drawn.path_tokens(end)
         node = next(n for n in range(all_of_them.num_nodes) if all_of_them.path_tokens(n) == path)
-        held = draws_by_parent(others.draws).get(node, []) if node < others.num_nodes else []
-        missed = 1.0 - sum(hopes[child] / hopes[node] for child in sorted({draw.node for draw in held}))
-        rate, arrives = self.costs.rates()[len(path)], hopes[node] * max(0.0, missed)
+        rate, arrives = self.costs.rates()[len(path)], hopes[node] * missed_by(others, node, hopes)
         samples = drawn is not None and any(map(sampled, drawn.draws))
         return arrives * rate.first + max(0.0, arrives * rate.other - (0.0 if samples else price))
 
@@ -180,15 +180,17 @@ class ObviousPolicy:
 
     def _first_level(self, entries: Sequence[PlanEntry], unread: NDArray[np.int64]) -> NDArray[np.bool_]:
         grows = np.array([entry.max_nodes > 1 for entry in entries])
-        known = [entry.request.request_id in self.others for entry in entries]
         tokens, nodes = self._so_far(DOUBT)
         usual, price = self.costs.rates()[0].any, self._price(tokens, nodes)
-        gains = np.array(
-            [
-                self._gain(e, 0, price, DOUBT) if knows else usual
-                for e, knows in zip(entries, known, strict=True)
-            ]
-        )
+        gains = np.zeros(len(entries))
+        for i, entry in enumerate(entries):
+            seen = self.left[bool(entry.request.prediction)]
+            if grows[i]:
+                others = self.others[entry.request.request_id]
+                gains[i] = self._gain(entry, 0, price, DOUBT)
+                seen.append(missed_by(others, 0, self._hopes(others, DOUBT)))
+            else:
+                gains[i] = usual * of_late(seen)
         together = 2 * len(entries)
         reading = self.draft.seconds(together + np.maximum(unread, 2) - 2) - self.draft.seconds([together])
         shares = reading * (1 + gains) / np.maximum(1, [entry.room for entry in entries])
@@ -215,6 +217,19 @@ class ObviousPolicy:
     def _patient(self, nodes: int, seconds: Floats) -> Floats:
         without = self._seconds(np.array([nodes]))
         return np.asarray(without + 0.95 * (seconds - without))
+
+
+def missed_by(others: TokenTree, node: int, hopes: Sequence[float]) -> float:
+    """How likely no child of a node that others have guessed holds the next token."""
+    held = draws_by_parent(others.draws).get(node, []) if node < others.num_nodes else []
+    return max(0.0, 1.0 - sum(hopes[child] / hopes[node] for child in sorted({draw.node for draw in held})))
+
+
+def of_late(values: Sequence[float]) -> float:
+    """The mean of three ones and then these, each of which counts .97 times as much as the next."""
+    weights = 0.97 ** np.arange(len(values) - 1, -1, -1.0)
+    before = 3 * 0.97 ** len(values)
+    return float((before + (weights * values).sum()) / (before + weights.sum()))
 
 
 def fastest(hopes: Floats, tokens: float, seconds: Floats) -> int:

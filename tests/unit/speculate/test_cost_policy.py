@@ -454,7 +454,7 @@ def test_deciding_runs_few_lines_of_python() -> None:
 
     few, more = lines(1), lines(31)
     assert few <= 1250
-    assert more - few <= 30 * 41
+    assert more - few <= 30 * 42
     assert lines(31, requests=8) <= 8 * more
 
 
@@ -464,6 +464,29 @@ def test_reading_a_long_text_has_to_be_worth_it() -> None:
     teach(policy, 4)
     assert depths(policy, entry(room=5000), unread=500)[0] > 0
     assert depths(policy, entry(room=10), unread=500) == [0]
+
+
+def test_a_prompt_is_not_read_where_others_have_guessed_most_of_late() -> None:
+    def reads(prediction: tuple[int, ...]) -> bool:
+        """Whether the draft reads the last chunk of a prompt, where nobody can guess yet."""
+        reading = replace(entry("new", room=60, rows=9), max_nodes=1)
+        request = replace(reading.request, prediction=prediction)
+        policy.begin_step(plan(replace(reading, request=request)))
+        policy.show([single_node(7)])
+        return policy.worth_starting("draft", [replace(reading, request=request)], [500])[0]
+
+    policy = sized(FREE, CostCurve((1, 1000), (0.02, 20.02)))
+    teach(policy, 4)
+    assert reads((1, 2))
+    predicted = entry()
+    predicted = replace(predicted, request=replace(predicted.request, prediction=(1, 2)))
+    for _ in range(12):
+        depths(policy, predicted, trees=[chain(*4 * [0.999], speculator="prediction")])
+    assert not reads((1, 2)), "it would seldom be asked"
+    assert reads(()), "texts without a prediction are others"
+    for _ in range(60):
+        depths(policy, predicted)
+    assert reads((1, 2)), "the predictions have been of no use"
 
 
 def test_who_asks_for_an_expansion_is_drafted_for() -> None:

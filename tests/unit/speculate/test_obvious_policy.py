@@ -118,7 +118,13 @@ class Run:
         wish = SpeculationParams(max_nodes=5) if self.chance.random() < 0.2 else None
         params = SamplingParams(speculation=wish)
         text = [*range(20), ROOT]
-        one = plans.entry(text, request_id=str(n), params=params, rows=int(self.chance.integers(1, 3)))
+        one = plans.entry(
+            text,
+            request_id=str(n),
+            params=params,
+            prediction=(1,) * (n % 2),
+            rows=int(self.chance.integers(1, 3)),
+        )
         return replace(
             one, max_nodes=int(self.chance.choice([1, 5, 16])), room=int(self.chance.integers(1, 99))
         )

@@ -1,0 +1,51 @@
+"""Steps of a training, by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specinfer.heads.layers import HeadLayer
+from specinfer.tune import trainer as trainer_module
+from specinfer.tune.block_kind import BlockKind
+from specinfer.tune.draft import Kind
+from specinfer.tune.eagle_kind import EagleKind
+from specinfer.tune.lessons import AllLessons
+from specinfer.tune.prompts import read_prompts
+from specinfer.tune.ssm_kind import SsmKind
+from specinfer.tune.tuning import Tuning
+from tests.unit.tune.conftest import ticking, tuning_of
+
+KINDS: dict[str, Kind] = {
+    "block": BlockKind(depth=4, vocabulary=48, markov_rank=8, anchors=8),
+    "eagle": EagleKind(depth=3, vocabulary=48),
+    "ssm": SsmKind(layers=1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_products_of_bfloat16_learn_what_float32_learns(
+    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    tuning = Tuning(tuning_of(target, tmp_path / "draft", kind=kind), clock=ticking())
+    tuning._collect(read_prompts([prompts]))
+    lessons = AllLessons(tuning._corpus)
+    losses: dict[bool, list[float]] = {}
+    computed: list[torch.dtype] = []
+    for rounded in (False, True):
+        monkeypatch.setattr(trainer_module, "is_quick_in_bfloat16", lambda rounded=rounded: rounded)
+        one = tuning._training(lessons, []).trainer
+        layer = next(m for m in one.draft.module.modules() if isinstance(m, HeadLayer))
+        computed.clear()
+        layer.mlp.up_proj.register_forward_hook(lambda module, given, made: computed.append(made.dtype))
+        losses[rounded] = []
+        for _ in range(60):
+            one.step(lessons, 1.0)
+            losses[rounded].append(one.state.loss)
+        assert {*computed} == {torch.bfloat16 if rounded else torch.float32}
+        assert {p.dtype for p in one.draft.module.parameters()} == {torch.float32}
+    learnt = losses[False][0] - losses[False][-1]
+    assert learnt > 0
+    assert losses[True] == pytest.approx(losses[False], abs=0.1 * learnt)
