@@ -11,8 +11,10 @@ from pathlib import Path
 
 import torch
 
-from specinfer.heads.checkpoint import HeadFolder
+from specinfer.heads.checkpoint import open_head
 from specinfer.heads.export import write_head
+from specinfer.heads.medusa import MedusaHead
+from specinfer.models.fingerprint import fingerprint
 from specinfer.models.weights import open_model
 
 MOST = 12 << 20  # bytes
@@ -33,8 +35,17 @@ def main() -> None:
     """Pack one head; raises SystemExit where it is too large for the package."""
     tuned, target, out = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     opened = open_model(target)
-    head = HeadFolder(tuned, opened.config).module(opened)
-    write_head(head, out, verifier="smollm2-135m", architectures=["LlamaForCausalLM"], dtype=torch.int8)
+    head = open_head(tuned, opened).module(opened)
+    if isinstance(head, MedusaHead):
+        raise SystemExit(f"{tuned} holds Medusa's heads, which tune does not make")
+    write_head(
+        head,
+        out,
+        verifier="smollm2-135m",
+        architectures=["LlamaForCausalLM"],
+        dtype=torch.int8,
+        fingerprint=fingerprint(opened),
+    )
     card = (tuned / "README.md").read_text(encoding="utf-8")
     card = re.sub(r"--model \S+ --draft THIS_FOLDER", "--model smollm2-135m --draft smollm2-135m-head", card)
     (out / "README.md").write_text(card + NOTE, encoding="utf-8")

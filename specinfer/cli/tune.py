@@ -77,6 +77,11 @@ _SSM_LAYERS: Final = 4
     help="Tokens a head can name: the likeliest of all answers.",
 )
 @click.option(
+    "--confidence",
+    is_flag=True,
+    help="Block heads learn to say how likely each of their guesses is right, too.",
+)
+@click.option(
     "--members",
     type=click.IntRange(1, MOST_MEMBERS),
     default=1,
@@ -108,6 +113,7 @@ def tune(
     layers: int | None,
     depth: int,
     vocabulary: int | None,
+    confidence: bool,
     members: int,
     boost: str | None,
     chat: bool | None,
@@ -145,7 +151,7 @@ def tune(
             chat=chat,
             max_tokens=max_tokens,
             init=init,
-            kind=_kind(kind, layout, layers, depth, vocabulary),
+            kind=_kind(kind, layout, layers, depth, vocabulary, confidence),
             members=members,
             boost=None if boost is None else BoostConfig(form=cast(Boost, boost)),
             training=TrainConfig(loss=cast(Loss, loss), seed=seed),
@@ -161,7 +167,14 @@ def tune(
     )
 
 
-def _kind(kind: str, layout: str | None, layers: int | None, depth: int, vocabulary: int | None) -> Kind:
+def _kind(
+    kind: str,
+    layout: str | None,
+    layers: int | None,
+    depth: int,
+    vocabulary: int | None,
+    confidence: bool,
+) -> Kind:
     """The kind that is asked for; raises TuneError for an option of another kind."""
     from typing import cast
 
@@ -171,6 +184,8 @@ def _kind(kind: str, layout: str | None, layers: int | None, depth: int, vocabul
 
     if kind != "block" and layout is not None:
         raise TuneError(f"layout is {layout}, and kind {kind}; it is for block heads: leave it out")
+    if kind != "block" and confidence:
+        raise TuneError(f"confidence is asked for, and kind {kind}; it is for block heads: leave it out")
     if kind == "ssm":
         if vocabulary is not None:
             raise TuneError(
@@ -183,7 +198,7 @@ def _kind(kind: str, layout: str | None, layers: int | None, depth: int, vocabul
     if kind == "eagle":
         return EagleKind(layers=layers or 1, depth=depth, vocabulary=names)
     usual = cast(Layout, layout or "specinfer")
-    return BlockKind(layout=usual, layers=layers or 1, depth=depth, vocabulary=names)
+    return BlockKind(layout=usual, layers=layers or 1, depth=depth, vocabulary=names, confidence=confidence)
 
 
 def _prompts(files: tuple[Path, ...], traffic: Path | None, vocab: int) -> tuple[Prompts, list[str]]:

@@ -30,6 +30,7 @@ from specinfer.engine.drafts import (
 from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.pass_costs import TimedDraft, pass_costs
+from specinfer.engine.pools import with_members
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.heads.load import load_head
@@ -72,12 +73,13 @@ class Models:
 
 
 def load_models(config: EngineConfig, progress: Progress | None = None) -> Models:
-    """Find, check and load every model the config names.
+    """Find, check and load every model the config names, of a pool its members.
 
     Raises ModelError and its kind for files that cannot be used, ConfigError for a draft that has no token in
     common with the target, CapacityError when the weights do not fit into memory.
     """
     show = progress or NoProgress()
+    config = with_members(config, show)
     device = pick_device(config.device)
     _check_quantization("quantization", config.quantization, device)
     _check_quantization("draft_quantization", config.speculation.draft_quantization, device)
@@ -145,6 +147,7 @@ def build_engine(
 
     Raises CapacityError when the KV cache does not fit, ConfigError when options contradict each other.
     """
+    config = with_members(config, progress or NoProgress())
     speculation, limits = config.speculation, config.scheduler
     own_limit = models.target.config.max_context
     max_context = min(limits.max_context or own_limit, own_limit)

@@ -10,7 +10,7 @@ import torch
 
 from specinfer.config import SpeculationConfig
 from specinfer.errors import ConfigError, ModelError
-from specinfer.heads.checkpoint import HeadFolder, is_head
+from specinfer.heads.checkpoint import HeadFolder, is_head, open_head
 from specinfer.heads.config import MedusaConfig
 from specinfer.heads.eagle_model import EagleModel
 from specinfer.heads.load import HeadModel, head_bytes
@@ -93,9 +93,7 @@ def find_drafts(
             files = resolve(name, progress=progress)
             head = is_head(files.path)
             found[name] = (
-                FoundHead(files, HeadFolder(files, target.config))
-                if head
-                else Found(files, open_model(files))
+                FoundHead(files, open_head(files, target.model)) if head else Found(files, open_model(files))
             )
     return found
 

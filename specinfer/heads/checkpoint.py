@@ -8,6 +8,7 @@ what cannot be used is refused in one line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,7 @@ from specinfer.heads.shapes import head_shapes
 from specinfer.heads.vocabulary import Tables, id_maps
 from specinfer.hub.model_files import ModelFiles, local_model, read_json
 from specinfer.models.config import ModelConfig
+from specinfer.models.fingerprint import fingerprint
 from specinfer.models.safetensors import FLOATS, TensorEntry, read_entries
 from specinfer.models.weights import OpenModel
 
@@ -40,6 +42,8 @@ _DTYPES: Final = {
     "U8": torch.uint8,
 }
 SCALE: Final = "_scale"  # behind the name of an int8 matrix: what to multiply its rows by
+FINGERPRINT: Final = "target_fingerprint"  # of a head's config: whose it is (models/fingerprint.py)
+_DIGITS: Final = re.compile(r"[0-9a-f]{64}")
 _ROWS: Final = 1 << 8  # of a table that are chosen at a time
 
 
@@ -87,6 +91,20 @@ class _ChosenRows:
 _Entries = Mapping[str, TensorEntry | _ChosenRows]
 
 
+def open_head(files: ModelFiles | Path, target: OpenModel) -> HeadFolder:
+    """The head in a folder, for this target; reads no weights.
+
+    Raises ModelError and its kind where it cannot be used, or says that its target has other weights.
+    """
+    head = HeadFolder(files, target.config)
+    if head.fingerprint is not None and head.fingerprint != fingerprint(target):
+        raise ModelError(
+            f"the head {head.name} was trained for {head.verifier}, whose weights are others than those of "
+            f"{target.path.name}; name that model, or a head of this one"
+        )
+    return head
+
+
 class HeadFolder:
     """An open head, whose tensors are what its config promises, for a target that it fits; reads no weights.
 
@@ -97,8 +115,10 @@ class HeadFolder:
         """Raises ModelError and its kind where the head cannot be used."""
         if isinstance(files, Path):
             files = local_model(str(files), files)
-        self.path = files.path
+        self.name, self.path = files.name, files.path
         described = read_json(files.path / "config.json")
+        self.verifier = _verifier(described)  # its target's name, for people
+        self.fingerprint = _fingerprint(files.path, described)  # its target's; None: it does not say
         config: AnyHeadConfig
         entries: _Entries
         if is_medusa(described):
@@ -165,6 +185,23 @@ class HeadFolder:
 
     def _tensor(self, name: str) -> Tensor:
         return self.read_rows(name, 0, self._entries[name].shape[0]).float()
+
+
+def _verifier(described: Mapping[str, object]) -> str:
+    match described.get("speculators_config"):
+        case {"verifier": {"name_or_path": str(name)}}:
+            return name[:256]
+        case _:
+            return "another model"
+
+
+def _fingerprint(path: Path, described: Mapping[str, object]) -> str | None:
+    found = described.get(FINGERPRINT)
+    if found is not None and not (isinstance(found, str) and _DIGITS.fullmatch(found)):
+        raise ModelFileError(
+            f"{path} has {FINGERPRINT} {str(found)[:60]!r}; expected 64 hexadecimal digits, or none"
+        )
+    return found
 
 
 def target_embedding(target: OpenModel) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from specinfer.errors import ModelError
 from specinfer.files import NewFile
 from specinfer.heads.block import BlockHead
-from specinfer.heads.checkpoint import SCALE
+from specinfer.heads.checkpoint import FINGERPRINT, SCALE
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.shapes import head_shapes
 from specinfer.heads.speculators_config import config_to_speculators
@@ -26,10 +26,12 @@ def write_head(
     verifier: str,
     architectures: Sequence[str],
     dtype: torch.dtype = torch.float32,
+    fingerprint: str | None = None,
 ) -> None:
     """Write config.json and model.safetensors of a head whose target is `verifier`, each whole or not at all.
 
     Matrices of dtype int8 have a factor for each row, and all else is float32; nobody else reads these.
+    With the target's `fingerprint` an engine with another one refuses the head; other readers ignore it.
     Tables of the target's are left out. vLLM wants an output layer with each head that cannot name every
     token: give such a head one of its own (`own_head`). Makes the folder; raises OSError, and ModelError for
     weights that are no finite numbers.
@@ -47,6 +49,8 @@ def write_head(
     tensors |= {name: state[name].cpu() for name in ("d2t", "t2d") if name in state}
     named = str(floats).removeprefix("torch.")
     described = config_to_speculators(config, verifier=verifier, architectures=architectures, dtype=named)
+    if fingerprint is not None:
+        described[FINGERPRINT] = fingerprint
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / "model.safetensors", tensors)
     _write(folder / "config.json", json.dumps(described, indent=2))

@@ -6,6 +6,7 @@ import hashlib
 
 import torch
 
+from specinfer.models.config import Family
 from specinfer.models.weights import OpenModel
 
 _NORM = "model.norm.weight"
@@ -18,7 +19,9 @@ def fingerprint(model: OpenModel) -> str:
     """
     config = model.config
     sizes = (config.vocab_size, config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads)
-    digest = hashlib.sha256(repr((str(config.family), *sizes)).encode())
+    # A GGUF file says llama of a Mistral, too.
+    family = Family.LLAMA if config.family is Family.MISTRAL else config.family
+    digest = hashlib.sha256(repr((str(family), *sizes)).encode())
     if _NORM in model.shapes:
         norm_D = model.read_rows(_NORM, 0, model.shapes[_NORM][0]).to(torch.float32)
         # What a GGUF file adds to norms that are written without it.

@@ -36,6 +36,7 @@ class BlockKind:
     depth: int = 5  # tokens of a block that are guessed
     vocabulary: int = 8192  # tokens it can name, at most
     markov_rank: int = 64  # of the term by which a guess depends on the token before it
+    confidence: bool = False  # it says how likely its guesses are right
     anchors: int = 64  # of a text that a step computes, at most
 
     def check(self, target: ModelConfig, init: str | None) -> None:
@@ -53,7 +54,8 @@ class BlockKind:
     def facts(self) -> dict[str, object]:
         """The head's shape; anchors are how it is trained."""
         names = ("layout", "layers", "depth", "vocabulary", "markov_rank")
-        return {"kind": self.name, **{name: getattr(self, name) for name in names}}
+        facts = {"kind": self.name, **{name: getattr(self, name) for name in names}}
+        return facts | ({"confidence": True} if self.confidence else {})
 
     def new(self, init: str | None, beginning: Beginning) -> BlockHeadDraft:
         """A head that knows what can be had without learning, a random one, or an exported one."""
@@ -94,6 +96,8 @@ class BlockKind:
             block_size=self.depth,
             mask_token_id=target.eos_ids[0] if target.eos_ids else 0,
             markov_rank=self.markov_rank,
+            confidence=self.confidence,
+            confidence_reads_token=self.confidence and self.markov_rank > 0,
             reads_last=self.layout == "specinfer",
             own_head=self.layout != "specinfer",
         )

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.errors import ModelError, TuneError
-from specinfer.heads.checkpoint import is_head
+from specinfer.heads.checkpoint import HeadFolder
 from specinfer.hub.pool import is_pool, member_folders, read_pool
 from specinfer.models.fingerprint import fingerprint
 from specinfer.tune.draft import Draft, Target
-from specinfer.tune.read_draft import open_head, read_draft
+from specinfer.tune.read_draft import open_draft, read_draft
 
 BEFORE: Final = ".before"  # behind a folder's name: what it was until it was replaced
 
@@ -81,6 +81,8 @@ class Incumbent:
             self.members = member_folders(folder, pool)
         elif not (folder / "config.json").is_file():
             raise TuneError(f"{folder} holds no draft and no pool that could be replaced; give --out alone")
+        for member in self.members:
+            open_draft(member, target)  # before anything is trained
 
     def taps(self) -> tuple[int, ...]:
         """The layers whose inputs its heads read."""
@@ -93,7 +95,8 @@ class Incumbent:
 
 def taps_of(folder: Path, target: Target) -> tuple[int, ...]:
     """The layers whose inputs a draft reads: none, where it is a model."""
-    return open_head(folder, target).config.taps if is_head(folder) else ()
+    draft = open_draft(folder, target)
+    return draft.config.taps if isinstance(draft, HeadFolder) else ()
 
 
 def replace_folder(new: Path, old: Path) -> None:

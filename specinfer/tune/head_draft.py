@@ -21,6 +21,7 @@ from specinfer.heads.eagle import EagleHead
 from specinfer.heads.export import write_head
 from specinfer.heads.layers import Norm
 from specinfer.models.config import Family
+from specinfer.models.fingerprint import fingerprint
 from specinfer.tune.blocks import Blocks
 from specinfer.tune.draft import Description, Target
 
@@ -86,6 +87,10 @@ class HeadDraft(ABC):
             return self._head.logits(h)
         return h @ self._head.lm_head.weight[entries_S].T
 
+    def confidence(self, h: Tensor, before: Tensor) -> Tensor | None:
+        """It does not say."""
+        return None
+
     @abstractmethod
     def copy(self) -> Self:
         """Another one with weights of its own, which are the same."""
@@ -105,6 +110,7 @@ class HeadDraft(ABC):
             verifier=target.name,
             architectures=[_ARCHITECTURES[target.config.family]],
             dtype=torch.bfloat16,
+            fingerprint=fingerprint(target.model),
         )
 
     @abstractmethod
@@ -162,6 +168,16 @@ class BlockHeadDraft(HeadDraft):
         )
         return logits + pairs
 
+    def confidence(self, h: Tensor, before: Tensor) -> Tensor | None:
+        """What a product with the row says, and with what the Markov term knows of the token before."""
+        if not self.head.config.confidence:
+            return None
+        known = h.detach()
+        if self.head.config.confidence_reads_token:
+            known = torch.cat((known, self.head.markov_head.markov_w1(before).detach()), dim=-1)
+        logits: Tensor = self.head.confidence_head.proj(known)[..., 0]
+        return logits
+
     def copy(self) -> BlockHeadDraft:
         """Another one with weights of its own, which are the same."""
         copy = BlockHead(self.head.config, self.head.ids.tolist())
@@ -172,6 +188,8 @@ class BlockHeadDraft(HeadDraft):
         """What a card says of it."""
         config = self.head.config
         does = f"guesses {config.depth} tokens in one pass"
+        if config.confidence:
+            does += ", and says how likely each is right"
         return self._described("dspark", "causal block head", does, ours=config.reads_last)
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Loss = Literal["kl", "tv", "hybrid", "coupled"]
@@ -89,6 +90,17 @@ def losses(kind: Loss, logits_RS: Tensor, short: Shortlist) -> Tensor:
         return 1 - alike_R
     w_R = torch.exp(-3 * alike_R.detach())
     return w_R * kl_R + (1 - w_R) * (1 - alike_R)
+
+
+def confidence_losses(said_R: Tensor, logits_RS: Tensor, short: Shortlist) -> Tensor:
+    """The cross entropy, [R], of what is said of guesses, as logits, with how often they are right: c.
+
+    Nothing is learnt by the guesses themselves.
+    """
+    with torch.no_grad():
+        log_q_RK = (logits_RS + short.raised_S).log_softmax(dim=-1).gather(1, short.places_RK)
+        hits_R = coupled_hits(short.chances_RK, log_q_RK)
+    return F.binary_cross_entropy_with_logits(said_R, hits_R, reduction="none")
 
 
 def coupled_hits(p_RK: Tensor, log_q_RK: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specinfer.errors import ModelError, TuneError
 from specinfer.heads.block import BlockHead
@@ -124,6 +124,8 @@ def new_head(
         head.norm.weight.copy_(loudness * (norm_D + target.config.norm_weight_offset))
         # What is read is about 1 in size, and so is what comes of it.
         head.fc.weight.mul_(1 / (0.02 * math.sqrt(head.fc.in_features)))
+        if isinstance(head, BlockHead) and head.config.confidence:
+            head.confidence_head.proj.weight.zero_()
         if isinstance(head, BlockHead) and head.config.reads_last:
             head.entry.weight.mul_(1 / (0.02 * math.sqrt(head.entry.in_features)))
     return head
@@ -134,8 +136,9 @@ def known_head(
 ) -> BlockHead | EagleHead:
     """A head that was exported, to be trained on with multiplied hidden states; `name` is its folder.
 
-    Raises TuneError where it is not of the shape that is `wanted`, but for how many tokens it can name, and
-    ModelError and its kind where there is none that fits the target.
+    One that says nothing of its guesses may learn to, and one of another target of these sizes may become
+    this one's. Raises TuneError where it is not of the shape that is `wanted`, but for how many tokens it can
+    name, and ModelError and its kind where there is none that fits the target.
     """
     files = resolve(name)
     if not is_head(files.path):
@@ -143,13 +146,24 @@ def known_head(
             f"init is {name!r}, which is no draft head; allowed: target, random, or a head's folder"
         )
     opened = HeadFolder(files, target.config)
-    if replace(wanted, draft_vocab_size=opened.config.draft_vocab_size) != opened.config:
+    config = wanted = replace(wanted, draft_vocab_size=opened.config.draft_vocab_size)
+    if isinstance(wanted, BlockConfig) and isinstance(opened.config, BlockConfig):
+        silent = not opened.config.confidence
+        config = replace(wanted, confidence=False, confidence_reads_token=False) if silent else wanted
+    if config != opened.config:
         raise TuneError(
             f"the head {name} has another shape than the one that is wanted; give --kind, --layers, "
-            "--depth and --layout as it was trained, or leave --init out"
+            "--depth, --layout and --confidence as it was trained, or leave --init out"
         )
     head = opened.module(target)
     assert isinstance(head, BlockHead | EagleHead)  # as its config is
+    if config != wanted:
+        assert isinstance(wanted, BlockConfig)
+        known = head.state_dict()
+        head = BlockHead(wanted, opened.ids)
+        nn.init.zeros_(head.confidence_head.proj.weight)
+        nn.init.zeros_(head.confidence_head.proj.bias)
+        head.load_state_dict(known, strict=False)
     with torch.no_grad():
         head.fc.weight.div_(scale_ND.flatten())
     return head

@@ -25,7 +25,7 @@ from specinfer.tune.blocks import Blocks, anchors_of, blocks
 from specinfer.tune.draft import Draft
 from specinfer.tune.held_out import entries_of
 from specinfer.tune.lessons import Lessons
-from specinfer.tune.losses import Loss, losses, shortlist
+from specinfer.tune.losses import Loss, confidence_losses, losses, shortlist
 from specinfer.tune.shards import TunedText
 
 _WARM_UP: Final = 30  # steps
@@ -36,6 +36,7 @@ _NORM: Final = 1.0  # of a step's gradient at most
 _MEMORY: Final = 0.995  # of the average, for a step
 _REMEMBERED: Final = 4  # one step in so many goes into it
 _TRIED_ON: Final = 64  # anchors of a text, where a loss is tried
+_CONFIDENCE: Final = "confidence_head."  # begins the names of what learns to say how likely guesses are
 _LEAST: Final = 1e-6  # of all that places count for
 
 
@@ -96,10 +97,13 @@ class Trainer:
             return
         anchors = [anchors_of(text, self.draft.anchors, generator) for text in texts]
         batch = blocks(texts, anchors, levels, self.draft.scale_ND)
-        loss = _loss(self.draft, self._entry_V, batch, config, generator)
+        loss, confidence = _losses(self.draft, self._entry_V, batch, config, generator)
         self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self._named.values(), _NORM)
+        total = loss if confidence is None else loss + confidence
+        total.backward()  # type: ignore[no-untyped-call]
+        for apart in (False, True):  # so that guesses learn as they would without a confidence
+            theirs = [p for name, p in self._named.items() if name.startswith(_CONFIDENCE) == apart]
+            torch.nn.utils.clip_grad_norm_(theirs, _NORM)
         rate = config.rate * min(1.0, (number + 1) / _WARM_UP) * max(_COLDEST, min(1.0, left / _COOLING))
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -165,19 +169,27 @@ def loss_of(draft: Draft, texts: Sequence[TunedText], config: TrainConfig) -> fl
         )
     anchors = [anchors_of(text, _TRIED_ON, generator) for text in texts]
     batch = blocks(texts, anchors, draft.learnt_depth, draft.scale_ND)
-    return float(_loss(draft, entries_of(draft), batch, config, generator))
+    return float(_losses(draft, entries_of(draft), batch, config, generator)[0])
 
 
-def _loss(
+def _losses(
     draft: Draft, entry_V: Tensor, batch: Blocks, config: TrainConfig, generator: torch.Generator
-) -> Tensor:
-    """The mean loss of a batch's guesses, each as much as it counts."""
+) -> tuple[Tensor, Tensor | None]:
+    """The mean loss of a batch's guesses, each as much as it counts, and that of what it says of them."""
     valid = batch.valid_BAL
     entries = entry_V[batch.label_ids_BALK[valid]]
     weights_R = batch.weights_BAL[valid]
     chances = batch.label_chances_BALK[valid]
     short = shortlist(entries, chances, len(draft.ids), config.shortlist, generator)
+    before_R = batch.before_BAL[valid]
     with torch.autocast("cpu", torch.bfloat16, enabled=is_quick_in_bfloat16()):
         h_RD = draft.guessed(batch, valid.shape[2])[valid]
-        logits = draft.logits(h_RD, batch.before_BAL[valid], short.entries_S)
-    return (losses(config.loss, logits.float(), short) * weights_R).sum() / weights_R.sum().clamp(min=_LEAST)
+        logits = draft.logits(h_RD, before_R, short.entries_S)
+    logits = logits.float()
+
+    def mean(losses_R: Tensor) -> Tensor:
+        return (losses_R * weights_R).sum() / weights_R.sum().clamp(min=_LEAST)
+
+    said_R = draft.confidence(h_RD.float(), before_R)
+    confidence = None if said_R is None else mean(confidence_losses(said_R, logits, short))
+    return mean(losses(config.loss, logits, short)), confidence

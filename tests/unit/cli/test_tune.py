@@ -50,6 +50,12 @@ def test_prompts_and_traffic_are_one_too_many(tmp_path: Path) -> None:
     assert "both given" in str(done.exception)
 
 
+def test_a_confidence_is_of_block_heads(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["tune", "--out", str(tmp_path), "--kind", "eagle", "--confidence"])
+    assert isinstance(done.exception, TuneError)
+    assert "for block heads" in str(done.exception)
+
+
 def test_a_pool_of_small_models_is_made_used_and_held_against_a_new_one(tmp_path: Path) -> None:
     target = write_tiny_llama(tmp_path / "target", num_layers=3, tokenizer=True)
     log = tmp_path / "traffic.jsonl"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from specinfer.config import EngineConfig
+from specinfer.engine.build import load_models
 from specinfer.engine.pools import with_members
 from specinfer.errors import ModelError
 from specinfer.hub.pool import Member, Pool, write_pool
@@ -44,6 +45,15 @@ def test_members_stand_where_their_pool_stood(folder: Path) -> None:
     assert with_members(wanted, NoProgress()).speculation.drafts == (other, *members)
     plain = config(folder, other)
     assert with_members(plain, NoProgress()) is plain
+
+
+def test_models_that_are_loaded_for_an_engine_of_ones_own_are_the_members(folder: Path) -> None:
+    wanted = config(folder, str(folder / "pool"))
+    models = load_models(wanted)
+    assert [*models.drafts] == ["draft1", "draft2"]
+    with LLM.from_models(wanted, models) as llm:
+        (output,) = llm.generate(["2 * 3"], SamplingParams(max_tokens=12, temperature=0))
+    assert set(output.figures.proposed_by) == {"draft1", "draft2"}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

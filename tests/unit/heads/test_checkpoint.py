@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer.errors import ModelError, ModelFileError
-from specinfer.heads.checkpoint import HeadFolder, is_head, target_embedding, target_head
+from specinfer.heads.checkpoint import HeadFolder, is_head, open_head, target_embedding, target_head
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.export import write_head
 from specinfer.models.config import ModelConfig
+from specinfer.models.fingerprint import fingerprint
 from specinfer.models.weights import open_model
 from tests.heads import (
     IDS,
@@ -140,6 +141,30 @@ def test_a_config_has_the_librarys_words(tmp_path: Path) -> None:
         "name_or_path": "tiny",
         "architectures": ["LlamaForCausalLM"],
     }
+
+
+@pytest.mark.parametrize("config", [eagle_config(), block_config()])
+def test_a_head_that_says_whose_it_is_is_refused_by_others(
+    config: EagleConfig | BlockConfig, target: Path, tmp_path: Path
+) -> None:
+    opened = open_model(target)
+    others = open_model(write_tiny_llama(tmp_path / "other", num_layers=3, tie_embeddings=False, seed=1))
+    named = {"verifier": "tiny", "architectures": []}
+    write_head(tiny_head(config), tmp_path / "head", **named, fingerprint=fingerprint(opened))  # type: ignore[arg-type]
+    assert open_head(tmp_path / "head", opened).config == config
+    with pytest.raises(ModelError, match="for tiny, whose weights are others than those of other"):
+        open_head(tmp_path / "head", others)
+    assert HeadFolder(tmp_path / "head", others.config).config == config  # to be trained on, for one
+    write_tiny_head(tiny_head(config), tmp_path / "anybody")
+    assert open_head(tmp_path / "anybody", others).fingerprint is None
+
+
+@pytest.mark.parametrize("value", ["abc", 7, "g" * 64, ["a" * 64]])
+def test_a_fingerprint_that_is_none_is_refused(value: object, target: Path, tmp_path: Path) -> None:
+    write_tiny_head(tiny_head(eagle_config()), tmp_path)
+    _change(tmp_path, config=lambda c: c.update(target_fingerprint=value))
+    with pytest.raises(ModelFileError, match="expected 64 hexadecimal digits"):
+        open_head(tmp_path, open_model(target))
 
 
 def test_bfloat16_is_half_as_large(tmp_path: Path, target_config: ModelConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -22,6 +23,7 @@ def test_a_shipped_head_is_in_the_package(name: str) -> None:
     verifier = described["speculators_config"]["verifier"]["name_or_path"]
     assert verifier == SHIPPED_HEADS[name]
     assert verifier in CATALOGUE
+    assert re.fullmatch(r"[0-9a-f]{64}", described["target_fingerprint"])
     card = (found.path / "README.md").read_text()
     for part in ("## Licence", "Apache-2.0", "CC BY-SA 3.0", "MIT", CATALOGUE[verifier].file):
         assert part in card

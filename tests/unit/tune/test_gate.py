@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -168,4 +169,28 @@ def test_what_cannot_be_replaced_is_refused(target: Path, tmp_path: Path) -> Non
     )
     write_medusa(tiny_medusa(heads), tmp_path / "medusa")
     with pytest.raises(ModelError, match="Medusa's heads, which cannot be measured"):
-        Incumbent(tmp_path / "medusa", source).taps()
+        Incumbent(tmp_path / "medusa", source)
+
+
+def test_a_small_model_of_other_tokens_is_refused_though_they_are_as_many(
+    target: Path, tmp_path: Path
+) -> None:
+    source = opened(target)
+    SSM.blank(source, np.zeros(0), []).write(tmp_path / "old", source)  # type: ignore[arg-type]
+    Incumbent(tmp_path / "old", source)
+    file = tmp_path / "old" / "tokenizer.json"
+    described = json.loads(file.read_text())
+    vocabulary = described["model"]["vocab"]
+    first, second = [*vocabulary][:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(described))
+    with pytest.raises(ModelError, match="other tokens than target, though as many"):
+        Incumbent(tmp_path / "old", source)
+
+
+def test_a_head_of_another_target_is_refused(target: Path, prompts: Path, tmp_path: Path) -> None:
+    run(tuning_of(target, tmp_path / "head", minutes=0.5, kind=BLOCK), prompts)
+    Incumbent(tmp_path / "head", opened(target))
+    other = write_tiny_llama(tmp_path / "other", num_layers=3, seed=7, tokenizer=True)
+    with pytest.raises(ModelError, match="for target, whose weights are others than those of other"):
+        Incumbent(tmp_path / "head", opened(other))

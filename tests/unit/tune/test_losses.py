@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from specinfer.tune.losses import Loss, Shortlist, coupled_hits, losses, shortlist
+from specinfer.tune.losses import Loss, Shortlist, confidence_losses, coupled_hits, losses, shortlist
 
 NAMED, LABELS = 12, 5
 
@@ -83,6 +83,19 @@ def test_the_coupled_hit_is_how_often_races_with_shared_noise_end_alike() -> Non
     alike = float(((noise / p).argmin(axis=1) == (noise / q).argmin(axis=1)).mean())
     hit = coupled_hits(torch.tensor(p[None]), torch.tensor(q[None]).log())
     assert float(hit) == pytest.approx(alike, abs=0.005)
+
+
+def test_what_is_said_of_guesses_is_held_against_their_hits() -> None:
+    logits, entries, chances = laws(rows=3)
+    short, said = whole(entries, chances), torch.tensor([-1.0, 0.0, 2.0], requires_grad=True)
+    found = confidence_losses(said, logits.requires_grad_(), short)
+    hits = coupled_hits(short.chances_RK, logits.log_softmax(-1).gather(1, short.places_RK)).detach()
+    right = torch.sigmoid(said.detach())
+    expected = -(hits * right.log() + (1 - hits) * (1 - right).log())
+    np.testing.assert_allclose(found.detach(), expected, atol=1e-5)
+    found.sum().backward()
+    assert logits.grad is None
+    np.testing.assert_allclose(said.grad, right - hits, atol=1e-5)
 
 
 def test_what_neither_law_lists_is_no_hit() -> None:
