@@ -6,16 +6,17 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from specinfer import LLM
+from specinfer import LLM, SamplingParams
 from specinfer.cli import cli
 from specinfer.engine.metrics import Stage
+from specinfer.errors import UserError
 from specinfer.replay.trace import Trace
 from specinfer.runtime.cost_curve import CostCurve
 from tests.unit.benchmarks.conftest import Run
@@ -238,6 +239,45 @@ def test_policy_traces(
         files = sorted(file.name for file in (tmp_path / "traces").iterdir())
         assert files == sorted(f"{kind}-00.npz" for kind in kinds)
         assert run_again(module, *options) == page
+
+
+def test_policy_live(
+    script: Script,
+    run: Run,
+    run_again: Run,
+    pair: tuple[str, str],
+    dataset: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = script("policy_live")
+    options = ["--model", pair[0], "--draft", pair[1], "--texts", "1", "--max-tokens", "8"]
+    for kind in ("chat", "code", "maths"):
+        options += [f"--{kind}", dataset]
+    everything = module.questions_of
+
+    def short(*given: Any) -> dict[str, list[Any]]:
+        """The questions, of three kinds, those of edits cut."""
+        found = everything(*given)
+        edits = [replace(one, prompt=str(one.prompt)[:200]) for one in found["edits"]]
+        return {"chat": found["chat"], "edits": edits, "adversarial": found["adversarial"]}
+
+    monkeypatch.setattr(module, "questions_of", short)
+    page = run(module, *options)
+    rows = table(page)
+    assert [row[0] for row in rows] == ["chat", "edits", "adversarial"]
+    for _, texts, tokens, rate, *ratios, beside in rows:
+        assert (texts, tokens) == ("1", "8")
+        assert float(rate) > 0
+        assert len(ratios) == 3
+        assert all(float(cell.split("(")[1][:-1]) >= 1 for cell in ratios), "tokens a step"
+        assert beside.endswith(("(lookups)", "(draft)"))
+    assert run_again(module, *options) == page
+
+    tokens = iter(range(2))
+    monkeypatch.setattr(module, "answer", lambda *_, **__: SimpleNamespace(token_ids=[next(tokens)]))
+    questions = [module.Question("?", SamplingParams(temperature=0))]
+    with pytest.raises(UserError, match="text 0 is another one in some way"):
+        module.measured(dict.fromkeys(("none", "all")), questions)
 
 
 def test_policy_estimator(

@@ -31,6 +31,7 @@ SCRIPTS = (
         "policy_before",
         "policy_estimator",
         "policy_hedge",
+        "policy_live",
         "policy_matching_length",
         "policy_shape",
         "policy_traces",
