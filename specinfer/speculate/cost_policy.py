@@ -115,8 +115,11 @@ class CostPolicy:
         """For those whose first level is worth its pass and the reading, and those with a size of their own.
 
         A prompt is read where the reading will have been worth it when the answer is written: what others
-        will guess by then is not known, and they are thought to leave as much to the draft as of late.
+        will guess by then is not known, and they are thought to leave as much to the draft as of late. One
+        whose passes have no known price is let start anywhere.
         """
+        if speculator not in self._drafts:
+            return [True] * len(entries)
         asked = [(e, tree.draws, tree.num_nodes) for e, tree in zip(self._entries, self._shown, strict=True)]
         rates = self._rates(asked)
         starts = [True] * len(entries)
@@ -141,8 +144,11 @@ class CostPolicy:
     ) -> list[Sequence[int]]:
         """Those that are likely to become text, and all of requests with a size of their own.
 
-        Each is a row of the draft's pass, and of what it brings one node is likely enough to be verified.
+        Each is a row of the draft's pass, and of what it brings one node is likely enough to be verified. One
+        whose passes have no known price goes on below all.
         """
+        if speculator not in self._drafts:
+            return list(ends)
         draft = self._drafts[speculator]
         guesses, asked = list[Guesses](), list[Question]()
         for entry, tree in zip(entries, trees, strict=True):
@@ -343,10 +349,12 @@ class CostPolicy:
                 guesses = self._guesses[entry.request.request_id]
                 gain = guesses.gain(draft, 0, price)
                 left.add(guesses.left(0))
-            else:  # its prompt is being read
+                of_use = True
+            else:
                 gain = draft.rate(0).any * left.mean
+                of_use = entry.end - entry.start > 1  # its prompt is read; else no row is left for guesses
             share = read * (1 + gain) / max(1, entry.room)
-            start = gain * without > share * tokens
+            start = of_use and gain * without > share * tokens
             if entry.max_nodes > 1:
                 growing.append(i)
                 if start:

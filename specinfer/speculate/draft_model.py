@@ -188,7 +188,7 @@ class DraftModel:
         if draws:
             memory.growth = growth
             growth.started = True
-        wanted = draws + self._hindsight.look_at(entry, start, end)
+        wanted = draws + self._hindsight.look_at(entry, start, end - draws)
         return Rows(entry.token_ids[start:end], start, entry.block_table, end - start - wanted)
 
     def _memory_of(self, entry: PlanEntry) -> _Memory:

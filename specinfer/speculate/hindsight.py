@@ -26,6 +26,7 @@ from specinfer.speculate.draws import Site
 from specinfer.speculate.growth import Growth, Shape
 from specinfer.speculate.speculator import LevelOutcome
 
+_ROOM: Final = 1 << 30  # nodes of a tree that nobody verifies
 # Of one pass: each is a row of the output layer, and of a level's outcomes the last 30 or so decide.
 MOST_PLACES: Final = 32
 
@@ -51,18 +52,25 @@ class Hindsight:
             self._since.setdefault(entry.request.request_id, len(entry.token_ids))
 
     def look_at(self, entry: PlanEntry, start: int, end: int) -> int:
-        """How many of the rows at positions start..end-1 to look at: the last ones, but for the root."""
-        end = min(end, entry.end - 1)
-        first = max(start, self._since[entry.request.request_id], end - self._left)
-        places = range(first, end) if entry.active_processors is None else range(0)
-        self._places, self._left = places, self._left - len(places)
-        return len(places)
+        """How many of the rows at positions start..end-1 to look at: the last ones.
+
+        None where it is not known what comes behind the last one, and before a text may end (`min_tokens`).
+        """
+        request = entry.request
+        free = len(request.prompt_token_ids) + request.params.min_tokens - 1
+        first = max(start, self._since[request.request_id], free, end - self._left)
+        known = end < len(entry.token_ids) and entry.active_processors is None
+        self._places = range(first, end) if known else range(0)
+        if self._places:
+            self._left -= len(self._places)
+            self._since[request.request_id] = end
+        return len(self._places)
 
     def sites(self, entry: PlanEntry) -> list[Site]:
         """The rows of the text that was looked at last, as roots whose children are drawn."""
         if not self._places:  # so it is in nearly every step
             return []
-        roots = [replace(entry, end=place + 1) for place in self._places]
+        roots = [replace(entry, end=place + 1, max_nodes=_ROOM) for place in self._places]
         sites = [Growth.shaped(one, self._name, self._shape).sites(self._shape)[0] for one in roots]
         self._seen.append((entry, sites))
         self._places = range(0)
@@ -74,6 +82,9 @@ class Hindsight:
         for entry, sites in self._seen:
             levels, right = self._levels(entry), 0  # right: so many draws before it
             for site in sites:
+                if not site.builder.draws:  # as in a tree: nothing was tried
+                    right = 0
+                    continue
                 choice = _choice(site, entry.token_ids[site.position])
                 told += [(level, choice) for level in range(min(right + 1, levels))]
                 right = 0 if choice is None else right + 1

@@ -224,7 +224,7 @@ class TrustedPolicy:
     def _failed(self) -> SpeculationPolicy:
         """Say that the policy has raised, and who decides from here on."""
         _LOG.exception(
-            "the speculation policy %s failed; trees are as large as may be from here on, whatever they cost",
+            "the speculation policy %s failed; trees are no longer sized by what they cost",
             type(self._policy).__name__,
         )
         self._policy = self._fixed

@@ -195,6 +195,7 @@ class ObviousPolicy:
         reading = self.draft.seconds(together + np.maximum(unread, 2) - 2) - self.draft.seconds([together])
         shares = reading * (1 + gains) / np.maximum(1, [entry.room for entry in entries])
         starts = gains * self._seconds(np.array([nodes])) > shares * tokens
+        starts &= grows | np.array([entry.end - entry.start > 1 for entry in entries])
         first = np.flatnonzero(starts & grows)
         first = first[(-gains[first]).argsort(kind="stable")]
         more = np.arange(len(first) + 1)

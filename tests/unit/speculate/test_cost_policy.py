@@ -489,6 +489,26 @@ def test_a_prompt_is_not_read_where_others_have_guessed_most_of_late() -> None:
     assert reads((1, 2)), "the predictions have been of no use"
 
 
+def test_a_text_that_has_no_row_for_a_guess_is_not_read_for_it() -> None:
+    policy = sized(FREE, QUICK)
+    teach(policy, 4)
+    full = replace(entry(), max_nodes=1)
+    assert depths(policy, entry(), unread=2)[0] > 0
+    assert depths(policy, full, unread=2) == [0], "it can be read when there is one"
+
+
+def test_who_has_no_known_price_is_let_go_on_anywhere() -> None:
+    policy = sized(FREE, CostCurve((1, 1000), (9.0, 9.0)))
+    policy.begin_step(plan(entry()))
+    policy.show([single_node(7)])
+    assert policy.worth_starting("draft", [entry()], [1]) == [False]
+    assert policy.worth_starting("own", [entry()], [1]) == [True]
+    tree = chain(0.01, 0.01, speculator="own")
+    assert policy.worth_deepening("own", [entry()], [tree], [(1, 2)]) == [(1, 2)]
+    assert policy.choose_nodes([tree])[0].num_nodes <= 3
+    policy.observe(StepReport([outcome(10, 99)]))
+
+
 def test_who_asks_for_an_expansion_is_drafted_for() -> None:
     policy = sized(FREE, CostCurve((1, 1000), (9.0, 9.0)))
     asking = entry("a", overrides=SpeculationParams(expansion=Expansion((1, 1))))

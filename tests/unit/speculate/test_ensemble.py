@@ -217,7 +217,10 @@ def test_a_policy_that_fails_is_replaced(part: str, answer: object, caplog: pyte
         assert tree.token_ids == (7, 5)
         ensemble.observe(StepReport([plans.outcome(5)]))
     (record,) = caplog.records
-    assert "the speculation policy Broken failed; trees are as large as may be" in record.getMessage()
+    assert (
+        "the speculation policy Broken failed; trees are no longer sized by what they cost"
+        in record.getMessage()
+    )
 
 
 class Levels(Fan):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,7 +72,8 @@ def model(tiny: Tiny, shape: Shape, max_rows: int = 96) -> DraftModel:
 
 
 def entry(text: Sequence[int], params: SamplingParams = GREEDY, **fields: Any) -> PlanEntry:
-    return plans.entry(list(text), params=params, block_table=tuple(range(30)), **fields)
+    prompt, answer = list(text[: len(PROMPT)]), text[len(PROMPT) :]
+    return plans.entry(prompt, answer, params=params, block_table=tuple(range(30)), **fields)
 
 
 def play(
@@ -169,6 +171,53 @@ def test_where_parameters_change_logits_nothing_is_told(tiny: Tiny) -> None:
     play(model(tiny, SHAPED), [1, 2, 3, 4, 5, 6], policy, params, processors=processors)
     assert policy.unread[-1] == 5
     assert policy.told[-1] == []
+
+
+def test_a_text_without_a_tree_is_looked_at_in_its_own_rows(tiny: Tiny) -> None:
+    answer = written(tiny, 12, SHAPED, GREEDY)
+    whole = Asking(0, 11)
+    play(model(tiny, SHAPED), answer, whole)
+    for fields in ({"max_nodes": 1}, {"max_nodes": 2}, {"max_depth": 0}):
+        draft, policy = model(tiny, SHAPED), Asking(0, 10, 11)
+        ensemble = Ensemble([draft], vocab=64, policy=policy)
+        for count, token in enumerate(answer):
+            here = fields if count == 10 else {}
+            ensemble.propose(plans.plan(entry([*PROMPT, *answer[:count]], **here)))
+            ensemble.observe(StepReport([Outcome("r", (token,), finished=False)], {"commit": 1.0}))
+        told, wanted = policy.told[10], whole.told[11]
+        assert told == wanted[: len(told)], fields
+        assert bool(told) == (fields == {"max_nodes": 2}), "what follows the last row is not known"
+
+
+def test_an_answer_that_is_read_anew_in_chunks_is_looked_at_once(tiny: Tiny) -> None:
+    answer = written(tiny, 12, SHAPED, GREEDY)
+    whole = Asking(0, 11)
+    play(model(tiny, SHAPED), answer, whole)
+    draft, policy = model(tiny, SHAPED), Asking(0, 10, 11)
+    ensemble = Ensemble([draft], vocab=64, policy=policy)
+    for count, token in enumerate(answer[:10]):
+        ensemble.propose(plans.plan(entry([*PROMPT, *answer[:count]])))
+        ensemble.observe(StepReport([Outcome("r", (token,), finished=False)], {"commit": 1.0}))
+    text = [*PROMPT, *answer[:11]]
+    chunk = replace(entry(text), start=0, end=len(PROMPT) + 7, max_nodes=0, incarnation=1)
+    last = replace(entry(text), start=len(PROMPT) + 7, incarnation=1)
+    for one in (chunk, last):
+        ensemble.propose(plans.plan(one))
+        ensemble.observe(StepReport([], {"commit": 1.0}))
+    firsts = [c for level, c in whole.told[11] if level == 0]
+    in_chunks = [[c for level, c in told if level == 0] for told in policy.told[10:]]
+    assert in_chunks[0] + in_chunks[1] == firsts
+    assert min(map(len, in_chunks)) > 0
+
+
+def test_before_a_text_may_end_nothing_is_told(tiny: Tiny) -> None:
+    answer = written(tiny, 12, SHAPED, GREEDY)
+    whole, part = Asking(0, 11), Asking(0, 11)
+    play(model(tiny, SHAPED), answer, whole)
+    play(model(tiny, SHAPED), answer, part, SamplingParams(temperature=0, min_tokens=5))
+    firsts = [[c for level, c in told.told[11] if level == 0] for told in (whole, part)]
+    assert (len(firsts[0]), len(firsts[1])) == (10, 6), "the sixth token is the first that may end it"
+    assert firsts[1] == firsts[0][-6:]
 
 
 def test_the_policy_counts_it_as_it_counts_trees() -> None:
