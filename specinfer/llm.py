@@ -20,7 +20,7 @@ from specinfer.engine.pools import with_members
 from specinfer.engine.trace import TreeEvent
 from specinfer.engine.variant import models_for
 from specinfer.errors import ClosedError
-from specinfer.progress import Progress, default_progress
+from specinfer.progress import NoProgress, Progress, default_progress
 from specinfer.request import RequestOutput
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.speculator import Speculator
@@ -71,7 +71,6 @@ class LLM:
         else:
             config = EngineConfig.from_options(fspath(model), options)
         show = default_progress() if progress is None else progress
-        config = with_members(config, show)
         self._start(config, load_models(config, show), speculators, show)
 
     @classmethod
@@ -94,8 +93,9 @@ class LLM:
         speculators: Sequence[Speculator],
         progress: Progress | None,
     ) -> None:
-        engine = build_engine(config, models, speculators, progress)
-        self.config = config
+        # A pool's members are what is loaded, and what a variant's drafts are held against.
+        self.config = with_members(config, progress or NoProgress())
+        engine = build_engine(self.config, models, speculators, progress)
         self._parts: _Open | None = _Open(models, engine, Intake(engine.admission), EngineLoop(engine))
 
     def variant(

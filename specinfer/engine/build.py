@@ -145,9 +145,9 @@ def build_engine(
 ) -> Engine:
     """An engine over loaded models, with the config's speculators and then `extra` ones of the caller's.
 
-    Raises CapacityError when the KV cache does not fit, ConfigError when options contradict each other.
+    The config names a pool's members, and not the pool (pools.with_members). Raises CapacityError when the KV
+    cache does not fit, ConfigError when options contradict each other.
     """
-    config = with_members(config, progress or NoProgress())
     speculation, limits = config.speculation, config.scheduler
     own_limit = models.target.config.max_context
     max_context = min(limits.max_context or own_limit, own_limit)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specinfer.heads.config import BlockConfig
-from specinfer.heads.layers import HeadLayer, Norm, rotations
+from specinfer.heads.layers import HeadLayer, Norm, rotations, softmax
 from specinfer.heads.vocabulary import Tables, Vocabulary
 
 
@@ -159,7 +159,7 @@ def _attended(
         ),
         dim=-1,
     )
-    weights = scores.masked_fill(hidden_BARX[:, :, :, None, None], float("-inf")).softmax(dim=-1)
+    weights = softmax(scores.masked_fill(hidden_BARX[:, :, :, None, None], float("-inf")))
     rows = of_text[0].shape[1]
     return torch.einsum("barkgt,btkh->barkgh", weights[..., :rows], of_text[1]) + torch.einsum(
         "barkgs,baskh->barkgh", weights[..., rows:], of_block[1]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.heads.config import EagleConfig
-from specinfer.heads.layers import HeadLayer, Norm, Rotation, rotations
+from specinfer.heads.layers import HeadLayer, Norm, Rotation, rotations, softmax
 from specinfer.heads.vocabulary import Tables, Vocabulary
 
 
@@ -118,7 +118,7 @@ class _Seen:
         scores = torch.einsum("btkgh,bskh->btkgs", q_BTKGH, self._keys[0])
         scores = scores.masked_fill(hidden[None, :, None, None, :], float("-inf"))
         own = [torch.einsum("btkgh,btkh->btkg", q_BTKGH, keys)[..., None] for keys in self._keys[1:]]
-        weights = torch.cat((scores, *own), dim=-1).softmax(dim=-1)
+        weights = softmax(torch.cat((scores, *own), dim=-1))
         found = torch.einsum("btkgs,bskh->btkgh", weights[..., :rows], self._values[0])
         for step, values in enumerate(self._values[1:], start=rows):
             found = found + weights[..., step, None] * values[:, :, :, None, :]

@@ -1,8 +1,9 @@
 """The layers of heads in plain PyTorch, for training and as oracles of what the engine runs.
 
 They are modules, so that autograd sees through them and their tensors have a checkpoint's names; batched, in
-float32 unless moved. Within an autocast products alone are rounded: norms, and the residual stream that they
-read, stay as exact as they are.
+float32 unless moved. Within an autocast what products put out is rounded, and with it an MLP's activation and
+the gate times what it lets through; norms, rotations, softmaxes, and the residual stream stay as exact as
+they are.
 
 Shapes: B sequences, T rows, N query heads, K key-value heads, G = N / K, H head size, D hidden size.
 """
@@ -109,10 +110,18 @@ def rotations(positions: Tensor, rope: Rope, head_dim: int) -> Rotation:
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    """The heads [..., K, H] of rows, rotated: the pair (a, b) at distance H / 2 as a complex number."""
-    cos, sin = (part.to(x.dtype) for part in rotation)
+    """The heads [..., K, H] of rows, rotated: the pair (a, b) at distance H / 2 as a complex number.
+
+    In float32, as the angles are, where x is narrower.
+    """
+    cos, sin = rotation
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """Over the last axis; in float32 where the scores are narrower."""
+    return scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
 
 
 def initialise(module: nn.Module, generator: torch.Generator, spread: float = 0.02) -> None:

@@ -15,7 +15,9 @@ _NORM = "model.norm.weight"
 def fingerprint(model: OpenModel) -> str:
     """A SHA-256 of a model's sizes and of its last norm, which no quantization of a file rounds.
 
-    So the same model has it as a GGUF file and as a folder, and one that was trained further has another.
+    So the same model has it as a GGUF file and as a folder. One that was trained further has another, unless
+    its norms were frozen or have not moved by a bit, as with adapters on products alone: then it passes for
+    the one it was made of. What was tuned for that guesses less well, and the text is right all the same.
     """
     config = model.config
     sizes = (config.vocab_size, config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads)

@@ -61,8 +61,13 @@ class TappedRows:
 
 def together(parts: Sequence[TappedRows]) -> TappedRows:
     """A copy of the rows of all parts, one part after another."""
-    copied_TND = torch.cat([part.copied() for part in parts])
+    copied_TND = joined(parts)
     return TappedRows(copied_TND, range(len(copied_TND)))
+
+
+def joined(parts: Sequence[TappedRows]) -> Tensor:
+    """A copy of the rows of all parts alone, [T, N, D]."""
+    return torch.cat([part.copied() for part in parts])
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from specinfer.heads.eagle_model import EagleModel
 from specinfer.heads.medusa_model import MedusaModel
 from specinfer.kernels.block_head import NativeBlockHead
 from specinfer.runtime.batch import ModelBatch, Rows, build_batch, slots_of
-from specinfer.runtime.features import TappedRows, together
+from specinfer.runtime.features import TappedRows, joined
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.runtime.runner import probe_rows
@@ -202,7 +202,7 @@ class BlockRunner:
         slots = [
             s for text, part in zip(texts, places, strict=True) for s in slots_of(text.table, part, size)
         ]
-        fused_TD = self.model.fused(together([part for text in texts for part in text.states]).copied())
+        fused_TD = self.model.fused(joined([part for text in texts for part in text.states]))
         keys, values = self.model.context(fused_TD, torch.tensor(positions, device=device))
         where = torch.tensor(slots, device=device)
         for layer, (k_TKH, v_TKH) in enumerate(zip(keys, values, strict=True)):
@@ -271,12 +271,12 @@ class MedusaRunner:
 
         Both are contiguous, a text's levels one after another: [texts * levels, D or U].
         """
-        read_BLD, logits_BLU = self.model.run(together(states).copied()[:, 0], levels)
+        read_BLD, logits_BLU = self.model.run(joined(states)[:, 0], levels)
         return read_BLD.flatten(0, 1), logits_BLU.flatten(0, 1)
 
     def probe(self, rows: int, *, every_row: bool) -> None:
-        """A step's pass for so many texts, all levels, to be timed."""
+        """A step's pass, to be timed, all levels: of texts with two rows each, as BlockRunner says."""
         ensure(every_row, "a head's rows are all asked for their logits")
         model = self.model
         state = torch.zeros(1, 1, model.head.target_hidden_size, dtype=model.dtype, device=model.device)
-        self.run([TappedRows(state, [0])] * rows, model.head.depth)[1][0].cpu()
+        self.run([TappedRows(state, [0])] * -(-rows // 2), model.head.depth)[1][0].cpu()

@@ -10,6 +10,7 @@ to its last token, there is none yet: then its first tree is the root alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
@@ -20,6 +21,8 @@ from specinfer.speculate.growth import Growth, Guessed, Shape
 from specinfer.speculate.one_pass import OnePassTrees
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree
+
+_ROWS: Final = 2  # that a text counts as, by which a step's passes are priced (head_runner.py)
 
 
 class MedusaDraft:
@@ -42,11 +45,11 @@ class MedusaDraft:
         return self._trees.most_nodes(request)
 
     def begin(self, plan: StepPlan) -> list[int]:
-        """Open a step; of each entry that can have a tree one state waits to be read."""
+        """Open a step; each entry that has a tree counts as the two rows that a text is priced as."""
         self._growths = [
             Growth.of(entry, self.name, min(entry.max_depth, self._depth)) for entry in plan.entries
         ]
-        return [int(self._state(entry) is not None) for entry in plan.entries]
+        return [_ROWS * (self._state(entry) is not None) for entry in plan.entries]
 
     def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
         """Guess about as much as is verified."""

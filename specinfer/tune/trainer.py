@@ -6,8 +6,9 @@ before them are right, and what is not computed costs nothing. What is measured 
 of the weights over the last few hundred steps, which is better than any of them and makes the end of a run
 as good as its middle; over the last half of the time the rate of learning falls besides.
 
-Where the CPU has instructions for it, products are of bfloat16 numbers, and all else is of float32: weights,
-their average and moments, norms, losses.
+Where the CPU has instructions for it, products are of bfloat16 numbers and put out such, and so is what lies
+between an MLP's. All else is of float32: weights, their average and moments, norms, rotations, softmaxes, the
+residual stream, losses.
 """
 
 from __future__ import annotations
@@ -79,6 +80,11 @@ class Trainer:
         self._config = config
         self._entry_V = entries_of(draft)
         self._named = {name: p for name, p in draft.module.named_parameters() if p.requires_grad}
+        # By themselves, so that guesses learn as they would without a confidence.
+        self._clipped = [
+            [p for name, p in self._named.items() if name.startswith(_CONFIDENCE) == apart]
+            for apart in (False, True)
+        ]
         self.average = {name: p.detach().clone() for name, p in self._named.items()}
         self._optimizer = torch.optim.AdamW(
             self._named.values(), lr=config.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -101,8 +107,7 @@ class Trainer:
         self._optimizer.zero_grad()
         total = loss if confidence is None else loss + confidence
         total.backward()  # type: ignore[no-untyped-call]
-        for apart in (False, True):  # so that guesses learn as they would without a confidence
-            theirs = [p for name, p in self._named.items() if name.startswith(_CONFIDENCE) == apart]
+        for theirs in self._clipped:
             torch.nn.utils.clip_grad_norm_(theirs, _NORM)
         rate = config.rate * min(1.0, (number + 1) / _WARM_UP) * max(_COLDEST, min(1.0, left / _COOLING))
         for group in self._optimizer.param_groups:

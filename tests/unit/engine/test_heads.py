@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,18 @@ from specinfer.heads.config import AnyHeadConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.load import HeadModel, load_head
 from specinfer.heads.medusa import MedusaHead
+from specinfer.heads.medusa_model import MedusaModel
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
+from specinfer.plan import StepPlan
 from specinfer.replay.recorder import check
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.cost_curve import CostCurve
+from specinfer.runtime.features import TappedRows
+from specinfer.runtime.head_runner import MedusaRunner
 from specinfer.runtime.runner import ModelRunner
+from specinfer.speculate.medusa import MedusaDraft
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import TokenTree
 from specinfer.tree.distribution import Distribution
@@ -217,6 +223,36 @@ def test_a_medusa_head_reads_one_state_and_no_other(
                 assert likelihood_gap(module, text[:end], states_TND, event.tree) > 1e-3, name
         end += 1 + len(event.acceptance.path)
     assert seen > 3
+
+
+def test_a_medusa_step_is_priced_by_a_pass_for_as_many_texts(
+    tiny: Tiny, heads: dict[str, HeadModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unread: list[list[int]] = []
+    passes: list[tuple[int, int]] = []  # rows that are asked the price of, and texts that are run
+    begin, run = MedusaDraft.begin, MedusaRunner.run
+
+    def noted_begin(draft: MedusaDraft, plan: StepPlan) -> list[int]:
+        unread.append(begin(draft, plan))
+        return unread[-1]
+
+    def noted_run(runner: MedusaRunner, states: Sequence[TappedRows], levels: int) -> Any:
+        passes.append((sum(unread[-1]), len(states)))
+        return run(runner, states, levels)
+
+    monkeypatch.setattr(MedusaDraft, "begin", noted_begin)
+    monkeypatch.setattr(MedusaRunner, "run", noted_run)
+    with engine(tiny, heads["medusa"]) as llm:
+        llm.generate(PROMPTS[2:], shaped(12))
+        llm.generate(PROMPTS[:2], shaped(12))
+    assert {count for step in unread for count in step} == {0, 2}
+    assert {(2, 1), (4, 2)} <= {*passes}
+    model = heads["medusa"]
+    assert isinstance(model, MedusaModel)
+    passes.clear()
+    for rows in (1, 2, 3, 4):
+        MedusaRunner(model).probe(rows, every_row=True)
+    assert [texts for _, texts in passes] == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("name", HEADS)

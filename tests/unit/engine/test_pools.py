@@ -53,7 +53,14 @@ def test_models_that_are_loaded_for_an_engine_of_ones_own_are_the_members(folder
     assert [*models.drafts] == ["draft1", "draft2"]
     with LLM.from_models(wanted, models) as llm:
         (output,) = llm.generate(["2 * 3"], SamplingParams(max_tokens=12, temperature=0))
+        assert llm.config.speculation.drafts == tuple(
+            str(folder / "pool" / f"member{number}") for number in (1, 2)
+        )
+        with llm.variant(ngram=True) as other:
+            assert [*other.models.drafts] == ["draft1", "draft2"]
+            (again,) = other.generate(["2 * 3"], SamplingParams(max_tokens=12, temperature=0))
     assert set(output.figures.proposed_by) == {"draft1", "draft2"}
+    assert again.token_ids == output.token_ids
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

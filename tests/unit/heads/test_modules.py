@@ -10,6 +10,7 @@ from specinfer.errors import ModelError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
+from specinfer.heads.layers import rotated, rotations, softmax
 from specinfer.heads.vocabulary import Tables
 from tests.heads import IDS, NAMED, SIZE, VOCAB, block_config, eagle_config, tiny_body, tiny_head
 from tests.unit.heads.plain import block_hidden, eagle_logits, weights_of
@@ -84,6 +85,19 @@ def test_the_first_rows_of_a_causal_block_do_not_depend_on_the_others() -> None:
         assert whole.shape[2] == 5
         for rows in (1, 3):
             assert torch.allclose(head(*given, rows), whole[:, :, :rows], atol=1e-5)
+
+
+def test_rotations_and_softmaxes_of_narrow_numbers_are_of_float32() -> None:
+    body = tiny_body()
+    assert body.rope is not None
+    x = torch.randn(6, 2, body.head_dim, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rotation = rotations(torch.arange(90, 96), body.rope, body.head_dim)
+    assert torch.equal(rotated(x, rotation), rotated(x.float(), rotation))
+    with torch.autocast("cpu", torch.bfloat16):
+        weights = softmax(x)
+    assert torch.equal(weights, x.float().softmax(dim=-1))
+    assert torch.equal(softmax(x.float()), weights)
+    assert softmax(x.double()).dtype == torch.float64
 
 
 def test_the_markov_term_and_the_confidence_are_products_with_the_token_before() -> None:
