@@ -241,8 +241,8 @@ def _with_tables(config: EagleConfig | BlockConfig, entries: _Entries) -> EagleC
 def _mapped(path: Path, config: MedusaConfig, entries: _Entries) -> tuple[Sequence[int], _Entries]:
     """The tokens that Medusa's heads can name, ascending, and the tensors with their rows in this order."""
     named, vocab = config.draft_vocab_size, config.vocab_size
-    if named == vocab:
-        return range(vocab), entries
+    if named == vocab:  # then vLLM ignores a map: rows are in the order of tokens
+        return range(vocab), {name: entry for name, entry in entries.items() if name != TOKEN_MAP}
     if TOKEN_MAP not in entries:
         raise ModelFileError(f"{path} can name {named} of {vocab} tokens, and lacks {TOKEN_MAP!r}")
     tokens = _whole_numbers(path, entries, TOKEN_MAP, named)

@@ -4,7 +4,8 @@ Medusa    {medusa_num_heads, medusa_num_layers}; tensors I.J.linear.weight and I
           of head I, and I.LAST.weight, its output layer; medusa_lm_head.safetensors; no sizes
 vLLM      {model_type: medusa, num_heads, num_hidden_layers, hidden_size, vocab_size}; tensors
           blocks.I.layers.J.weight, lm_heads.I.weight; truncated_vocab_size and token_map: which tokens
-          output layers have rows of, in any order; original_lm_head: all heads share one
+          output layers have rows of, in any order, unless they have all;
+          original_lm_head: all heads share one
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _OUTPUT: Final = re.compile(r"^(\d+)\.(\d+)\.weight$")
 def is_medusa(c: Mapping[str, object]) -> bool:
     """Whether a config.json describes Medusa's heads, and not a model that has them inside."""
     kind = c.get("model_type")
-    return kind == "medusa" or (kind is None and "medusa_num_heads" in c)
+    return kind == "medusa" or (not kind and "medusa_num_heads" in c)
 
 
 def medusa_name(c: Mapping[str, object], name: str) -> str:

@@ -20,7 +20,7 @@ from specinfer.errors import (
     SourceUnavailableError,
 )
 from specinfer.hub.catalogue import CatalogueEntry, HubSource
-from specinfer.hub.model_files import weight_files
+from specinfer.hub.model_files import PICKLES, instead, weight_files
 from specinfer.hub.verified_file import disk_errors, install_file, require_space
 from specinfer.progress import Progress
 
@@ -92,6 +92,12 @@ def fetch_folder(repository: str, revision: str | None, progress: Progress) -> P
             raise ModelError(
                 f"{repository} has no safetensors but GGUF files; "
                 f"choose one: {', '.join(f'{repository}:{name}' for name in ggufs[:12])}"
+            )
+        own = [name for name in files if "/" not in name]
+        if "config.json" in wanted and any(name.endswith(PICKLES) for name in own):
+            raise ModelError(
+                f"{repository} has no *.safetensors; {instead(own)}, in a folder with its config.json, and "
+                "give that"
             )
         raise ModelError(
             f"{repository} has no config.json with *.safetensors, and no GGUF file: it cannot be read"

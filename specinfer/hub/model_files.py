@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from specinfer.hub.gguf_header import GgufHeader, check_complete, read_header
 
 _MAX_JSON = 32 << 20  # bytes; the index of a hundred thousand tensors has a third of that
 _SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")  # the latter of Medusa's heads
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+PICKLES = (".bin", ".pt", ".pth")  # what weights are in elsewhere
+_WEIGHT_SUFFIXES = (".safetensors", *PICKLES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         for name in _SINGLE:
             if (folder / name).is_file():
                 return (folder / name,)
-        raise ModelFileError(f"{folder} has neither {_SINGLE[0]} nor {index.name}; {_instead(folder)}")
+        advice = instead(file.name for file in folder.iterdir())
+        raise ModelFileError(f"{folder} has neither {_SINGLE[0]} nor {index.name}; {advice}")
     names = _indexed(index)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
@@ -93,9 +96,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _instead(folder: Path) -> str:
-    """What to do about a folder whose weights have other names, or are not there."""
-    named = {suffix: sorted(file.name for file in folder.glob(f"*{suffix}")) for suffix in _WEIGHT_SUFFIXES}
+def instead(files: Iterable[str]) -> str:
+    """What to do about a folder of these files, whose weights have other names, or are not there."""
+    files = sorted(files)
+    named = {suffix: [name for name in files if name.endswith(suffix)] for suffix in _WEIGHT_SUFFIXES}
     if named[".safetensors"]:
         return f"if {named['.safetensors'][0]} is the whole model, call it model.safetensors"
     others = [name for names in named.values() for name in names]

@@ -106,6 +106,25 @@ def test_tokens_may_be_mapped_in_any_order(whole: bool, target: Path, tmp_path: 
     _is_the_same(HeadFolder(tmp_path, open_model(target).config), heads, target)
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_map_is_ignored_where_all_tokens_are_named(told: bool, target: Path, tmp_path: Path) -> None:
+    heads = tiny_medusa(medusa_config())
+    write_medusa(heads, tmp_path, vllm=True)
+    _change(
+        tmp_path,
+        config=lambda c: c.update(truncated_vocab_size=VOCAB) if told else None,
+        tensors=lambda t: t.update(token_map=torch.arange(VOCAB).flip(0)),
+    )
+    _is_the_same(HeadFolder(tmp_path, open_model(target).config), heads, target)
+
+
+@pytest.mark.parametrize("kind", [None, "", "llama"])
+def test_an_empty_kind_is_none(kind: str | None, tmp_path: Path) -> None:
+    write_medusa(tiny_medusa(medusa_config()), tmp_path)
+    _change(tmp_path, config=lambda c: c.update(model_type=kind))
+    assert is_head(tmp_path) == (not kind)
+
+
 @pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads."])
 def test_names_may_have_a_prefix(prefix: str, target: Path, tmp_path: Path) -> None:
     heads = tiny_medusa(medusa_config())
@@ -164,11 +183,6 @@ HOSTILE: dict[str, tuple[Callable[[Json], object], Callable[[Tensors], object], 
         lambda c: c.update(truncated_vocab_size=NAMED),
         lambda t: None,
         "lacks 'token_map'",
-    ),
-    "a map that nobody asked for": (
-        lambda c: None,
-        lambda t: t.update(token_map=torch.tensor(IDS)),
-        "unexpected tensor 'token_map'",
     ),
     "a token twice": (
         lambda c: c.update(truncated_vocab_size=2),

@@ -197,9 +197,14 @@ def test_missing_gated_and_useless_repositories_are_told_apart(hub):
     hub.gated.add("org/secret")
     with pytest.raises(ModelError, match="gated: accept its terms"):
         resolve("org/secret")
-    hub.repositories["org/old"] = {"config.json": b"{}", "pytorch_model.bin": b"x"}
+    hub.repositories["org/none"] = {"pytorch_model.bin": b"x", "tokenizer.json": b"{}"}
     with pytest.raises(ModelError, match=r"no config\.json with \*\.safetensors"):
-        resolve("org/old")
+        resolve("org/none")
+    for name in ("pytorch_model.bin", "medusa_lm_head.pt"):
+        hub.repositories["org/old"] = {"config.json": b"{}", name: b"x", "README.md": b"x"}
+        with pytest.raises(ModelError, match=rf"no \*\.safetensors; convert {name} to safetensors"):
+            resolve("org/old")
+    assert hub.served == []
 
 
 def test_without_a_network_the_cached_copy_is_used(hub, monkeypatch):
