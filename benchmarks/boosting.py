@@ -41,6 +41,7 @@ from specinfer.tune.ssm_kind import SsmKind
 from specinfer.tune.trainer import TrainConfig
 from specinfer.tune.tuning import Tuning, member_name
 
+_VERSION = 2  # of what a cell tells; cells that an earlier one left are refused
 _TIMED = "timed"  # what a cell's name ends with that tells what passes take
 
 
@@ -90,6 +91,7 @@ def main() -> None:
     corpus = collected(engine, args)
     settings = {
         "model": Path(args.model).name,
+        "version": _VERSION,
         "minutes": args.minutes,
         "tokens": corpus.tokens,
         "texts": [corpus.count(held_out=held_out) for held_out in (False, True)],

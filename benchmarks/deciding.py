@@ -116,7 +116,7 @@ class Play:
         for speculator in looking_up:
             for name in ("propose", "extend", "observe"):
                 _watch(watch, speculator.name, speculator, name)
-        for name in ("begin", "deepen", "tree", "observe"):
+        for name in ("begin", "deepen", "hindsight", "tree", "observe"):
             _watch(watch, "draft", draft, name)
         drafts = {"draft": DRAFT} if drafted else {}
         policy, _ = sized_by_cost(TARGET, drafts, config, measured=True, library=library)

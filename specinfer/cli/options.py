@@ -76,7 +76,7 @@ def speculation_options(command: _Command) -> _Command:
             ),
             click.option(
                 "--expansion",
-                show_default="learned",
+                show_default="learned; 1,1,3,1,1 where trees are of a fixed size",
                 metavar="K1,K2,...|learned",
                 help="Children of each frontier node of a draft's tree, level by level; learned: where "
                 "guesses are likely.",

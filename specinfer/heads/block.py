@@ -44,6 +44,11 @@ class ConfidenceHead(nn.Module):
         super().__init__()
         self.proj = nn.Linear(width, 1)
 
+    def forward(self, known: Tensor) -> Tensor:
+        """[..., width] -> [...]."""
+        out: Tensor = self.proj(known)[..., 0]
+        return out
+
 
 class BlockHead(Vocabulary):
     """The head as a module whose tensors have the names of checkpoints."""
@@ -117,10 +122,14 @@ class BlockHead(Vocabulary):
 
     def confidence(self, h: Tensor, before: Tensor) -> Tensor:
         """How likely guesses are right, as logits [...], of rows [..., D] and the tokens before them."""
-        if self.config.confidence_reads_token:
-            h = torch.cat((h, self.markov_head.markov_w1(before)), dim=-1)
-        out: Tensor = self.confidence_head.proj(h)[..., 0]
+        out: Tensor = self.confidence_head(self.known(h, before))
         return out
+
+    def known(self, h: Tensor, before: Tensor) -> Tensor:
+        """What the confidence is made of: rows, and what the Markov term knows of the tokens before."""
+        if not self.config.confidence_reads_token:
+            return h
+        return torch.cat((h, self.markov_head.markov_w1(before)), dim=-1)
 
     def _entered(self, context: Tensor, anchor_ids_BA: Tensor, anchors_BA: Tensor, size: int) -> Tensor:
         """What `size` rows of blocks begin with, [B, A, R, D]."""

@@ -8,7 +8,6 @@ what cannot be used is refused in one line.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +27,7 @@ from specinfer.heads.medusa_config import TOKEN_MAP, is_medusa, medusa_config, m
 from specinfer.heads.shapes import head_shapes
 from specinfer.heads.vocabulary import Tables, id_maps
 from specinfer.hub.model_files import ModelFiles, local_model, read_json
+from specinfer.hub.pool import FINGERPRINT_DIGITS
 from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import fingerprint
 from specinfer.models.safetensors import FLOATS, TensorEntry, read_entries
@@ -43,7 +43,6 @@ _DTYPES: Final = {
 }
 SCALE: Final = "_scale"  # behind the name of an int8 matrix: what to multiply its rows by
 FINGERPRINT: Final = "target_fingerprint"  # of a head's config: whose it is (models/fingerprint.py)
-_DIGITS: Final = re.compile(r"[0-9a-f]{64}")
 _ROWS: Final = 1 << 8  # of a table that are chosen at a time
 
 
@@ -197,7 +196,7 @@ def _verifier(described: Mapping[str, object]) -> str:
 
 def _fingerprint(path: Path, described: Mapping[str, object]) -> str | None:
     found = described.get(FINGERPRINT)
-    if found is not None and not (isinstance(found, str) and _DIGITS.fullmatch(found)):
+    if found is not None and not (isinstance(found, str) and FINGERPRINT_DIGITS.fullmatch(found)):
         raise ModelFileError(
             f"{path} has {FINGERPRINT} {str(found)[:60]!r}; expected 64 hexadecimal digits, or none"
         )

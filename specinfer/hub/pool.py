@@ -29,7 +29,7 @@ _VERSION: Final = 1
 _MOST_BYTES: Final = 1 << 20
 _MOST_FIGURES: Final = 64
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}")
+FINGERPRINT_DIGITS: Final = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def read_pool(folder: Path) -> Pool:
     if len({*names}) < len(names):
         raise ModelFileError(f"{path} names a folder twice; allowed: each once")
     fingerprint = _text(path, found, "fingerprint")
-    if not _FINGERPRINT.fullmatch(fingerprint):
+    if not FINGERPRINT_DIGITS.fullmatch(fingerprint):
         raise ModelFileError(f"{path} has fingerprint {_shown(fingerprint)}; expected 64 hexadecimal digits")
     return Pool(_text(path, found, "target"), fingerprint, members, _figures(path, found))
 

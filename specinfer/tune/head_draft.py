@@ -172,10 +172,7 @@ class BlockHeadDraft(HeadDraft):
         """What a product with the row says, and with what the Markov term knows of the token before."""
         if not self.head.config.confidence:
             return None
-        known = h.detach()
-        if self.head.config.confidence_reads_token:
-            known = torch.cat((known, self.head.markov_head.markov_w1(before).detach()), dim=-1)
-        logits: Tensor = self.head.confidence_head.proj(known)[..., 0]
+        logits: Tensor = self.head.confidence_head(self.head.known(h, before).detach())
         return logits
 
     def copy(self) -> BlockHeadDraft:
