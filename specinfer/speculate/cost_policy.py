@@ -169,7 +169,7 @@ class CostPolicy:
             chosen.append([])
             for end in of_tree:
                 free.append((i, end))
-                gains.append(known.gain(draft, end, price))
+                gains.append(known.gain(draft, end, known.left(end), price))
                 # Of the nodes to come the likely ones are verified, one of each end; of samples all.
                 wide += draft.width(known.depth(end)) if known.samples else 1
         passes = draft.passes(bound + len(free))[: bound + len(free) + 1]
@@ -344,14 +344,15 @@ class CostPolicy:
         starts, gains, shares = list[bool](), list[float](), list[float]()
         growing, first = list[int](), list[int]()  # who has room for guesses; of these, who may start
         for i, (entry, read) in enumerate(zip(entries, reading, strict=True)):
-            left = self._left[name, bool(entry.request.prediction)]
+            of_late = self._left[name, bool(entry.request.prediction)]
             if entry.max_nodes > 1:
                 guesses = self._guesses[entry.request.request_id]
-                gain = guesses.gain(draft, 0, price)
-                left.add(guesses.left(0))
+                left = guesses.left(0)
+                gain = guesses.gain(draft, 0, left, price)
+                of_late.add(left)
                 of_use = True
             else:
-                gain = draft.rate(0).any * left.mean
+                gain = draft.rate(0).any * of_late.mean
                 of_use = entry.end - entry.start > 1  # its prompt is read; else no row is left for guesses
             share = read * (1 + gain) / max(1, entry.room)
             start = of_use and gain * without > share * tokens

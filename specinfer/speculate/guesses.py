@@ -86,14 +86,15 @@ class Guesses:
         """How deep a node of the draft's tree lies."""
         return self._depths[end]
 
-    def gain(self, costs: DraftCosts, end: int, price: float) -> float:
+    def gain(self, costs: DraftCosts, end: int, left: float, price: float) -> float:
         """The tokens that children of a node of the draft's tree are to bring, and nobody else holds.
 
-        The first of them has a row of the target's; of what the others bring `price` is taken, the tokens
-        that another row costs. Samples are all verified, so what they cost is known to who asks.
+        `left` is how likely nobody else holds the token there. The first of them has a row of the target's;
+        of what the others bring `price` is taken, the tokens that another row costs. Samples are all
+        verified, so what they cost is known to who asks.
         """
         rate = costs.rate(self._depths[end])
-        arrives = self.probabilities[self._nodes[end]] * self.left(end)
+        arrives = self.probabilities[self._nodes[end]] * left
         return arrives * rate.first + max(0.0, arrives * rate.other - (0.0 if self.samples else price))
 
     def left(self, end: int) -> float:

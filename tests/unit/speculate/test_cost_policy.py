@@ -454,7 +454,7 @@ def test_deciding_runs_few_lines_of_python() -> None:
 
     few, more = lines(1), lines(31)
     assert few <= 1250
-    assert more - few <= 30 * 42
+    assert more - few <= 30 * 41
     assert lines(31, requests=8) <= 8 * more
 
 

@@ -62,7 +62,7 @@ def gain(others: TokenTree, *levels: int, sure: float = 0.9) -> float:
     for depth in range(1, len(levels) + 1):
         grow(guesses, chain(levels[:depth], sure))
     assert guesses.depth(len(levels)) == len(levels)
-    return guesses.gain(costs(), len(levels), 0.0)
+    return guesses.gain(costs(), len(levels), guesses.left(len(levels)), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_node_is_worth_what_it_opens() -> None:
         builder.add(0, token, "draft", confidence=sure)
     grow(guesses, builder.build())
     first, second = Calibration().probabilities(builder.build())[1:]
-    gains = [guesses.gain(costs(), node, 0.0) for node in (1, 2)]
+    gains = [guesses.gain(costs(), node, guesses.left(node), 0.0) for node in (1, 2)]
     assert gains == [pytest.approx(first * RATE), pytest.approx(second * RATE)]
 
 
