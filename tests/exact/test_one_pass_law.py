@@ -1,4 +1,4 @@
-"""A block head's own best-first draws leave the law of the text as it is, by exact enumeration of the noise.
+"""Best-first draws of one-pass heads leave the law of the text as it is, by exact enumeration of noise.
 
 Two tokens can be said. Who wins a race of the two depends on nothing but the ratio of their exponentials,
 which is below t with the probability t / (1 + t). So the noise of a position is cut where the target's choice
@@ -15,7 +15,9 @@ import torch
 
 from specinfer.engine import target_laws
 from specinfer.heads.checkpoint import HeadFolder
+from specinfer.heads.config import MedusaConfig
 from specinfer.heads.load import load_head
+from specinfer.heads.medusa_model import MedusaModel
 from specinfer.models.weights import load_model, open_model
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import plain_trees
@@ -29,7 +31,17 @@ from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.pairs import Verifier
 from tests import plans
 from tests.flights import flight_of
-from tests.heads import SIZE, VOCAB, block_config, tiny_head, write_tiny_head
+from tests.heads import (
+    NAMED,
+    SIZE,
+    VOCAB,
+    block_config,
+    medusa_config,
+    tiny_head,
+    tiny_medusa,
+    write_medusa,
+    write_tiny_head,
+)
 from tests.tiny_models import write_tiny_llama
 
 from .enumeration import World, distance, own_law
@@ -42,9 +54,10 @@ NEVER = 1e40  # the exponential of tokens that nobody says, which so come last
 SHAPE = Shape(Expansion((1,) * LEVELS), DrawRule.COUPLED)
 CPU = torch.device("cpu")
 HEADS = {
-    "pairs": {"confidence": False, "confidence_reads_token": False},
-    "pairs, confidence": {},
-    "no pairs": {"markov_rank": 0, "confidence": False, "confidence_reads_token": False},
+    "pairs": block_config(confidence=False, confidence_reads_token=False),
+    "pairs, confidence": block_config(),
+    "no pairs": block_config(markov_rank=0, confidence=False, confidence_reads_token=False),
+    "Medusa's": medusa_config(depth=LEVELS, draft_vocab_size=NAMED),
 }
 
 
@@ -61,7 +74,11 @@ class Head:
     def __init__(self, folder, name, params):
         target = open_model(folder / "target")
         model = load_model(folder / "target", dtype=torch.float32, device=CPU)
-        written = write_tiny_head(tiny_head(block_config(**HEADS[name]), seed=3), folder / name)
+        config = HEADS[name]
+        if isinstance(config, MedusaConfig):
+            written = write_medusa(tiny_medusa(config, seed=3), folder / name, vllm=True)
+        else:
+            written = write_tiny_head(tiny_head(config, seed=3), folder / name)
         self.model = load_head(HeadFolder(written, target.config), target, model)
         self.trees = OnePassTrees("head", self.model, SHAPE, named_tokens(self.model.ids, VOCAB))
         self.params = params
@@ -71,9 +88,13 @@ class Head:
         entry = plans.entry(PROMPT, ids(text), params=self.params, seed=SEED, max_nodes=1 + most)
         growth = Growth.of(entry, "head", LEVELS)
         row = torch.Generator().manual_seed(int("".join(map(str, (1, *text))), 3))
-        read_TD = torch.randn(LEVELS, SIZE, generator=row)
         with torch.no_grad():
-            self.trees.grow([self.trees.guessed(growth, 0, LEVELS)], read_TD, self.model.logits(read_TD))
+            if isinstance(self.model, MedusaModel):
+                [read_TD], [logits_TU] = self.model.run(torch.randn(1, SIZE, generator=row), LEVELS)
+            else:
+                read_TD = torch.randn(LEVELS, SIZE, generator=row)
+                logits_TU = self.model.logits(read_TD)
+            self.trees.grow([self.trees.guessed(growth, 0, LEVELS)], read_TD, logits_TU)
         return growth.tree()
 
 
