@@ -156,9 +156,9 @@ class Arm(CostPolicy):
 
     def gain(self, speculator: str, entry: PlanEntry, end: int) -> float:
         """What it hopes of children of a node of the draft's tree."""
-        return self._guesses[entry.request.request_id].gain(
-            self._drafts[speculator], end, self._price(*self._so_far())
-        )
+        guesses = self._guesses[entry.request.request_id]
+        price = self._price(*self._so_far())
+        return guesses.gain(self._drafts[speculator], end, guesses.left(end), price)
 
     def passes(self, speculator: str, rows: int) -> float:
         return self._drafts[speculator].alone(rows)

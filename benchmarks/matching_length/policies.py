@@ -101,7 +101,8 @@ class ByHazards(CostPolicy):
     def _depth(self, speculator: str, entry: PlanEntry, unread: int) -> int:
         """The number of levels with the most expected tokens per second, nothing being drawn yet."""
         draft = self._drafts[speculator]
-        gain = self._guesses[entry.request.request_id].gain(draft, 0, 0.0)
+        guesses = self._guesses[entry.request.request_id]
+        gain = guesses.gain(draft, 0, guesses.left(0), 0.0)
         tokens, nodes = self._so_far()
         seconds, best = 0.0, (tokens / self._seconds(nodes), 0)
         rates = draft.rates()
