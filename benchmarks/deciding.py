@@ -42,7 +42,7 @@ from specinfer.speculate.growth import Shape
 from specinfer.speculate.guarded_policy import sized_by_cost
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy import StepReport
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.speculate.table import build_speculators
 from specinfer.tree import DrawRule
 from specinfer.tree.expansion import Expansion
@@ -122,7 +122,7 @@ class Play:
         policy, _ = sized_by_cost(TARGET, drafts, config, measured=True, library=library)
         for name in POLICY:
             _watch(watch, "deciding", policy, name)
-        asked = [*looking_up, draft] if drafted else looking_up
+        asked: list[Speculator | DraftModel] = [*looking_up, draft] if drafted else [*looking_up]
         limits = SpeculationLimits(config, asked)
         self._speculators = [limits.speculators(request) for request in self._requests]
         self._ensemble = Ensemble(asked, vocab=VOCABULARY, policy=policy, clock=lambda: self._now)

@@ -140,7 +140,7 @@ def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Ite
     """A bf16 matrix in every form a model can have it in; an output layer is never int4."""
     yield Kept("bf16 plain", lambda: PlainLinear(weight.clone()), weight.nbytes)
     yield Kept("bf16", lambda: kernels.products.floats(weight, None), weight.nbytes)
-    parts, inner = weight.split(PART), weight.shape[1]
+    parts, inner = torch.split(weight, PART), weight.shape[1]
     int8 = quantize_int8(part.float() for part in parts)
 
     def int8_copy() -> Product:

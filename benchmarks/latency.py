@@ -103,7 +103,7 @@ def prefill(args: Any, questions: Sequence[str]) -> list[float]:
     with LLM(
         args.model, quantization=args.quantization, max_context=_CONTEXT, kv_cache_memory=2 << 30
     ) as llm:
-        took = []
+        took: list[float] = []
         for text in ["warm", *questions]:
             params = SamplingParams(temperature=0.0, max_tokens=1, cache_salt=f"{len(took)}")
             before = time.perf_counter()

@@ -34,6 +34,7 @@ from specinfer.replay.simulated_engine import PlayedStep
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace
 from specinfer.replay.workloads import whole
+from specinfer.speculate.decision import Appraisal
 from specinfer.speculate.estimator import Estimator, Rival, rates_of_nodes
 from specinfer.speculate.features import NAMES, features_of
 from specinfer.speculate.logistic import UNSURE, Logistic
@@ -97,6 +98,9 @@ class Watching:
             for entry, tree in zip(self.entries, trees, strict=True)
         }
         return self.policy.choose_nodes(trees)
+
+    def appraise(self, trees: Sequence[TokenTree]) -> Appraisal | None:
+        return self.policy.appraise(trees)
 
     def observe(self, report: StepReport) -> None:
         for outcome in report.outcomes:

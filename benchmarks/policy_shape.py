@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from policy_matching_length import ratio
 from study import Study, parser, row, run, settings_of
@@ -85,7 +85,9 @@ def played(traces: Sequence[Trace], shapes: Sequence[str]) -> dict[str, Any]:
     cell: dict[str, Any] = {"texts": len(texts), "tokens": none.tokens, "shapes": {}}
     first: Sequence[float] | None = None
     for shape in shapes:
-        expansion = "learned" if shape == "learned" else Expansion.parse(shape)
+        expansion: Expansion | Literal["learned"] = "learned"
+        if shape != "learned":
+            expansion = Expansion.parse(shape)
         speculation = replace(traces[0].speculation, expansion=expansion, tree_size="cost")
         came = play([Part(texts)], cost_policy(traces[0], speculation), speculation=speculation)
         first = first or came.of_texts

@@ -200,7 +200,7 @@ def measured(parts: Sequence[Part]) -> dict[str, Any]:
         "tokens_per_step": {name: one.tokens_per_step for name, one in played.items()},
         "chosen": asdict(on_average(choices.steps)),
     }
-    if best is not None:
+    if choice is not None and best is not None:
         cost, first = played["cost"], settled(choices)
         gap = best.seconds - oracle.seconds
         cell |= {

@@ -238,7 +238,7 @@ def version_of(engine: Engine, home: Home) -> str:
     if engine.package is None:
         return ""
     code = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
-    command = [python_of(engine, home), "-c", code, engine.package]
+    command = [str(python_of(engine, home)), "-c", code, engine.package]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return f"{engine.package} {done.stdout.strip()}" if done.returncode == 0 else ""
 

@@ -22,6 +22,7 @@ from study import REQUIRED, Study, ask, parser, row, run, settings_of, total_fig
 
 from specinfer import LLM, RequestOutput, SamplingParams
 from specinfer.report.dataset import read_dataset
+from specinfer.speculation_params import SpeculationParams
 
 SCHEMAS = Path(__file__).parents[1] / "tests" / "unit" / "grammar" / "schemas.json"
 ANSWER = {
@@ -66,7 +67,8 @@ def measure(llm: LLM, tasks: Sequence[Task], max_tokens: int) -> dict[str, int |
     prompts, params = [task.prompt for task in tasks], [form(task, max_tokens) for task in tasks]
     got = ask(llm, prompts, params)
     # The grammar's own guesses are speculation, too.
-    expected = ask(without_speculation(llm), prompts, [replace(p, speculation=False) for p in params])
+    alone = [replace(p, speculation=SpeculationParams.of(False)) for p in params]
+    expected = ask(without_speculation(llm), prompts, alone)
     verdicts = Counter(verdict(task, output) for task, output in zip(tasks, got, strict=True))
     figures = total_figures(got)
     return {

@@ -19,6 +19,7 @@ from study import REQUIRED, Study, ask, parser, row, run, total_figures
 
 from specinfer import LLM, SamplingParams
 from specinfer.report.dataset import read_dataset
+from specinfer.tree.expansion import Expansion
 
 PAPER = {  # tokens per step for w = 1..5, SpecInfer, Table 2: LLaMA-7B with a 68M SSM
     "greedy": {
@@ -70,7 +71,7 @@ def main() -> None:
                 )
                 speculation = replace(
                     base.config.speculation,
-                    expansion=(1, 1, width, 1, 1, 1, 1, 1),
+                    expansion=Expansion((1, 1, width, 1, 1, 1, 1, 1)),
                     verifier=MODES[mode]["verifier"],
                 )
                 llm = LLM.from_models(replace(base.config, speculation=speculation), base.models)

@@ -83,7 +83,8 @@ def hidden(path: Path) -> Floats:
     with np.load(hidden_file(path)) as file:
         states = np.asarray(file["hidden"], dtype=np.float32)
     mean: Floats = np.square(states).mean(axis=-1, keepdims=True)
-    return states / np.sqrt(mean + 1e-6)
+    scaled: Floats = states / np.sqrt(mean + 1e-6)
+    return scaled
 
 
 def hidden_states(target: LanguageModel, trace: Trace, block_size: int) -> NDArray[np.float16]:
@@ -113,7 +114,7 @@ def known(trace: Trace, states: Floats, without: Collection[tuple[int, ...]] = (
     """All that is known of a trace's places but those of prompts `without`, and of texts' first ones."""
     lookups, sure, counted = listened(trace)
     hits = {name: draft_hits(trace, draft) for name, draft in trace.drafts.items()}
-    depth = trace.speculation.expansion.depth
+    depth = trace.speculation.fixed_expansion.depth
     counted |= {name: level_rates(of, depth) for name, of in hits.items()}
     drawn = {name: first_guesses(trace, name, draft) for name, draft in trace.drafts.items()}
     hits |= lookups
@@ -163,7 +164,7 @@ def draft_hits(trace: Trace, draft: RecordedDraft) -> Floats:
     for text, start in zip(trace.texts, trace.starts, strict=False):
         for place in range(len(text.output)):
             site = int(guesses.roots[start + place])
-            for level, width in enumerate(trace.speculation.expansion.widths[:LEVELS]):
+            for level, width in enumerate(trace.speculation.fixed_expansion.widths[:LEVELS]):
                 if place + level >= len(text.output):
                     break
                 if site == NO_SITE or guesses.asked[site] < width:
@@ -195,7 +196,7 @@ def level_rates(hits: Floats, depth: int) -> Floats:
 def first_guesses(trace: Trace, name: str, draft: RecordedDraft) -> Floats:
     """What a draft's first guesses are worth by their confidence, once they are drawn, [places, LEVELS]."""
     calibration, guesses = Calibration(), draft.guesses
-    width = trace.speculation.expansion.widths[0]
+    width = trace.speculation.fixed_expansion.widths[0]
     found = np.full((trace.places, LEVELS), np.nan, dtype=np.float32)
     output = [token for text in trace.texts for token in text.output]
     for place, site in enumerate(guesses.roots.tolist()):
@@ -305,7 +306,7 @@ def cheap_features(
     rest = np.clip(1 - first - second, 1e-9, 1)
     entropy = -sum(p * np.log(np.clip(p, 1e-9, 1)) for p in (first, second, rest))
     margin = np.clip(best[:, 0] - best[:, 1], 0, 15)
-    columns = [_before(margin, place), _before(entropy, place), _before(first, place)]
+    columns: list[NDArray[Any]] = [_before(margin, place), _before(entropy, place), _before(first, place)]
     columns += [_faded(entropy, place, 8.0, 1.0)]
     for of in hits.values():
         right = of[:, 0].astype(np.float64)

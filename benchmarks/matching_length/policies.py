@@ -46,7 +46,7 @@ class ByHazards(CostPolicy):
         `lookups` says whether guesses that cost nothing are hoped for by them, too.
         """
         target = CostModel("target", trace.curve, learns=False)
-        expansion = trace.speculation.expansion
+        expansion = trace.speculation.fixed_expansion
         self.models = {
             name: CostModel(name, draft.curve, learns=False) for name, draft in trace.drafts.items()
         }

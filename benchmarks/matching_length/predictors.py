@@ -124,7 +124,7 @@ def _fit(data: _Data, units: Sequence[int], decay: float, seed: int) -> tuple[_L
             break
         for rows in torch.split(data.learning[torch.randperm(len(data.learning))], BATCH):
             optimizer.zero_grad()
-            data.loss(model, rows).backward()
+            data.loss(model, rows).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     return kept, least
 
@@ -179,7 +179,8 @@ def judged(
 
 def _losses(p: NDArray[Any], truth: NDArray[Any]) -> NDArray[np.float64]:
     p = np.clip(p.astype(np.float64), 1e-4, 1 - 1e-4)
-    return -np.where(truth > 0.5, np.log(p), np.log(1 - p))
+    losses: NDArray[np.float64] = -np.where(truth > 0.5, np.log(p), np.log(1 - p))
+    return losses
 
 
 def auc(p: NDArray[Any], truth: NDArray[Any]) -> float:

@@ -59,12 +59,12 @@ def overall_rate(cell: Cell) -> float:
 
 def made(cell: Cell) -> int:
     """Tokens of all answers."""
-    return sum(a["tokens"] for a in cell["answers"])
+    return sum(int(a["tokens"]) for a in cell["answers"])
 
 
 def first_token_seconds(cell: Cell) -> float:
     """The median time from a request to its first token."""
-    return statistics.median(a["first_seconds"] for a in cell["answers"])
+    return statistics.median(float(a["first_seconds"]) for a in cell["answers"])
 
 
 def tokens_per_step(cell: Cell) -> float | None:

@@ -47,7 +47,7 @@ class Home:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f"partial-{target.name}")
         _remove(partial)
-        command = [self.python(environment), _HERE / script, model, partial, *arguments]
+        command = [*map(str, (self.python(environment), _HERE / script, model, partial)), *arguments]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError:

@@ -66,7 +66,7 @@ _VLLM = (
     *(*_AT, "--dtype", "bfloat16"),
     *("--max-model-len", "$context", "--max-num-seqs", "$users"),
 )
-_VLLM_GUESSING = {
+_VLLM_GUESSING: dict[str, dict[str, str | int]] = {
     "+ngram": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1},
     "+draft": {"method": "draft_model", "model": "$draft"},
 }
