@@ -9,7 +9,7 @@ what cannot be used is refused in one line.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -23,9 +23,10 @@ from specinfer.heads.config import AnyHeadConfig, BlockConfig, EagleConfig, Medu
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.foreign_config import config_from_json, is_head_config, named_as_here
 from specinfer.heads.medusa import MedusaHead
-from specinfer.heads.medusa_config import TOKEN_MAP, is_medusa, medusa_config, medusa_name
+from specinfer.heads.medusa_config import is_medusa, medusa_config, medusa_name
 from specinfer.heads.shapes import head_shapes
-from specinfer.heads.vocabulary import Tables, id_maps
+from specinfer.heads.token_names import ChosenRows, Entries, named_by_medusa, named_tokens
+from specinfer.heads.vocabulary import Tables
 from specinfer.hub.model_files import ModelFiles, local_model, read_json
 from specinfer.hub.pool import FINGERPRINT_DIGITS
 from specinfer.models.config import ModelConfig
@@ -58,38 +59,6 @@ def is_head(folder: Path) -> bool:
     return is_head_config(described) or is_medusa(described)
 
 
-@dataclass(frozen=True, slots=True)
-class _ChosenRows:
-    """Some rows of a tensor, in an order of their own, as a tensor."""
-
-    entry: TensorEntry
-    rows: Sequence[int]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The file's."""
-        return self.entry.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the chosen rows alone."""
-        return (len(self.rows), *self.entry.shape[1:])
-
-    def read_rows(self, start: int, stop: int) -> Tensor:
-        """As TensorEntry."""
-        wanted = self.rows[start:stop]
-        parts = [torch.empty(0, *self.entry.shape[1:], dtype=self.dtype)]
-        first = 0
-        for i in range(1, len(wanted) + 1):
-            if i == len(wanted) or wanted[i] != wanted[i - 1] + 1:  # rows that follow each other at once
-                parts.append(self.entry.read_rows(wanted[first], wanted[i - 1] + 1))
-                first = i
-        return torch.cat(parts)
-
-
-_Entries = Mapping[str, TensorEntry | _ChosenRows]
-
-
 def open_head(files: ModelFiles | Path, target: OpenModel) -> HeadFolder:
     """The head in a folder, for this target; reads no weights.
 
@@ -119,7 +88,7 @@ class HeadFolder:
         self.verifier = _verifier(described)  # its target's name, for people
         self.fingerprint = _fingerprint(files.path, described)  # its target's; None: it does not say
         config: AnyHeadConfig
-        entries: _Entries
+        entries: Entries
         if is_medusa(described):
             entries = _renamed(
                 files.path, read_entries(files.weights, _DTYPES), partial(medusa_name, described)
@@ -132,9 +101,9 @@ class HeadFolder:
         check_target(config, target, files.name)
         self.config = config
         if isinstance(config, MedusaConfig):
-            self.ids, entries = _mapped(files.path, config, entries)
+            self.ids, entries = named_by_medusa(files.path, config, entries)
         else:
-            self.ids = _ids(files.path, config, entries)
+            self.ids = named_tokens(files.path, config, entries)
         self._entries = _checked(files.path, entries, head_shapes(config))
         self._scales = {
             name: entries[name + SCALE] for name, entry in self._entries.items() if entry.dtype == torch.int8
@@ -231,71 +200,15 @@ def _renamed(
     return renamed
 
 
-def _with_tables(config: EagleConfig | BlockConfig, entries: _Entries) -> EagleConfig | BlockConfig:
+def _with_tables(config: EagleConfig | BlockConfig, entries: Entries) -> EagleConfig | BlockConfig:
     return replace(
         config, own_embedding="embed_tokens.weight" in entries, own_head="lm_head.weight" in entries
     )
 
 
-def _mapped(path: Path, config: MedusaConfig, entries: _Entries) -> tuple[Sequence[int], _Entries]:
-    """The tokens that Medusa's heads can name, ascending, and the tensors with their rows in this order."""
-    named, vocab = config.draft_vocab_size, config.vocab_size
-    if named == vocab:  # then vLLM ignores a map: rows are in the order of tokens
-        return range(vocab), {name: entry for name, entry in entries.items() if name != TOKEN_MAP}
-    if TOKEN_MAP not in entries:
-        raise ModelFileError(f"{path} can name {named} of {vocab} tokens, and lacks {TOKEN_MAP!r}")
-    tokens = _whole_numbers(path, entries, TOKEN_MAP, named)
-    ids, order = tokens.sort()
-    try:
-        id_maps(ids.tolist(), vocab)
-    except ModelError as error:
-        raise ModelFileError(f"{path}: tensor {TOKEN_MAP!r} is damaged: {error}") from error
-    chosen = dict(entries)
-    del chosen[TOKEN_MAP]
-    for name in [name for name in chosen if name.startswith("lm_heads.")]:
-        entry = entries[name]
-        assert isinstance(entry, TensorEntry)
-        if entry.shape[:1] == (vocab,):
-            chosen[name] = _ChosenRows(entry, ids.tolist())
-        elif entry.shape[:1] == (named,):
-            chosen[name] = _ChosenRows(entry, order.tolist())
-    return ids.tolist(), chosen
-
-
-def _ids(path: Path, config: EagleConfig | BlockConfig, entries: _Entries) -> Sequence[int]:
-    """The tokens the head can name: of d2t, which t2d has to agree with where it is there."""
-    named, vocab = config.draft_vocab_size, config.body.vocab_size
-    if "d2t" not in entries:
-        if named == vocab:
-            return range(vocab)
-        raise ModelFileError(f"{path} can name {named} of {vocab} tokens, and lacks 'd2t', which says which")
-    ids = (_whole_numbers(path, entries, "d2t", named) + torch.arange(named)).tolist()
-    try:
-        _, kept = id_maps(ids, vocab)
-    except ModelError as error:
-        raise ModelFileError(f"{path}: tensor 'd2t' is damaged: {error}") from error
-    if "t2d" in entries and not torch.equal(_whole(path, entries, "t2d", vocab).to(torch.bool), kept):
-        raise ModelFileError(f"{path}: tensors 'd2t' and 't2d' name different tokens; get the head again")
-    return [int(i) for i in ids]
-
-
-def _whole_numbers(path: Path, entries: _Entries, name: str, length: int) -> Tensor:
-    numbers = _whole(path, entries, name, length)
-    if numbers.is_floating_point() or numbers.dtype in (torch.bool, torch.uint8):
-        raise ModelFileError(f"{path}: tensor {name!r} is of {numbers.dtype}; expected whole numbers")
-    return numbers.to(torch.int64)
-
-
-def _whole(path: Path, entries: _Entries, name: str, length: int) -> Tensor:
-    entry = entries[name]
-    if entry.shape != (length,):
-        raise ModelFileError(f"{path}: tensor {name!r} has shape {list(entry.shape)}, expected [{length}]")
-    return entry.read_rows(0, length)
-
-
 def _checked(
-    path: Path, entries: _Entries, wanted: Mapping[str, tuple[int, ...]]
-) -> dict[str, TensorEntry | _ChosenRows]:
+    path: Path, entries: Entries, wanted: Mapping[str, tuple[int, ...]]
+) -> dict[str, TensorEntry | ChosenRows]:
     """The tensors that compute: all of these, in these shapes, and no others."""
     missing = [name for name in wanted if name not in entries]
     if missing:
@@ -319,6 +232,6 @@ def _checked(
     return {name: entries[name] for name in wanted}
 
 
-def _scales_rows(scale: TensorEntry | _ChosenRows | None, matrix: TensorEntry | _ChosenRows) -> bool:
+def _scales_rows(scale: TensorEntry | ChosenRows | None, matrix: TensorEntry | ChosenRows) -> bool:
     """Whether a tensor has a factor for each row of a matrix."""
     return scale is not None and scale.dtype.is_floating_point and scale.shape == matrix.shape[:1]
