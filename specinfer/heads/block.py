@@ -169,7 +169,7 @@ def _attended(
         dim=-1,
     )
     weights = softmax(scores.masked_fill(hidden_BARX[:, :, :, None, None], float("-inf")))
-    rows = of_text[0].shape[1]
-    return torch.einsum("barkgt,btkh->barkgh", weights[..., :rows], of_text[1]) + torch.einsum(
-        "barkgs,baskh->barkgh", weights[..., rows:], of_block[1]
+    text, block = torch.split(weights, [of_text[0].shape[1], of_block[0].shape[2]], dim=-1)
+    return torch.einsum("barkgt,btkh->barkgh", text, of_text[1]) + torch.einsum(
+        "barkgs,baskh->barkgh", block, of_block[1]
     )

@@ -18,7 +18,7 @@ Shapes: R places, K labels, S shortlisted tokens, U tokens the head can name.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import torch
@@ -38,6 +38,11 @@ class Shortlist:
     raised_S: Tensor  # what is added to their logits
     places_RK: Tensor  # where the labels are in it; 0 where they are not
     chances_RK: Tensor  # p of the labels; 0 where they are not in it
+
+    def parts(self, counts: list[int]) -> list[Shortlist]:
+        """The same for so many places each, one behind the other."""
+        of_parts = zip(torch.split(self.places_RK, counts), torch.split(self.chances_RK, counts), strict=True)
+        return [replace(self, places_RK=places, chances_RK=chances) for places, chances in of_parts]
 
 
 def shortlist(

@@ -15,19 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from specinfer.errors import TuneError
-from specinfer.kernels.machine import is_quick_in_bfloat16
-from specinfer.tune.blocks import Blocks, anchors_of, blocks
+from specinfer.tune.blocks import anchors_of, blocks
 from specinfer.tune.draft import Draft
 from specinfer.tune.held_out import entries_of
 from specinfer.tune.lessons import Lessons
-from specinfer.tune.losses import Loss, confidence_losses, losses, shortlist
+from specinfer.tune.losses import Loss, Shortlist
+from specinfer.tune.places import Places, shortlists, summed_losses
 from specinfer.tune.shards import TunedText
+from specinfer.tune.workers import Workers
 
 _WARM_UP: Final = 30  # steps
 _COOLING: Final = 0.5  # of the time, at its end
@@ -78,6 +80,7 @@ class Trainer:
         self.draft = draft
         self.state = Trained()
         self._config = config
+        self._workers = Workers(config.texts)
         self._entry_V = entries_of(draft)
         self._named = {name: p for name, p in draft.module.named_parameters() if p.requires_grad}
         # By themselves, so that guesses learn as they would without a confidence.
@@ -102,11 +105,7 @@ class Trainer:
             self.state.steps += 1
             return
         anchors = [anchors_of(text, self.draft.anchors, generator) for text in texts]
-        batch = blocks(texts, anchors, levels, self.draft.scale_ND)
-        loss, confidence = _losses(self.draft, self._entry_V, batch, config, generator)
-        self._optimizer.zero_grad()
-        total = loss if confidence is None else loss + confidence
-        total.backward()  # type: ignore[no-untyped-call]
+        loss, count = self._learn(texts, anchors, levels, generator)
         for theirs in self._clipped:
             torch.nn.utils.clip_grad_norm_(theirs, _NORM)
         rate = config.rate * min(1.0, (number + 1) / _WARM_UP) * max(_COLDEST, min(1.0, left / _COOLING))
@@ -115,7 +114,34 @@ class Trainer:
         self._optimizer.step()
         if number % _REMEMBERED == 0:
             self._remember()
-        self.state.learned(float(loss.detach()), int(batch.valid_BAL[..., 0].sum()))
+        self.state.learned(loss, count)
+
+    def _learn(
+        self, texts: Sequence[TunedText], anchors: Sequence[Tensor], levels: int, generator: torch.Generator
+    ) -> tuple[float, int]:
+        """Leave the gradients of a step's texts in the parameters; its loss, and how many blocks it had."""
+        draft, config = self.draft, self._config
+        count = min(self._workers.count, len(texts))
+
+        def read(first: int) -> Places:
+            mine = slice(first, None, count)
+            return Places.of(blocks(texts[mine], anchors[mine], levels, draft.scale_ND), self._entry_V)
+
+        def gradients(part: tuple[Places, Shortlist]) -> tuple[Tensor, Sequence[Tensor | None]]:
+            loss, confidence = summed_losses(draft, *part, config.loss)
+            total = (loss if confidence is None else loss + confidence) / weight
+            return loss.detach(), torch.autograd.grad(total, parameters, allow_unused=True)
+
+        parameters = [*self._named.values()]
+        parts = self._workers.map(read, range(count))
+        weight = max(_LEAST, sum(float(part.weights_R.sum()) for part in parts))
+        short = shortlists(draft, parts, config.shortlist, generator)
+        found = self._workers.map(gradients, [*zip(parts, short, strict=True)])
+        for parameter, of_parts in zip(parameters, zip(*(of for _, of in found), strict=True), strict=True):
+            known = [gradient for gradient in of_parts if gradient is not None]
+            parameter.grad = reduce(torch.add, known).contiguous() if known else None
+        loss = sum(float(loss) for loss, _ in found) / weight
+        return loss, sum(int(part.batch.valid_BAL[..., 0].sum()) for part in parts)
 
     def averaged(self) -> Draft:
         """A copy of the draft with averaged weights."""
@@ -174,27 +200,7 @@ def loss_of(draft: Draft, texts: Sequence[TunedText], config: TrainConfig) -> fl
         )
     anchors = [anchors_of(text, _TRIED_ON, generator) for text in texts]
     batch = blocks(texts, anchors, draft.learnt_depth, draft.scale_ND)
-    return float(_losses(draft, entries_of(draft), batch, config, generator)[0])
-
-
-def _losses(
-    draft: Draft, entry_V: Tensor, batch: Blocks, config: TrainConfig, generator: torch.Generator
-) -> tuple[Tensor, Tensor | None]:
-    """The mean loss of a batch's guesses, each as much as it counts, and that of what it says of them."""
-    valid = batch.valid_BAL
-    entries = entry_V[batch.label_ids_BALK[valid]]
-    weights_R = batch.weights_BAL[valid]
-    chances = batch.label_chances_BALK[valid]
-    short = shortlist(entries, chances, len(draft.ids), config.shortlist, generator)
-    before_R = batch.before_BAL[valid]
-    with torch.autocast("cpu", torch.bfloat16, enabled=is_quick_in_bfloat16()):
-        h_RD = draft.guessed(batch, valid.shape[2])[valid]
-        logits = draft.logits(h_RD, before_R, short.entries_S)
-    logits = logits.float()
-
-    def mean(losses_R: Tensor) -> Tensor:
-        return (losses_R * weights_R).sum() / weights_R.sum().clamp(min=_LEAST)
-
-    said_R = draft.confidence(h_RD.float(), before_R)
-    confidence = None if said_R is None else mean(confidence_losses(said_R, logits, short))
-    return mean(losses(config.loss, logits, short)), confidence
+    places = Places.of(batch, entries_of(draft))
+    [short] = shortlists(draft, [places], config.shortlist, generator)
+    loss, _ = summed_losses(draft, places, short, config.loss)
+    return float(loss) / max(float(places.weights_R.sum()), _LEAST)

@@ -37,6 +37,7 @@ from specinfer.kernels.machine import thread_count
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress, Progress
+from specinfer.tune.allocator import keep_freed_memory
 from specinfer.tune.boosting import lessons_of
 from specinfer.tune.card import Material
 from specinfer.tune.collect import Collected, Collector, collecting
@@ -180,6 +181,7 @@ class Tuning:
     def _train(self, sources: Sequence[str]) -> Figures:
         config, corpus = self._config, self._corpus
         torch.set_num_threads(thread_count(config.target.threads))
+        keep_freed_memory()
         texts = held_out_texts(corpus)
         if not texts or not corpus.count(held_out=False):
             raise TuneError(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from specinfer.heads.layers import HeadLayer
-from specinfer.tune import trainer as trainer_module
+from specinfer.tune import places
 from specinfer.tune.block_kind import BlockKind
 from specinfer.tune.draft import Kind
 from specinfer.tune.eagle_kind import EagleKind
 from specinfer.tune.lessons import AllLessons
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.ssm_kind import SsmKind
+from specinfer.tune.trainer import Trainer
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import ticking, tuning_of
 
@@ -23,6 +25,39 @@ KINDS: dict[str, Kind] = {
     "eagle": EagleKind(depth=3, vocabulary=48),
     "ssm": SsmKind(layers=1),
 }
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Torch's own, set back behind the test."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_parts_of_a_step_learn_what_the_whole_learns(
+    target: Path, prompts: Path, tmp_path: Path, threads: None, kind: Kind
+) -> None:
+    tuning = Tuning(tuning_of(target, tmp_path / "draft", kind=kind), clock=ticking())
+    tuning._collect(read_prompts([prompts]))
+    lessons = AllLessons(tuning._corpus)
+    trainers: dict[int, Trainer] = {}
+    gradients: dict[int, list[torch.Tensor]] = {}
+    for cores in (1, 2, 3):
+        torch.set_num_threads(cores)
+        trainers[cores] = tuning._training(lessons, []).trainer
+        assert trainers[cores]._workers.count == cores
+        trainers[cores].step(lessons, 1.0)
+        named = trainers[cores].draft.module.named_parameters()
+        gradients[cores] = [p.grad.clone() for _, p in named if p.grad is not None]
+        assert torch.get_num_threads() == cores
+    largest = max(float(one.abs().max()) for one in gradients[1])
+    for cores in (2, 3):
+        for whole, summed in zip(gradients[1], gradients[cores], strict=True):
+            torch.testing.assert_close(summed, whole, atol=1e-2 * largest, rtol=0)
+        assert trainers[cores].state.loss == pytest.approx(trainers[1].state.loss, rel=1e-3)
+        assert trainers[cores].state.blocks == trainers[1].state.blocks
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -35,7 +70,7 @@ def test_products_of_bfloat16_learn_what_float32_learns(
     losses: dict[bool, list[float]] = {}
     computed: list[torch.dtype] = []
     for rounded in (False, True):
-        monkeypatch.setattr(trainer_module, "is_quick_in_bfloat16", lambda rounded=rounded: rounded)
+        monkeypatch.setattr(places, "is_quick_in_bfloat16", lambda rounded=rounded: rounded)
         one = tuning._training(lessons, []).trainer
         layer = next(m for m in one.draft.module.modules() if isinstance(m, HeadLayer))
         computed.clear()

@@ -20,7 +20,6 @@ from specinfer.heads.config import BlockConfig
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
 from specinfer.tune import checkpoint
-from specinfer.tune import trainer as trainer_module
 from specinfer.tune.block_kind import BlockKind
 from specinfer.tune.blocks import anchors_of, blocks
 from specinfer.tune.checkpoint import read_checkpoint
@@ -28,6 +27,7 @@ from specinfer.tune.config import TuneConfig
 from specinfer.tune.head_draft import BlockHeadDraft
 from specinfer.tune.held_out import Figures, entries_of, held_out_texts
 from specinfer.tune.lessons import AllLessons
+from specinfer.tune.places import Places, shortlists, summed_losses
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.trainer import TrainConfig
 from specinfer.tune.tuning import Tuning
@@ -123,13 +123,16 @@ def test_a_head_that_says_how_likely_it_is_right_guesses_as_one_without(
     draft, texts = trainers[1].averaged(), [lessons.text(i) for i in range(4)]
     batch = blocks(texts, [anchors_of(t, 8, torch.Generator()) for t in texts], 4, draft.scale_ND)
     generator = torch.Generator().manual_seed(0)
+    places = Places.of(batch, entries_of(draft))
+    [short] = shortlists(draft, [places], config.shortlist, generator)
     with torch.no_grad():
-        _, learnt = trainer_module._losses(draft, entries_of(draft), batch, config, generator)
+        _, learnt = summed_losses(draft, places, short, config.loss)
         draft.module.confidence_head.proj.weight.zero_()
-        _, without = trainer_module._losses(draft, entries_of(draft), batch, config, generator)
+        _, without = summed_losses(draft, places, short, config.loss)
     assert learnt is not None
     assert without is not None
-    assert float(learnt) < float(without) - 0.002, "it knows which guesses are right, and not only how many"
+    more = float((without - learnt) / places.weights_R.sum())
+    assert more > 0.002, "it knows which guesses are right, and not only how many"
     opened = open_model(target)
     written = HeadFolder(tmp_path / "sure", opened.config).config
     assert isinstance(written, BlockConfig)
