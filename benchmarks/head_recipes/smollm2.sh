@@ -1,11 +1,11 @@
 #!/bin/sh
-# The head that comes with the package: train.sh MODEL.gguf DOLLY_TRAIN.jsonl GSM8K_TRAIN.jsonl WORK MINUTES [INIT]
+# The head that comes with the package: smollm2.sh MODEL.gguf DOLLY_TRAIN.jsonl GSM8K_TRAIN.jsonl WORK MINUTES [INIT]
 # Rows of both files are {"prompt": ...}; prompts.py adds ours and leaves long ones out. INIT is a head to go on
 # from, as smollm2-135m-head. What was stopped is gone on with: run it again.
 set -eu
 here=$(dirname "$0")
 mkdir -p "$4"
-python "$here/prompts.py" "$2" "$3" > "$4/prompts.jsonl"
+python "$here/prompts.py" chat "$2" "$3" > "$4/prompts.jsonl"
 resume=$(test -e "$4/head" && echo --resume || true)
 # shellcheck disable=SC2086
 specinfer tune --model "$1" --quantization int8 --max-context 1024 --seed 0 --minutes "$5" --out "$4/head" $resume \

@@ -1,6 +1,6 @@
 """A tuned head as it lies in the package: matrices as int8, and beside them what it is made of.
 
-python benchmarks/shipped_head/pack.py TUNED TARGET specinfer/data/heads/smollm2-135m-head
+python benchmarks/head_recipes/pack.py TUNED TARGET specinfer/data/heads/smollm2-135m-head
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from specinfer.models.weights import open_model
 
 MOST = 12 << 20  # bytes
 NOTE = """
-Its recipe is `benchmarks/shipped_head/train.sh`, seed 0; matrices are int8 with a factor for each row, which
-specinfer alone reads. Named `smollm2-135m-head` in `--draft`. It changes no text.
+Its recipe is `benchmarks/head_recipes/smollm2.sh`, seed 0; matrices are int8 with a factor for each row,
+which specinfer alone reads. Named `smollm2-135m-head` in `--draft`. It changes no text.
 
 ## Licence
 

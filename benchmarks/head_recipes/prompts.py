@@ -1,0 +1,129 @@
+"""What heads are asked that others may use: prompts of our own, and short ones of others.
+
+    python benchmarks/head_recipes/prompts.py chat|code [FILE.jsonl ...] > prompts.jsonl
+
+    chat   forms times topics (chat.json), of the kinds of MT-Bench (writing, role play, reasoning,
+           mathematics, coding, extraction, science, the humanities, advice), then the others
+    code   functions (code.json: name, parameters, result, what it does, a call and what it gives), each to be
+           completed, written, tested, translated; among the others
+
+Ours are taken from nowhere: none of MT-Bench's or HumanEval's is among them. Of the files those rows are
+taken whose "prompt" is short: an answer teaches, reading a prompt only takes time. The same lines every time.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+Row = dict[str, str | int]
+
+PER_FORM: Final = 60  # prompts, of which some come twice and are left out
+LONGEST: Final = 350  # characters of a prompt of others
+OTHERS: Final = 2  # prompts of others behind each function, as long as there are any
+
+TYPING: Final = ("Any", "Dict", "List", "Optional", "Tuple")
+FUNCTIONS: Final = (
+    '{imports}def {name}({parameters}) -> {result}:\n    """ {does}\n    >>> {call}\n    {gives}\n    """\n',
+    '{imports}def {name}({parameters}) -> {result}:\n    """\n    {does}\n\n    {call} -> {gives}\n    """\n',
+    "def {name}({names}):\n    '''{does}\n    {call} == {gives}\n    '''\n",
+    "Write a Python function `{name}({names})`. {does} For example, `{call}` gives `{gives}`.",
+    'Write unit tests with pytest for this:\n\ndef {name}({parameters}) -> {result}:\n    """{does}"""',
+    "Write this function in JavaScript, with a comment that explains it: {name}({names}). {does}",
+    "How would you write `{name}({parameters}) -> {result}` in Python? {does} Explain its complexity.",
+    "Write a Java method that does the following, and a main method that tries it: {does}",
+)
+
+
+def chat() -> Iterator[Row]:
+    """All forms times topics, in the same order every time."""
+    parts = _read("chat.json")
+    dice = random.Random(14)
+    seen: set[str] = set()
+    for category, forms in parts["forms"].items():
+        for form in forms:
+            for _ in range(PER_FORM):
+                text = filled(form, parts["topics"], dice)
+                if text not in seen:
+                    seen.add(text)
+                    yield {"question_id": len(seen), "category": category, "prompt": text}
+
+
+def filled(form: str, topics: Mapping[str, Sequence[str]], dice: random.Random) -> str:
+    """A form with topics and numbers."""
+    words = {name: dice.choice(choices) for name, choices in topics.items()}
+    others = {
+        f"{name}2": dice.choice([one for one in topics[name] if one != words[name]])
+        for name in ("thing", "name")
+    }
+    a, c, d = dice.randint(3, 12), dice.randint(2, 30), dice.randint(2, 9)
+    # An equation's solution is whole, and so is the middle of three numbers.
+    b = a * dice.randint(3, 9) + c
+    numbers = {"a": a, "b": b, "c": c, "d": d, "e": 3 * dice.randint(4, 60), "hour": dice.randint(6, 20)}
+    return form.format(**words, **others, **numbers)
+
+
+def code() -> Iterator[Row]:
+    """All that is asked of functions, form by form."""
+    for form in FUNCTIONS:
+        for name, parameters, result, does, call, gives in _read("code.json"):
+            signature = f"{parameters} -> {result}"
+            used = ", ".join(one for one in TYPING if f"{one}[" in signature)
+            text = form.format(
+                imports=f"from typing import {used}\n\n" if used else "",
+                name=name,
+                parameters=parameters,
+                names=", ".join(one.split(":")[0] for one in parameters.split(", ") if ":" in one),
+                result=result,
+                does=does,
+                call=call,
+                gives=gives,
+            )
+            yield {"category": "code", "prompt": text}
+
+
+def short(files: Sequence[str]) -> Iterator[Row]:
+    """The short prompts of files of JSON lines, in their order."""
+    for file in files:
+        for line in Path(file).read_text(encoding="utf-8").splitlines():
+            if len(prompt := json.loads(line)["prompt"]) < LONGEST:
+                yield {"prompt": prompt}
+
+
+def in_turns(ours: Iterable[Row], others: Iterable[Row]) -> Iterator[Row]:
+    """One of ours, then `OTHERS` of the others, until there are none of either."""
+    theirs = iter(others)
+    for own in ours:
+        yield own
+        yield from islice(theirs, OTHERS)
+    yield from theirs
+
+
+def rows(kind: str, files: Sequence[str]) -> Iterator[Row]:
+    """What heads of a kind are asked."""
+    if kind == "chat":
+        yield from chat()
+        yield from short(files)
+    elif kind == "code":
+        yield from in_turns(code(), short(files))
+    else:
+        raise SystemExit(f"{kind!r} is asked for; there are chat and code")
+
+
+def main() -> None:
+    """Print them."""
+    for row in rows(sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]):
+        sys.stdout.write(json.dumps(row) + "\n")
+
+
+def _read(name: str) -> Any:
+    return json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
