@@ -26,7 +26,7 @@ from specinfer.runtime.head_runner import BlockRunner, EagleRunner, MedusaRunner
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.block import BlockDraft
 from specinfer.speculate.draft_model import DraftModel
-from specinfer.speculate.draft_vocabulary import DraftVocabulary, named_tokens
+from specinfer.speculate.draft_vocabulary import DraftVocabulary, first_tokens, named_tokens
 from specinfer.speculate.eagle import EagleDraft
 from specinfer.speculate.foreign_draft import ForeignDraft
 from specinfer.speculate.foreign_tokens import ForeignTokens, foreign_tokens
@@ -107,16 +107,18 @@ def exchanges(
 ) -> dict[str, ForeignTokens]:
     """Of each draft for which an id is not the same token as for the target: how they exchange tokens.
 
-    A head has no tokenizer of its own: that its target has as many tokens was checked when it was opened.
+    Models of one family may have logits for different numbers of ids, of which the last ones are no tokens
+    (Qwen2.5's small and large ones): they need no exchange. A head has no tokenizer of its own: that its
+    target has as many tokens was checked when it was opened.
     Raises ConfigError as `foreign_tokens`, and where draft_tokens is set though no draft needs it.
     """
     ours, found = Vocabulary(target.files), dict[str, ForeignTokens]()
     for name, draft in drafts.items():
         if isinstance(draft, FoundHead):
             continue
-        sizes = target.config.vocab_size, draft.config.vocab_size
-        if sizes[0] == sizes[1] and ours.same_ids(Vocabulary(draft.files)):
+        if ours.same_ids(Vocabulary(draft.files)):
             continue
+        sizes = target.config.vocab_size, draft.config.vocab_size
         theirs = Tokenizer.load(draft.files)
         found[name] = foreign_tokens(tokenizer, theirs, sizes, speculation, kept, draft=draft.files.name)
         _LOG.info(
@@ -156,15 +158,39 @@ def weight_bytes(
     return estimate_bytes(found.model, dtype, kernels, speculation.draft_quantization)
 
 
-def named_by(
-    model: AnyDraft, kept: DraftVocabulary | None, foreign: ForeignTokens | None = None
-) -> DraftVocabulary | None:
-    """The tokens a draft can name, of which `kept` are a model's with the target's vocabulary; None: all."""
+def vocabularies(
+    target: Found,
+    drafts: Mapping[str, Found | FoundHead],
+    foreign: Mapping[str, ForeignTokens],
+    kept: DraftVocabulary | None,
+) -> dict[str, DraftVocabulary]:
+    """The tokens of each draft that cannot name all of the target's ids.
+
+    `kept` are those of a model with the target's own tokens, of which it may lack ids that are none.
+    """
+    size, found = target.config.vocab_size, dict[str, DraftVocabulary | None]()
+    for name, draft in drafts.items():
+        if name in foreign:
+            found[name] = foreign[name].vocabulary
+        elif isinstance(draft, FoundHead):
+            found[name] = named_tokens(draft.head.ids, size)
+        elif draft.config.vocab_size < size:
+            found[name] = first_tokens(draft.config.vocab_size, size, kept)
+        else:
+            found[name] = kept
+    return {name: vocabulary for name, vocabulary in found.items() if vocabulary is not None}
+
+
+def kept_logits(
+    draft: Found, vocabulary: DraftVocabulary | None, foreign: ForeignTokens | None, size: int
+) -> Sequence[int] | None:
+    """The ids that a draft model makes logits of, for a target with `size` ids; None: all of its own."""
+    own = draft.config.vocab_size
     if foreign is not None:
-        return foreign.vocabulary
-    if not isinstance(model, HeadModel):
-        return kept
-    return named_tokens(model.ids, model.config.vocab_size)
+        return [int(token_id) for token_id in foreign.logit_ids]
+    if vocabulary is not None and len(vocabulary.ids) < own:
+        return [int(token_id) for token_id in vocabulary.ids]
+    return range(size) if size < own else None
 
 
 def models_alone(
@@ -188,9 +214,14 @@ def models_alone(
     return models
 
 
-def what_is_timed(model: AnyDraft, kept: DraftVocabulary | None, foreign: ForeignTokens | None = None) -> str:
+def ids_read(model: LanguageModel, vocabulary: DraftVocabulary | None) -> int | None:
+    """From which id on a draft model has no embedding for the target's; None: it has all."""
+    own = model.config.vocab_size
+    return own if vocabulary is not None and own < vocabulary.size else None
+
+
+def what_is_timed(model: AnyDraft, vocabulary: DraftVocabulary | None) -> str:
     """What a draft's pass depends on besides its layers."""
-    vocabulary = named_by(model, kept, foreign)
     logits = model.config.vocab_size if vocabulary is None else len(vocabulary.ids)
     head = f", {model.head}" if isinstance(model, HeadModel) else ""
     return f"{logits} logits{head}"
@@ -200,15 +231,14 @@ def make_draft(
     name: str,
     model: AnyDraft,
     speculation: SpeculationConfig,
-    kept: DraftVocabulary | None,
+    vocabulary: DraftVocabulary | None,
     foreign: ForeignTokens | None = None,
     *,
     num_blocks: int,
     block_size: int,
     max_rows: int,
 ) -> tuple[Timed, LevelSpeculator]:
-    """A draft over a cache of its own, and what times its passes."""
-    vocabulary = named_by(model, kept)
+    """A draft over a cache of its own, and what times its passes; `vocabulary` is what it can name."""
     shape = Shape.of(speculation)
     if not isinstance(model, HeadModel):
         runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size)
@@ -216,7 +246,8 @@ def make_draft(
             return runner, ForeignDraft(
                 name, runner, shape, max_rows=max_rows, num_blocks=num_blocks, tokens=foreign
             )
-        return runner, DraftModel(name, runner, shape, max_rows=max_rows, vocabulary=vocabulary)
+        reads = ids_read(model, vocabulary)
+        return runner, DraftModel(name, runner, shape, max_rows=max_rows, vocabulary=vocabulary, reads=reads)
     if isinstance(model, MedusaModel):
         medusa = MedusaRunner(model)
         return medusa, MedusaDraft(name, medusa, shape, vocabulary=vocabulary)
