@@ -64,7 +64,8 @@ _LOG = logging.getLogger(__name__)
 class Models:
     """Loaded models: the target, its tokenizer, and the drafts by speculator name.
 
-    `named` are the tokens of each draft that cannot name them all, `foreign` are drafts with other tokens.
+    `named` are the tokens of each draft model that cannot name them all, heads know their own; `foreign` are
+    drafts with other tokens.
     """
 
     target: LanguageModel

@@ -164,16 +164,16 @@ def vocabularies(
     foreign: Mapping[str, ForeignTokens],
     kept: DraftVocabulary | None,
 ) -> dict[str, DraftVocabulary]:
-    """The tokens of each draft that cannot name all of the target's ids.
+    """The tokens of each draft model that cannot name all of the target's ids; heads know their own.
 
-    `kept` are those of a model with the target's own tokens, of which it may lack ids that are none.
+    `kept` are those of a model with the target's tokens, of which it may lack ids that are none.
     """
     size, found = target.config.vocab_size, dict[str, DraftVocabulary | None]()
     for name, draft in drafts.items():
+        if isinstance(draft, FoundHead):
+            continue
         if name in foreign:
             found[name] = foreign[name].vocabulary
-        elif isinstance(draft, FoundHead):
-            found[name] = named_tokens(draft.head.ids, size)
         elif draft.config.vocab_size < size:
             found[name] = first_tokens(draft.config.vocab_size, size, kept)
         else:
@@ -214,6 +214,11 @@ def models_alone(
     return models
 
 
+def named_by(model: AnyDraft, vocabulary: DraftVocabulary | None) -> DraftVocabulary | None:
+    """The tokens a draft can name: a head those it was trained for, a model its `vocabulary`; None: all."""
+    return named_tokens(model.ids, model.config.vocab_size) if isinstance(model, HeadModel) else vocabulary
+
+
 def ids_read(model: LanguageModel, vocabulary: DraftVocabulary | None) -> int | None:
     """From which id on a draft model has no embedding for the target's; None: it has all."""
     own = model.config.vocab_size
@@ -222,7 +227,8 @@ def ids_read(model: LanguageModel, vocabulary: DraftVocabulary | None) -> int | 
 
 def what_is_timed(model: AnyDraft, vocabulary: DraftVocabulary | None) -> str:
     """What a draft's pass depends on besides its layers."""
-    logits = model.config.vocab_size if vocabulary is None else len(vocabulary.ids)
+    named = named_by(model, vocabulary)
+    logits = model.config.vocab_size if named is None else len(named.ids)
     head = f", {model.head}" if isinstance(model, HeadModel) else ""
     return f"{logits} logits{head}"
 
@@ -238,7 +244,8 @@ def make_draft(
     block_size: int,
     max_rows: int,
 ) -> tuple[Timed, LevelSpeculator]:
-    """A draft over a cache of its own, and what times its passes; `vocabulary` is what it can name."""
+    """A draft over a cache of its own, and what times its passes; `vocabulary` is what a model can name."""
+    vocabulary = named_by(model, vocabulary)
     shape = Shape.of(speculation)
     if not isinstance(model, HeadModel):
         runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size)
