@@ -64,8 +64,8 @@ _LOG = logging.getLogger(__name__)
 class Models:
     """Loaded models: the target, its tokenizer, and the drafts by speculator name.
 
-    `named` are the tokens of each draft model that cannot name them all, heads know their own; `foreign` are
-    drafts with other tokens.
+    `named` are the tokens of each draft model with logits for other ids than the target's (heads know their
+    own), `foreign` are drafts with other tokens.
     """
 
     target: LanguageModel
@@ -118,7 +118,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     def load_draft(name: str, draft: Found | FoundHead) -> AnyDraft:
         own = guessing(fitting(draft))
         if isinstance(draft, Found):
-            logits = kept_logits(draft, named.get(name), foreign.get(name), size)
+            logits = kept_logits(draft, named.get(name), foreign.get(name))
             return _load(draft, dtype, device, show, own, of_drafts, logits)
         return load_head(
             draft.head,

@@ -116,9 +116,11 @@ def exchanges(
     for name, draft in drafts.items():
         if isinstance(draft, FoundHead):
             continue
-        if ours.same_ids(Vocabulary(draft.files)):
-            continue
         sizes = target.config.vocab_size, draft.config.vocab_size
+        # A smaller one may lack tokens that were added to the target alone.
+        whole = sizes[0] <= sizes[1] or ours.last_token < sizes[1]
+        if whole and ours.same_ids(Vocabulary(draft.files)):
+            continue
         theirs = Tokenizer.load(draft.files)
         found[name] = foreign_tokens(tokenizer, theirs, sizes, speculation, kept, draft=draft.files.name)
         _LOG.info(
@@ -164,7 +166,7 @@ def vocabularies(
     foreign: Mapping[str, ForeignTokens],
     kept: DraftVocabulary | None,
 ) -> dict[str, DraftVocabulary]:
-    """The tokens of each draft model that cannot name all of the target's ids; heads know their own.
+    """The tokens of each draft model that has logits for other ids than the target; heads know their own.
 
     `kept` are those of a model with the target's tokens, of which it may lack ids that are none.
     """
@@ -174,23 +176,21 @@ def vocabularies(
             continue
         if name in foreign:
             found[name] = foreign[name].vocabulary
-        elif draft.config.vocab_size < size:
-            found[name] = first_tokens(draft.config.vocab_size, size, kept)
-        else:
+        elif draft.config.vocab_size == size:
             found[name] = kept
+        else:
+            found[name] = first_tokens(min(draft.config.vocab_size, size), size, kept)
     return {name: vocabulary for name, vocabulary in found.items() if vocabulary is not None}
 
 
 def kept_logits(
-    draft: Found, vocabulary: DraftVocabulary | None, foreign: ForeignTokens | None, size: int
+    draft: Found, vocabulary: DraftVocabulary | None, foreign: ForeignTokens | None
 ) -> Sequence[int] | None:
-    """The ids that a draft model makes logits of, for a target with `size` ids; None: all of its own."""
-    own = draft.config.vocab_size
-    if foreign is not None:
-        return [int(token_id) for token_id in foreign.logit_ids]
-    if vocabulary is not None and len(vocabulary.ids) < own:
-        return [int(token_id) for token_id in vocabulary.ids]
-    return range(size) if size < own else None
+    """The ids that a draft model makes logits of; None: all of its own."""
+    if vocabulary is None:
+        return None
+    ids: list[int] = (vocabulary.ids if foreign is None else foreign.logit_ids).tolist()
+    return None if ids == [*range(draft.config.vocab_size)] else ids
 
 
 def models_alone(

@@ -85,7 +85,8 @@ class Trainer:
         self._config = config
         self._workers = Workers(config.texts)
         self._entry_V = entries_of(draft)
-        self._rate = config.rate or usual_rate(len(draft.last_norm.weight))
+        width = len(draft.last_norm.weight)
+        self._rate = usual_rate(width) if config.rate is None else config.rate
         self._named = {name: p for name, p in draft.module.named_parameters() if p.requires_grad}
         # By themselves, so that guesses learn as they would without a confidence.
         self._clipped = [

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer import LLM, SamplingParams
+from specinfer.engine.drafts import what_is_timed
 from specinfer.errors import ConfigError
 from specinfer.replay.recorder import record, shapes_of
 from specinfer.tree.token_tree import TokenTree
@@ -115,6 +116,35 @@ def test_they_are_recorded_and_need_no_exchange(folder: Path) -> None:
         params = SamplingParams(max_tokens=12, temperature=1.5, seed=3)
         [[admitted]] = llm.intake.prompts([[9, 70, 8]], params)
         trace = record(llm, [admitted.request], shapes=shapes_of(llm.config.speculation))
-        assert trace.drafts["draft"].guesses is not None
+        roots = trace.drafts["draft"].guesses.roots
+        assert len(roots) == 12
+        assert int(roots[1:-1].min()) >= 0, "it guessed wherever something comes"
     with pytest.raises(ConfigError, match="all drafts have the target's vocabulary"):
         engine(folder, 72, 64, draft_tokens="shared")
+
+
+def test_a_draft_that_lacks_tokens_has_another_vocabulary(folder: Path, tmp_path: Path) -> None:
+    """As where tokens were added to the target, and the draft has its tokenizer but was not resized."""
+    small = tmp_path / "small"
+    small.mkdir()
+    source = folder / "draft64"
+    config = json.loads((source / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**config, "vocab_size": 60}))
+    (small / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:60].contiguous()
+    save_file(tensors, small / "model.safetensors")
+    with LLM(str(folder / "target72"), **{**ENGINE, "drafts": (str(small),)}) as llm:
+        assert llm.models.foreign["draft"].shared == 60
+        [output] = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=16, temperature=0))
+        [alone] = llm.variant(drafts=()).generate(PROMPTS[:1], SamplingParams(max_tokens=16, temperature=0))
+        assert output.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "kept"), [(64, 72, 64), (72, 64, 64), (64, 64, 64), (80, 72, 72)]
+)
+def test_logits_are_made_of_ids_that_both_have(folder: Path, target: int, draft: int, kept: int) -> None:
+    with engine(folder, target, draft) as llm:
+        model = llm.models.drafts["draft"]
+        assert what_is_timed(model, llm.models.named.get("draft")) == f"{kept} logits"
