@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -73,7 +74,7 @@ def code() -> Iterator[Row]:
     for form in FUNCTIONS:
         for name, parameters, result, does, call, gives in _read("code.json"):
             signature = f"{parameters} -> {result}"
-            used = ", ".join(one for one in TYPING if f"{one}[" in signature)
+            used = ", ".join(one for one in TYPING if re.search(rf"\b{one}\b", signature))
             text = form.format(
                 imports=f"from typing import {used}\n\n" if used else "",
                 name=name,

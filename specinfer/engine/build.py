@@ -24,7 +24,9 @@ from specinfer.engine.drafts import (
     exchanges,
     find,
     find_drafts,
+    kept_logits,
     make_draft,
+    vocabularies,
     weight_bytes,
 )
 from specinfer.engine.engine import Engine
@@ -62,14 +64,15 @@ _LOG = logging.getLogger(__name__)
 class Models:
     """Loaded models: the target, its tokenizer, and the drafts by speculator name.
 
-    `draft_vocabulary` is what drafts that are models can name; heads name the tokens they were trained for.
+    `named` are the tokens of each draft model with logits for other ids than the target's (heads know their
+    own), `foreign` are drafts with other tokens.
     """
 
     target: LanguageModel
     tokenizer: Tokenizer
     drafts: dict[str, AnyDraft]
-    draft_vocabulary: DraftVocabulary | None = None  # None: every token
-    foreign: Mapping[str, ForeignTokens] = field(default_factory=dict)  # of drafts with another vocabulary
+    named: Mapping[str, DraftVocabulary] = field(default_factory=dict)
+    foreign: Mapping[str, ForeignTokens] = field(default_factory=dict)
 
 
 def load_models(config: EngineConfig, progress: Progress | None = None) -> Models:
@@ -91,10 +94,10 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     drafts = {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
     check_options(config.speculation, [*drafts.values()])
     tokenizer = Tokenizer.load(target.files)
-    named = draft_vocabulary(config.speculation.draft_vocabulary, tokenizer, target.model.config.vocab_size)
-    foreign = exchanges(target, drafts, tokenizer, config.speculation, named)
-    logit_ids = {name: one.logit_ids.tolist() for name, one in foreign.items()}
-    usual_ids = None if named is None else named.ids.tolist()
+    size = target.config.vocab_size
+    kept = draft_vocabulary(config.speculation.draft_vocabulary, tokenizer, size)
+    foreign = exchanges(target, drafts, tokenizer, config.speculation, kept)
+    named = vocabularies(target, drafts, foreign, kept)
     of_target, of_drafts = config.quantization, config.speculation.draft_quantization
     if lacking is not None:
         _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
@@ -115,7 +118,8 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     def load_draft(name: str, draft: Found | FoundHead) -> AnyDraft:
         own = guessing(fitting(draft))
         if isinstance(draft, Found):
-            return _load(draft, dtype, device, show, own, of_drafts, logit_ids.get(name, usual_ids))
+            logits = kept_logits(draft, named.get(name), foreign.get(name))
+            return _load(draft, dtype, device, show, own, of_drafts, logits)
         return load_head(
             draft.head,
             target.model,
@@ -130,7 +134,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
         target=loaded,
         tokenizer=tokenizer,
         drafts={name: load_draft(name, draft) for name, draft in drafts.items()},
-        draft_vocabulary=named,
+        named=named,
         foreign=foreign,
     )
     _leave_cores_to_kernels(models)
@@ -172,7 +176,7 @@ def build_engine(
             name,
             model,
             speculation,
-            models.draft_vocabulary,
+            models.named.get(name),
             models.foreign.get(name),
             num_blocks=blocks,
             block_size=block_size,
@@ -184,11 +188,11 @@ def build_engine(
     kept: PolicyMemory | None = None  # what the policy learns, over many runs
     if speculation.tree_size == "cost":
         timed = {
-            name: TimedDraft(models.drafts[name], runner, models.foreign.get(name))
+            name: TimedDraft(models.drafts[name], runner, models.named.get(name))
             for name, (runner, _) in drafting.items()
         }
         costs = pass_costs(
-            *(config, target, timed, models.draft_vocabulary),
+            *(config, target, timed),
             positions=blocks * config.cache.block_size,
             progress=progress,
         )

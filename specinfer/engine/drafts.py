@@ -26,7 +26,7 @@ from specinfer.runtime.head_runner import BlockRunner, EagleRunner, MedusaRunner
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.block import BlockDraft
 from specinfer.speculate.draft_model import DraftModel
-from specinfer.speculate.draft_vocabulary import DraftVocabulary, named_tokens
+from specinfer.speculate.draft_vocabulary import DraftVocabulary, first_tokens, named_tokens
 from specinfer.speculate.eagle import EagleDraft
 from specinfer.speculate.foreign_draft import ForeignDraft
 from specinfer.speculate.foreign_tokens import ForeignTokens, foreign_tokens
@@ -107,7 +107,9 @@ def exchanges(
 ) -> dict[str, ForeignTokens]:
     """Of each draft for which an id is not the same token as for the target: how they exchange tokens.
 
-    A head has no tokenizer of its own: that its target has as many tokens was checked when it was opened.
+    Models of one family may have logits for different numbers of ids, of which the last ones are no tokens
+    (Qwen2.5's small and large ones): they need no exchange. A head has no tokenizer of its own: that its
+    target has as many tokens was checked when it was opened.
     Raises ConfigError as `foreign_tokens`, and where draft_tokens is set though no draft needs it.
     """
     ours, found = Vocabulary(target.files), dict[str, ForeignTokens]()
@@ -115,7 +117,9 @@ def exchanges(
         if isinstance(draft, FoundHead):
             continue
         sizes = target.config.vocab_size, draft.config.vocab_size
-        if sizes[0] == sizes[1] and ours.same_ids(Vocabulary(draft.files)):
+        # A smaller one may lack tokens that were added to the target alone.
+        whole = sizes[0] <= sizes[1] or ours.last_token < sizes[1]
+        if whole and ours.same_ids(Vocabulary(draft.files)):
             continue
         theirs = Tokenizer.load(draft.files)
         found[name] = foreign_tokens(tokenizer, theirs, sizes, speculation, kept, draft=draft.files.name)
@@ -156,15 +160,37 @@ def weight_bytes(
     return estimate_bytes(found.model, dtype, kernels, speculation.draft_quantization)
 
 
-def named_by(
-    model: AnyDraft, kept: DraftVocabulary | None, foreign: ForeignTokens | None = None
-) -> DraftVocabulary | None:
-    """The tokens a draft can name, of which `kept` are a model's with the target's vocabulary; None: all."""
-    if foreign is not None:
-        return foreign.vocabulary
-    if not isinstance(model, HeadModel):
-        return kept
-    return named_tokens(model.ids, model.config.vocab_size)
+def vocabularies(
+    target: Found,
+    drafts: Mapping[str, Found | FoundHead],
+    foreign: Mapping[str, ForeignTokens],
+    kept: DraftVocabulary | None,
+) -> dict[str, DraftVocabulary]:
+    """The tokens of each draft model that has logits for other ids than the target; heads know their own.
+
+    `kept` are those of a model with the target's tokens, of which it may lack ids that are none.
+    """
+    size, found = target.config.vocab_size, dict[str, DraftVocabulary | None]()
+    for name, draft in drafts.items():
+        if isinstance(draft, FoundHead):
+            continue
+        if name in foreign:
+            found[name] = foreign[name].vocabulary
+        elif draft.config.vocab_size == size:
+            found[name] = kept
+        else:
+            found[name] = first_tokens(min(draft.config.vocab_size, size), size, kept)
+    return {name: vocabulary for name, vocabulary in found.items() if vocabulary is not None}
+
+
+def kept_logits(
+    draft: Found, vocabulary: DraftVocabulary | None, foreign: ForeignTokens | None
+) -> Sequence[int] | None:
+    """The ids that a draft model makes logits of; None: all of its own."""
+    if vocabulary is None:
+        return None
+    ids: list[int] = (vocabulary.ids if foreign is None else foreign.logit_ids).tolist()
+    return None if ids == [*range(draft.config.vocab_size)] else ids
 
 
 def models_alone(
@@ -188,10 +214,21 @@ def models_alone(
     return models
 
 
-def what_is_timed(model: AnyDraft, kept: DraftVocabulary | None, foreign: ForeignTokens | None = None) -> str:
+def named_by(model: AnyDraft, vocabulary: DraftVocabulary | None) -> DraftVocabulary | None:
+    """The tokens a draft can name: a head those it was trained for, a model its `vocabulary`; None: all."""
+    return named_tokens(model.ids, model.config.vocab_size) if isinstance(model, HeadModel) else vocabulary
+
+
+def ids_read(model: LanguageModel, vocabulary: DraftVocabulary | None) -> int | None:
+    """From which id on a draft model has no embedding for the target's; None: it has all."""
+    own = model.config.vocab_size
+    return own if vocabulary is not None and own < vocabulary.size else None
+
+
+def what_is_timed(model: AnyDraft, vocabulary: DraftVocabulary | None) -> str:
     """What a draft's pass depends on besides its layers."""
-    vocabulary = named_by(model, kept, foreign)
-    logits = model.config.vocab_size if vocabulary is None else len(vocabulary.ids)
+    named = named_by(model, vocabulary)
+    logits = model.config.vocab_size if named is None else len(named.ids)
     head = f", {model.head}" if isinstance(model, HeadModel) else ""
     return f"{logits} logits{head}"
 
@@ -200,15 +237,15 @@ def make_draft(
     name: str,
     model: AnyDraft,
     speculation: SpeculationConfig,
-    kept: DraftVocabulary | None,
+    vocabulary: DraftVocabulary | None,
     foreign: ForeignTokens | None = None,
     *,
     num_blocks: int,
     block_size: int,
     max_rows: int,
 ) -> tuple[Timed, LevelSpeculator]:
-    """A draft over a cache of its own, and what times its passes."""
-    vocabulary = named_by(model, kept)
+    """A draft over a cache of its own, and what times its passes; `vocabulary` is what a model can name."""
+    vocabulary = named_by(model, vocabulary)
     shape = Shape.of(speculation)
     if not isinstance(model, HeadModel):
         runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size)
@@ -216,7 +253,8 @@ def make_draft(
             return runner, ForeignDraft(
                 name, runner, shape, max_rows=max_rows, num_blocks=num_blocks, tokens=foreign
             )
-        return runner, DraftModel(name, runner, shape, max_rows=max_rows, vocabulary=vocabulary)
+        reads = ids_read(model, vocabulary)
+        return runner, DraftModel(name, runner, shape, max_rows=max_rows, vocabulary=vocabulary, reads=reads)
     if isinstance(model, MedusaModel):
         medusa = MedusaRunner(model)
         return medusa, MedusaDraft(name, medusa, shape, vocabulary=vocabulary)

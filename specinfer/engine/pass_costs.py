@@ -11,7 +11,6 @@ from specinfer.heads.load import HeadModel
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
-from specinfer.speculate.foreign_tokens import ForeignTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +27,20 @@ class TimedDraft:
 
     model: AnyDraft
     runner: Timed
-    foreign: ForeignTokens | None = None
+    vocabulary: DraftVocabulary | None = None  # what it can name; None: everything
 
 
 def pass_costs(
     config: EngineConfig,
     target: Timed,
     drafts: Mapping[str, TimedDraft],
-    kept: DraftVocabulary | None,
     *,
     positions: int,
     progress: Progress | None = None,
 ) -> PassCosts:
     """Measure these passes, or read what was measured before.
 
-    `kept` is what drafts of the target's vocabulary can name, `positions` the room of the caches. Writes into
-    their first slots, which nobody may use yet.
+    `positions` is the room of the caches. Writes into their first slots, which nobody may use yet.
     """
     speculation = config.speculation
 
@@ -64,7 +61,7 @@ def pass_costs(
     of_drafts = {
         name: curve(
             one.runner,
-            f"{speculation.draft_quantization}, {what_is_timed(one.model, kept, one.foreign)}",
+            f"{speculation.draft_quantization}, {what_is_timed(one.model, one.vocabulary)}",
             behind=target if isinstance(one.model, HeadModel) else None,
         )
         for name, one in drafts.items()

@@ -32,7 +32,6 @@ def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Mo
             )
     left = list(zip(config.speculation.drafts, models.drafts.items(), strict=True))
     drafts = {}
-    foreign = {}
     for draft in wanted.speculation.drafts:
         found = next((one for one in left if one[0] == draft), None)
         if found is None:
@@ -44,7 +43,6 @@ def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Mo
         left.remove(found)
         name, model = found[1]
         drafts[name] = model
-        if name in models.foreign:
-            foreign[name] = models.foreign[name]
-    kept = models.draft_vocabulary if drafts else None
-    return replace(models, drafts=drafts, draft_vocabulary=kept, foreign=foreign)
+    named = {name: tokens for name, tokens in models.named.items() if name in drafts}
+    foreign = {name: tokens for name, tokens in models.foreign.items() if name in drafts}
+    return replace(models, drafts=drafts, named=named, foreign=foreign)

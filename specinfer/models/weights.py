@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -335,7 +336,7 @@ class _FileWeights:
             return product
         weight = loaded if loaded is not None else self.tensor(*matrices)
         if self._logit_ids is not None and output_layer:
-            weight = weight[torch.tensor(self._logit_ids, device=self.device)]
+            weight = _rows(weight, self._logit_ids)
         return make_linear(weight, b, self.kernels)
 
     def each(self, make: Callable[[int], _Part], count: int) -> list[_Part]:
@@ -356,8 +357,7 @@ class _FileWeights:
             return products.int4(levels, bias, inner, sum(self._shapes[name][0] for name in names))
         weight = quantized.matrices.get(key, Int8Weight, lambda: quantize_int8(self._parts(names)))
         if self._logit_ids is not None and output_layer:
-            rows = torch.tensor(self._logit_ids)
-            weight = Int8Weight(*(tensor[rows] for tensor in weight))
+            weight = Int8Weight(*(_rows(tensor, self._logit_ids) for tensor in weight))
         return products.int8(weight, bias, inner)
 
     def _parts(self, names: Sequence[str]) -> Iterator[Tensor]:
@@ -381,3 +381,10 @@ class _FileWeights:
     def _report(self, elements: int) -> None:
         with self._reporting:
             self._progress.advance(elements * self.dtype.itemsize)
+
+
+def _rows(tensor: Tensor, ids: Sequence[int]) -> Tensor:
+    """Those rows of a tensor; the first so many of them are no copy."""
+    if all(map(operator.eq, ids, range(len(ids)))):
+        return tensor[: len(ids)]
+    return tensor[torch.tensor(ids, device=tensor.device)]

@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.config import NO_SPECULATION, Quantization, SpeculationConfig
-from specinfer.engine.drafts import models_alone
+from specinfer.config import NO_SPECULATION, SpeculationConfig
+from specinfer.engine.drafts import ids_read, models_alone, what_is_timed
 from specinfer.engine.metrics import Statistics
 from specinfer.errors import ConfigError, RequestError
 from specinfer.llm import LLM
@@ -158,14 +158,16 @@ def record_guesses(
 
     A draft guesses in all `shapes` below every root; what is kept is the union of its trees.
     """
-    config, models = llm.config, llm.models
+    config, models, target = llm.config, llm.models, llm.models.target
     shapes = shapes or shapes_of(config.speculation)
-    vocab = models.target.config.vocab_size
-    named = vocab if models.draft_vocabulary is None else len(models.draft_vocabulary.ids)
     weights = config.speculation.draft_quantization
     own = models_alone(models.drafts, models.foreign, "traces are recorded")
     drafts = {
-        name: _Recording(_curve(llm, model, weights, named, True, progress), GuessRecorder(), {})
+        name: _Recording(
+            _curve(llm, model, f"{weights}, {what_is_timed(model, models.named.get(name))}", True, progress),
+            GuessRecorder(),
+            {},
+        )
         for name, model in own.items()
     }
     trace = Trace(
@@ -176,7 +178,7 @@ def record_guesses(
         ),
         texts=written.texts,
         drafts={},
-        curve=_curve(llm, models.target, config.quantization, vocab, False, progress),
+        curve=_curve(llm, target, f"{config.quantization}, {what_is_timed(target, None)}", False, progress),
         stages=written.stages,
         likeliest=written.likeliest,
         provenance=provenance(config.threads),
@@ -231,8 +233,7 @@ def _guess(
     # All trees fit into a step, or they would be cut where a step of the engine has no rows left.
     engine = replace(trace.engine, max_step_tokens=trace.engine.max_step_tokens + room)
     blocks = num_blocks(engine, wide, 1)
-    vocabulary = llm.models.draft_vocabulary
-    speculators: list[DraftModel] = []
+    speculators, named = list[DraftModel](), llm.models.named
     models = models_alone(llm.models.drafts, llm.models.foreign, "traces are recorded")
     for name, recording in drafts.items():
         for number, shape in enumerate(shapes):
@@ -243,7 +244,8 @@ def _guess(
                     runner,
                     shape,
                     max_rows=engine.max_step_tokens,
-                    draw=RecordedPasses(runner, name, vocabulary, recording.notes, recording.measured),
+                    reads=ids_read(models[name], named.get(name)),
+                    draw=RecordedPasses(runner, name, named.get(name), recording.notes, recording.measured),
                 )
             )
     simulated = SimulatedEngine(
@@ -270,8 +272,7 @@ def _guess(
 def _curve(
     llm: LLM,
     model: LanguageModel,
-    quantization: Quantization,
-    logits: int,
+    variant: str,
     draft: bool,
     progress: Progress | None,
 ) -> CostCurve:
@@ -282,7 +283,7 @@ def _curve(
     return cost_curve(
         ModelRunner(model, num_blocks=-(-rows // size), block_size=size),
         max_rows=rows,
-        variant=f"{quantization}, {logits} logits",
+        variant=variant,
         every_row=draft,
         progress=progress,
     )

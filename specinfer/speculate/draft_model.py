@@ -78,14 +78,20 @@ class DraftModel:
         *,
         max_rows: int,
         vocabulary: DraftVocabulary | None = None,
+        reads: int | None = None,
         draw: Pass | None = None,
     ) -> None:
-        """`draw` stands in for passes and what is drawn from them: it answers from a record, or makes one."""
+        """`vocabulary` are the tokens the model has logits for; None: all. It has no embedding for ids from
+        `reads` on; None: for all there are. They are no tokens, and it reads the last id it knows instead.
+
+        `draw` stands in for passes and what is drawn from them: it answers from a record, or makes one.
+        """
         self.name = name
         self._runner = runner
         self._shape = shape
         self._max_rows = max_rows  # of the text that is read in one step
-        self._vocabulary = vocabulary  # of the model's logits; None: all ids
+        self._vocabulary = vocabulary
+        self._last_id = None if reads is None else reads - 1
         self._stand_in = draw
         self._block_size = runner.block_size
         self._max_context = runner.max_context
@@ -189,7 +195,10 @@ class DraftModel:
             memory.growth = growth
             growth.started = True
         wanted = draws + self._hindsight.look_at(entry, start, end - draws)
-        return Rows(entry.token_ids[start:end], start, entry.block_table, end - start - wanted)
+        token_ids = entry.token_ids[start:end]
+        if self._last_id is not None:
+            token_ids = [min(token_id, self._last_id) for token_id in token_ids]
+        return Rows(token_ids, start, entry.block_table, end - start - wanted)
 
     def _memory_of(self, entry: PlanEntry) -> _Memory:
         """What is held of the entry's request, or what a new memory of it would start with."""

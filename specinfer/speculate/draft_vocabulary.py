@@ -62,6 +62,12 @@ def named_tokens(ids: Sequence[int], size: int) -> DraftVocabulary | None:
     return None if len(ids) == size else DraftVocabulary(np.array(ids, dtype=np.int64), size)
 
 
+def first_tokens(count: int, size: int, kept: DraftVocabulary | None = None) -> DraftVocabulary:
+    """The first tokens of a vocabulary of `size`, of which a model has so many; of these the `kept` ones."""
+    ids = np.arange(count) if kept is None else kept.ids[kept.ids < count]
+    return DraftVocabulary(ids, size)
+
+
 def _kept(ids: Iterable[int], size: int) -> DraftVocabulary:
     return DraftVocabulary(np.array(sorted(ids), dtype=np.int64), size)
 

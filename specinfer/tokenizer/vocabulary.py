@@ -39,6 +39,11 @@ class Vocabulary:
         """How many ids stand for a token, padding included."""
         return len(self._tokens)
 
+    @property
+    def last_token(self) -> int:
+        """The highest id that stands for a token and is no padding."""
+        return max(self._meanings)
+
     def same_ids(self, other: Vocabulary) -> bool:
         """Whether every id stands for the same token in both.
 

@@ -34,13 +34,11 @@ def measured_costs(config: EngineConfig, drafts: Sequence[Path], progress: Progr
     timed: dict[str, TimedDraft] = {}
     for name, model in models.drafts.items():
         runner, _ = make_draft(
-            *(name, model, speculation, models.draft_vocabulary),
+            *(name, model, speculation, models.named.get(name)),
             num_blocks=blocks,
             block_size=size,
             max_rows=config.scheduler.max_step_tokens,
         )
-        timed[name] = TimedDraft(model, runner)
+        timed[name] = TimedDraft(model, runner, models.named.get(name))
     target = ModelRunner(models.target, num_blocks=blocks, block_size=size)
-    return pass_costs(
-        wanted, target, timed, models.draft_vocabulary, positions=blocks * size, progress=progress
-    )
+    return pass_costs(wanted, target, timed, positions=blocks * size, progress=progress)

@@ -13,6 +13,7 @@ residual stream, losses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -32,6 +33,8 @@ from specinfer.tune.shards import TunedText
 from specinfer.tune.workers import Workers
 
 _WARM_UP: Final = 30  # steps
+_RATE: Final = 1e-3  # of learning, for rows of at most ...
+_WIDTH: Final = 576  # ... so many values
 _COOLING: Final = 0.5  # of the time, at its end
 _COLDEST: Final = 0.03  # of the rate
 _DEEPER: Final = 0.6  # chance that a block that is l levels deep is l + 1
@@ -48,7 +51,7 @@ class TrainConfig:
     """How a draft is trained, of whichever kind."""
 
     loss: Loss = "hybrid"
-    rate: float = 1e-3
+    rate: float | None = None  # of learning; None: by the width of the draft
     texts: int = 4  # of a step
     shortlist: int = 768  # tokens of the draft's that a step computes
     seed: int = 0
@@ -82,6 +85,8 @@ class Trainer:
         self._config = config
         self._workers = Workers(config.texts)
         self._entry_V = entries_of(draft)
+        width = len(draft.last_norm.weight)
+        self._rate = usual_rate(width) if config.rate is None else config.rate
         self._named = {name: p for name, p in draft.module.named_parameters() if p.requires_grad}
         # By themselves, so that guesses learn as they would without a confidence.
         self._clipped = [
@@ -90,7 +95,7 @@ class Trainer:
         ]
         self.average = {name: p.detach().clone() for name, p in self._named.items()}
         self._optimizer = torch.optim.AdamW(
-            self._named.values(), lr=config.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            self._named.values(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
 
     def step(self, lessons: Lessons, left: float) -> None:
@@ -108,7 +113,7 @@ class Trainer:
         loss, count = self._learn(texts, anchors, levels, generator)
         for theirs in self._clipped:
             torch.nn.utils.clip_grad_norm_(theirs, _NORM)
-        rate = config.rate * min(1.0, (number + 1) / _WARM_UP) * max(_COLDEST, min(1.0, left / _COOLING))
+        rate = self._rate * min(1.0, (number + 1) / _WARM_UP) * max(_COLDEST, min(1.0, left / _COOLING))
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
@@ -183,6 +188,15 @@ class Trainer:
         memory = min(_MEMORY, (1 + self.state.steps) / (10 + self.state.steps)) ** _REMEMBERED
         for name, parameter in self._named.items():
             self.average[name].lerp_(parameter, 1 - memory)
+
+
+def usual_rate(width: int) -> float:
+    """The rate of learning of a draft whose rows have so many values.
+
+    Wide ones are made of the layers of wide targets, whose weights are small: at a rate that a head of 576
+    learns best at, one of 1536 unlearns its target's layer in its first steps (docs/log.md).
+    """
+    return _RATE * math.sqrt(min(1.0, _WIDTH / width)) ** 3
 
 
 @torch.no_grad()

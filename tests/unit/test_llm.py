@@ -352,7 +352,7 @@ def test_a_variant_of_another_model_is_refused(tiny: Tiny) -> None:
 
 def test_options_of_drafts_do_not_matter_where_there_is_none(tiny: Tiny) -> None:
     kept = DraftVocabulary.__new__(DraftVocabulary)
-    models = Models(tiny.target, tiny.tokenizer, {"draft": tiny.similar}, kept)
+    models = Models(tiny.target, tiny.tokenizer, {"draft": tiny.similar}, {"draft": kept})
     config = EngineConfig.from_options("tiny", {**ENGINE, "drafts": ["similar"], "draft_vocabulary": 9})
     without = replace(config, speculation=NO_SPECULATION)
     assert models_for(without, config, models) == Models(tiny.target, tiny.tokenizer, {})

@@ -26,10 +26,10 @@ def resident():
 
 
 before = resident()
-block = libc.malloc(1 << 26)
-libc.memset(block, 1, 1 << 26)
+block = libc.malloc(1 << 24)
+libc.memset(block, 1, 1 << 24)
 libc.free(block)
-print(told, resident() - before > 1 << 25)
+print(told, resident() - before > 1 << 23)
 """
 
 

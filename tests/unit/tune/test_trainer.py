@@ -16,7 +16,7 @@ from specinfer.tune.eagle_kind import EagleKind
 from specinfer.tune.lessons import AllLessons
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.ssm_kind import SsmKind
-from specinfer.tune.trainer import Trainer
+from specinfer.tune.trainer import TrainConfig, Trainer, usual_rate
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import ticking, tuning_of
 
@@ -58,6 +58,19 @@ def test_parts_of_a_step_learn_what_the_whole_learns(
             torch.testing.assert_close(summed, whole, atol=1e-2 * largest, rtol=0)
         assert trainers[cores].state.loss == pytest.approx(trainers[1].state.loss, rel=1e-3)
         assert trainers[cores].state.blocks == trainers[1].state.blocks
+
+
+def test_the_rate_is_by_the_width_and_falls_at_the_end(target: Path, prompts: Path, tmp_path: Path) -> None:
+    assert [usual_rate(width) for width in (32, 576)] == [1e-3, 1e-3]
+    assert usual_rate(1536) == pytest.approx(1e-3 * (576 / 1536) ** 1.5)
+    tuning = Tuning(tuning_of(target, tmp_path / "draft", training=TrainConfig()), clock=ticking())
+    tuning._collect(read_prompts([prompts]))
+    lessons = AllLessons(tuning._corpus)
+    trainer = tuning._training(lessons, []).trainer
+    for left in (1.0, 0.25):
+        for _ in range(30):  # its warm-up
+            trainer.step(lessons, left)
+        assert trainer._optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * min(1.0, 2 * left))
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

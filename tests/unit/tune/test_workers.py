@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -20,15 +21,22 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("cores", "most", "workers", "each"),
-    [(1, 4, 1, 1), (2, 4, 2, 1), (4, 4, 4, 1), (9, 4, 4, 2), (4, 1, 1, 4)],
+    ("cores", "most", "workers", "shares"),
+    [
+        (1, 4, 1, [1, 1, 1]),
+        (2, 4, 2, [1, 1, 1]),
+        (4, 4, 4, [2, 1, 1]),
+        (8, 4, 4, [3, 3, 2]),
+        (4, 1, 1, [4, 4, 4]),
+    ],
 )
-def test_cores_are_shared_out(cores: int, most: int, workers: int, each: int) -> None:
+def test_cores_are_shared_out(cores: int, most: int, workers: int, shares: list[int]) -> None:
     torch.set_num_threads(cores)
     shared = Workers(most)
     assert shared.count == workers
-    found = shared.map(lambda part: (part, torch.get_num_threads()), [3, 1, 2])
-    assert found == [(3, each), (1, each), (2, each)]
+    found = shared.map(lambda part: (part, torch.get_num_threads()), ["a", "b", "c"])
+    assert found == [*zip("abc", shares, strict=True)]
+    assert shared.map(lambda part: torch.get_num_threads(), ["a"]) == [cores]
     assert torch.get_num_threads() == cores
     later: list[int] = []
     thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
@@ -55,3 +63,18 @@ def test_a_part_that_fails_ends_the_step(cores: int) -> None:
         workers.map(divided, [1, 0])
     assert torch.get_num_threads() == cores
     assert workers.map(divided, [1, 2]) == [1.0, 0.5]
+
+
+def test_what_fails_waits_for_the_others() -> None:
+    torch.set_num_threads(2)
+    ended = list[str]()
+
+    def work(part: str) -> None:
+        if part == "fails":
+            raise ValueError(part)
+        time.sleep(0.2)
+        ended.append(part)
+
+    with pytest.raises(ValueError, match="fails"):
+        Workers(2).map(work, ["fails", "slow"])
+    assert ended == ["slow"]
