@@ -124,7 +124,7 @@ def _fit(data: _Data, units: Sequence[int], decay: float, seed: int) -> tuple[_L
             break
         for rows in torch.split(data.learning[torch.randperm(len(data.learning))], BATCH):
             optimizer.zero_grad()
-            data.loss(model, rows).backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(data.loss(model, rows))
             optimizer.step()
     return kept, least
 

@@ -12,7 +12,7 @@ from worker import Arrived, Generate, Setup, serve
 CACHE_GB = 1
 
 
-class Streamer(openvino_genai.StreamerBase):  # type: ignore[misc]
+class Streamer(openvino_genai.StreamerBase):
     """Called with the tokens of each step."""
 
     def __init__(self, arrived: Arrived) -> None:

@@ -25,7 +25,7 @@ from specinfer.heads.foreign_config import config_from_json, is_head_config, nam
 from specinfer.heads.medusa import MedusaHead
 from specinfer.heads.medusa_config import is_medusa, medusa_config, medusa_name
 from specinfer.heads.shapes import head_shapes
-from specinfer.heads.token_names import ChosenRows, Entries, named_by_medusa, named_tokens
+from specinfer.heads.token_names import ChosenRows, Entries, named_by_map, named_by_offsets
 from specinfer.heads.vocabulary import Tables
 from specinfer.hub.model_files import ModelFiles, local_model, read_json
 from specinfer.hub.pool import FINGERPRINT_DIGITS
@@ -101,9 +101,9 @@ class HeadFolder:
         check_target(config, target, files.name)
         self.config = config
         if isinstance(config, MedusaConfig):
-            self.ids, entries = named_by_medusa(files.path, config, entries)
+            self.ids, entries = named_by_map(files.path, config, entries)
         else:
-            self.ids = named_tokens(files.path, config, entries)
+            self.ids = named_by_offsets(files.path, config, entries)
         self._entries = _checked(files.path, entries, head_shapes(config))
         self._scales = {
             name: entries[name + SCALE] for name, entry in self._entries.items() if entry.dtype == torch.int8

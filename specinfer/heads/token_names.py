@@ -48,7 +48,7 @@ class ChosenRows:
 Entries = Mapping[str, TensorEntry | ChosenRows]
 
 
-def named_by_medusa(path: Path, config: MedusaConfig, entries: Entries) -> tuple[Sequence[int], Entries]:
+def named_by_map(path: Path, config: MedusaConfig, entries: Entries) -> tuple[Sequence[int], Entries]:
     """The tokens that Medusa's heads can name, ascending, and the tensors with their rows in this order."""
     named, vocab = config.draft_vocab_size, config.vocab_size
     if named == vocab:  # then vLLM ignores a map: rows are in the order of tokens
@@ -73,7 +73,7 @@ def named_by_medusa(path: Path, config: MedusaConfig, entries: Entries) -> tuple
     return ids.tolist(), chosen
 
 
-def named_tokens(path: Path, config: EagleConfig | BlockConfig, entries: Entries) -> Sequence[int]:
+def named_by_offsets(path: Path, config: EagleConfig | BlockConfig, entries: Entries) -> Sequence[int]:
     """The tokens the head can name: of d2t, which t2d has to agree with where it is there."""
     named, vocab = config.draft_vocab_size, config.body.vocab_size
     if "d2t" not in entries:

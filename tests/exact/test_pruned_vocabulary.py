@@ -8,7 +8,7 @@ import pytest
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import draws
-from specinfer.speculate.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.draft_vocabulary import DraftVocabulary, first_tokens
 from specinfer.speculate.draws import Site, draw_children
 from specinfer.tree.token_tree import DrawRule, TreeBuilder
 from tests.flights import flight_of
@@ -26,20 +26,22 @@ PARAMS = {
 
 
 class PrunedDraft:
-    """A draft model whose head knows only the ids of `kept`."""
+    """A draft model whose head knows only the ids of `kept`; ids from `reads` on it reads as the one before."""
 
-    def __init__(self, name, rule, widths, kept, monkeypatch):
+    def __init__(self, name, rule, widths, kept, monkeypatch, reads=VOCAB):
         self.name, self.rule, self.widths, self.monkeypatch = name, rule, widths, monkeypatch
         self.vocabulary = DraftVocabulary(np.array(kept), VOCAB)
+        self.reads = reads
 
     def grow(self, world, text, chance):
         # The draws ask the enumeration instead of a uniform number.
         self.monkeypatch.setattr(draws, "inverse_cdf", lambda left, u: chance.pick(0, 0, left))
         builder = TreeBuilder(root=-1)
         frontier = [0]
+        read = [min(token, self.reads - 1) for token in text]
         for depth, width in enumerate(self.widths):
             first = len(builder.parents)
-            rows = [world.logits(self.name, (*text, *builder.path_tokens(node))) for node in frontier]
+            rows = [world.logits(self.name, (*read, *builder.path_tokens(node))) for node in frontier]
             sites = [
                 Site(builder, node, width, world.params, 0, len(text) + depth, lambda: 0.0, self.rule)
                 for node in frontier
@@ -64,6 +66,17 @@ def test_the_law_of_the_text_is_the_targets(rule, kept, params, monkeypatch):
     expected = own_law(lambda text: processed_law(world.logits("target", text), params), VOCAB, 2)
     assert sum(law.values()) == pytest.approx(1, abs=EXACT)
     assert distance(law, expected) < EXACT
+
+
+@pytest.mark.parametrize("rule", [IID, WITHOUT, POINT])
+def test_a_draft_that_lacks_an_id_of_the_text_leaves_its_law(rule, monkeypatch):
+    # As where a target has logits for more ids than its draft (speculate/draft_model.py).
+    world = Supports(vocab=VOCAB, params=PARAMS["temperature"], seed=5)
+    vocabulary = first_tokens(VOCAB - 1, VOCAB)
+    draft = PrunedDraft("a", rule, (2, 1), vocabulary.ids, monkeypatch, reads=VOCAB - 1)
+    expected = own_law(lambda text: processed_law(world.logits("target", text), world.params), VOCAB, 3)
+    assert min(expected.values()) > 0, "the id is in some texts"
+    assert distance(text_law(world, [draft], 3), expected) < EXACT
 
 
 def test_declaring_the_law_of_the_whole_head_would_change_it(monkeypatch):
