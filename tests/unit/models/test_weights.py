@@ -11,7 +11,7 @@ from specinfer.errors import ModelFileError, ModelNotFoundError
 from specinfer.kernels.choice import TORCH
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.safetensors import SafetensorsFolder
-from specinfer.models.weights import estimate_bytes, load_config, load_model
+from specinfer.models.weights import _rows, estimate_bytes, load_config, load_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from tests.kernels import kernels
@@ -253,12 +253,13 @@ def test_a_changed_model_is_quantized_anew(tmp_path):
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
+@pytest.mark.parametrize("ids", [[5, 0, 63], [*range(41)]], ids=["some", "the first"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_chosen_logits_of_a_quantized_model(tied, tmp_path):
+def test_chosen_logits_of_a_quantized_model(tied, ids, tmp_path):
     folder = write_tiny_llama(tmp_path / "m", tie_embeddings=tied)
     every = logits_of(load_quantized(folder, tmp_path / "cache"))
-    some = load_quantized(folder, tmp_path / "cache", logit_ids=[5, 0, 63])
-    assert torch.equal(logits_of(some), every[:, [5, 0, 63]])
+    some = load_quantized(folder, tmp_path / "cache", logit_ids=ids)
+    assert torch.equal(logits_of(some), every[:, ids])
 
 
 def test_matrices_whose_rows_fill_no_block(tmp_path):
@@ -298,3 +299,13 @@ def test_native_products_and_twins_give_the_same_logits(tmp_path):
         twins = logits_of(load_quantized(folder, tmp_path / "cache", quantization))
         ours = logits_of(load_quantized(folder, tmp_path / "cache", quantization, kernels=native))
         assert torch.equal(ours, twins)
+
+
+def test_the_first_logits_are_no_copy_of_the_output_layer():
+    table = torch.arange(12.0).view(4, 3)
+    first, none, chosen = (_rows(table, ids) for ids in (range(3), [], [0, 1, 3]))
+    assert torch.equal(first, table[:3])
+    assert first.data_ptr() == table.data_ptr()
+    assert none.shape == (0, 3)
+    assert torch.equal(chosen, table[[0, 1, 3]])
+    assert chosen.data_ptr() != table.data_ptr()
