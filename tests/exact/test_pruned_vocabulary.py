@@ -26,7 +26,7 @@ PARAMS = {
 
 
 class PrunedDraft:
-    """A draft model whose head knows only the ids of `kept`; it reads ids from `reads` on as the one before."""
+    """A draft model with logits for the ids of `kept`; it reads ids from `reads` on as the one before."""
 
     def __init__(self, name, rule, widths, kept, monkeypatch, reads=VOCAB):
         self.name, self.rule, self.widths, self.monkeypatch = name, rule, widths, monkeypatch
