@@ -28,8 +28,10 @@ from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace
 from specinfer.runtime.cost_model import CostModel, PassCosts
 from specinfer.speculate.calibration import Calibration
-from specinfer.speculate.draft_costs import DraftCosts, LevelRate
+from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.level_counts import LevelRate
 from specinfer.speculate.policy import FixedPolicy, StepReport
+from specinfer.speculate.speculator import LevelOutcome
 from specinfer.speculate.tokens_per_second import fastest
 from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
@@ -93,18 +95,18 @@ class LevelsBefore(DraftCosts):
 
     def __init__(self, costs: PassCosts, expansion: Expansion) -> None:
         super().__init__(costs, expansion)
-        self._counts = [[0.0, 0.0] for _ in expansion.widths]  # hits and tries
+        self._seen = [[0.0, 0.0] for _ in expansion.widths]  # hits and tries
 
-    def learn(self, level: int, choice: int | None) -> None:
-        for seen in self._counts if level == 0 else ():
-            seen[:] = 0.99 * seen[0], 0.99 * seen[1]
-        if level < len(self._counts):
-            hits, tries = self._counts[level]
-            self._counts[level] = [hits + (choice is not None), tries + 1]
+    def learn(self, seen: LevelOutcome) -> None:
+        for counts in self._seen if seen.level == 0 else ():
+            counts[:] = 0.99 * counts[0], 0.99 * counts[1]
+        if seen.level < len(self._seen):
+            hits, tries = self._seen[seen.level]
+            self._seen[seen.level] = [hits + (seen.choice is not None), tries + 1]
 
     def rates(self) -> list[LevelRate]:
         rates = [0.7]
-        for hits, tries in self._counts:
+        for hits, tries in self._seen:
             rates.append((hits + 8 * rates[-1]) / (tries + 8))
         return [LevelRate(rate, 0.0) for rate in rates[1:]]
 
@@ -186,7 +188,7 @@ class Before(FixedPolicy):
                 self._counts.learn(draws, child)
                 for name in {draw.speculator for draw in draws} & self._drafts.keys():
                     hit = any(draw.node == child and draw.speculator == name for draw in draws)
-                    self._drafts[name].learn(level, 0 if hit else None)
+                    self._drafts[name].learn(LevelOutcome(outcome.request_id, level, 0 if hit else None))
                 if child is None:
                     break
                 node = child

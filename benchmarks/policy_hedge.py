@@ -39,9 +39,11 @@ from specinfer.replay.trace_store import read_trace
 from specinfer.runtime.cost_model import CostModel, PassCosts
 from specinfer.speculate.cost_policy import CostPolicy, Question
 from specinfer.speculate.decision import Appraisal
-from specinfer.speculate.draft_costs import DraftCosts, LevelRate
+from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.guarded_policy import GuardedPolicy
+from specinfer.speculate.level_counts import LevelRate
 from specinfer.speculate.policy import StepReport
+from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.prune import keep
@@ -116,13 +118,16 @@ class ScaledLevels(DraftCosts):
         super().__init__(costs, expansion)
         self._counted, self._odds = counted, odds
 
-    def rates(self) -> list[LevelRate]:
-        first = [scaled(rate.first, self._odds) for rate in self._counted.rates()]
-        both = [scaled(rate.any, self._odds) for rate in self._counted.rates()]
-        return [LevelRate(one, two - one) for one, two in zip(first, both, strict=True)]
+    def rate(self, level: int, request_id: str | None = None) -> LevelRate:
+        counted = self._counted.rate(level, request_id)
+        first, both = scaled(counted.first, self._odds), scaled(counted.any, self._odds)
+        return LevelRate(first, both - first)
 
-    def learn(self, level: int, choice: int | None) -> None:
-        self._counted.learn(level, choice)
+    def learn(self, seen: LevelOutcome) -> None:
+        self._counted.learn(seen)
+
+    def forget(self, request_id: str) -> None:
+        self._counted.forget(request_id)
 
 
 class Arm(CostPolicy):
@@ -156,9 +161,10 @@ class Arm(CostPolicy):
 
     def gain(self, speculator: str, entry: PlanEntry, end: int) -> float:
         """What it hopes of children of a node of the draft's tree."""
-        guesses = self._guesses[entry.request.request_id]
-        price = self._price(*self._so_far())
-        return guesses.gain(self._drafts[speculator], end, guesses.left(end), price)
+        request_id = entry.request.request_id
+        guesses, price = self._guesses[request_id], self._price(*self._so_far())
+        rate = self._drafts[speculator].rate(guesses.depth(end), request_id)
+        return guesses.gain(end, rate, guesses.left(end), price)
 
     def passes(self, speculator: str, rows: int) -> float:
         return self._drafts[speculator].alone(rows)

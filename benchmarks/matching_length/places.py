@@ -21,12 +21,10 @@ from specinfer.replay.trace import RecordedDraft, Trace
 from specinfer.replay.trace_store import read_trace
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.runtime.cost_model import CostModel
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.calibration import Calibration
-from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.level_counts import LevelCounts
 from specinfer.tree import Draw, TokenTree
-from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import draws_by_parent
 
 LEVELS: Final = 8  # of a guess that are predicted
@@ -183,7 +181,7 @@ def draft_hits(trace: Trace, draft: RecordedDraft) -> Floats:
 
 def level_rates(hits: Floats, depth: int) -> Floats:
     """What a policy's counts say of each hit before it is known, all hits being seen in turn."""
-    counts = DraftCosts(CostModel("none", FLAT, learns=False), Expansion((1,) * depth))
+    counts = LevelCounts(depth)
     rates = np.full_like(hits, np.nan)
     for place, of_place in enumerate(hits):
         rates[place, :depth] = [rate.any for rate in counts.rates()]

@@ -11,8 +11,9 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.replay.trace import Trace
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.cost_policy import CostPolicy, Question
-from specinfer.speculate.draft_costs import DraftCosts, LevelRate
+from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.guarded_policy import GuardedPolicy
+from specinfer.speculate.level_counts import LevelRate
 from specinfer.tree import Draw, TokenTree
 
 
@@ -21,9 +22,12 @@ class GivenLevels(DraftCosts):
 
     given: Sequence[float] = ()
 
-    def rates(self) -> list[LevelRate]:
+    def rates(self) -> Sequence[LevelRate]:
         counted = super().rates()
         return [LevelRate(hazard, 0.0) for hazard in self.given][: len(counted)] or counted
+
+    def rate(self, level: int, request_id: str | None = None) -> LevelRate:
+        return super().rate(level, None if self.given else request_id)
 
 
 class ByHazards(CostPolicy):
@@ -102,7 +106,7 @@ class ByHazards(CostPolicy):
         """The number of levels with the most expected tokens per second, nothing being drawn yet."""
         draft = self._drafts[speculator]
         guesses = self._guesses[entry.request.request_id]
-        gain = guesses.gain(draft, 0, guesses.left(0), 0.0)
+        gain = guesses.gain(0, draft.rate(0), guesses.left(0), 0.0)
         tokens, nodes = self._so_far()
         seconds, best = 0.0, (tokens / self._seconds(nodes), 0)
         rates = draft.rates()

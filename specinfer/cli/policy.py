@@ -71,8 +71,8 @@ def _lines(stored: StoredPolicy) -> list[str]:
     """What one file holds, as text."""
     from specinfer.speculate.bounded import mapping
     from specinfer.speculate.calibration import rate_of_level
-    from specinfer.speculate.draft_costs import checked_levels, rates_of
     from specinfer.speculate.estimator import Estimator
+    from specinfer.speculate.level_counts import checked_levels, rates_of
 
     estimator = Estimator()
     try:

@@ -19,51 +19,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_model import PassCosts
 from specinfer.speculate.decision import Appraisal
 from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.draft_starts import DraftStarts, Guessed
 from specinfer.speculate.estimator import Estimates, Estimator
 from specinfer.speculate.guesses import Guesses, along_paths
 from specinfer.speculate.policy import StepReport, has_own_size
-from specinfer.speculate.tokens_per_second import fastest, how_many
+from specinfer.speculate.speculator import LevelOutcome
+from specinfer.speculate.tokens_per_second import fastest, how_many, patient
 from specinfer.tree import Draw, TokenTree
 from specinfer.tree.prune import firm_nodes, keep
 from specinfer.tree.token_tree import next_nodes
 
-_CURIOSITY: Final = 0.01  # of all time goes at most into drafts that do not seem worth it: they may be by now
-# Of the seconds a draft's level takes so much counts: it is worth more than its own hits, as it opens the
-# next level, and nobody looks that far ahead. 0.75 and 1.05 were slower by some curves (docs/log.md).
-_PATIENCE: Final = 0.95
 # When a draft is about to start, the odds of what only others have guessed count as so much: its first level
 # brings more than a token. It shows which of their guesses to drop, and whether to go on (docs/log.md).
 _DOUBT: Final = 0.35
 _MORE_ROWS: Final = 4  # over which the price of a row is taken: a curve has steps
-_MEMORY: Final = 0.97  # of a mean, at each value
-_THOUGHT: Final = 3.0  # values, that nobody has seen
-_USUAL_UNREAD: Final = 2  # tokens a draft reads in every step: the root, and a last guess it has not run
 
 # A request, draws in it, all there are below their parents, and how many nodes there are.
 Question = tuple[PlanEntry, Sequence[Draw], int]
 
 # A tree by number, its nodes that stay, those that may be dropped, likeliest first, and what they bring.
 _Choice = tuple[int, set[int], list[int], list[float]]
-
-
-@dataclass(slots=True)
-class _Fading:
-    """The mean of about the last 30 values; first it is what they are thought to be."""
-
-    mean: float
-    count: float = _THOUGHT
-
-    def add(self, value: float) -> None:
-        """One more value."""
-        self.count = _MEMORY * self.count + 1
-        self.mean += (value - self.mean) / self.count
 
 
 class CostPolicy:
@@ -80,9 +61,7 @@ class CostPolicy:
         self._target = target
         self._drafts = drafts
         self._estimator: Estimates = estimator or Estimator(logistics=False)
-        self._saved = dict.fromkeys(drafts, 0.0)  # seconds each draft may spend without seeming worth it
-        # By draft, and whether requests bring a prediction: what others leave of its first level.
-        self._left = {(name, predicted): _Fading(1.0) for name in drafts for predicted in (False, True)}
+        self._starts = {name: DraftStarts(draft) for name, draft in drafts.items()}
         self._entries: tuple[PlanEntry, ...] = ()  # of this step, those with a tree
         self._requests = 0  # of this step, each of which makes a token
         self._shown: Sequence[TokenTree] = ()  # what all have guessed so far, by entry
@@ -101,7 +80,7 @@ class CostPolicy:
         self._shown, self._guesses, self._trees = (), {}, {}
         self._rows = sum([entry.end - entry.start for entry in plan.entries])
         self._last = self._rows + sum([entry.max_nodes - 1 for entry in self._entries])
-        self._passes = self._target.table(max(self._last, self._requests))
+        self._passes = self._target.table(max(self._last, self._requests + 1))
         self._spent = self._passes[self._requests] - self._passes[self._rows]
         return plan
 
@@ -114,9 +93,8 @@ class CostPolicy:
     ) -> list[bool]:
         """For those whose first level is worth its pass and the reading, and those with a size of their own.
 
-        A prompt is read where the reading will have been worth it when the answer is written: what others
-        will guess by then is not known, and they are thought to leave as much to the draft as of late. One
-        whose passes have no known price is let start anywhere.
+        A prompt is read where the reading will have been worth it when the answer is written. A draft whose
+        passes have no known price is let start anywhere.
         """
         if speculator not in self._drafts:
             return [True] * len(entries)
@@ -126,7 +104,12 @@ class CostPolicy:
         free = [i for i, entry in enumerate(entries) if not has_own_size(entry)]
         if free:
             self._guesses = self._shown_with([*map(self._doubted, self._shown, rates)])
-            worth = self._first_level(speculator, [entries[i] for i in free], [unread[i] for i in free])
+            tokens, nodes = self._so_far()
+            row = self._passes[self._requests + 1] - self._passes[self._requests]
+            step = Guessed(self._guesses, tokens, nodes, self._price(tokens, nodes), self._seconds, row)
+            worth = self._starts[speculator].which(
+                [entries[i] for i in free], [unread[i] for i in free], step
+            )
             for i, start in zip(free, worth, strict=True):
                 starts[i] = start
         self._guesses = self._shown_with(rates)
@@ -169,7 +152,8 @@ class CostPolicy:
             chosen.append([])
             for end in of_tree:
                 free.append((i, end))
-                gains.append(known.gain(draft, end, known.left(end), price))
+                rate = draft.rate(known.depth(end), entry.request.request_id)
+                gains.append(known.gain(end, rate, known.left(end), price))
                 # Of the nodes to come the likely ones are verified, one of each end; of samples all.
                 wide += draft.width(known.depth(end)) if known.samples else 1
         passes = draft.passes(bound + len(free))[: bound + len(free) + 1]
@@ -177,7 +161,7 @@ class CostPolicy:
         if free:
             without, each = self._seconds(nodes), wide / len(free)
             seconds = [
-                _patient(without, self._seconds(nodes + round(more * each)) + taken)
+                patient(without, self._seconds(nodes + round(more * each)) + taken)
                 for more, taken in enumerate(passes[bound:])
             ]
             for (i, end), goes_on in zip(free, fastest(gains, tokens, seconds), strict=True):
@@ -244,8 +228,8 @@ class CostPolicy:
     def observe(self, report: StepReport) -> None:
         """Learn from every guess whose parent became text, verified or not: the next token is known."""
         for name, draft in self._drafts.items():
-            for level, choice in report.hindsight.get(name, ()):
-                draft.learn(level, choice)
+            for seen in report.hindsight.get(name, ()):
+                draft.learn(seen)
         for outcome in report.outcomes:
             tree, temperature = self._trees.pop(outcome.request_id, (None, 0.0))
             if tree is None or tree.num_nodes == 1:
@@ -257,15 +241,18 @@ class CostPolicy:
                     below[draw.parent].append(draw)
             path = [(below[node], child) for node, child in becomes.items()]
             self._estimator.learn_path(path, tree.num_nodes, temperature)
-            if self._drafts:
-                for level, (draws, child) in enumerate(path):
-                    self._learn_drafts(level, draws, child)
+            for level, (draws, child) in enumerate(path):
+                self._learn_drafts(outcome.request_id, level, draws, child)
+        for outcome in report.outcomes:
+            if outcome.finished:
+                for draft in self._drafts.values():
+                    draft.forget(outcome.request_id)
 
-    def _learn_drafts(self, level: int, draws: Sequence[Draw], child: int | None) -> None:
+    def _learn_drafts(self, request_id: str, level: int, draws: Sequence[Draw], child: int | None) -> None:
         """Learn from the draws below one node of the text, of which those at `child` became text."""
         for name, draft in self._drafts.items():
             if own := [draw.node for draw in draws if draw.speculator == name]:
-                draft.learn(level, own.index(child) if child in own else None)
+                draft.learn(LevelOutcome(request_id, level, own.index(child) if child in own else None))
 
     def _shown_with(self, rates: Sequence[Sequence[float]]) -> dict[str, Guesses]:
         """What others than the draft have guessed, by request, where these are the rates of the nodes."""
@@ -333,56 +320,3 @@ class CostPolicy:
         first = self._rows + nodes
         found = [*map(self._spent.__add__, self._passes[first : min(first + more, self._last) + 1])]
         return found + [self._seconds(nodes + more)] * (more + 1 - len(found))
-
-    def _first_level(self, name: str, entries: Sequence[PlanEntry], unread: Sequence[int]) -> list[bool]:
-        """For which entries a draft's first level makes the step faster, or will once it is read."""
-        draft = self._drafts[name]
-        tokens, nodes = self._so_far()
-        without, price = self._seconds(nodes), self._price(tokens, nodes)
-        # Reading a text is once for all of its steps: this one's share is what it brings of what is left.
-        reading = draft.reading(unread, _USUAL_UNREAD)
-        starts, gains, shares = list[bool](), list[float](), list[float]()
-        growing, first = list[int](), list[int]()  # who has room for guesses; of these, who may start
-        for i, (entry, read) in enumerate(zip(entries, reading, strict=True)):
-            of_late = self._left[name, bool(entry.request.prediction)]
-            if entry.max_nodes > 1:
-                guesses = self._guesses[entry.request.request_id]
-                left = guesses.left(0)
-                gain = guesses.gain(draft, 0, left, price)
-                of_late.add(left)
-                of_use = True
-            else:
-                gain = draft.rate(0).any * of_late.mean
-                of_use = entry.end - entry.start > 1  # its prompt is read; else no row is left for guesses
-            share = read * (1 + gain) / max(1, entry.room)
-            start = of_use and gain * without > share * tokens
-            if entry.max_nodes > 1:
-                growing.append(i)
-                if start:
-                    first.append(i)
-            starts.append(start)
-            gains.append(gain)
-            shares.append(share)
-        first.sort(key=gains.__getitem__, reverse=True)
-        seconds, read = list[float](), 0.0
-        for more, taken in enumerate(draft.seconds(_USUAL_UNREAD, len(first))):
-            read += shares[first[more - 1]] if more else 0.0
-            seconds.append(self._seconds(nodes + more) + taken + read)
-        patient = [_patient(without, taken) for taken in seconds]
-        count = how_many(map(gains.__getitem__, first), tokens, patient)
-        self._saved[name] += _CURIOSITY * seconds[count]
-        for i in first[count:]:
-            starts[i] = False
-        if count or not growing:
-            return starts
-        least = min(growing, key=unread.__getitem__)
-        cost = draft.alone(unread[least])
-        if self._saved[name] >= cost:
-            self._saved[name] = 0.0
-            starts[least] = True
-        return starts
-
-
-def _patient(without: float, seconds: float) -> float:
-    """What a step with a draft's level counts for that takes `seconds`, and `without` seconds without it."""
-    return without + _PATIENCE * (seconds - without)

@@ -1,47 +1,22 @@
-"""What the levels of a draft's trees cost, and how often they were right.
+"""What the levels of a draft's trees cost, and how often they were right, for all requests and for each.
 
 A level is one pass of the draft and brings a token for every request whose text goes on as it guessed. So
-what counts is how often the draft goes on rightly at each level, given that it was right so far; and how
-often with its first guess below a node, as each of the others costs the target a row more.
+what counts is how often the draft goes on rightly at each level, given that it was right so far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from specinfer.runtime.cost_model import PassCosts
-from specinfer.speculate import bounded
+from specinfer.speculate.level_counts import LevelCounts, LevelRate
+from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree.expansion import Expansion
 
-_PRIOR_RATE: Final = 0.7  # of the first guess, before anything was seen
-_PRIOR: Final = 3.0  # guesses; a level nobody has been to is thought to be like the one above it
-_MEMORY: Final = 0.97  # what a count keeps at each new outcome: the last 30 decide
-_MOST: Final = 1e4  # outcomes that levels of a full batch can come to
-
-
-@dataclass(slots=True)
-class _Level:
-    """How often the guesses at one level held the next token, fading."""
-
-    firsts: float = 0.0  # as the first of them
-    others: float = 0.0  # as another
-    tries: float = 0.0
-
-
-class LevelRate(NamedTuple):
-    """How likely the first guess below a node of the text is right, and one of the others."""
-
-    first: float
-    other: float
-
-    @property
-    def any(self) -> float:
-        """How likely one of all is."""
-        return self.first + self.other
+_LIKE_ALL: Final = 16.0  # guesses for a request, before it has any, that came out as those for all do
 
 
 class DraftCosts:
@@ -53,47 +28,45 @@ class DraftCosts:
     def __init__(self, costs: PassCosts, expansion: Expansion, deepest: int = 0) -> None:
         self._costs = costs
         self._widths = expansion.widths
-        self._levels = [_Level() for _ in range(max(deepest, expansion.depth))]
-        self._rates: list[LevelRate] = []  # of the levels; empty: to be computed
+        self._counts = LevelCounts(max(deepest, expansion.depth))
+        self._own: dict[str, LevelCounts] = {}  # of each request that was guessed for
 
-    def learn(self, level: int, choice: int | None) -> None:
-        """Count which of the guesses at `level`, 0 being the root's children, was right; None: none was."""
-        if level == 0:  # what is not tried any more is forgotten as well
-            for seen in self._levels:
-                seen.firsts *= _MEMORY
-                seen.others *= _MEMORY
-                seen.tries *= _MEMORY
-        if level < len(self._levels):
-            seen = self._levels[level]
-            seen.firsts += choice == 0
-            seen.others += bool(choice)
-            seen.tries += 1
-        self._rates = []
+    def learn(self, seen: LevelOutcome) -> None:
+        """Count what became of guesses at a level, for all requests and for the one they were for."""
+        self._counts.learn(seen.level, seen.choice)
+        if seen.request_id not in self._own:
+            self._own[seen.request_id] = LevelCounts(self._counts.depth)
+        self._own[seen.request_id].learn(seen.level, seen.choice)
+
+    def forget(self, request_id: str) -> None:
+        """A request that ended."""
+        self._own.pop(request_id, None)
 
     def to_json(self) -> list[list[float]]:
         """How often the first guess and others were right at each level, and the tries."""
-        return [[level.firsts, level.others, level.tries] for level in self._levels]
+        return self._counts.to_json()
 
     def recall(self, levels: Sequence[Sequence[float]]) -> None:
         """Take over what `to_json` gave, of as many levels as there are."""
-        for level, (firsts, others, tries) in zip(self._levels, levels, strict=False):
-            level.firsts, level.others, level.tries = firsts, others, tries
-        self._rates = []
+        self._counts.recall(levels)
 
-    def rates(self) -> list[LevelRate]:
+    def rates(self) -> Sequence[LevelRate]:
         """How likely guesses at each level are right where a text got there."""
-        if not self._rates:
-            self._rates = rates_of(self.to_json())
-        return self._rates
+        return self._counts.rates()
 
     def width(self, level: int) -> int:
         """The samples that a node at this depth gets."""
         return self._widths[min(level, len(self._widths) - 1)]
 
-    def rate(self, level: int) -> LevelRate:
-        """The same of one level; of those that are too deep the deepest's."""
+    def rate(self, level: int, request_id: str | None = None) -> LevelRate:
+        """How likely guesses at one level are right for a request, or for any; too deep ones are the deepest.
+
+        What came of guesses for the request itself counts beside what came of all.
+        """
         rates = self.rates()
-        return rates[min(level, len(rates) - 1)]
+        level = min(level, len(rates) - 1)
+        own = None if request_id is None else self._own.get(request_id)
+        return rates[level] if own is None else own.rate(level, rates[level], _LIKE_ALL)
 
     def passes(self, most: int) -> Sequence[float]:
         """Seconds of passes of 0, 1, ... `most` rows."""
@@ -115,24 +88,3 @@ class DraftCosts:
         rows = together + np.maximum(np.asarray(unread) - usual, 0)
         added: list[float] = (self._costs.seconds(rows) - self._costs.seconds([together])).tolist()
         return added
-
-
-def rates_of(levels: Sequence[Sequence[float]]) -> list[LevelRate]:
-    """How likely the guesses at each level are right where those above were, by `DraftCosts.to_json`."""
-    rates, first, other = list[LevelRate](), _PRIOR_RATE, 0.0
-    for firsts, others, tries in levels:
-        first = (firsts + _PRIOR * first) / (tries + _PRIOR)
-        other = (others + _PRIOR * other) / (tries - firsts + _PRIOR)
-        rates.append(LevelRate(first, (1 - first) * other))
-    return rates
-
-
-def checked_levels(told: object) -> list[list[float]]:
-    """Levels as `DraftCosts.to_json` gave them; raises ValueError for impossible ones."""
-    found = list[list[float]]()
-    for one in bounded.rows(told, 1000):
-        firsts, others, tries = bounded.row(one, 3)
-        tries = bounded.real(tries, 0.0, _MOST)
-        firsts = bounded.real(firsts, 0.0, tries)
-        found.append([firsts, bounded.real(others, 0.0, tries - firsts), tries])
-    return found

@@ -259,13 +259,14 @@ class GuardedPolicy:
         """Learn what the passes of a step without prompts took; how slow it shows the machine to be.
 
         That is what the target's pass and a draft's agree on, in times of what was expected; 1 where they do
-        not, or there is but one. Of the passes of drafts one counts, in turn: all would take too long.
+        not, or there is but one. Of the passes of drafts one counts, in turn: all would take too long; none
+        where a request has a size of its own, as heads of one pass may draw such trees level by level.
         """
         seconds = sum(report.seconds.get(stage, 0.0) for stage in TARGET_STAGES)
         rows, passes = self._rows + self._nodes, report.passes
         of_target = seconds / self._target.expected(rows)
         self._target.learn(rows, seconds)
-        if not passes:
+        if not passes or self._wishes:
             return 1.0
         self._turn += 1
         one = passes[self._turn % len(passes)]

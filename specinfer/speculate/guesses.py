@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.level_counts import LevelRate
 from specinfer.tree import Draw, TokenTree
 from specinfer.tree.merging import MergedTree, moved
 from specinfer.tree.prune import any_sampled, firm_nodes, sampled
@@ -86,14 +86,13 @@ class Guesses:
         """How deep a node of the draft's tree lies."""
         return self._depths[end]
 
-    def gain(self, costs: DraftCosts, end: int, left: float, price: float) -> float:
+    def gain(self, end: int, rate: LevelRate, left: float, price: float) -> float:
         """The tokens that children of a node of the draft's tree are to bring, and nobody else holds.
 
-        `left` is how likely nobody else holds the token there. The first of them has a row of the target's;
-        of what the others bring `price` is taken, the tokens that another row costs. Samples are all
-        verified, so what they cost is known to who asks.
+        `rate` is of the level below it, `left` how likely nobody else holds the token there. The first of
+        them has a row of the target's; of what the others bring `price` is taken, the tokens that another row
+        costs. Samples are all verified, so what they cost is known to who asks.
         """
-        rate = costs.rate(self._depths[end])
         arrives = self.probabilities[self._nodes[end]] * left
         return arrives * rate.first + max(0.0, arrives * rate.other - (0.0 if self.samples else price))
 

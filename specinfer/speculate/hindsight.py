@@ -80,13 +80,14 @@ class Hindsight:
         """What came of the draws at all places of the pass, in the order of their texts."""
         told = list[LevelOutcome]()
         for entry, sites in self._seen:
+            request_id = entry.request.request_id
             levels, right = self._levels(entry), 0  # right: so many draws before it
             for site in sites:
                 if not site.builder.draws:  # as in a tree: nothing was tried
                     right = 0
                     continue
                 choice = _choice(site, entry.token_ids[site.position])
-                told += [(level, choice) for level in range(min(right + 1, levels))]
+                told += [LevelOutcome(request_id, level, choice) for level in range(min(right + 1, levels))]
                 right = 0 if choice is None else right + 1
         return told
 

@@ -18,8 +18,9 @@ from typing import Any, Final
 
 from specinfer.files import cache_dir, write_whole
 from specinfer.speculate.bounded import mapping
-from specinfer.speculate.draft_costs import DraftCosts, checked_levels
+from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.estimator import Estimates
+from specinfer.speculate.level_counts import checked_levels
 
 _LOG = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
@@ -23,9 +23,12 @@ class Outcome:
     finished: bool  # no further step will come: forget the request
 
 
-# A level of a tree, the root's children being level 0, and which of the draws below its one node of the text
-# became text: 0 the first of them, None none.
-LevelOutcome = tuple[int, int | None]
+class LevelOutcome(NamedTuple):
+    """What became of a request's guesses at one level of a tree, the root's children being level 0."""
+
+    request_id: str
+    level: int
+    choice: int | None  # which of the draws below the node of the text became text: 0 the first; None: none
 
 
 class Observer(Protocol):

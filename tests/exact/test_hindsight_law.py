@@ -48,7 +48,7 @@ class Learning(FixedPolicy):
         return ends if self.length > FIRST else [() for _ in entries]
 
     def observe(self, report):
-        self.told += report.hindsight.get("a", ())
+        self.told += [(one.level, one.choice) for one in report.hindsight.get("a", ())]
 
 
 class Peeking(Learning):

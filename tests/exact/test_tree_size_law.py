@@ -19,6 +19,7 @@ from specinfer.speculate.growth import Shape
 from specinfer.speculate.guard import WINDOW
 from specinfer.speculate.guarded_policy import GuardedPolicy
 from specinfer.speculate.policy import LevelPass, StepReport
+from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree import TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.prune import keep
@@ -179,6 +180,23 @@ class Guarded(Sized):
         return guard
 
 
+class Knowing(Sized):
+    """Sized by what came of the request's own guesses, right behind texts that begin with token 1 alone."""
+
+    def __init__(self, *args, **sizes):
+        super().__init__(*args, **sizes)
+        self.behind = {}  # by a text's length and whether it begins so: whether drafts were run
+
+    def policy(self, depths, text):
+        begins = text[:1] == (1,)
+        for costs in depths.values():
+            for level in (0, 1) * 60:
+                costs.learn(LevelOutcome("other", level, 0 if level else None))
+                costs.learn(LevelOutcome("r", level, 0 if begins else None))
+        self.starts = self.behind.setdefault((len(text), begins), {name: set() for name in depths})
+        return super().policy(depths, text)
+
+
 class Wayward(Sized):
     """Goes on below ends by the values of all that was drawn so far, samples and guesses, and nothing else.
 
@@ -300,6 +318,16 @@ def test_a_guard_that_ends_guesses_behind_some_texts_leaves_the_law_as_it_is(dra
     assert sized.held == {True, False}
     assert min(sized.depths) == 0, "nobody guesses behind some"
     assert max(sized.depths) > 0, "and somebody behind others"
+
+
+@pytest.mark.parametrize("points", ["no", "first"])
+@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
+def test_what_came_of_a_requests_own_guesses_leaves_the_law_as_it_is(drafts, points, monkeypatch):
+    sized, far = play(drafts, 0.3, monkeypatch, sizes_by=Knowing, points=points)
+    assert far < EXACT
+    [right, wrong] = (sized.behind[1, begins]["a"] for begins in (True, False))
+    assert right == {True}, "a draft is run behind one text"
+    assert wrong == {False}, "and behind others as long it is not"
 
 
 def test_what_is_left_of_guesses_depends_on_samples(monkeypatch):

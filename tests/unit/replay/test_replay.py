@@ -19,7 +19,6 @@ from specinfer.replay.trace import Trace
 from specinfer.replay.workloads import whole
 from specinfer.speculate.cost_policy import CostPolicy
 from specinfer.speculate.policy import StepReport
-from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree import TokenTree
 from tests.engines import Tiny
 from tests.unit.replay.conftest import PROMPTS, recorded
@@ -98,11 +97,11 @@ def test_a_replay_is_the_live_run(tiny: Tiny, name: str, law: str) -> None:
 def test_what_drafts_find_out_later_is_the_live_runs(
     tiny: Tiny, law: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[dict[str, list[LevelOutcome]]] = []
+    told: list[dict[str, list[tuple[int, int | None]]]] = []
     observe, worth_starting = CostPolicy.observe, CostPolicy.worth_starting
 
     def heard(self: CostPolicy, report: StepReport) -> None:
-        told.append({name: [*outcomes] for name, outcomes in report.hindsight.items()})
+        told.append({name: [(one.level, one.choice) for one in of] for name, of in report.hindsight.items()})
         observe(self, report)
 
     def seldom(
@@ -122,7 +121,7 @@ def test_what_drafts_find_out_later_is_the_live_runs(
         told.clear()
         assert played(trace, "cost", batch) == steps
         assert [one for one in told if any(one.values())] == of_live
-        outcomes = [outcome for one in of_live for _, outcome in one["0-similar"]]
+        outcomes = [choice for one in of_live for _, choice in one["0-similar"]]
         assert {outcome is None for outcome in outcomes} == {True, False}
 
 

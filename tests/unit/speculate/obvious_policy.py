@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.calibration import Calibration
-from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.level_counts import LevelCounts, LevelRate
 from specinfer.speculate.policy import StepReport, has_own_size
 from specinfer.tree import TokenTree, merge
 from specinfer.tree.expansion import Expansion
@@ -18,6 +18,8 @@ from specinfer.tree.prune import firm_nodes, keep, sampled
 from specinfer.tree.token_tree import draws_by_parent
 
 Floats = NDArray[np.float64]
+LEFT = {False: 1.0, True: 0.3}  # of a first level by others, at first, by whether there is a prediction
+LIKE_ALL = 16  # guesses that a request is thought to have had, right as often as those of all requests
 DOUBT = 0.35  # times the odds of others' guesses, when a draft is about to start
 
 
@@ -26,7 +28,9 @@ class ObviousPolicy:
 
     def __init__(self, target: CostCurve, draft: CostCurve, expansion: Expansion) -> None:
         self.target, self.draft, self.expansion = target, draft, expansion
-        self.costs = DraftCosts(draft, expansion)  # of which only what it has counted is asked
+        self.all = LevelCounts(expansion.depth)
+        # Of each request what became of its guesses: their levels, and which of them was right.
+        self.own: dict[str, list[tuple[int, int | None]]] = {}
         self.counts = Calibration()
         self.saved = 0.0
         # What others left of the first level, from the first step on, by whether there is a prediction.
@@ -122,10 +126,14 @@ class ObviousPolicy:
                 self.counts.learn(draws, child)
                 if drawn := [draw for draw in draws if draw.speculator == "draft"]:
                     right = [i for i, draw in enumerate(drawn) if draw.node == child]
-                    self.costs.learn(level, right[0] if right else None)
+                    choice = right[0] if right else None
+                    self.all.learn(level, choice)
+                    self.own.setdefault(outcome.request_id, []).append((level, choice))
                 if child is None:
                     break
                 node = child
+            if outcome.finished:
+                self.own.pop(outcome.request_id, None)
 
     def _hopes(self, tree: TokenTree, doubt: float = 1.0) -> list[float]:
         """How likely each node is to become text; the odds of each count `doubt` times."""
@@ -150,9 +158,22 @@ class ObviousPolicy:
         hopes = self._hopes(all_of_them, doubt)
         path = () if drawn is None else drawn.path_tokens(end)
         node = next(n for n in range(all_of_them.num_nodes) if all_of_them.path_tokens(n) == path)
-        rate, arrives = self.costs.rates()[len(path)], hopes[node] * missed_by(others, node, hopes)
+        rate, arrives = self._rate(len(path), entry), hopes[node] * missed_by(others, node, hopes)
         samples = drawn is not None and any(map(sampled, drawn.draws))
         return arrives * rate.first + max(0.0, arrives * rate.other - (0.0 if samples else price))
+
+    def _rate(self, level: int, entry: PlanEntry) -> LevelRate:
+        """How likely guesses at a level are right, by all requests' outcomes and the request's own."""
+        of_all = self.all.rates()[level]
+        firsts = others = tries = 0.0
+        for at, choice in self.own.get(entry.request.request_id, ()):
+            if at == 0:
+                firsts, others, tries = 0.97 * firsts, 0.97 * others, 0.97 * tries
+            if at == level:
+                firsts, others, tries = firsts + (choice == 0), others + bool(choice), tries + 1
+        first = (firsts + LIKE_ALL * of_all.first) / (tries + LIKE_ALL)
+        of_rest = others + LIKE_ALL * of_all.other / (1 - of_all.first)
+        return LevelRate(first, (1 - first) * of_rest / (tries - firsts + LIKE_ALL))
 
     def _price(self, tokens: float, nodes: int) -> float:
         """The tokens that another row of the target's costs, as four cost it."""
@@ -181,21 +202,30 @@ class ObviousPolicy:
     def _first_level(self, entries: Sequence[PlanEntry], unread: NDArray[np.int64]) -> NDArray[np.bool_]:
         grows = np.array([entry.max_nodes > 1 for entry in entries])
         tokens, nodes = self._so_far(DOUBT)
-        usual, price = self.costs.rates()[0].any, self._price(tokens, nodes)
-        gains = np.zeros(len(entries))
+        price = self._price(tokens, nodes)
+        gains, parts = np.zeros(len(entries)), np.zeros(len(entries))
         for i, entry in enumerate(entries):
-            seen = self.left[bool(entry.request.prediction)]
+            predicted, rate = bool(entry.request.prediction), self._rate(0, entry).any
+            seen = self.left[predicted]
             if grows[i]:
                 others = self.others[entry.request.request_id]
                 gains[i] = self._gain(entry, 0, price, DOUBT)
                 seen.append(missed_by(others, 0, self._hopes(others, DOUBT)))
             else:
-                gains[i] = usual * of_late(seen)
+                gains[i] = rate * of_late(seen, LEFT[predicted])
+            # What this step has of all that the draft will bring: the others have what is usual.
+            room = entry.room if grows[i] else entry.room - 2  # of which two tokens have no guesses
+            later = (room - 1 - gains[i]) / (1 + rate * of_late(seen, LEFT[predicted]))
+            parts[i] = gains[i] + rate * of_late(seen, LEFT[predicted]) * max(0, later)
         together = 2 * len(entries)
         reading = self.draft.seconds(together + np.maximum(unread, 2) - 2) - self.draft.seconds([together])
-        shares = reading * (1 + gains) / np.maximum(1, [entry.room for entry in entries])
-        starts = gains * self._seconds(np.array([nodes])) > shares * tokens
-        starts &= grows | np.array([entry.end - entry.start > 1 for entry in entries])
+        shares = reading * gains / np.maximum(1e-300, parts)
+        # Behind a prompt levels are to be worth their passes, too; of a text that is read that is seen below.
+        level = self.draft.seconds([together]) / len(entries)
+        level = level + np.diff(self.target.seconds([self.requests, self.requests + 1]))
+        taken = shares + np.where(grows, 0.0, 0.9 * level)
+        starts = gains * self._seconds(np.array([nodes])) > taken * tokens
+        starts &= grows | np.array([entry.end - entry.start > 1 and entry.room > 2 for entry in entries])
         first = np.flatnonzero(starts & grows)
         first = first[(-gains[first]).argsort(kind="stable")]
         more = np.arange(len(first) + 1)
@@ -226,11 +256,11 @@ def missed_by(others: TokenTree, node: int, hopes: Sequence[float]) -> float:
     return max(0.0, 1.0 - sum(hopes[child] / hopes[node] for child in sorted({draw.node for draw in held})))
 
 
-def of_late(values: Sequence[float]) -> float:
-    """The mean of three ones and then these, each of which counts .97 times as much as the next."""
+def of_late(values: Sequence[float], thought: float) -> float:
+    """The mean of three thoughts and then these, each of which counts .97 times as much as the next."""
     weights = 0.97 ** np.arange(len(values) - 1, -1, -1.0)
     before = 3 * 0.97 ** len(values)
-    return float((before + (weights * values).sum()) / (before + weights.sum()))
+    return float((before * thought + (weights * values).sum()) / (before + weights.sum()))
 
 
 def fastest(hopes: Floats, tokens: float, seconds: Floats) -> int:

@@ -232,6 +232,17 @@ def test_passes_teach_the_costs_unless_they_read() -> None:
     assert factors["draft"] == pytest.approx(2, rel=0.1)
 
 
+def test_a_drafts_passes_teach_nothing_where_a_request_has_a_size_of_its_own() -> None:
+    driven = Driven()
+    for _ in range(50):
+        driven.step(
+            entry(overrides=OWN_SIZE), entry("b"), seconds=2.0, passes=[LevelPass("draft", 1, 1, 9.0)]
+        )
+    factors = driven.policy.state().factors
+    assert factors["target"] == pytest.approx(2, rel=0.1)
+    assert factors["draft"] == 1.0
+
+
 def test_a_prompts_pass_teaches_nothing() -> None:
     driven = Driven()
     for _ in range(50):

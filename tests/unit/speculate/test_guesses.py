@@ -6,19 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.calibration import Calibration
-from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.guesses import Guesses
+from specinfer.speculate.level_counts import LevelRate
 from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder, merge
-from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import single_node
 
 RATE = 0.7  # of a draft's levels, before anything was seen
-
-
-def costs() -> DraftCosts:
-    return DraftCosts(CostCurve((1, 2), (1.0, 1.0)), Expansion((1, 1, 1, 1)))
+FRESH = LevelRate(RATE, 0.0)
 
 
 def chain(
@@ -62,7 +57,7 @@ def gain(others: TokenTree, *levels: int, sure: float = 0.9) -> float:
     for depth in range(1, len(levels) + 1):
         grow(guesses, chain(levels[:depth], sure))
     assert guesses.depth(len(levels)) == len(levels)
-    return guesses.gain(costs(), len(levels), guesses.left(len(levels)), 0.0)
+    return guesses.gain(len(levels), FRESH, guesses.left(len(levels)), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +94,7 @@ def test_a_node_is_worth_what_it_opens() -> None:
         builder.add(0, token, "draft", confidence=sure)
     grow(guesses, builder.build())
     first, second = Calibration().probabilities(builder.build())[1:]
-    gains = [guesses.gain(costs(), node, guesses.left(node), 0.0) for node in (1, 2)]
+    gains = [guesses.gain(node, FRESH, guesses.left(node), 0.0) for node in (1, 2)]
     assert gains == [pytest.approx(first * RATE), pytest.approx(second * RATE)]
 
 

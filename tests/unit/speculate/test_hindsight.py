@@ -44,7 +44,7 @@ class Asking(FixedPolicy):
     def __init__(self, *steps: int) -> None:
         self.steps, self.now = steps, -1
         self.unread: list[int] = []
-        self.told: list[list[LevelOutcome]] = []
+        self.told: list[list[tuple[int, int | None]]] = []
 
     def worth_starting(
         self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
@@ -63,7 +63,7 @@ class Asking(FixedPolicy):
         return [() for _ in entries]
 
     def observe(self, report: StepReport) -> None:
-        self.told.append([*report.hindsight.get("draft", ())])
+        self.told.append([(one.level, one.choice) for one in report.hindsight.get("draft", ())])
 
 
 def model(tiny: Tiny, shape: Shape, max_rows: int = 96) -> DraftModel:
@@ -220,13 +220,31 @@ def test_before_a_text_may_end_nothing_is_told(tiny: Tiny) -> None:
     assert firsts[1] == firsts[0][-6:]
 
 
+def test_it_is_told_of_the_request_whose_text_was_read() -> None:
+    texts = {"right": [*PROMPT, 5, 6, 7, 8], "wrong": [*PROMPT, 9, 9, 9, 9]}
+    seen = hindsight.Hindsight("draft", SHAPED)
+    seen.begin([entry(PROMPT, request_id=name) for name in texts])
+    for name, text in texts.items():
+        one = entry(text, request_id=name)
+        start = len(PROMPT)
+        assert seen.look_at(one, start, len(text) - 1) == 3
+        for site in seen.sites(one):
+            token = texts["right"][site.position]  # what the draft would have guessed, whatever the text
+            site.builder.add(site.node, token, "draft", DrawRule.COUPLED, confidence=0.9)
+    assert [*dict.fromkeys(told.request_id for told in seen.outcomes())] == ["right", "wrong"]
+    for name, choice in (("right", 0), ("wrong", None)):
+        assert {told.choice for told in seen.outcomes() if told.request_id == name} == {choice}
+
+
 def test_the_policy_counts_it_as_it_counts_trees() -> None:
     counted, told = (DraftCosts(CostCurve((1, 2), (1.0, 1.0)), Expansion((1, 1, 1))) for _ in range(2))
-    outcomes: list[LevelOutcome] = [(0, 0), (0, 0), (1, 0), (0, None), (1, None), (2, None), (0, 1)]
-    for level, choice in outcomes:
-        counted.learn(level, choice)
+    found = [(0, 0), (0, 0), (1, 0), (0, None), (1, None), (2, None), (0, 1)]
+    outcomes = [LevelOutcome("a", level, choice) for level, choice in found]
+    for outcome in outcomes:
+        counted.learn(outcome)
     CostPolicy(CostCurve((1, 2), (1.0, 1.0)), {"draft": told}).observe(
         StepReport([], {"commit": 1.0}, hindsight={"draft": outcomes})
     )
     assert told.to_json() == counted.to_json()
+    assert told.rate(0, "a") == counted.rate(0, "a") != told.rate(0, "b")
     assert told.rate(0) != DraftCosts(CostCurve((1, 2), (1.0, 1.0)), Expansion((1, 1, 1))).rate(0)

@@ -23,6 +23,7 @@ from specinfer.speculate.policy_memory import (
     stored_policies,
     write_policy,
 )
+from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree import Draw, DrawRule
 from specinfer.tree.expansion import Expansion
 
@@ -44,7 +45,7 @@ def teach(learned: Learned, outcomes: int = LEAST) -> None:
     """That n-grams are right, and the draft never is."""
     for _ in range(outcomes // len(BELOW)):
         learned.estimator.learn(BELOW, 2, 0.0)
-        learned.drafts["draft"].learn(0, None)
+        learned.drafts["draft"].learn(LevelOutcome("a", 0, None))
 
 
 def facts(learned: Learned) -> tuple[list[float], list[float]]:

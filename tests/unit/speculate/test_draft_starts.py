@@ -1,0 +1,112 @@
+"""Who starts a draft: what reading takes is weighed against all that it will bring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from specinfer.plan import PlanEntry
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.draft_starts import DraftStarts, Guessed
+from specinfer.speculate.guesses import Guesses
+from specinfer.speculate.speculator import LevelOutcome
+from specinfer.tree import TokenTree
+from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import single_node
+from tests.unit.speculate.priced import chain, entry
+
+NOBODY = single_node(7)  # guesses below this root
+
+
+def draft(level: float, row: float) -> DraftCosts:
+    """One whose pass takes `level` seconds, and `row` more for each row."""
+    return DraftCosts(CostCurve((1, 1000), (level, level + 999 * row)), Expansion((1,)))
+
+
+def starts(
+    who: DraftStarts,
+    one: PlanEntry,
+    unread: int,
+    tree: TokenTree = NOBODY,
+    rate: float = 0.9,
+    row: float = 0.0,
+) -> bool:
+    """Whether it starts for this request, below whose root others have guessed `tree`; a step takes 1 s."""
+    guesses = {one.request.request_id: Guesses(tree, [1.0, *(tree.num_nodes - 1) * [rate]])}
+    [start] = who.which([one], [unread], Guessed(guesses, 1.0, 0, 0.0, lambda nodes: 1.0, row))
+    return start
+
+
+def predicted(one: PlanEntry) -> PlanEntry:
+    return replace(one, request=replace(one.request, prediction=(1, 2)))
+
+
+def prompt(room: int = 100) -> PlanEntry:
+    """The last chunk of a prompt, behind which nobody can guess yet."""
+    return replace(entry(room=room, rows=9), max_nodes=1)
+
+
+@pytest.mark.parametrize(
+    ("reading", "room", "plain", "with_prediction"),
+    [  # .7 tokens a step are hoped for, or .21: of 100 tokens 41 and 17 in all, a second each
+        (10.0, 100, True, True),
+        (18.0, 100, True, False),
+        (50.0, 100, False, False),
+        (10.0, 20, False, False),
+        (0.3, 2, True, False),
+        (0.0, 1, False, False),  # one for which nobody guesses, and a last one that needs no guess
+    ],
+)
+def test_who_brings_a_prediction_is_thought_to_need_a_draft_less(
+    reading: float, room: int, plain: bool, with_prediction: bool
+) -> None:
+    def reads(one: PlanEntry) -> bool:
+        return starts(DraftStarts(draft(0.01, reading / 500)), one, unread=500)
+
+    assert (reads(prompt(room)), reads(predicted(prompt(room)))) == (plain, with_prediction)
+
+
+@pytest.mark.parametrize(
+    ("level", "row", "reads"), [(0.1, 0.0, True), (0.25, 0.0, True), (0.45, 0.0, False), (0.25, 0.2, False)]
+)
+def test_no_prompt_is_read_for_levels_that_would_not_be_worth_their_passes(
+    level: float, row: float, reads: bool
+) -> None:
+    costs = draft(level, 0.0)
+    for _ in range(50):
+        for choice in (None, 0, None):
+            costs.learn(LevelOutcome("other", 0, choice))
+    assert 0.3 < costs.rate(0).any < 0.38
+    assert starts(DraftStarts(costs), prompt(), unread=50, row=row) is reads
+
+
+def test_a_text_is_not_read_for_one_step_in_which_nobody_else_guesses() -> None:
+    known = chain(0.9, speculator="prediction")
+    seldom, often = (DraftStarts(draft(0.01, 0.03)) for _ in range(2))
+    for _ in range(60):
+        starts(seldom, entry(room=100), unread=500, tree=known, rate=0.999)
+        starts(often, entry(room=100), unread=500, tree=known, rate=0.001)
+    assert not starts(seldom, entry(room=100), unread=500)
+    assert starts(often, entry(room=100), unread=500)
+    assert starts(seldom, entry(room=100), unread=2), "what is read already costs nothing more"
+
+
+def test_a_request_is_known_by_what_came_of_its_own_guesses_and_forgotten() -> None:
+    costs = draft(0.5, 0.0)
+    for _ in range(40):
+        costs.learn(LevelOutcome("good", 0, 0))
+        costs.learn(LevelOutcome("bad", 0, None))
+    of_all = costs.rate(0).first
+    assert costs.rate(0, "bad").first < of_all - 0.2 < of_all + 0.2 < costs.rate(0, "good").first
+    assert costs.rate(0, "new").first == of_all
+    who = DraftStarts(costs)
+    good, bad = (
+        replace(e, request=replace(e.request, request_id=name))
+        for e in [entry(room=100)]
+        for name in ("good", "bad")
+    )
+    assert [starts(who, one, unread=1) for one in (good, bad)] == [True, False]
+    costs.forget("bad")
+    assert costs.rate(0, "bad").first == of_all
