@@ -1,6 +1,6 @@
 """A tuned head as it lies in the package: matrices as int8, and beside them what it is made of.
 
-python benchmarks/head_recipes/pack.py TUNED TARGET specinfer/data/heads/smollm2-135m-head
+python benchmarks/head_recipes/pack.py TUNED TARGET specinfer/data/heads/smollm2-135m-head SEED [INIT]
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from specinfer.models.weights import open_model
 
 MOST = 12 << 20  # bytes
 NOTE = """
-Its recipe is `benchmarks/head_recipes/smollm2.sh`, seed 0; matrices are int8 with a factor for each row,
-which specinfer alone reads. Named `smollm2-135m-head` in `--draft`. It changes no text.
+Its recipe is `benchmarks/head_recipes/smollm2.sh`, seed {seed}{init};
+matrices are int8 with a factor for each row, which specinfer alone reads.
+Named `smollm2-135m-head` in `--draft`. It changes no text.
 
 ## Licence
 
@@ -48,7 +49,11 @@ def main() -> None:
     )
     card = (tuned / "README.md").read_text(encoding="utf-8")
     card = re.sub(r"--model \S+ --draft THIS_FOLDER", "--model smollm2-135m --draft smollm2-135m-head", card)
-    (out / "README.md").write_text(card + NOTE, encoding="utf-8")
+    seed, init = (
+        sys.argv[4],
+        "".join(f", which went on from `{name}` as it was then" for name in sys.argv[5:]),
+    )
+    (out / "README.md").write_text(card + NOTE.format(seed=seed, init=init), encoding="utf-8")
     size = (out / "model.safetensors").stat().st_size
     if size > MOST:
         raise SystemExit(f"the head takes {size} bytes; at most {MOST} fit into the package")

@@ -74,7 +74,7 @@ _SSM_LAYERS: Final = 4
     type=click.IntRange(16),
     show_default=str(_VOCABULARY),
     metavar="N",
-    help="Tokens a head can name: the likeliest of all answers.",
+    help="Tokens a head can name: the likeliest of all answers, of a head to go on from its own first.",
 )
 @click.option(
     "--confidence",
@@ -96,7 +96,13 @@ _SSM_LAYERS: Final = 4
 )
 @click.option("--chat/--raw", default=None, help="Through the chat template, or as they stand.")
 @click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Of each answer.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of first weights and of batches.")
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Of what is asked first, of answers, first weights and batches.",
+)
 @model_options
 def tune(
     out: Path,

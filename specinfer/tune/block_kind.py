@@ -64,7 +64,7 @@ class BlockKind:
         scale_ND = scale_of(lessons)
         init = init or ("target" if self.layout == "specinfer" else "random")
         if init not in ("target", "random"):
-            known = known_head(init, config, target.model, scale_ND)
+            known = known_head(init, config, target.model, scale_ND, lessons.corpus)
             assert isinstance(known, BlockHead)  # of the config's kind
             return BlockHeadDraft(known, scale_ND, self.anchors)
         ids = frequent_tokens(lessons.corpus, config.draft_vocab_size, config.body.vocab_size)

@@ -28,7 +28,7 @@ from specinfer.request import FinishReason, RequestOutput
 from specinfer.runtime.flight import Flight
 from specinfer.sampling_params import SamplingParams
 from specinfer.tune.listener import Listener
-from specinfer.tune.prompts import Asked
+from specinfer.tune.prompts import Asked, shuffled
 from specinfer.tune.shards import LABELS, Corpus, TunedText
 
 _SHARD_SECONDS: Final = 30.0  # that the answers of a shard take
@@ -81,12 +81,16 @@ class _Flying:
 class Collector:
     """Asks a target, as many prompts at once as fit into a step."""
 
-    def __init__(self, llm: LLM, listener: Listener, *, chat: bool, max_tokens: int) -> None:
-        """`llm` has a config of `collecting` and the listener, whose last tap lies behind all layers."""
+    def __init__(self, llm: LLM, listener: Listener, *, chat: bool, max_tokens: int, seed: int = 0) -> None:
+        """`llm` has a config of `collecting` and the listener, whose last tap lies behind all layers.
+
+        `seed` says in which order prompts are asked, and what answers are drawn.
+        """
         self._llm = llm
         self._listener = listener
         self._chat = chat
         self._max_tokens = max_tokens
+        self._seed = seed
         self._outputs: deque[RequestOutput] = deque()
         self._flying: dict[str, _Flying] = {}
 
@@ -105,7 +109,7 @@ class Collector:
         nothing, OSError where a shard cannot be written.
         """
         known = corpus.keys
-        waiting = deque(one for one in in_order(prompts) if one.key not in known)
+        waiting = deque(one for one in in_order(prompts, self._seed) if one.key not in known)
         found = Collected()
         texts: list[TunedText] = []
         began = written = clock()
@@ -142,7 +146,7 @@ class Collector:
                 continue
             params = SamplingParams(
                 temperature=one.temperature,
-                seed=one.key >> 1,
+                seed=shuffled(one.key, self._seed),
                 max_tokens=min(self._max_tokens, longest + 2 - len(ids)),
             )
             admitted = self._llm.intake.completion(ids, params)
@@ -199,10 +203,14 @@ class Collector:
         return tokenizer.encode(one.content)
 
 
-def in_order(prompts: Sequence[Asked]) -> list[Asked]:
-    """The prompts, first one that is held out and one that is not: enough for the shortest run."""
-    first = [next((one for one in prompts if one.held_out is held), None) for held in (True, False)]
-    return [one for one in first if one is not None] + [one for one in prompts if one not in first]
+def in_order(prompts: Sequence[Asked], seed: int) -> list[Asked]:
+    """The prompts in an order of the seed's, but for the first two.
+
+    These are one that is held out and one that is not: enough for the shortest run.
+    """
+    ordered = sorted(prompts, key=lambda one: shuffled(one.key, seed))
+    first = [next((one for one in ordered if one.held_out is held), None) for held in (True, False)]
+    return [one for one in first if one is not None] + [one for one in ordered if one not in first]
 
 
 @torch.inference_mode()

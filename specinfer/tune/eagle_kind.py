@@ -49,7 +49,7 @@ class EagleKind:
         config = self.config(target.config, default_taps(target.config))
         scale_ND = scale_of(lessons)
         if init not in (None, "random"):
-            known = known_head(init, config, target.model, scale_ND)
+            known = known_head(init, config, target.model, scale_ND, lessons.corpus)
             assert isinstance(known, EagleHead)  # of the config's kind
             return EagleHeadDraft(known, scale_ND)
         ids = frequent_tokens(lessons.corpus, config.draft_vocab_size, config.body.vocab_size)

@@ -26,6 +26,7 @@ from specinfer.tune.shards import Corpus, TunedText
 _FAINT: Final = 0.1  # of the target's output layer, to begin with
 _LOUD: Final = 4.0  # times the usual deviation of what layers add
 _SCALED_BY: Final = 64  # texts whose hidden states say how large these are
+_PAIRS: Final = "markov_head.markov_w2.weight"
 _LEAST: Final = 1e-6  # of a size that something is divided by
 
 
@@ -60,13 +61,19 @@ def check_trainable(target: ModelConfig) -> None:
         )
 
 
-def frequent_tokens(corpus: Corpus, count: int, vocab: int) -> list[int]:
-    """The `count` tokens that the target thinks likeliest over all answers to learn from, ascending."""
+def likely_tokens(corpus: Corpus, vocab: int) -> Tensor:
+    """All tokens, first those that the target thinks likeliest over all answers to learn from, int64 [V]."""
     masses_V = torch.zeros(vocab, dtype=torch.float64)
     for shard in corpus.shards():
         ids, logprobs = shard.labels()
         masses_V.index_add_(0, ids.flatten(), logprobs.flatten().double().exp())
-    return [int(token) for token in masses_V.argsort(descending=True, stable=True)[:count].sort().values]
+    return masses_V.argsort(descending=True, stable=True)
+
+
+def frequent_tokens(corpus: Corpus, count: int, vocab: int) -> list[int]:
+    """The `count` tokens that the target thinks likeliest, ascending."""
+    ids: list[int] = likely_tokens(corpus, vocab)[:count].sort().values.tolist()
+    return ids
 
 
 def scale_of(lessons: Lessons) -> Tensor:
@@ -132,13 +139,14 @@ def new_head(
 
 
 def known_head(
-    name: str, wanted: BlockConfig | EagleConfig, target: OpenModel, scale_ND: Tensor
+    name: str, wanted: BlockConfig | EagleConfig, target: OpenModel, scale_ND: Tensor, corpus: Corpus
 ) -> BlockHead | EagleHead:
     """A head that was exported, to be trained on with multiplied hidden states; `name` is its folder.
 
-    One that says nothing of its guesses may learn to, and one of another target of these sizes may become
-    this one's. Raises TuneError where it is not of the shape that is `wanted`, but for how many tokens it can
-    name, and ModelError and its kind where there is none that fits the target.
+    One that says nothing of its guesses may learn to, one that can name fewer tokens than are `wanted` is
+    given the likeliest others of `corpus`, and one of another target of these sizes may become this one's.
+    Raises TuneError where it is of another shape besides, and ModelError and its kind where there is none
+    that fits the target.
     """
     files = resolve(name)
     if not is_head(files.path):
@@ -146,6 +154,7 @@ def known_head(
             f"init is {name!r}, which is no draft head; allowed: target, random, or a head's folder"
         )
     opened = HeadFolder(files, target.config)
+    names = wanted.draft_vocab_size
     config = wanted = replace(wanted, draft_vocab_size=opened.config.draft_vocab_size)
     if isinstance(wanted, BlockConfig) and isinstance(opened.config, BlockConfig):
         silent = not opened.config.confidence
@@ -164,6 +173,42 @@ def known_head(
         nn.init.zeros_(head.confidence_head.proj.weight)
         nn.init.zeros_(head.confidence_head.proj.bias)
         head.load_state_dict(known, strict=False)
+    if names > wanted.draft_vocab_size:
+        head = _with_more_tokens(head, names, target, likely_tokens(corpus, wanted.body.vocab_size))
     with torch.no_grad():
         head.fc.weight.div_(scale_ND.flatten())
     return head
+
+
+def _with_more_tokens(
+    head: BlockHead | EagleHead, count: int, target: OpenModel, likely_V: Tensor
+) -> BlockHead | EagleHead:
+    """The same head, which can name `count` tokens: its own, and of the others the likeliest.
+
+    What it says of its own stays as it is. Of a new one the Markov term knows what it knows of the rarest
+    quarter of its own; in an output layer of the head's own it is the target's row, as loud as those are.
+    """
+    is_own_V = torch.isin(likely_V, head.ids)
+    own, others = likely_V[is_own_V], likely_V[~is_own_V]
+    ids = torch.cat((own, others[: count - len(own)])).sort().values
+    config = replace(head.config, draft_vocab_size=len(ids))
+    tables = Tables(head.embed_tokens.weight.detach(), target_head(target, ids.tolist()))
+    more: BlockHead | EagleHead
+    if isinstance(config, BlockConfig):
+        more = BlockHead(config, ids.tolist(), tables)
+    else:
+        more = EagleHead(config, ids.tolist(), tables)
+    known, begun = head.state_dict(), more.state_dict()
+    places = torch.searchsorted(ids, head.ids)  # of its own tokens among all
+    rows_UD = known.pop("lm_head.weight")
+    if config.own_head:
+        table_UD = begun["lm_head.weight"]
+        table_UD *= rows_UD.norm() / table_UD[places].norm()
+        table_UD[places] = rows_UD
+    if (rows_UM := known.pop(_PAIRS, None)) is not None:
+        rarest = torch.searchsorted(head.ids, own[-len(own) // 4 :])
+        begun[_PAIRS][:] = rows_UM[rarest].mean(dim=0)
+        begun[_PAIRS][places] = rows_UM
+    known = {name: tensor for name, tensor in known.items() if name not in ("d2t", "t2d")}
+    more.load_state_dict(known, strict=False)
+    return more

@@ -1,7 +1,8 @@
 """What a target is asked, so that it says something to learn from.
 
 A prompt is known by a hash of it, its *key*. By that it is held out or not, its answer's temperature is
-chosen, and the order of all is made: the same in every run, wherever the prompt stands in its file.
+chosen, and with the run's seed the order of all is made: the same in every run, wherever the prompt stands in
+its file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from specinfer.report.dataset import built_in, conversation_of, json_object, rea
 
 HELD_OUT: Final = 16  # of so many prompts one is held out
 _TEMPERATURES: Final = (0.0, 0.7, 1.0)  # of answers to learn from
+_SHUFFLE: Final = 0x9E37_79B9_7F4A_7C14  # even, so that its multiples and one are odd
 _TRAFFIC: Final = 'each line must be a completion that the server logged, with "prompt_token_ids"'
 
 
@@ -46,6 +48,11 @@ class Prompts:
 def temperature_of(key: int, *, held_out: bool) -> float:
     """At which the prompt with this key is answered."""
     return 0.0 if held_out else _TEMPERATURES[key // HELD_OUT % len(_TEMPERATURES)]
+
+
+def shuffled(key: int, seed: int) -> int:
+    """A number of 62 bits for each key, another for each seed; with seed 0 in the order of the keys."""
+    return (key >> 1) * (1 + seed * _SHUFFLE) % 2**62
 
 
 def built_in_prompts() -> Prompts:

@@ -174,7 +174,10 @@ class Tuning:
             collecting(self._config.target), speculators=[listener], progress=self._hearers.progress
         ) as llm:
             chat = llm.tokenizer.has_chat_template if self._config.chat is None else self._config.chat
-            collector = Collector(llm, listener, chat=chat, max_tokens=self._config.max_tokens)
+            config = self._config
+            collector = Collector(
+                llm, listener, chat=chat, max_tokens=config.max_tokens, seed=config.training.seed
+            )
             found = collector.run(prompts.asked, corpus, left, self._hearers.progress, self._hearers.clock)
         self._hearers.say(_told(found, corpus))
 

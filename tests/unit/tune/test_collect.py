@@ -15,7 +15,7 @@ from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.tune.collect import Collected, Collector, collecting, default_taps, in_order
 from specinfer.tune.listener import Listener
-from specinfer.tune.prompts import Prompts, read_prompts
+from specinfer.tune.prompts import Prompts, read_prompts, temperature_of
 from specinfer.tune.shards import Corpus
 from tests.tiny_models import write_tiny_llama
 from tests.unit.tune.conftest import engine, ticking, write_prompts
@@ -24,12 +24,18 @@ TAPS = (0, 1, 2)
 
 
 def collect(
-    target: Path, prompts: Prompts, folder: Path, *, seconds: float = 1000.0, max_tokens: int = 12
+    target: Path,
+    prompts: Prompts,
+    folder: Path,
+    *,
+    seconds: float = 1000.0,
+    max_tokens: int = 12,
+    seed: int = 0,
 ) -> tuple[Corpus, Collected]:
     folder.mkdir(exist_ok=True)
     listener, corpus = Listener((*TAPS, 3)), Corpus(folder)
     with LLM(collecting(engine(target)), speculators=[listener]) as llm:
-        collector = Collector(llm, listener, chat=False, max_tokens=max_tokens)
+        collector = Collector(llm, listener, chat=False, max_tokens=max_tokens, seed=seed)
         return corpus, collector.run(prompts.asked, corpus, seconds, NoProgress(), ticking())
 
 
@@ -121,9 +127,27 @@ def test_an_answer_that_is_not_whole_is_kept_as_far_as_it_is(
 
 def test_one_that_is_held_out_is_asked_first(prompts: Path) -> None:
     asked = read_prompts([prompts]).asked
-    ordered = in_order(asked)
-    assert [one.held_out for one in ordered[:2]] == [True, False]
-    assert sorted(one.key for one in ordered) == sorted(one.key for one in asked)
+    for seed in (0, 1, -7):
+        ordered = in_order(asked, seed)
+        assert [one.held_out for one in ordered[:2]] == [True, False]
+        assert sorted(one.key for one in ordered) == sorted(one.key for one in asked)
+
+
+def test_another_seed_asks_in_another_order_and_gets_other_answers(target: Path, tmp_path: Path) -> None:
+    asked = read_prompts([write_prompts(tmp_path, [f"{n} * {n}" for n in range(100)])])
+    first, second = (
+        [one.key for one in in_order(asked.asked, seed) if not one.held_out][:20] for seed in (0, 1)
+    )
+    assert len({*first} & {*second}) < 12
+    answers = []
+    for seed in (0, 1):
+        corpus, _ = collect(target, asked, tmp_path / f"seed{seed}", seed=seed)
+        texts = [corpus.text(number, held_out=False) for number in range(corpus.count(held_out=False))]
+        answers.append({text.key: text.tokens_T.tolist() for text in texts})
+    assert answers[0].keys() == answers[1].keys()
+    differ = [key for key, tokens in answers[0].items() if tokens != answers[1][key]]
+    assert differ
+    assert all(temperature_of(key, held_out=False) > 0 for key in differ)
 
 
 def test_a_damaged_shard_is_left_out(target: Path, tmp_path: Path) -> None:

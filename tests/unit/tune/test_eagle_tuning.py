@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from specinfer.errors import TuneError
-from specinfer.heads.checkpoint import HeadFolder
+from specinfer.heads.checkpoint import HeadFolder, target_head
 from specinfer.heads.eagle import EagleHead
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
@@ -18,7 +19,7 @@ from specinfer.tune.checkpoint import read_checkpoint
 from specinfer.tune.eagle_kind import EagleKind
 from specinfer.tune.head_draft import EagleHeadDraft
 from specinfer.tune.held_out import held_out_texts, measure
-from specinfer.tune.new_head import new_head
+from specinfer.tune.new_head import known_head, new_head
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.shards import Corpus, TunedText
 from specinfer.tune.tuning import Tuning
@@ -84,3 +85,20 @@ def test_along_a_text_it_guesses_as_where_the_text_ends(target: Path) -> None:
 def test_it_does_not_begin_as_its_target(target: Path, tmp_path: Path) -> None:
     with pytest.raises(TuneError, match="init is target, which is for block heads"):
         Tuning(tuning_of(target, tmp_path / "head", kind=SHAPE, init="target"))
+
+
+def test_an_exported_head_can_name_more_tokens(tuned: Path, target: Path) -> None:
+    opened, corpus = open_model(target), Corpus(tuned / "work" / "shards")
+    taps = SHAPE.taps(opened.config)
+    wanted, scale = SHAPE.config(opened.config, taps), torch.ones(len(taps), opened.config.hidden_size)
+    few, many = (
+        known_head(str(tuned), replace(wanted, draft_vocab_size=count), opened, scale, corpus)
+        for count in (48, 60)
+    )
+    assert (len(few.ids), len(many.ids)) == (48, 60)
+    own = torch.searchsorted(many.ids, few.ids)
+    assert torch.equal(many.lm_head.weight[own], few.lm_head.weight)
+    new = torch.isin(torch.arange(60), own, invert=True)
+    of_target = target_head(opened, many.ids.tolist())
+    likeness = torch.cosine_similarity(many.lm_head.weight[new], of_target[new])
+    assert torch.allclose(likeness, torch.ones(12), atol=1e-5)

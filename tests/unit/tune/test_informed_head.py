@@ -11,15 +11,17 @@ import torch
 
 from specinfer.errors import TuneError
 from specinfer.heads.block import BlockHead
+from specinfer.heads.checkpoint import HeadFolder, target_head
 from specinfer.heads.layers import HeadLayer
+from specinfer.hub import resolve
 from specinfer.models.weights import OpenModel, open_model
-from specinfer.tune.block_kind import BlockKind
+from specinfer.tune.block_kind import BlockKind, Layout
 from specinfer.tune.head_draft import BlockHeadDraft
 from specinfer.tune.held_out import entries_of
 from specinfer.tune.informed_head import begin_as_target, learn_pairs
 from specinfer.tune.lessons import AllLessons, first_texts
 from specinfer.tune.loudness import tune_loudness
-from specinfer.tune.new_head import known_head, new_head
+from specinfer.tune.new_head import known_head, likely_tokens, new_head
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.shards import Corpus, TunedText
 from specinfer.tune.trainer import loss_of
@@ -169,15 +171,70 @@ def test_an_exported_head_is_trained_on(target: Path, prompts: Path, tmp_path: P
     )  # bfloat16 on disk
 
 
+@pytest.mark.parametrize("layout", ["specinfer", "dspark"])
+def test_an_exported_head_can_name_more_tokens(
+    target: Path, prompts: Path, tmp_path: Path, layout: Layout
+) -> None:
+    kind = replace(SHAPE, layout=layout)
+    first = Tuning(tuning_of(target, tmp_path / "first", kind=kind), clock=ticking())
+    first.run(read_prompts([prompts]), [prompts.name])
+    opened, corpus = open_model(target), first._corpus
+    taps, name = kind.taps(opened.config), str(tmp_path / "first")
+    wanted, scale = kind.config(opened.config, taps), torch.ones(len(taps), 32)
+    few, many = (
+        known_head(name, replace(wanted, draft_vocab_size=count), opened, scale, corpus) for count in (8, 40)
+    )
+    assert isinstance(few, BlockHead)
+    assert isinstance(many, BlockHead)
+    assert (len(few.ids), len(many.ids)) == (24, 40), "it keeps what it can name"
+    own = torch.searchsorted(many.ids, few.ids)
+    assert torch.equal(many.ids[own], few.ids)
+    likely = [token for token in likely_tokens(corpus, 64).tolist() if token not in few.ids]
+    assert {*likely[:16]} == {*many.ids.tolist()} - {*few.ids.tolist()}
+    h, before = torch.randn(5, 32, generator=torch.Generator().manual_seed(3)), torch.arange(5)
+    logits, more = (head.logits(h) + head.pair_logits(before) for head in (few, many))
+    assert torch.allclose(more[:, own], logits, atol=1e-5)
+    new = torch.isin(torch.arange(40), own, invert=True)
+    rows, of_target = many.lm_head.weight.detach(), target_head(opened, many.ids.tolist())
+    assert torch.allclose(torch.cosine_similarity(rows[new], of_target[new]), torch.ones(16), atol=1e-5)
+    rarest = [token for token in likely_tokens(corpus, 64).tolist() if token in few.ids][-6:]
+    pairs, before = many.markov_head.markov_w2.weight, few.markov_head.markov_w2.weight
+    expected = before[torch.searchsorted(few.ids, torch.tensor(rarest))].mean(dim=0)
+    assert torch.allclose(pairs[new], expected.expand(16, -1), atol=1e-6)
+    if layout == "specinfer":
+        assert torch.equal(rows, of_target)
+    else:
+        assert float(rows[new].norm(dim=1).mean()) == pytest.approx(
+            float(rows[own].norm(dim=1).mean()), rel=0.3
+        )
+
+
+def test_a_head_with_more_tokens_learns_on_and_resumes(target: Path, prompts: Path, tmp_path: Path) -> None:
+    first = Tuning(tuning_of(target, tmp_path / "first"), clock=ticking())
+    first.run(read_prompts([prompts]), [prompts.name])
+    wider = tuning_of(
+        target,
+        tmp_path / "second",
+        init=str(tmp_path / "first"),
+        kind=replace(first._config.kind, vocabulary=60),
+    )
+    Tuning(wider, clock=ticking()).run(read_prompts([prompts]), [prompts.name])
+    again = Tuning(replace(wider, resume=True, minutes=wider.minutes + 1), clock=ticking())
+    again.run(read_prompts([prompts]), [prompts.name])
+    assert (
+        HeadFolder(resolve(str(tmp_path / "second")), open_model(target).config).config.draft_vocab_size == 60
+    )
+
+
 def test_what_a_head_cannot_begin_as_is_refused(target: Path, prompts: Path, tmp_path: Path) -> None:
     opened = open_model(target)
     config = SHAPE.config(opened.config, (1, 2))
     with pytest.raises(TuneError, match="which is no draft head"):
-        known_head(str(target), config, opened, SCALE)
+        known_head(str(target), config, opened, SCALE, Corpus(tmp_path / "none"))
     first = Tuning(tuning_of(target, tmp_path / "first"), clock=ticking())
     first.run(read_prompts([prompts]), [prompts.name])
     with pytest.raises(TuneError, match="has another shape"):
-        known_head(str(tmp_path / "first"), replace(config, block_size=7), opened, SCALE)
+        known_head(str(tmp_path / "first"), replace(config, block_size=7), opened, SCALE, first._corpus)
     dspark = tuning_of(target, tmp_path / "x", init="target", kind=replace(SHAPE, layout="dspark"))
     with pytest.raises(TuneError, match="init is target, which is for block heads"):
         Tuning(dspark)
