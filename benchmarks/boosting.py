@@ -14,8 +14,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from study import REQUIRED, Study, parser, row, run
@@ -24,6 +25,7 @@ from specinfer.config import EngineConfig
 from specinfer.hub import resolve
 from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress, ProgressBar
+from specinfer.report.picture import dress, new_figure, save
 from specinfer.tune.block_kind import BlockKind
 from specinfer.tune.boosting import Boost, BoostConfig
 from specinfer.tune.checkpoint import read_checkpoint
@@ -41,7 +43,7 @@ from specinfer.tune.ssm_kind import SsmKind
 from specinfer.tune.trainer import TrainConfig
 from specinfer.tune.tuning import Tuning, member_name
 
-_VERSION = 2  # of what a cell tells; cells that an earlier one left are refused
+_VERSION = 4  # of what a cell tells; cells that an earlier one left are refused
 _TIMED = "timed"  # what a cell's name ends with that tells what passes take
 
 
@@ -108,6 +110,8 @@ def main() -> None:
             study.keep(name, measured(Members(engine, variant, folders[name], args.depth)))
             print(f"{name}: {study.cells[name]}", flush=True)
             study.write(page(study))
+    draw(study.cells, study.out.with_suffix(".png"))
+    study.write(page(study))
     for name, variant in compared.items():
         if (timed := f"{name}: {_TIMED}") not in study.cells:
             study.keep(timed, reckoned(engine, Members(engine, variant, folders[name], args.depth)))
@@ -179,6 +183,8 @@ def measured(members: Members) -> dict[str, Any]:
     chains = [accepted(alongs[:count], widths) for count in range(1, len(alongs) + 1)]
     return {
         "steps": [state.steps for state in states],
+        "minutes": [cast(float, row["seconds"]) / 60 for row in states[0].history],  # of the first member
+        "learnt": [row["tokens_per_pass"] for row in states[0].history],
         "blocks": [state.blocks for state in states],
         "places": len(alongs[0].texts_P),
         "own": [accepted([one], widths) for one in alongs],
@@ -226,6 +232,11 @@ def page(study: Study) -> list[str]:
     return [
         f"# Boosted pools of drafts: {settings['model']}",
         "",
+        *(
+            [f"![What was learnt]({picture.name})", ""]
+            if (picture := study.out.with_suffix(".png")).exists()
+            else []
+        ),
         f"Each row is trained for {settings['minutes']:g} minutes of one thread's CPU time in all, which its "
         f"members share, on the same {settings['tokens']} tokens of {learnt} answers; small models have "
         f"{settings['layers']} layers of the target's size where nothing else is said. Measured at {places} "
@@ -242,6 +253,28 @@ def page(study: Study) -> list[str]:
         "member is right less often than the first one's second choice, a node of the first is worth more.",
         *_timed({name: cells[f"{name}: {_TIMED}"] for name in rows if f"{name}: {_TIMED}" in cells}),
     ]
+
+
+def draw(cells: dict[str, Any], path: Path) -> None:
+    """Write a picture, where matplotlib is: drafts by themselves while they learn, pools by their members."""
+    if find_spec("matplotlib") is None:
+        return
+    figure = new_figure(11, 4.4)
+    left, right = figure.subplots(1, 2)
+    for name, cell in cells.items():
+        if name.endswith(_TIMED):
+            continue
+        if len(cell["pool"]) > 1:
+            right.plot(range(1, 1 + len(cell["pool"])), cell["pool"], marker="o", label=name)
+        else:
+            left.plot(cell["minutes"], cell["learnt"], marker=".", label=name)
+    dress(left, "One draft", "minutes of training", "tokens a pass, chain")
+    dress(right, "Pools", "members, which share the time", "tokens a pass, a chain each")
+    right.xaxis.get_major_locator().set_params(integer=True)
+    for axes in (left, right):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=8)
+    save(figure, path)
 
 
 def _timed(cells: dict[str, Any]) -> list[str]:

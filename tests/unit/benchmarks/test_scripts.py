@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -181,6 +182,45 @@ def test_table2(script: Script, run: Run, run_again: Run, pair: tuple[str, str],
     assert all(float(cell) > 1 for cell in greedy[3:5])
     assert paper == ["piqa", "paper, greedy", "", "2.18", "2.80", "2.97", "3.10", "3.21"]
     assert run_again(module, *options, "--widths", "1", "--modes", "greedy") == more
+
+
+def test_tree_nodes(script: Script, run: Run, run_again: Run, pair: tuple[str, str], dataset: str) -> None:
+    module = script("tree_nodes")
+    options = ["--model", pair[0], "--draft", pair[1], "--dataset", dataset, "--max-tokens", "12"]
+    page = run(module, *options)
+    plain, by_cost, *shaped = table(page)
+    assert (plain[:4], plain[5]) == (["none", "nothing", "0.0", "1.00"], "1.00")
+    assert [one[1] for one in shaped] == [*map(str, module.SHAPES)]
+    assert [shape.num_nodes - 1 for shape in module.SHAPES] == [8, 16, 28, 64, 128]
+    assert by_cost[1] == "by cost"
+    nodes, tokens, kv = ([float(one[i]) for one in shaped] for i in (2, 3, 6))
+    assert sorted(nodes) == nodes
+    assert all(2 < 4 * few < many for few, many in zip(nodes[:1], nodes[-1:], strict=True))
+    assert min(tokens) > 1
+    assert sorted(kv) == kv
+    assert all(float(one[4]) > 0 for one in (plain, *shaped, by_cost))
+    assert run_again(module, *options) == page
+
+
+def test_tree_nodes_reads_the_most_memory_and_lets_it_begin_anew(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("tree_nodes")
+    monkeypatch.setattr(module, "PROCESS", tmp_path)
+    (tmp_path / "status").write_text("Name:\tpython\nVmPeak:\t 9000 kB\nVmHWM:\t 2048 kB\nVmRSS:\t 1024 kB\n")
+    assert module.forget_peak() == module.peak() == 2 << 20
+    assert (tmp_path / "clear_refs").read_text() == "5"
+
+
+def test_tree_nodes_goes_on_where_nobody_tells_of_memory(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("tree_nodes")
+    monkeypatch.setattr(module, "PROCESS", tmp_path / "none")
+    assert module.forget_peak() == 0
+    monkeypatch.setattr(module, "PROCESS", tmp_path)
+    (tmp_path / "status").write_text("Name: python\n")
+    assert module.forget_peak() == 0
 
 
 def test_prediction(
@@ -367,6 +407,7 @@ def test_boosting(
     assert weights["2 ssm, token"] > weights["1 ssm"] > 0
     assert [row[0] for row in timed] == names
     assert all(len(row[1].split()) == int(row[0][0]) for row in timed)
+    assert any(line.startswith("![") for line in page) is (find_spec("matplotlib") is not None)
 
     def refuse(*_: Any) -> None:
         raise AssertionError("answers are collected although they are there")

@@ -46,6 +46,7 @@ SCRIPTS = (
         "structured",
         "suffix",
         "table2",
+        "tree_nodes",
     ),
 )
 
