@@ -85,6 +85,7 @@ def main() -> None:
     known.add_argument("--layers", type=int, default=2, help="of a small model (default 2)")
     known.add_argument("--depth", type=int, default=5, help="tokens that are guessed on end (default 5)")
     known.add_argument("--max-answer", type=int, default=192, help="tokens (default 192)")
+    known.add_argument("--only", action="append", metavar="ROW", help="of the table; again for more (default all)")
     args = known.parse_args()
 
     engine = EngineConfig.from_options(
@@ -102,7 +103,7 @@ def main() -> None:
         "depth": args.depth,
     }
     study = Study("boosting", args.out, settings)
-    compared = variants(args.layers, args.depth, args.members)
+    compared = chosen(variants(args.layers, args.depth, args.members), args.only)
     folders = {name: args.work / name.replace(", ", "-").replace(" ", "-") for name in compared}
     for name, variant in compared.items():
         if name not in study.cells:
@@ -117,6 +118,13 @@ def main() -> None:
             study.keep(timed, reckoned(engine, Members(engine, variant, folders[name], args.depth)))
             print(f"{timed}: {study.cells[timed]}", flush=True)
             study.write(page(study))
+
+
+def chosen(known: dict[str, Variant], only: list[str] | None) -> dict[str, Variant]:
+    """Those rows alone; raises SystemExit for a name that none has."""
+    if unknown := set(only or ()) - known.keys():
+        raise SystemExit(f"got --only {sorted(unknown)[0]!r}; allowed: {', '.join(map(repr, known))}")
+    return {name: variant for name, variant in known.items() if not only or name in only}
 
 
 def collected(engine: EngineConfig, args: Any) -> Corpus:

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 Row = dict[str, str | int]
 
-PER_FORM: Final = 60  # prompts, of which some come twice and are left out
+PER_FORM: Final = 100  # prompts, of which some come twice and are left out
 LONGEST: Final = 350  # characters of a prompt of others
 OTHERS: Final = 2  # prompts of others behind each function, as long as there are any
 
