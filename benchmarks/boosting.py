@@ -60,7 +60,8 @@ class Variant:
 def variants(layers: int, depth: int, members: int) -> dict[str, Variant]:
     """What is compared; small models have so many layers, one of them as many as a whole pool."""
     ssm, block = SsmKind(layers=layers, depth=depth), BlockKind(depth=depth)
-    forms: tuple[Boost, ...] = ("none", "sequence", "token", "residual")
+    forms: tuple[Boost, ...] = ("none", "sequence", "token", "residual", "discount")
+    of_blocks: tuple[Boost, ...] = ("none", "sequence", "discount")
     losses: tuple[Loss, ...] = ("kl", "tv", "coupled")
     large = members * layers
     return {
@@ -71,7 +72,7 @@ def variants(layers: int, depth: int, members: int) -> dict[str, Variant]:
         f"1 ssm of {large} layers": Variant(SsmKind(layers=large, depth=depth)),
         "1 eagle": Variant(EagleKind(depth=depth)),
         **{f"1 block, loss {loss}": Variant(block, loss=loss) for loss in losses},
-        f"{members} block, sequence": Variant(block, members, "sequence"),
+        **{f"{members} block, {form}": Variant(block, members, form) for form in of_blocks},
     }
 
 
@@ -85,7 +86,9 @@ def main() -> None:
     known.add_argument("--layers", type=int, default=2, help="of a small model (default 2)")
     known.add_argument("--depth", type=int, default=5, help="tokens that are guessed on end (default 5)")
     known.add_argument("--max-answer", type=int, default=192, help="tokens (default 192)")
-    known.add_argument("--only", action="append", metavar="ROW", help="of the table; again for more (default all)")
+    known.add_argument(
+        "--only", action="append", metavar="ROW", help="of the table; repeatable (default all)"
+    )
     args = known.parse_args()
 
     engine = EngineConfig.from_options(

@@ -90,7 +90,7 @@ _SSM_LAYERS: Final = 4
 )
 @click.option(
     "--boost",
-    type=click.Choice(("sequence", "token", "residual", "none")),
+    type=click.Choice(("sequence", "token", "residual", "discount", "none")),
     show_default="sequence",
     help="How later members learn what the pool does not guess: other texts, places, laws; or seeds alone.",
 )

@@ -4,6 +4,9 @@
     token      a place counts 1 - h, h: how likely the target's token there is among those the pool proposes
     residual   the same, and the law that is learnt is the target's without these tokens, renormalised: what
                is left to guess where they were rejected
+    discount   between residual and none: these tokens keep a part of their probability. So a member says what
+               the pool says where that is sure, and something else where it is not; its chains go on behind
+               places that are easy, which those of a residual member do not
     none       nothing: members differ by their seeds alone
 
 Shapes: R tokens of an answer, K labels, M tokens proposed at a place.
@@ -24,7 +27,7 @@ from specinfer.tune.lessons import AllLessons, Lessons
 from specinfer.tune.prompts import temperature_of
 from specinfer.tune.shards import Corpus, TunedText
 
-Boost = Literal["sequence", "token", "residual", "none"]
+Boost = Literal["sequence", "token", "residual", "discount", "none"]
 _LEAST: Final = 1e-4  # of a law that is left
 
 
@@ -34,13 +37,16 @@ class BoostConfig:
 
     form: Boost = "sequence"
     width: int = 1  # tokens that each member proposes at a place
-    dropped: float = 0.5  # of the texts each member learns from, the part that the next one does not
+    dropped: float = 0.5  # sequence: the part of a member's texts that the next one does not learn from
+    kept: float = 0.3  # discount: the part of their probability that tokens keep which the pool proposes
 
     def __post_init__(self) -> None:
         if not 1 <= self.width <= 64:
             raise TuneError(f"width is {self.width}; allowed: 1 to 64 tokens that a member proposes")
         if not 0 <= self.dropped < 1:
             raise TuneError(f"dropped is {self.dropped}; allowed: 0 or more, and less than 1")
+        if not 0 < self.kept < 1:
+            raise TuneError(f"kept is {self.kept}; allowed: more than 0, and less than 1")
 
 
 def lessons_of(corpus: Corpus, config: BoostConfig, known: Sequence[KnownGuesses]) -> Lessons:
@@ -49,7 +55,9 @@ def lessons_of(corpus: Corpus, config: BoostConfig, known: Sequence[KnownGuesses
         return AllLessons(corpus)
     if config.form == "sequence":
         return _Left(corpus, config.dropped, known)
-    return _Weighted(corpus, known, residual=config.form == "residual")
+    if config.form == "token":
+        return _Weighted(corpus, known)
+    return _Weighted(corpus, known, law_kept=config.kept if config.form == "discount" else 0.0)
 
 
 def hit_chances(text: TunedText, proposed_RM: Tensor) -> Tensor:
@@ -69,21 +77,26 @@ def hit_chances(text: TunedText, proposed_RM: Tensor) -> Tensor:
     return (chances_RK * there_RK).sum(dim=1).clamp(max=1.0)
 
 
-def residual(text: TunedText, proposed_RM: Tensor) -> Tensor:
-    """The labels' log-probabilities without the tokens that are proposed, renormalised, [R, K]."""
+def residual(text: TunedText, proposed_RM: Tensor, kept: float = 0.0) -> Tensor:
+    """The labels' log-probabilities, where proposed tokens keep a part of theirs, renormalised, [R, K]."""
     there_RK = _among(text.label_ids_RK, proposed_RM)
-    taken_R = (text.label_logprobs_RK.exp() * there_RK).sum(dim=1)
+    taken_R = (1 - kept) * (text.label_logprobs_RK.exp() * there_RK).sum(dim=1)
     left_R = (1 - taken_R).clamp(min=_LEAST)
-    return (text.label_logprobs_RK - left_R.log()[:, None]).masked_fill(there_RK, float("-inf"))
+    factors_RK = torch.where(there_RK, kept, 1.0)
+    return text.label_logprobs_RK + factors_RK.log() - left_R.log()[:, None]
 
 
 class _Weighted:
-    """All texts, of whose places each counts as much as the pool misses there."""
+    """All texts, of whose places each counts as much as the pool misses there.
 
-    def __init__(self, corpus: Corpus, known: Sequence[KnownGuesses], *, residual: bool) -> None:
+    With a law of their own, proposed tokens keep so much of their probability in it (0: nothing), and of a
+    place's weight as much.
+    """
+
+    def __init__(self, corpus: Corpus, known: Sequence[KnownGuesses], law_kept: float | None = None) -> None:
         self.corpus = corpus
         self._known = known
-        self._residual = residual
+        self._law_kept = law_kept
 
     def __len__(self) -> int:
         return self.corpus.count(held_out=False)
@@ -92,10 +105,11 @@ class _Weighted:
         """Read one of them."""
         text = self.corpus.text(number, held_out=False)
         proposed_RM = _proposed(self._known, number)
-        counts_R = 1 - hit_chances(text, proposed_RM)
-        if not self._residual:
+        counts_R = 1 - (1 - (self._law_kept or 0.0)) * hit_chances(text, proposed_RM)
+        if self._law_kept is None:
             return replace(text, counts_R=counts_R)
-        return replace(text, counts_R=counts_R, label_logprobs_RK=residual(text, proposed_RM))
+        logprobs_RK = residual(text, proposed_RM, self._law_kept)
+        return replace(text, counts_R=counts_R, label_logprobs_RK=logprobs_RK)
 
 
 class _Left:

@@ -386,13 +386,17 @@ def test_boosting(
     options += ["--layers", "1", "--max-answer", "16"]
     every = module.variants(1, 2, 2)
     assert [*every] == [
-        *("1 ssm", "1 block", *(f"2 ssm, {form}" for form in ("none", "sequence", "token", "residual"))),
+        *(
+            "1 ssm",
+            "1 block",
+            *(f"2 ssm, {form}" for form in ("none", "sequence", "token", "residual", "discount")),
+        ),
         *("4 ssm, sequence", "1 ssm of 2 layers", "1 eagle"),
         *(f"1 block, loss {loss}" for loss in ("kl", "tv", "coupled")),
-        "2 block, sequence",
+        *(f"2 block, {form}" for form in ("none", "sequence", "discount")),
     ]
     names = ["1 ssm", "2 ssm, token", "1 block, loss kl"]
-    monkeypatch.setattr(module, "variants", lambda *_: {name: every[name] for name in names})
+    options += [word for name in names for word in ("--only", name)]
     page = run(module, *options)
     rows = table(page)
     counted, timed = rows[: len(names)], rows[-len(names) :]
@@ -414,3 +418,5 @@ def test_boosting(
 
     monkeypatch.setattr(module.Tuning, "collect", refuse)
     assert run(module, *options) == page
+    with pytest.raises(SystemExit, match="got --only '9 ssm'; allowed: '1 ssm', '1 block', '2 ssm, none'"):
+        run(module, *options, "--only", "9 ssm")

@@ -64,6 +64,12 @@ def test_a_residual_law_is_what_is_left() -> None:
     assert not everything.isnan().any()
 
 
+def test_a_discounted_law_keeps_a_part_of_what_is_proposed() -> None:
+    left = residual(text(HOT), torch.tensor([[7, 7], [-1, -1]]), kept=0.5).exp()
+    assert left[0].tolist() == pytest.approx([1 / 3, 0.4, 4 / 15])  # 0.25, 0.3 and 0.2 of 0.75
+    assert left[1].tolist() == pytest.approx([0.6, 0.4, 0.0])
+
+
 class Pretended(KnownGuesses):
     """A member that proposes one of these tokens at every place of a text, by the text's number."""
 
@@ -103,7 +109,7 @@ def test_texts_that_are_predicted_best_are_left_out(corpus: Corpus) -> None:
     assert left(first, second) == [3]  # of the two that were left the second predicts one
 
 
-def test_places_that_are_predicted_do_not_count(corpus: Corpus) -> None:
+def test_places_that_are_predicted_count_less_or_not_at_all(corpus: Corpus) -> None:
     known = [Pretended([7, 8, 7, 9], 3)]
     token = lessons_of(corpus, BoostConfig(form="token"), known)
     assert [token.text(number).weights_R.tolist() for number in (0, 1)] == [[1, 0, 0], [1, 1, 1]]
@@ -113,6 +119,10 @@ def test_places_that_are_predicted_do_not_count(corpus: Corpus) -> None:
     assert law[0].tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1e-3)  # nobody guesses a text's first token
     assert law[1].tolist() == pytest.approx([5 / 7, 0, 2 / 7], abs=1e-3)
     assert token.text(1).label_logprobs_RK[1].exp().tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1e-3)
+    discounted = lessons_of(corpus, BoostConfig(form="discount", kept=0.25), known)
+    assert [discounted.text(number).weights_R.tolist() for number in (0, 1)] == [[1, 0.25, 0.25], [1, 1, 1]]
+    law = discounted.text(0).label_logprobs_RK.exp()
+    assert law[1].tolist() == pytest.approx([1 / 5, 12 / 25, 8 / 25], abs=1e-3)  # 0.125, 0.3, 0.2 of 0.625
     assert isinstance(lessons_of(corpus, BoostConfig(form="none"), known), AllLessons)
     assert isinstance(lessons_of(corpus, BoostConfig(), []), AllLessons)
 
@@ -196,7 +206,14 @@ def test_of_many_taps_a_member_sees_its_own(target: Path, tmp_path: Path) -> Non
 
 
 def test_numbers_that_make_no_sense_are_refused(target: Path, tmp_path: Path) -> None:
-    for changes in ({"width": 0}, {"width": 65}, {"dropped": 1.0}, {"dropped": -0.1}):
+    for changes in (
+        {"width": 0},
+        {"width": 65},
+        {"dropped": 1.0},
+        {"dropped": -0.1},
+        {"kept": 0.0},
+        {"kept": 1.0},
+    ):
         with pytest.raises(TuneError, match="allowed"):
             BoostConfig(**changes)  # type: ignore[arg-type]
     with pytest.raises(TuneError, match="members is 0; allowed: 1 to 16"):
