@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from specinfer.tune.prompts import Prompts
 
 _LOSSES: Final = ("hybrid", "kl", "tv", "coupled")
-_VOCABULARY: Final = 8192
 _SSM_LAYERS: Final = 4
 
 
@@ -72,7 +71,7 @@ _SSM_LAYERS: Final = 4
 @click.option(
     "--vocabulary",
     type=click.IntRange(16),
-    show_default=str(_VOCABULARY),
+    show_default="8192, or those of the head to go on from",
     metavar="N",
     help="Tokens a head can name: the likeliest of all answers, of a head to go on from its own first.",
 )
@@ -200,11 +199,12 @@ def _kind(
         if layers is not None and layers > _SSM_LAYERS:
             raise TuneError(f"layers is {layers}, and kind ssm; allowed: 1 to {_SSM_LAYERS}")
         return SsmKind(layers=layers or 2, depth=depth)
-    names = vocabulary or _VOCABULARY
     if kind == "eagle":
-        return EagleKind(layers=layers or 1, depth=depth, vocabulary=names)
+        return EagleKind(layers=layers or 1, depth=depth, vocabulary=vocabulary)
     usual = cast(Layout, layout or "specinfer")
-    return BlockKind(layout=usual, layers=layers or 1, depth=depth, vocabulary=names, confidence=confidence)
+    return BlockKind(
+        layout=usual, layers=layers or 1, depth=depth, vocabulary=vocabulary, confidence=confidence
+    )
 
 
 def _prompts(files: tuple[Path, ...], traffic: Path | None, vocab: int) -> tuple[Prompts, list[str]]:

@@ -16,9 +16,17 @@ from specinfer.tune.draft import Beginning, Target
 from specinfer.tune.head_draft import BlockHeadDraft
 from specinfer.tune.held_out import entries_of
 from specinfer.tune.informed_head import begin_as_target, learn_pairs
+from specinfer.tune.known_head import known_head, widened
 from specinfer.tune.lessons import first_texts
 from specinfer.tune.loudness import tune_loudness
-from specinfer.tune.new_head import body_of, check_trainable, frequent_tokens, known_head, new_head, scale_of
+from specinfer.tune.new_head import (
+    USUAL_VOCABULARY,
+    body_of,
+    check_trainable,
+    frequent_tokens,
+    new_head,
+    scale_of,
+)
 
 Layout = Literal["specinfer", "dspark"]
 _SOLVED_BY: Final = 1000  # texts by which a head begins as its target
@@ -34,7 +42,7 @@ class BlockKind:
     layout: Layout = "specinfer"
     layers: int = 1
     depth: int = 5  # tokens of a block that are guessed
-    vocabulary: int = 8192  # tokens it can name, at most
+    vocabulary: int | None = None  # tokens it can name, at most; None: as usual, or as one to go on from
     markov_rank: int = 64  # of the term by which a guess depends on the token before it
     confidence: bool = False  # it says how likely its guesses are right
     anchors: int = 64  # of a text that a step computes, at most
@@ -55,6 +63,7 @@ class BlockKind:
         """The head's shape; anchors are how it is trained."""
         names = ("layout", "layers", "depth", "vocabulary", "markov_rank")
         facts = {"kind": self.name, **{name: getattr(self, name) for name in names}}
+        facts["vocabulary"] = self.vocabulary or USUAL_VOCABULARY
         return facts | ({"confidence": True} if self.confidence else {})
 
     def new(self, init: str | None, beginning: Beginning) -> BlockHeadDraft:
@@ -64,9 +73,9 @@ class BlockKind:
         scale_ND = scale_of(lessons)
         init = init or ("target" if self.layout == "specinfer" else "random")
         if init not in ("target", "random"):
-            known = known_head(init, config, target.model, scale_ND, lessons.corpus)
+            known = known_head(init, config, target.model, scale_ND)
             assert isinstance(known, BlockHead)  # of the config's kind
-            return BlockHeadDraft(known, scale_ND, self.anchors)
+            return BlockHeadDraft(widened(known, self.vocabulary, beginning), scale_ND, self.anchors)
         ids = frequent_tokens(lessons.corpus, config.draft_vocab_size, config.body.vocab_size)
         head = new_head(config, target.model, ids, beginning.seed)
         draft = BlockHeadDraft(head, scale_ND, self.anchors)
@@ -92,7 +101,7 @@ class BlockKind:
             body=body_of(target, Family.QWEN3, self.layers),
             taps=taps,
             target_hidden_size=target.hidden_size,
-            draft_vocab_size=min(self.vocabulary, target.vocab_size),
+            draft_vocab_size=min(self.vocabulary or USUAL_VOCABULARY, target.vocab_size),
             block_size=self.depth,
             mask_token_id=target.eos_ids[0] if target.eos_ids else 0,
             markov_rank=self.markov_rank,

@@ -5,8 +5,8 @@
     residual   the same, and the law that is learnt is the target's without these tokens, renormalised: what
                is left to guess where they were rejected
     discount   between residual and none: these tokens keep a part of their probability. So a member says what
-               the pool says where that is sure, and something else where it is not; its chains go on behind
-               places that are easy, which those of a residual member do not
+               the pool says where the target is sure of it, and something else where it is not; its chains go
+               on behind places that are easy, which those of a residual member do not
     none       nothing: members differ by their seeds alone
 
 Shapes: R tokens of an answer, K labels, M tokens proposed at a place.
@@ -47,6 +47,11 @@ class BoostConfig:
             raise TuneError(f"dropped is {self.dropped}; allowed: 0 or more, and less than 1")
         if not 0 < self.kept < 1:
             raise TuneError(f"kept is {self.kept}; allowed: more than 0, and less than 1")
+
+    def facts(self) -> dict[str, object]:
+        """What a tuning that is gone on with must have in common with this one."""
+        facts: dict[str, object] = {"form": self.form, "width": self.width, "dropped": self.dropped}
+        return facts | ({"kept": self.kept} if self.form == "discount" else {})
 
 
 def lessons_of(corpus: Corpus, config: BoostConfig, known: Sequence[KnownGuesses]) -> Lessons:

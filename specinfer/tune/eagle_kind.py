@@ -14,7 +14,15 @@ from specinfer.models.config import Family, ModelConfig
 from specinfer.tune.collect import default_taps
 from specinfer.tune.draft import Beginning, Target
 from specinfer.tune.head_draft import EagleHeadDraft
-from specinfer.tune.new_head import body_of, check_trainable, frequent_tokens, known_head, new_head, scale_of
+from specinfer.tune.known_head import known_head, widened
+from specinfer.tune.new_head import (
+    USUAL_VOCABULARY,
+    body_of,
+    check_trainable,
+    frequent_tokens,
+    new_head,
+    scale_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +32,7 @@ class EagleKind:
     name: ClassVar[str] = "eagle"
     layers: int = 1
     depth: int = 5  # levels that are learnt
-    vocabulary: int = 8192  # tokens it can name, at most
+    vocabulary: int | None = None  # tokens it can name, at most; None: as usual, or as one to go on from
 
     def check(self, target: ModelConfig, init: str | None) -> None:
         """Raises as Kind."""
@@ -41,7 +49,7 @@ class EagleKind:
 
     def facts(self) -> dict[str, object]:
         """The head's shape."""
-        return {"kind": self.name, **asdict(self)}
+        return {"kind": self.name, **asdict(self), "vocabulary": self.vocabulary or USUAL_VOCABULARY}
 
     def new(self, init: str | None, beginning: Beginning) -> EagleHeadDraft:
         """A head of random matrices, or an exported one."""
@@ -49,9 +57,9 @@ class EagleKind:
         config = self.config(target.config, default_taps(target.config))
         scale_ND = scale_of(lessons)
         if init not in (None, "random"):
-            known = known_head(init, config, target.model, scale_ND, lessons.corpus)
+            known = known_head(init, config, target.model, scale_ND)
             assert isinstance(known, EagleHead)  # of the config's kind
-            return EagleHeadDraft(known, scale_ND)
+            return EagleHeadDraft(widened(known, self.vocabulary, beginning), scale_ND)
         ids = frequent_tokens(lessons.corpus, config.draft_vocab_size, config.body.vocab_size)
         return EagleHeadDraft(new_head(config, target.model, ids, beginning.seed), scale_ND)
 
@@ -67,7 +75,7 @@ class EagleKind:
             body=body_of(target, Family.LLAMA, self.layers),
             taps=taps,
             target_hidden_size=target.hidden_size,
-            draft_vocab_size=min(self.vocabulary, target.vocab_size),
+            draft_vocab_size=min(self.vocabulary or USUAL_VOCABULARY, target.vocab_size),
             depth=self.depth,
         )
         check_target(config, target, "to be trained")

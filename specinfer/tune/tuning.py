@@ -23,7 +23,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -98,7 +98,7 @@ class Tuning:
             "taps": list(self._taps),
         }
         if config.members > 1:
-            self._shape |= {"members": config.members, "boost": asdict(config.boosting)}
+            self._shape |= {"members": config.members, "boost": config.boosting.facts()}
         self._claim()
         self._corpus = self._reading(own_taps)
         for name in self._corpus.damaged:

@@ -1,4 +1,4 @@
-"""benchmarks/head_recipes: prompts that are of our own, and the same every time."""
+"""benchmarks/head_recipes: prompts that are of our own, and the same every time; cards of heads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from types import ModuleType
 
 import pytest
 
-FILE = Path(__file__).parents[3] / "benchmarks" / "head_recipes" / "prompts.py"
+FOLDER = Path(__file__).parents[3] / "benchmarks" / "head_recipes"
 
 
 @pytest.fixture(scope="module")
 def module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("head_recipes_prompts", FILE)
+    return loaded("prompts")
+
+
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"head_recipes_{name}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
@@ -77,3 +81,29 @@ def test_of_other_files_short_prompts_are_taken(module: ModuleType, tmp_path: Pa
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": text, "answer": text}) + "\n" for text in texts))
     assert list(module.short([str(file)])) == [{"prompt": text} for text in texts[:2]]
+
+
+def test_a_card_says_what_the_head_had_learnt_from_before(tmp_path: Path) -> None:
+    def card(folder: str, learnt: str) -> Path:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "README.md").write_text(
+            f"--draft x\n| learnt from | {learnt} |\n| made | now |\n"
+        )
+        return tmp_path / folder
+
+    pack = loaded("pack")
+    tuned = card("tuned", "20 answers of the target, 500 tokens; to prompts.jsonl")
+    assert "| 20 answers of the target, 500 tokens; to prompts.jsonl |\n| made" in pack.card_of(
+        tuned, 3, None
+    )
+    for folder, learnt in (
+        ("first", "7 answers of the target, 120 tokens; to prompts.jsonl"),
+        ("second", "2 answers of the target, 20 tokens; to a.jsonl; before that from 100 other tokens"),
+    ):
+        found = pack.card_of(tuned, 3, card(folder, learnt))
+        assert "500 tokens; to prompts.jsonl; before that from 120 other tokens |" in found
+        assert f"smollm2.sh`, seed 3, which went on from `{folder}` as it was then;" in found
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "README.md").write_text("a head")
+    with pytest.raises(SystemExit, match="does not say what it learnt from"):
+        pack.card_of(tuned, 3, tmp_path / "none")

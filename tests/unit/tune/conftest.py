@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 
 from specinfer.config import EngineConfig
+from specinfer.hub import resolve
+from specinfer.models.weights import open_model
 from specinfer.tune.block_kind import BlockKind
 from specinfer.tune.config import TuneConfig
+from specinfer.tune.draft import Beginning, Target
+from specinfer.tune.lessons import AllLessons
+from specinfer.tune.shards import Corpus
 from specinfer.tune.trainer import TrainConfig
 from tests.tiny_models import write_tiny_llama
 
@@ -53,6 +58,12 @@ def tuning_of(target: Path, out: Path, **changes: Any) -> TuneConfig:
         "training": TrainConfig(rate=5e-3, shortlist=32),
     }
     return TuneConfig(**(options | changes))
+
+
+def beginning_of(target: Path, corpus: Corpus, say: Callable[[str], None] = lambda line: None) -> Beginning:
+    """What a draft is made of that learns from these answers; nothing is said of its loss."""
+    files = resolve(str(target))
+    return Beginning(Target(files, open_model(files)), AllLessons(corpus), 0, lambda draft: 1.0, say)
 
 
 def ticking(seconds: float = 1.0) -> Clock:

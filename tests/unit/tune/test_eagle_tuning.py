@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,12 @@ from specinfer.tune.checkpoint import read_checkpoint
 from specinfer.tune.eagle_kind import EagleKind
 from specinfer.tune.head_draft import EagleHeadDraft
 from specinfer.tune.held_out import held_out_texts, measure
-from specinfer.tune.new_head import known_head, new_head
+from specinfer.tune.known_head import known_head, widened
+from specinfer.tune.new_head import new_head
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.shards import Corpus, TunedText
 from specinfer.tune.tuning import Tuning
-from tests.unit.tune.conftest import engine, ticking, tuning_of
+from tests.unit.tune.conftest import beginning_of, engine, ticking, tuning_of
 
 SHAPE = EagleKind(depth=3, vocabulary=48)
 
@@ -88,13 +88,11 @@ def test_it_does_not_begin_as_its_target(target: Path, tmp_path: Path) -> None:
 
 
 def test_an_exported_head_can_name_more_tokens(tuned: Path, target: Path) -> None:
-    opened, corpus = open_model(target), Corpus(tuned / "work" / "shards")
+    opened, begun = open_model(target), beginning_of(target, Corpus(tuned / "work" / "shards"))
     taps = SHAPE.taps(opened.config)
-    wanted, scale = SHAPE.config(opened.config, taps), torch.ones(len(taps), opened.config.hidden_size)
-    few, many = (
-        known_head(str(tuned), replace(wanted, draft_vocab_size=count), opened, scale, corpus)
-        for count in (48, 60)
-    )
+    scale = torch.ones(len(taps), opened.config.hidden_size)
+    few = known_head(str(tuned), SHAPE.config(opened.config, taps), opened, scale)
+    many = widened(few, 60, begun)
     assert (len(few.ids), len(many.ids)) == (48, 60)
     own = torch.searchsorted(many.ids, few.ids)
     assert torch.equal(many.lm_head.weight[own], few.lm_head.weight)

@@ -19,14 +19,15 @@ from specinfer.tune.block_kind import BlockKind, Layout
 from specinfer.tune.head_draft import BlockHeadDraft
 from specinfer.tune.held_out import entries_of
 from specinfer.tune.informed_head import begin_as_target, learn_pairs
+from specinfer.tune.known_head import known_head, widened
 from specinfer.tune.lessons import AllLessons, first_texts
 from specinfer.tune.loudness import tune_loudness
-from specinfer.tune.new_head import known_head, likely_tokens, new_head
+from specinfer.tune.new_head import likely_tokens, new_head
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.shards import Corpus, TunedText
 from specinfer.tune.trainer import loss_of
 from specinfer.tune.tuning import Tuning
-from tests.unit.tune.conftest import ticking, tuning_of
+from tests.unit.tune.conftest import beginning_of, ticking, tuning_of
 
 SHAPE = BlockKind(depth=3, vocabulary=24, markov_rank=24)
 SCALE = torch.full((2, 32), 0.5)
@@ -178,15 +179,19 @@ def test_an_exported_head_can_name_more_tokens(
     kind = replace(SHAPE, layout=layout)
     first = Tuning(tuning_of(target, tmp_path / "first", kind=kind), clock=ticking())
     first.run(read_prompts([prompts]), [prompts.name])
-    opened, corpus = open_model(target), first._corpus
-    taps, name = kind.taps(opened.config), str(tmp_path / "first")
+    opened, corpus, said = open_model(target), first._corpus, list[str]()
+    taps, begun = kind.taps(opened.config), beginning_of(target, corpus, said.append)
     wanted, scale = kind.config(opened.config, taps), torch.ones(len(taps), 32)
-    few, many = (
-        known_head(name, replace(wanted, draft_vocab_size=count), opened, scale, corpus) for count in (8, 40)
-    )
+    few = known_head(str(tmp_path / "first"), replace(wanted, draft_vocab_size=8), opened, scale)
     assert isinstance(few, BlockHead)
-    assert isinstance(many, BlockHead)
+    assert widened(few, None, begun) is widened(few, 24, begun) is few
+    with pytest.raises(TuneError, match="vocabulary is 23, and the head to go on from names 24 tokens; give"):
+        widened(few, 23, begun)
+    assert not said
+    many = widened(few, 40, begun)
+    assert said == ["the head named 24 tokens, and is given 16 more"]
     assert (len(few.ids), len(many.ids)) == (24, 40), "it keeps what it can name"
+    assert len(widened(few, 8192, begun).ids) == 64, "a target has no more"
     own = torch.searchsorted(many.ids, few.ids)
     assert torch.equal(many.ids[own], few.ids)
     likely = [token for token in likely_tokens(corpus, 64).tolist() if token not in few.ids]
@@ -230,11 +235,11 @@ def test_what_a_head_cannot_begin_as_is_refused(target: Path, prompts: Path, tmp
     opened = open_model(target)
     config = SHAPE.config(opened.config, (1, 2))
     with pytest.raises(TuneError, match="which is no draft head"):
-        known_head(str(target), config, opened, SCALE, Corpus(tmp_path / "none"))
+        known_head(str(target), config, opened, SCALE)
     first = Tuning(tuning_of(target, tmp_path / "first"), clock=ticking())
     first.run(read_prompts([prompts]), [prompts.name])
     with pytest.raises(TuneError, match="has another shape"):
-        known_head(str(tmp_path / "first"), replace(config, block_size=7), opened, SCALE, first._corpus)
+        known_head(str(tmp_path / "first"), replace(config, block_size=7), opened, SCALE)
     dspark = tuning_of(target, tmp_path / "x", init="target", kind=replace(SHAPE, layout="dspark"))
     with pytest.raises(TuneError, match="init is target, which is for block heads"):
         Tuning(dspark)
