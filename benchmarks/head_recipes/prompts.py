@@ -3,7 +3,7 @@
     python benchmarks/head_recipes/prompts.py chat|code [FILE.jsonl ...] > prompts.jsonl
 
     chat   forms times topics (chat.json), of the kinds of MT-Bench (writing, role play, reasoning,
-           mathematics, coding, extraction, science, the humanities, advice), then the others
+           mathematics, coding, extraction, science, the humanities, advice, and others), then those of files
     code   functions (code.json: name, parameters, result, what it does, a call and what it gives), each to be
            completed, written, tested, translated; among the others
 

@@ -116,7 +116,7 @@ class DraftStarts:
             return False
         usual = self._draft.rate(0, entry.request.request_id).any
         usual *= self._left[bool(entry.request.prediction)].mean
-        return usual > (read * _part(usual, usual, entry.room - 2) + level) * tokens
+        return usual > (read * _part(usual, usual, entry.room - 1) + level) * tokens
 
     def _level(self, requests: int, step: Guessed) -> float:
         """Seconds of a level and the node it brings, for each of so many requests."""
@@ -127,7 +127,7 @@ def _part(gain: float, usual: float, room: int) -> float:
     """The part that a step has in all that a draft brings a text that it has read.
 
     `gain` tokens now, `usual` ones in each step behind it, of which there are as many as the `room` for
-    tokens is enough for.
+    tokens is enough for; for the last token nobody guesses.
     """
-    later = usual * max(0.0, room - 1 - gain) / (1 + usual)
+    later = usual * max(0.0, room - 2 - gain) / (1 + usual)
     return gain / (gain + later) if gain else 0.0

@@ -19,7 +19,7 @@ from specinfer.report.dataset import built_in, conversation_of, json_object, rea
 
 HELD_OUT: Final = 16  # of so many prompts one is held out
 _TEMPERATURES: Final = (0.0, 0.7, 1.0)  # of answers to learn from
-_SHUFFLE: Final = 0x9E37_79B9_7F4A_7C14  # even, so that its multiples and one are odd
+_SHUFFLE: Final = 0x9E37_79B9_7F4A_7C14  # even, so seed times this and one is odd: no two keys become one
 _TRAFFIC: Final = 'each line must be a completion that the server logged, with "prompt_token_ids"'
 
 
@@ -51,7 +51,7 @@ def temperature_of(key: int, *, held_out: bool) -> float:
 
 
 def shuffled(key: int, seed: int) -> int:
-    """A number of 62 bits for each key, another for each seed; with seed 0 in the order of the keys."""
+    """A number of 62 bits for each key, others for each seed below 2^60; with seed 0 in the order of keys."""
     return (key >> 1) * (1 + seed * _SHUFFLE) % 2**62
 
 

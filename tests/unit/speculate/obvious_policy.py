@@ -214,8 +214,8 @@ class ObviousPolicy:
             else:
                 gains[i] = rate * of_late(seen, LEFT[predicted])
             # What this step has of all that the draft will bring: the others have what is usual.
-            room = entry.room if grows[i] else entry.room - 2  # of which two tokens have no guesses
-            later = (room - 1 - gains[i]) / (1 + rate * of_late(seen, LEFT[predicted]))
+            room = entry.room if grows[i] else entry.room - 1  # of which the first token has no guesses
+            later = (room - 2 - gains[i]) / (1 + rate * of_late(seen, LEFT[predicted]))
             parts[i] = gains[i] + rate * of_late(seen, LEFT[predicted]) * max(0, later)
         together = 2 * len(entries)
         reading = self.draft.seconds(together + np.maximum(unread, 2) - 2) - self.draft.seconds([together])

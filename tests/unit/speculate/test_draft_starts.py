@@ -110,3 +110,29 @@ def test_a_request_is_known_by_what_came_of_its_own_guesses_and_forgotten() -> N
     assert [starts(who, one, unread=1) for one in (good, bad)] == [True, False]
     costs.forget("bad")
     assert costs.rate(0, "bad").first == of_all
+
+
+@pytest.mark.parametrize(("tokens", "reads"), [(2, False), (4, True)])
+def test_nothing_is_read_for_a_last_token_that_needs_no_guess(tokens: int, reads: bool) -> None:
+    """Others guess nearly all that the draft would: .3 seconds of reading are too much for one such step."""
+    costs = draft(0.01, 0.3 / 500)
+    for _ in range(60):
+        costs.learn(LevelOutcome("other", 0, 0))
+    known, one = chain(0.9, speculator="prediction"), replace(entry(), room=tokens)
+    assert starts(DraftStarts(costs), one, unread=500, tree=known, rate=0.9) is reads
+
+
+def test_a_text_that_would_take_long_to_read_keeps_no_other_from_starting() -> None:
+    costs = draft(0.01, 0.01)
+    long, short = (
+        replace(e, request=replace(e.request, request_id=name))
+        for e in [entry(room=5)]
+        for name in ("long", "short")
+    )
+    for _ in range(40):
+        costs.learn(LevelOutcome("long", 0, 0))  # whose level would bring more
+        costs.learn(LevelOutcome("short", 0, None))
+        costs.learn(LevelOutcome("short", 0, 0))
+    guesses = {e.request.request_id: Guesses(NOBODY, [1.0]) for e in (long, short)}
+    step = Guessed(guesses, 2.0, 0, 0.0, lambda nodes: 1.0, 0.0)
+    assert DraftStarts(costs).which([long, short], [900, 2], step) == [False, True]
