@@ -89,6 +89,7 @@ def main() -> None:
     known.add_argument(
         "--only", action="append", metavar="ROW", help="of the table; repeatable (default all)"
     )
+    known.add_argument("--picture", type=Path, metavar="FILE", help="(default: beside the page, .png)")
     args = known.parse_args()
 
     engine = EngineConfig.from_options(
@@ -114,7 +115,7 @@ def main() -> None:
             study.keep(name, measured(Members(engine, variant, folders[name], args.depth)))
             print(f"{name}: {study.cells[name]}", flush=True)
             study.write(page(study))
-    draw(study.cells, study.out.with_suffix(".png"))
+    draw(study.cells, args.picture or study.out.with_suffix(".png"))
     study.write(page(study))
     for name, variant in compared.items():
         if (timed := f"{name}: {_TIMED}") not in study.cells:
@@ -194,8 +195,8 @@ def measured(members: Members) -> dict[str, Any]:
     chains = [accepted(alongs[:count], widths) for count in range(1, len(alongs) + 1)]
     return {
         "steps": [state.steps for state in states],
-        "minutes": [cast(float, row["seconds"]) / 60 for row in states[0].history],  # of the first member
-        "learnt": [row["tokens_per_pass"] for row in states[0].history],
+        "minutes": [cast(float, row["seconds"]) / 60 for row in states[0].history],  # of the first member,
+        "learnt": [row["tokens_per_pass"] for row in states[0].history],  # which are drawn of single drafts
         "blocks": [state.blocks for state in states],
         "places": len(alongs[0].texts_P),
         "own": [accepted([one], widths) for one in alongs],

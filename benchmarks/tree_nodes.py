@@ -9,7 +9,7 @@ Of each row
     nodes      verified in a step beside the root, on the average
     tokens     made by a step
     step       milliseconds of a whole step; of all requests where several run together
-    over none  tokens a second, over those without a draft in the same run
+    over none  tokens a second, over those without a draft, which are measured first
     KV cache   of one request's tree, root included, in the caches of the target and its draft
     peak       what the process's memory grows by while it answers (on Linux)
 """
