@@ -1,0 +1,48 @@
+"""Heads of every kind for one tiny target, as engines load them and as plain modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specinfer.heads.checkpoint import HeadFolder
+from specinfer.heads.load import HeadModel, load_head
+from specinfer.kernels.choice import choose_kernels, guessing
+from specinfer.models.weights import open_model
+from tests.engines import CPU, Tiny, write_tiny
+from tests.heads import (
+    write_any,
+)
+from tests.unit.engine.heads.head_engines import HEADS, AnyHead
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("heads")
+
+
+@pytest.fixture(scope="module")
+def tiny(folder: Path) -> Tiny:
+    return write_tiny(folder, num_layers=3)
+
+
+@pytest.fixture(scope="module")
+def heads(folder: Path, tiny: Tiny) -> dict[str, HeadModel]:
+    target = open_model(folder / "target")
+    loaded = {}
+    for number, (name, config) in enumerate(HEADS.items()):
+        written = write_any(config, folder / f"head{number}", seed=number)
+        head = HeadFolder(written, target.config)
+        loaded[name] = load_head(head, target, tiny.target, kernels=guessing(choose_kernels("auto", CPU)[0]))
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def modules(folder: Path, heads: dict[str, HeadModel]) -> dict[str, AnyHead]:
+    """The same heads as plain modules, with the same tables."""
+    target = open_model(folder / "target")
+    return {
+        name: HeadFolder(folder / f"head{number}", target.config).module(target)
+        for number, name in enumerate(heads)
+    }

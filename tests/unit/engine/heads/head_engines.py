@@ -1,0 +1,111 @@
+"""Heads of every kind, engines with one of them, and what plain modules would guess."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from specinfer import SamplingParams
+from specinfer.config import EngineConfig
+from specinfer.engine.build import Models
+from specinfer.heads.block import BlockHead
+from specinfer.heads.config import AnyHeadConfig
+from specinfer.heads.eagle import EagleHead
+from specinfer.heads.load import HeadModel
+from specinfer.heads.medusa import MedusaHead
+from specinfer.llm import LLM
+from specinfer.runtime.batch import chain_rows
+from specinfer.runtime.runner import ModelRunner
+from specinfer.speculation_params import SpeculationParams
+from specinfer.tree import TokenTree
+from specinfer.tree.token_tree import draws_by_parent
+from tests.engines import ENGINE, Tiny
+from tests.heads import (
+    block_config,
+    eagle_config,
+    medusa_config,
+    tiny_body,
+)
+
+PROMPTS = [[9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3] * 37, [50, 2, 61, 7]]
+AnyHead = EagleHead | BlockHead | MedusaHead
+HEADS: dict[str, AnyHeadConfig] = {
+    "eagle": eagle_config(own_head=False),
+    "eagle 3.1, two layers": eagle_config(
+        body=tiny_body(num_layers=2, bias=True), fc_norm=True, norm_output=True
+    ),
+    "eagle in one pass": eagle_config(
+        body=tiny_body(num_layers=2), mask_token_id=2, norm_before_residual=True
+    ),
+    "block": block_config(own_head=False),
+    "block behind the last state": block_config(reads_last=True),
+    "block, bidirectional": block_config(
+        causal=False, sample_from_anchor=False, markov_rank=0, confidence=False, confidence_reads_token=False
+    ),
+    "medusa": medusa_config(num_layers=2),
+}
+SAMPLED = {"temperature": 0.8, "seed": 5}
+
+
+def engine(tiny: Tiny, head: HeadModel | None, **options: Any) -> LLM:
+    drafts = {} if head is None else {"draft": head}
+    config = EngineConfig.from_options("tiny", {**ENGINE, "drafts": ("head",) * len(drafts), **options})
+    return LLM.from_models(config, Models(tiny.target, tiny.tokenizer, dict(drafts)))
+
+
+def shaped(max_tokens: int) -> SamplingParams:
+    """Greedy, with trees of a given shape: a block is then drawn level by level, from whole rows."""
+    shape = SpeculationParams(expansion=(2, 2, 1))
+    return SamplingParams(max_tokens=max_tokens, temperature=0, speculation=shape)
+
+
+def hidden_states(tiny: Tiny, text: list[int]) -> torch.Tensor:
+    """What every layer is given, what the last puts out, and the last norm of that: [T, 2 + layers, D]."""
+    runner = ModelRunner(tiny.target, num_blocks=1, block_size=128)
+    layers = range(tiny.target.config.num_layers + 1)
+    flight = runner.launch([chain_rows(text, 0, [0], logits=True)], taps=layers)
+    states_TND = torch.stack([flight.hidden(layer) for layer in layers], dim=1)
+    return torch.cat((states_TND, normed(tiny, states_TND[:, -1:])), dim=1)
+
+
+def normed(tiny: Tiny, x: torch.Tensor) -> torch.Tensor:
+    """The last norm of what the last layer puts out."""
+    weight_D = tiny.target._final_norm.weight_D  # type: ignore[attr-defined]
+    return x / (x.square().mean(-1, keepdim=True) + tiny.target.config.norm_eps).sqrt() * weight_D
+
+
+@torch.no_grad()
+def module_logits(
+    head: AnyHead, text: list[int], hidden_TND: torch.Tensor, above: list[int], shift: int = 0
+) -> torch.Tensor:
+    """The module's logits behind `above`, which follows the text; it reads layers that `shift` moves."""
+    end = len(text)
+    if isinstance(head, MedusaHead):  # one off is the same state before the last norm
+        return head(hidden_TND[end - 2, -1 - shift])[len(above)]
+    taps_TND = hidden_TND[None, : end - 1, [tap + shift for tap in head.config.taps]]
+    if isinstance(head, EagleHead):
+        tokens = torch.zeros(1, end - 1, 1 + len(above), dtype=torch.int64)
+        tokens[0, :, 0] = torch.tensor(text[1:])
+        tokens[0, -1, 1:] = torch.tensor(above)
+        return head.logits(head(tokens, taps_TND)[0, -1, len(above)])
+    hidden = head(taps_TND, torch.tensor([[text[-1]]]), torch.tensor([[end - 1]]))
+    logits = head.logits(hidden[0, 0, len(above)])
+    if head.config.markov_rank:
+        logits = logits + head.pair_logits(torch.tensor([text[-1], *above][-1]))
+    return logits
+
+
+def likelihood_gap(
+    head: AnyHead, text: list[int], hidden_TND: torch.Tensor, tree: TokenTree, shift: int = 0
+) -> float:
+    """The largest difference between what a head in an engine said of a guess and what the module says.
+
+    `tree` is rooted at the text's last token; `shift` moves the layers that the module reads.
+    """
+    gap, ids = 0.0, head.ids.tolist()
+    for parent, draws in draws_by_parent(tree.draws).items():
+        said = module_logits(head, text, hidden_TND, list(tree.path_tokens(parent)), shift).softmax(-1)
+        for draw in draws:
+            gap = max(gap, abs(float(said[ids.index(tree.token_ids[draw.node])]) - draw.confidence))
+    return gap

@@ -1,0 +1,98 @@
+"""Folders of heads as drafts: loaded, timed, sized by what passes cost, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.config import EngineConfig
+from specinfer.engine.build import Models
+from specinfer.errors import ConfigError, ModelError
+from specinfer.heads.load import HeadModel
+from specinfer.llm import LLM
+from specinfer.replay.recorder import check
+from specinfer.runtime.cost_curve import CostCurve
+from tests.engines import ENGINE, Tiny
+from tests.unit.engine.heads.head_engines import (
+    PROMPTS,
+    AnyHead,
+    engine,
+)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "kernels"),
+    [
+        ("none", "bfloat16", "auto"),
+        ("none", "float32", "torch"),
+        ("int8", "float32", "auto"),
+        ("int4", "bfloat16", "auto"),
+    ],
+)
+@pytest.mark.usefixtures("own_cache")  # of quantized matrices
+def test_a_folder_is_a_draft(
+    folder: Path,
+    modules: dict[str, AnyHead],
+    quantization: str,
+    dtype: str,
+    kernels: str,
+) -> None:
+    heads = [str(folder / f"head{number}") for number in range(len(modules))]
+    options: dict[str, Any] = {**ENGINE, "dtype": dtype, "kernels": kernels}
+    params = SamplingParams(max_tokens=10, temperature=0)
+    with LLM(str(folder / "target"), **options) as llm:
+        (alone,) = llm.generate([PROMPTS[0]], params)
+    for _ in range(2):  # made, then read where they were kept
+        with LLM(str(folder / "target"), **options, drafts=heads, draft_quantization=quantization) as llm:
+            (output,) = llm.generate([PROMPTS[0]], params)
+        assert output.token_ids == alone.token_ids
+        assert set(output.figures.proposed_by) == {f"draft{i}" for i in range(1, 1 + len(heads))}
+
+
+@pytest.mark.usefixtures("own_cache")  # of cost curves
+def test_trees_are_sized_by_what_passes_cost(folder: Path) -> None:
+    heads = [str(folder / f"head{number}") for number in (0, 2, 3, 6)]
+    params = SamplingParams(max_tokens=30, temperature=0)
+    options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": 1 << 24, "ngram": True}
+    with LLM(str(folder / "target"), **options) as llm:
+        alone = llm.generate(PROMPTS, params)
+    with LLM(str(folder / "target"), **options, drafts=heads) as llm:
+        outputs = llm.generate(PROMPTS, params)
+        assert set(llm.statistics().cost_factors) == {"target", *(f"draft{i}" for i in range(1, 5))}
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
+
+
+def test_a_heads_pass_is_timed_behind_its_targets(
+    tiny: Tiny, heads: dict[str, HeadModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: dict[object, object] = {}
+
+    def curve(runner: Any, *, behind: Any, **_: object) -> CostCurve:
+        timed[runner.model] = behind and behind.model
+        return CostCurve((1, 8), (1.0, 2.0))
+
+    monkeypatch.setattr("specinfer.engine.pass_costs.cost_curve", curve)
+    named = {"a model": tiny.similar, "eagle": heads["eagle"], "block": heads["block"]}
+    config = EngineConfig.from_options("tiny", {**ENGINE, "drafts": tuple(named), "tree_size": "cost"})
+    LLM.from_models(config, Models(tiny.target, tiny.tokenizer, named)).close()
+    assert timed == {
+        tiny.target: None,
+        tiny.similar: None,
+        heads["eagle"]: tiny.target,
+        heads["block"]: tiny.target,
+    }
+
+
+def test_what_heads_do_not_heed_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="all drafts are heads"):
+        LLM(str(folder / "target"), **ENGINE, drafts=[str(folder / "head0")], draft_vocabulary=20)
+    with pytest.raises(ModelError, match="name it in drafts"):
+        LLM(str(folder / "head0"), **ENGINE)
+
+
+def test_traces_of_heads_are_refused(tiny: Tiny, heads: dict[str, HeadModel]) -> None:
+    with engine(tiny, heads["block"]) as llm, pytest.raises(ConfigError, match="draft is a head"):
+        check(llm, [])

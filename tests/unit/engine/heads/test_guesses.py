@@ -1,0 +1,147 @@
+"""A head in an engine guesses what its plain module would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specinfer import SamplingParams
+from specinfer.engine.trace import TreeEvent
+from specinfer.heads.checkpoint import HeadFolder
+from specinfer.heads.load import HeadModel, load_head
+from specinfer.kernels.choice import choose_kernels, guessing
+from specinfer.models.weights import open_model
+from specinfer.speculation_params import SpeculationParams
+from specinfer.tree.distribution import Distribution
+from specinfer.tree.token_tree import draws_by_parent
+from tests.engines import CPU, Tiny, engine_of
+from tests.heads import (
+    block_config,
+    tiny_head,
+    write_tiny_head,
+)
+from tests.unit.engine.heads.head_engines import (
+    HEADS,
+    PROMPTS,
+    AnyHead,
+    engine,
+    hidden_states,
+    likelihood_gap,
+    module_logits,
+    shaped,
+)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_guess_is_as_likely_as_the_module_says(
+    tiny: Tiny, heads: dict[str, HeadModel], modules: dict[str, AnyHead], name: str
+) -> None:
+    gaps: list[float] = []
+    depths = set[int]()
+    events: list[TreeEvent] = []
+    with engine(tiny, heads[name], block_size=4, max_step_tokens=20) as llm:
+        engine_of(llm).on_tree = events.append
+        for prompt in [*PROMPTS, *PROMPTS]:  # the second time its keys and values lie in blocks it finds
+            events.clear()
+            (output,) = llm.generate([prompt], shaped(8))
+            text, end = [*prompt, *output.token_ids], len(prompt)
+            hidden_TND = hidden_states(tiny, text)
+            for event in events:
+                depths.update(event.tree.depths())
+                gaps.append(likelihood_gap(modules[name], text[:end], hidden_TND, event.tree))
+                if len(gaps) == 3:
+                    wrong = likelihood_gap(modules[name], text[:end], hidden_TND, event.tree, shift=1)
+                    assert wrong > 1e-3, "a head whose taps are one layer off would not be found"
+                end += 1 + len(event.acceptance.path)
+        assert llm.statistics().prefix_hits > 0
+    assert len(gaps) > 18
+    assert depths == {0, 1, 2, 3}
+    assert max(gaps) < 1e-4
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_text_whose_beginning_nobody_read_is_seen_from_the_next_block_on(
+    tiny: Tiny, heads: dict[str, HeadModel], modules: dict[str, AnyHead], name: str
+) -> None:
+    prompt, seen_from = PROMPTS[0], 8  # of 12 tokens two blocks of four are found
+    events: list[TreeEvent] = []
+    with engine(tiny, heads[name], block_size=4) as llm:
+        unseen = SpeculationParams(enabled=False)
+        llm.generate([prompt], SamplingParams(max_tokens=2, temperature=0, speculation=unseen))
+        engine_of(llm).on_tree = events.append
+        (output,) = llm.generate([prompt], shaped(8))
+        assert output.cached_tokens == seen_from
+    text, end = [*prompt, *output.token_ids], len(prompt)
+    hidden_TND = hidden_states(tiny, text)[seen_from:]
+    trees = 0
+    for event in events:
+        trees += event.tree.num_nodes > 1
+        assert likelihood_gap(modules[name], text[seen_from:end], hidden_TND, event.tree) < 1e-4
+        end += 1 + len(event.acceptance.path)
+    assert trees > 0
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("draw", ["iid", "without_replacement", "top_k"])
+def test_samples_are_drawn_from_the_law_that_is_told(
+    tiny: Tiny, heads: dict[str, HeadModel], modules: dict[str, AnyHead], name: str, draw: str
+) -> None:
+    events: list[TreeEvent] = []
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=11)
+    with engine(tiny, heads[name], verifier="mss", draw=draw, expansion=(2, 2, 1)) as llm:
+        engine_of(llm).on_tree = events.append
+        (output,) = llm.generate([PROMPTS[0]], params)
+    assert output.figures.proposed_by["draft"] > 0
+    if draw == "top_k":
+        return
+    head, text, end = modules[name], [*PROMPTS[0], *output.token_ids], len(PROMPTS[0])
+    hidden_TND = hidden_states(tiny, text)
+    seen = 0
+    for event in events:
+        for parent, draws in draws_by_parent(event.tree.draws).items():
+            law = module_logits(head, text[:end], hidden_TND, list(event.tree.path_tokens(parent)))
+            expected = (law / 0.9).softmax(-1).double().numpy()
+            for one in draws:
+                assert isinstance(one.law, Distribution)
+                told = np.zeros(64)
+                told[one.law.ids if one.law.ids is not None else slice(None)] = one.law.probabilities
+                np.testing.assert_allclose(told[head.ids.numpy()], expected, atol=1e-4)
+                seen += 1
+        end += 1 + len(event.acceptance.path)
+    assert seen > 6
+
+
+def test_guesses_are_the_likeliest_with_what_the_token_before_adds(tiny: Tiny, folder: Path) -> None:
+    head = tiny_head(block_config(reads_last=True, confidence=False, confidence_reads_token=False), seed=9)
+    with torch.no_grad():
+        head.markov_head.markov_w2.weight.mul_(15)  # what stands before decides, more than hidden states
+    written = HeadFolder(write_tiny_head(head, folder / "pairs"), open_model(folder / "target").config)
+    kernels = guessing(choose_kernels("auto", CPU)[0])
+    loaded = load_head(written, open_model(folder / "target"), tiny.target, kernels=kernels)
+    module = written.module(open_model(folder / "target"))
+    events: list[TreeEvent] = []
+    with engine(tiny, loaded) as llm:
+        engine_of(llm).on_tree = events.append
+        (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=12, temperature=0))
+    text, end = [*PROMPTS[0], *output.token_ids], len(PROMPTS[0])
+    hidden_TND = hidden_states(tiny, text)
+    roots, deeper = 0, []
+    for event in events:
+        tree = event.tree
+        for node in range(tree.num_nodes):
+            below = [tree.token_ids[i] for i in range(tree.num_nodes) if tree.parents[i] == node]
+            if not below:
+                continue
+            said = module_logits(module, text[:end], hidden_TND, list(tree.path_tokens(node)))
+            likeliest = module.ids[said.argsort(descending=True)[: len(below)]].tolist()
+            if node == 0:  # what stands before is known: all children are the likeliest, in order
+                assert below == likeliest
+                roots += 1
+            else:  # candidates are chosen behind the mean of what may stand there
+                deeper.append(below[0] == likeliest[0])
+        end += 1 + len(event.acceptance.path)
+    assert roots > 3
+    assert sum(deeper) > 0.7 * len(deeper) > 0

@@ -1,0 +1,81 @@
+"""The text is the same with a head and without, whoever comes and goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.heads.load import HeadModel
+from tests.engines import Tiny, assert_idle, engine_of, slow_generate
+from tests.unit.engine.heads.head_engines import (
+    HEADS,
+    PROMPTS,
+    SAMPLED,
+    engine,
+)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, SAMPLED, {**SAMPLED, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("reuse", [True, False])
+def test_the_text_is_that_of_the_target_alone(
+    tiny: Tiny, heads: dict[str, HeadModel], name: str, sampling: dict[str, Any], reuse: bool
+) -> None:
+    params = SamplingParams(max_tokens=24, **sampling)
+    alone = [slow_generate(tiny.target, prompt, params) for prompt in PROMPTS]
+    with engine(tiny, heads[name], block_size=4, prefix_reuse=reuse, max_step_tokens=20) as llm:
+        for _ in range(2):  # once more behind what the first left in the cache
+            outputs = llm.generate(PROMPTS, params)
+            assert [list(output.token_ids) for output in outputs] == alone
+            assert sum(output.figures.proposed_by.get("draft", 0) for output in outputs) > 0
+        assert_idle(llm)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("options", [{}, {"ngram": True}], ids=str)
+def test_requests_that_come_and_go_change_nothing(
+    tiny: Tiny, heads: dict[str, HeadModel], name: str, options: dict[str, Any]
+) -> None:
+    # 26 blocks of 4 for 6 requests of up to 40 tokens and their trees: they push each other out.
+    prompts = [[(7 * i + j) % 64 for j in range(5 + 3 * i)] for i in range(6)]
+    params = [
+        SamplingParams(max_tokens=20, temperature=0.0 if i % 2 else 0.8, seed=i, stop_token_ids=(33,))
+        for i in range(6)
+    ]
+    with engine(tiny, None, block_size=4) as llm:
+        alone = [tuple(llm.generate([p], q)[0].token_ids) for p, q in zip(prompts, params, strict=True)]
+    cached = [tiny.target.config, *([] if name == "medusa" else [heads[name].config])]
+    slots = 4 * sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in cached)
+    with engine(
+        tiny, heads[name], max_context=48, block_size=4, kv_cache_memory=26 * 4 * slots, **options
+    ) as llm:
+        outputs = llm.generate(prompts, params)
+        assert [output.token_ids for output in outputs] == alone
+        assert llm.statistics().preemptions > 0
+        assert sum(output.figures.proposed_by.get("draft", 0) for output in outputs) > 0
+        assert_idle(llm)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_form_is_kept(tiny: Tiny, heads: dict[str, HeadModel], name: str) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.7, seed=3, allowed_token_ids=(4, 5, 6, 7, 40))
+    with engine(tiny, None) as llm:
+        (alone,) = llm.generate([PROMPTS[0]], params)
+    with engine(tiny, heads[name]) as llm:
+        (output,) = llm.generate([PROMPTS[0]], params)
+    assert output.token_ids == alone.token_ids
+    assert output.figures.proposed_by["draft"] > 0
+
+
+def test_a_request_that_is_aborted_is_forgotten(tiny: Tiny, heads: dict[str, HeadModel]) -> None:
+    for name, head in heads.items():
+        with engine(tiny, head) as llm:
+            stream = llm.stream(PROMPTS[1], SamplingParams(max_tokens=40, temperature=0))
+            next(stream)
+            stream.close()
+            llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3))
+            drafts = [s for s in engine_of(llm)._speculators._speculators if s.name == "draft"]
+            kept = [draft._last if name == "medusa" else draft._texts._texts for draft in drafts]  # type: ignore[union-attr]
+            assert kept == [{}], name
