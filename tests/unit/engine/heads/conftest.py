@@ -11,23 +11,21 @@ from specinfer.heads.load import HeadModel, load_head
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.models.weights import open_model
 from tests.engines import CPU, Tiny, write_tiny
-from tests.heads import (
-    write_any,
-)
+from tests.heads import write_any
 from tests.unit.engine.heads.head_engines import HEADS, AnyHead
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("heads")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def tiny(folder: Path) -> Tiny:
     return write_tiny(folder, num_layers=3)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def heads(folder: Path, tiny: Tiny) -> dict[str, HeadModel]:
     target = open_model(folder / "target")
     loaded = {}
@@ -38,7 +36,7 @@ def heads(folder: Path, tiny: Tiny) -> dict[str, HeadModel]:
     return loaded
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def modules(folder: Path, heads: dict[str, HeadModel]) -> dict[str, AnyHead]:
     """The same heads as plain modules, with the same tables."""
     target = open_model(folder / "target")

@@ -21,12 +21,7 @@ from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import draws_by_parent
 from tests.engines import ENGINE, Tiny
-from tests.heads import (
-    block_config,
-    eagle_config,
-    medusa_config,
-    tiny_body,
-)
+from tests.heads import block_config, eagle_config, medusa_config, tiny_body
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3] * 37, [50, 2, 61, 7]]
 AnyHead = EagleHead | BlockHead | MedusaHead

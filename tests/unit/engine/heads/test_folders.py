@@ -16,11 +16,7 @@ from specinfer.llm import LLM
 from specinfer.replay.recorder import check
 from specinfer.runtime.cost_curve import CostCurve
 from tests.engines import ENGINE, Tiny
-from tests.unit.engine.heads.head_engines import (
-    PROMPTS,
-    AnyHead,
-    engine,
-)
+from tests.unit.engine.heads.head_engines import PROMPTS, AnyHead, engine
 
 
 @pytest.mark.parametrize(

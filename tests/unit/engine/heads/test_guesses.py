@@ -18,11 +18,7 @@ from specinfer.speculation_params import SpeculationParams
 from specinfer.tree.distribution import Distribution
 from specinfer.tree.token_tree import draws_by_parent
 from tests.engines import CPU, Tiny, engine_of
-from tests.heads import (
-    block_config,
-    tiny_head,
-    write_tiny_head,
-)
+from tests.heads import block_config, tiny_head, write_tiny_head
 from tests.unit.engine.heads.head_engines import (
     HEADS,
     PROMPTS,

@@ -9,12 +9,7 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.heads.load import HeadModel
 from tests.engines import Tiny, assert_idle, engine_of, slow_generate
-from tests.unit.engine.heads.head_engines import (
-    HEADS,
-    PROMPTS,
-    SAMPLED,
-    engine,
-)
+from tests.unit.engine.heads.head_engines import HEADS, PROMPTS, SAMPLED, engine
 
 
 @pytest.mark.parametrize("name", HEADS)
