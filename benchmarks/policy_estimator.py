@@ -47,7 +47,7 @@ PLAYED: Final = ("counts, knowing", "chosen", "knowing", "net")
 HIDDEN: Final = 16  # units of the net
 EPOCHS: Final = 30
 ROUNDS: Final = 2000  # of the bootstrap
-BELIEVED: Final = (0.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+BELIEVED: Final = (0.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 LEAST_SQUARES: Final = 1.0  # of a fitted logistic's weights: their penalty
 
 Floats = NDArray[np.float64]

@@ -9,6 +9,7 @@ All of them lie between -2 and 2, whatever a speculator says, and are 0 where th
     later       whether it is not its speculator's first choice below that node
     agreed      how many others propose the same token there
     against     how many others propose something else there
+    denied      how likely the surest of the other drafts finds something else there
     heat        the request's temperature
 
 A speculator's evidence is read by its length: two numbers are the probabilities of the two likeliest tokens,
@@ -24,10 +25,10 @@ from typing import Final
 
 from specinfer.tree import Draw
 
-NAMES: Final = ("one", "sureness", "support", "spread", "later", "agreed", "against", "heat")
+NAMES: Final = ("one", "sureness", "support", "spread", "later", "agreed", "against", "denied", "heat")
 
 # The value of each feature, in the order of NAMES.
-Features = tuple[float, float, float, float, float, float, float, float]
+Features = tuple[float, float, float, float, float, float, float, float, float]
 
 _LEAST: Final = 1 / (1 + math.exp(8.0))  # what is less likely has log-odds of -8
 _MOST: Final = 1 - _LEAST
@@ -44,20 +45,25 @@ def features_of(draws: Sequence[Draw], temperature: float) -> list[Features]:
     """
     held: dict[int, int] = {}  # how many propose a node
     guessing: dict[int, int] = {}  # how many speculators propose anything below one
+    drafted: dict[int, list[Draw]] = {}  # what drafts propose below one
     later = list[float]()
     seen: set[tuple[int, str]] = set()
-    for parent, node, speculator, _, _, _, _ in draws:
+    for draw in draws:
+        parent, node = draw.parent, draw.node
         held[node] = held[node] + 1 if node in held else 1
-        place = (parent, speculator)
+        place = (parent, draw.speculator)
         if place in seen:
             later.append(1.0)
         else:
             seen.add(place)
             later.append(0.0)
             guessing[parent] = guessing[parent] + 1 if parent in guessing else 1
+        if len(draw.evidence) == 2:
+            drafted.setdefault(parent, []).append(draw)
     heat = 0.5 * temperature if temperature < _HOTTEST else 1.0
     found = list[Features]()
-    for (parent, node, _, _, _, confidence, evidence), another in zip(draws, later, strict=True):
+    for draw, another in zip(draws, later, strict=True):
+        confidence, evidence = draw.confidence, draw.evidence
         if _LEAST < confidence < _MOST:
             sureness = 0.25 * log(confidence / (1 - confidence))
         else:
@@ -69,12 +75,22 @@ def features_of(draws: Sequence[Draw], temperature: float) -> list[Features]:
                 support, spread = 0.25 * log2(voters) if voters < _MOST_VOTERS else 1.0, 1.0 - share
         elif len(evidence) == 2:
             support, spread = _of_likeliest(*evidence)
-        same = held[node]
-        others = guessing[parent] - same  # several samples of one speculator may be the same token
+        same = held[draw.node]
+        others = guessing[draw.parent] - same  # several samples of one speculator may be the same token
         agreed = _OTHERS[same - 1] if same < 4 else 1.0
         against = _OTHERS[others] if 0 <= others < 3 else 1.0 if others > 0 else 0.0
-        found.append((1.0, sureness, support, spread, another, agreed, against, heat))
+        denied = _denied(draw, drafted[draw.parent]) if draw.parent in drafted else 0.0
+        found.append((1.0, sureness, support, spread, another, agreed, against, denied, heat))
     return found
+
+
+def _denied(draw: Draw, drafted: Sequence[Draw]) -> float:
+    """How likely the surest of these, of other speculators, finds another token than this one."""
+    most = 0.0
+    for other in drafted:
+        if other.speculator != draw.speculator and other.node != draw.node and most < other.confidence <= 1:
+            most = other.confidence
+    return most
 
 
 def _of_likeliest(best: float, second: float) -> tuple[float, float]:

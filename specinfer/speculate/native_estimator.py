@@ -131,8 +131,8 @@ class NativeEstimator:
         for name, number in self._numbers.items():
             stretch = self._known[_NUMBERS * number : _NUMBERS * (number + 1)].tolist()
             if self._logistics:
-                a, b, c, d, e, f, g, h = stretch[:_WEIGHTS]
-                logistic = Logistic((a, b, c, d, e, f, g, h))
+                a, b, c, d, e, f, g, h, i = stretch[:_WEIGHTS]
+                logistic = Logistic((a, b, c, d, e, f, g, h, i))
                 rivals[name] = Rival(logistic, stretch[_LEAD], int(stretch[_OUTCOMES]))
             for first in (False, True):
                 start = _COUNTS + first * _PAIRS

@@ -24,7 +24,7 @@ from specinfer.speculate.level_counts import checked_levels
 
 _LOG = logging.getLogger(__name__)
 
-VERSION: Final = 2  # of the file; another one is when numbers mean something else
+VERSION: Final = 3  # of the file; another one is when numbers mean something else
 LARGEST: Final = 1 << 20  # bytes of a file
 EVERY: Final = 2000  # steps, after which what was learnt is kept
 LEAST: Final = 500  # outcomes that are worth keeping

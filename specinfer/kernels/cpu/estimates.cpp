@@ -44,6 +44,7 @@ class Group {
       }
       firsts_[i - first] = !later;
       if (!later) ++guessing_[draws.parents[i]];
+      if (draws.pieces[i] == 2) drafted_.push_back(i);
     }
   }
 
@@ -72,15 +73,29 @@ class Group {
     const int same = held_[draws_.nodes[i]], others = guessing_[draws_.parents[i]] - same;
     const double agreed = same < 4 ? kOthers[same - 1] : 1.0;
     const double against = 0 <= others && others < 3 ? kOthers[others] : others > 0 ? 1.0 : 0.0;
-    const double all[] = {1.0, sureness, support, spread, first(i) ? 0.0 : 1.0, agreed, against, heat_};
+    const double later = first(i) ? 0.0 : 1.0;
+    const double all[] = {1.0, sureness, support, spread, later, agreed, against, denied(i), heat_};
     std::copy(std::begin(all), std::end(all), of);
   }
 
  private:
+  // How likely the surest of the other drafts finds something else there.
+  double denied(int64_t i) const {
+    double most = 0.0;
+    for (const int64_t j : drafted_) {
+      if (draws_.parents[j] != draws_.parents[i] || draws_.nodes[j] == draws_.nodes[i]) continue;
+      if (draws_.speculators[j] == draws_.speculators[i]) continue;
+      const double confidence = draws_.confidences[j];
+      if (most < confidence && confidence <= 1) most = confidence;
+    }
+    return most;
+  }
+
   const Draws& draws_;
   const int64_t first_;
   const double heat_;
   std::vector<int> held_, guessing_;  // how many propose a node; how many speculators guess below one
+  std::vector<int64_t> drafted_;      // guesses of drafts
   std::vector<char> firsts_;
 };
 

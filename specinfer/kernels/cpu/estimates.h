@@ -6,7 +6,7 @@
 
 namespace specinfer {
 
-constexpr int kFeatures = 8;
+constexpr int kFeatures = 9;
 constexpr int kLevels = 13;  // of confidences: log-odds from -6 to 6
 
 // What became of a speculator's guesses of one kind, fading.

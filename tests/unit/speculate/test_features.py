@@ -67,6 +67,28 @@ def test_a_sample_that_came_twice_is_no_disagreement() -> None:
     assert [one["against"] for one in twice] == [0, 0]
 
 
+def test_how_sure_the_surest_draft_is_of_something_else_is_told() -> None:
+    #      0
+    #    / | \    a draft proposes 1 and 2, another one 3, suffixes 1 and 3
+    #   1  2  3
+    two = (0.6, 0.3)  # the likeliest tokens of a model: whose evidence these are is a draft
+    found = told(
+        draw(1, "suffix", 0.99, (4.0, 1.0, 1.0)),
+        draw(3, "suffix", 0.99, (4.0, 1.0, 1.0)),
+        draw(1, "draft", 0.6, two),
+        draw(2, "draft", 0.3, two),
+        draw(3, "other", 0.4, two),
+        draw(4, "other", 0.9, two, parent=1),
+    )
+    assert [one["denied"] for one in found] == [0.4, 0.6, 0.4, 0.4, 0.6, 0]
+
+
+@pytest.mark.parametrize("confidence", [NAN, INF, -1.0, 1.5])
+def test_what_is_no_probability_denies_nothing(confidence: float) -> None:
+    [first, _] = told(draw(1, "suffix"), draw(2, "draft", confidence, (0.6, 0.3)))
+    assert first["denied"] == 0
+
+
 def test_the_temperature_is_told_within_bounds() -> None:
     assert [told(draw(1), temperature=t)[0]["heat"] for t in (0.0, 0.5, 1.0, 9.0)] == [0, 0.25, 0.5, 1]
 

@@ -10,12 +10,12 @@ import pytest
 from specinfer.speculate.features import NAMES, Features
 from specinfer.speculate.logistic import HEAVIEST, UNSURE, Logistic
 
-NOTHING: Features = (0.0,) * 8
-BELIEVES: Features = (0.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NOTHING: Features = (0.0,) * 9
+BELIEVES: Features = (0.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def features(sureness: float = 0.0, agreed: float = 0.0) -> Features:
-    return (1.0, sureness, 0.0, 0.0, 0.0, agreed, 0.0, 0.0)
+    return (1.0, sureness, 0.0, 0.0, 0.0, agreed, 0.0, 0.0, 0.0)
 
 
 def test_weights_make_log_odds() -> None:
@@ -24,9 +24,9 @@ def test_weights_make_log_odds() -> None:
 
 
 def test_nothing_is_certain() -> None:
-    heavy: Features = (HEAVIEST,) * 8
-    light: Features = (-HEAVIEST,) * 8
-    most: Features = (1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0)
+    heavy: Features = (HEAVIEST,) * 9
+    light: Features = (-HEAVIEST,) * 9
+    most: Features = (1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0)
     assert Logistic(heavy).probability(most) == 1 - UNSURE
     assert Logistic(light).probability(most) == UNSURE
 
@@ -45,13 +45,15 @@ def test_it_learns_what_a_feature_is_worth() -> None:
 def test_weights_stay_within_bounds() -> None:
     logistic = Logistic(NOTHING)
     for _ in range(10_000):
-        logistic.learn((1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0), 0.0, True)  # whatever it says, it was wrong
-    assert logistic.weights == (HEAVIEST,) * 8
+        logistic.learn(
+            (1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0), 0.0, True
+        )  # whatever it says, it was wrong
+    assert logistic.weights == (HEAVIEST,) * 9
 
 
 def test_weights_have_names() -> None:
     logistic = Logistic.from_named({name: float(number) for number, name in enumerate(NAMES)})
-    assert logistic.weights == (0, 1, 2, 3, 4, 5, 6, 7)
+    assert logistic.weights == (0, 1, 2, 3, 4, 5, 6, 7, 8)
     assert Logistic.from_named(logistic.named()) == logistic
 
 

@@ -182,7 +182,7 @@ def test_a_number_that_cannot_be_costs_what_was_learnt_and_one_line(
         (lambda file: file.write_text("[" * 100_000), "no whole JSON"),
         (lambda file: file.write_text("[1]"), "an object"),
         (lambda file: file.write_text(" " * (LARGEST + 1)), "more than"),
-        (lambda file: changed(file, lambda j: j.update(version=1), signed=False), "version 1, not 2"),
+        (lambda file: changed(file, lambda j: j.update(version=1), signed=False), "version 1, not 3"),
         (lambda file: changed(file, put("drafts", value={}), signed=False), "checksum"),
         (lambda file: changed(file, lambda j: j["key"].update(target="else")), "of other models"),
         (lambda file: (file.unlink(), file.mkdir()), "directory"),
