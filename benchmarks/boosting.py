@@ -55,12 +55,14 @@ class Variant:
     members: int = 1
     boost: Boost | None = None
     loss: Loss = "hybrid"
+    warm: bool = False  # members begin as the one before them
 
 
 def variants(layers: int, depth: int, members: int) -> dict[str, Variant]:
     """What is compared; small models have so many layers, one of them as many as a whole pool."""
     ssm, block = SsmKind(layers=layers, depth=depth), BlockKind(depth=depth)
     forms: tuple[Boost, ...] = ("none", "sequence", "token", "residual", "discount")
+    warm: tuple[Boost, ...] = ("none", "token", "discount")
     of_blocks: tuple[Boost, ...] = ("none", "sequence", "discount")
     losses: tuple[Loss, ...] = ("kl", "tv", "coupled")
     large = members * layers
@@ -68,6 +70,7 @@ def variants(layers: int, depth: int, members: int) -> dict[str, Variant]:
         "1 ssm": Variant(ssm),
         "1 block": Variant(block),
         **{f"{members} ssm, {form}": Variant(ssm, members, form) for form in forms},
+        **{f"{members} ssm, {form}, warm": Variant(ssm, members, form, warm=True) for form in warm},
         f"{members + 2} ssm, sequence": Variant(ssm, members + 2, "sequence"),
         f"1 ssm of {large} layers": Variant(SsmKind(layers=large, depth=depth)),
         "1 eagle": Variant(EagleKind(depth=depth)),
@@ -163,7 +166,7 @@ def train(engine: EngineConfig, variant: Variant, out: Path, corpus: Corpus, min
         collect_minutes=0.0,
         kind=variant.kind,
         members=variant.members,
-        boost=None if variant.boost is None else BoostConfig(form=variant.boost),
+        boost=None if variant.boost is None else BoostConfig(form=variant.boost, warm=variant.warm),
         training=TrainConfig(loss=variant.loss),
         resume=(out / "work" / "tuning.json").exists(),
     )

@@ -93,6 +93,7 @@ _SSM_LAYERS: Final = 4
     show_default="sequence",
     help="How later members learn what the pool does not guess: other texts, places, laws; or seeds alone.",
 )
+@click.option("--warm", is_flag=True, help="Later members begin as the one before them.")
 @click.option("--chat/--raw", default=None, help="Through the chat template, or as they stand.")
 @click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Of each answer.")
 @click.option(
@@ -121,6 +122,7 @@ def tune(
     confidence: bool,
     members: int,
     boost: str | None,
+    warm: bool,
     chat: bool | None,
     max_tokens: int,
     seed: int,
@@ -158,7 +160,7 @@ def tune(
             init=init,
             kind=_kind(kind, layout, layers, depth, vocabulary, confidence),
             members=members,
-            boost=None if boost is None else BoostConfig(form=cast(Boost, boost)),
+            boost=BoostConfig(form=cast(Boost, boost or "sequence"), warm=warm) if boost or warm else None,
             training=TrainConfig(loss=cast(Loss, loss), seed=seed),
         ),
         progress=ProgressBar(),

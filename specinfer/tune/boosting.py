@@ -38,6 +38,7 @@ class BoostConfig:
     form: Boost = "sequence"
     width: int = 1  # tokens that each member proposes at a place
     dropped: float = 0.5  # sequence: the part of a member's texts that the next one does not learn from
+    warm: bool = False  # members begin as the one before them, and not as the first one did
     kept: float = 0.3  # discount: the part of their probability that tokens keep which the pool proposes
 
     def __post_init__(self) -> None:
@@ -51,7 +52,8 @@ class BoostConfig:
     def facts(self) -> dict[str, object]:
         """What a tuning that is gone on with must have in common with this one."""
         facts: dict[str, object] = {"form": self.form, "width": self.width, "dropped": self.dropped}
-        return facts | ({"kept": self.kept} if self.form == "discount" else {})
+        facts |= {"kept": self.kept} if self.form == "discount" else {}
+        return facts | ({"warm": True} if self.warm else {})
 
 
 def lessons_of(corpus: Corpus, config: BoostConfig, known: Sequence[KnownGuesses]) -> Lessons:

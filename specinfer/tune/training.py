@@ -61,10 +61,11 @@ class Training:
         earlier: Sequence[Along] = (),
         material: Material,
         seed: int,
+        init: str | None = None,
         hearers: Hearers,
     ) -> None:
         """Goes on where the last one was, or begins; `texts` are held out; `earlier` are members of its
-        pool, and `seed` is this draft's own.
+        pool; `seed` is this draft's own, and `init` what it begins as.
 
         Raises TuneError where the checkpoint is damaged or another draft's, and as Kind.new.
         """
@@ -72,7 +73,7 @@ class Training:
         self._place, self._material, self._hearers = place, material, hearers
         self._earlier = earlier
         self._config = replace(config.training, seed=seed)
-        self.trainer = self._resumed() or self._begun(config.init)
+        self.trainer = self._resumed() or self._begun(init)
 
     def run(self, seconds: float) -> Figures:
         """Train until `seconds` are over, in all runs; the figures of the best draft, which is in its folder.

@@ -231,6 +231,7 @@ class Tuning:
             earlier=tuple(earlier),
             material=Material.of(self._target.name, sources, corpus),
             seed=config.training.seed + _SEEDS_APART * number,
+            init=str(self._place(number - 1).folder) if number and config.boosting.warm else config.init,
             hearers=self._hearers,
         )
 

@@ -391,6 +391,7 @@ def test_boosting(
             "1 block",
             *(f"2 ssm, {form}" for form in ("none", "sequence", "token", "residual", "discount")),
         ),
+        *(f"2 ssm, {form}, warm" for form in ("none", "token", "discount")),
         *("4 ssm, sequence", "1 ssm of 2 layers", "1 eagle"),
         *(f"1 block, loss {loss}" for loss in ("kl", "tv", "coupled")),
         *(f"2 block, {form}" for form in ("none", "sequence", "discount")),
