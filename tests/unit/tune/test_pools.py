@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import draft_names
@@ -25,9 +26,11 @@ from specinfer.tune.checkpoint import read_checkpoint
 from specinfer.tune.config import TuneConfig
 from specinfer.tune.draft import Kind
 from specinfer.tune.held_out import Figures
+from specinfer.tune.lessons import AllLessons
 from specinfer.tune.pass_costs import measured_costs
 from specinfer.tune.pooling import Costs
 from specinfer.tune.prompts import read_prompts
+from specinfer.tune.read_draft import read_draft
 from specinfer.tune.ssm_kind import SsmKind
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import Clock, engine, ticking, tuning_of
@@ -101,6 +104,33 @@ def test_a_pool_guesses_more_than_its_members(
     first, second = ((int(some), int(every)) for found in counts for some, every in found)
     assert first[0] == first[1]
     assert second == ((first[1] + 1) // 2 if boost == "sequence" else first[1], first[1])
+
+
+@pytest.mark.parametrize("kind", [SSM, BLOCK])
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_later_member_begins_as_the_one_before_it(
+    target: Path, prompts: Path, tmp_path: Path, kind: Kind, warm: bool
+) -> None:
+    config = pool_of(target, tmp_path / "pool", kind, "none")
+    config = replace(config, boost=BoostConfig(form="none", warm=warm))
+    run(config, prompts)
+    tuning = Tuning(replace(config, resume=True), clock=ticking())
+    first = dict(read_draft(config.out / "member1", tuning._target, kind.depth).module.named_parameters())
+    (config.work / "member2.safetensors").unlink()
+    second = tuning._training(AllLessons(tuning._corpus), [], 1).trainer
+    assert second.state.steps == 0
+    alike = [
+        torch.allclose(begun, first[name])
+        for name, begun in second.average.items()
+        if begun.dim() == 2 and name != "fc.weight"  # which reads multiplied hidden states
+    ]
+    assert all(alike) is warm
+    assert config.boosting.facts() == {
+        "form": "none",
+        "width": 1,
+        "dropped": 0.5,
+        **({"warm": True} if warm else {}),
+    }
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
