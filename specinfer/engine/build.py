@@ -37,7 +37,7 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.heads.load import load_head
 from specinfer.heads.medusa_model import MedusaModel
-from specinfer.kernels.choice import Kernels, choose_kernels, guessing
+from specinfer.kernels.choice import Kernels, choose_kernels, guessing, streaming
 from specinfer.kernels.machine import thread_count
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import estimate_bytes, load_model
@@ -103,20 +103,19 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
         _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
     elif kernels.library is None and {of_target, of_drafts} != {"none"}:
         _LOG.warning("quantized products run in PyTorch, without native kernels, and slowly")
-    sizes = {target.files.name: estimate_bytes(target.model, dtype, kernels, of_target)}
-    sizes |= {
-        f"{name} {draft.files.name}": weight_bytes(draft, dtype, kernels, config.speculation)
-        for name, draft in drafts.items()
-    }
-    memory.check_weights_fit(sizes, device)
+    whole = estimate_bytes(target.model, dtype, kernels, of_target)
+    sizes = {name: weight_bytes(draft, dtype, kernels, config.speculation) for name, draft in drafts.items()}
+    told = {f"{name} {draft.files.name}": sizes[name] for name, draft in drafts.items()}
+    memory.check_weights_fit({target.files.name: whole, **told}, device)
 
-    def fitting(found: Found | FoundHead) -> Kernels:
-        return _with_attention(kernels, found, dtype, must=config.kernels == "native")
+    def fitting(found: Found | FoundHead, weights: int) -> Kernels:
+        own = streaming(kernels, weights)
+        return _with_attention(own, found, dtype, must=config.kernels == "native")
 
-    loaded = _load(target, dtype, device, show, fitting(target), of_target)
+    loaded = _load(target, dtype, device, show, fitting(target, whole), of_target)
 
     def load_draft(name: str, draft: Found | FoundHead) -> AnyDraft:
-        own = guessing(fitting(draft))
+        own = guessing(fitting(draft, sizes[name]))
         if isinstance(draft, Found):
             logits = kept_logits(draft, named.get(name), foreign.get(name))
             return _load(draft, dtype, device, show, own, of_drafts, logits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeGuard
 
 import torch
 
@@ -13,6 +13,7 @@ from specinfer.attention.sdpa import SdpaAttention
 from specinfer.config import KernelChoice
 from specinfer.errors import ConfigError, KernelBuildError
 from specinfer.kernels.library import Library
+from specinfer.kernels.machine import cache_bytes
 from specinfer.kernels.native import load_library
 from specinfer.kernels.ops import NativeOps, Ops, TorchOps
 from specinfer.kernels.quantized import NativeProducts, Products, TorchProducts
@@ -64,6 +65,17 @@ def native_kernels(library: Library) -> Kernels:
 
 def guessing(kernels: Kernels) -> Kernels:
     """The same for a draft: its rows only guess, so they may depend on how many there are to be quicker."""
-    if kernels.library is None:
+    products = kernels.products
+    return replace(kernels, products=products.but(loose=True)) if _native(products) else kernels
+
+
+def streaming(kernels: Kernels, weights: int) -> Kernels:
+    """The same for a model with so many bytes of weights: past the caches where these cannot hold them."""
+    products = kernels.products
+    if not _native(products):
         return kernels
-    return replace(kernels, products=NativeProducts(kernels.library, loose=True))
+    return replace(kernels, products=products.but(nontemporal=weights > cache_bytes()))
+
+
+def _native(products: Products) -> TypeGuard[NativeProducts]:
+    return isinstance(products, NativeProducts)

@@ -60,7 +60,8 @@ def faults(library: Library) -> Iterator[str]:
 def _faults_of(product: _Trial, x: Array) -> Iterator[str]:
     whole, want = product(x), product.expected(x)
     for rows in _ROWS:
-        if not np.array_equal(product(x[:rows]), whole[:rows], equal_nan=True):
+        found = [product(x[:rows], nontemporal=past) for past in (False, True)]
+        if not all(np.array_equal(one, whole[:rows], equal_nan=True) for one in found):
             yield f"{rows} rows are not what they are among {len(x)}"
     if product.exact:
         if not _same(product(x, "bfloat16"), product.expected(_float32(_bfloat16(x)))):
@@ -120,9 +121,11 @@ class _Trial:
             kind=KINDS[kind], channels=channels, inner=inner, largest=_SCALES[1], **addresses
         )
 
-    def __call__(self, x: Array, rows: FloatType = "float32", *, loose: bool = False) -> Array:
+    def __call__(
+        self, x: Array, rows: FloatType = "float32", *, loose: bool = False, nontemporal: bool = False
+    ) -> Array:
         """The library's product with x as `rows`, or as the weight is, in float32."""
-        self._args.loose = loose
+        self._args.loose, self._args.nontemporal = loose, nontemporal
         name: FloatType = "bfloat16" if self.kind == "bfloat16" else rows
         given = np.ascontiguousarray(_bfloat16(x) if name == "bfloat16" else x)
         out = np.empty((len(x), self._channels), dtype=given.dtype)

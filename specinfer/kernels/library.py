@@ -33,6 +33,7 @@ class ProductArgs(ctypes.Structure):
         ("inner", c_int64),
         ("largest", c_float),
         ("loose", c_int32),
+        ("nontemporal", c_int32),
     )
 
 

@@ -14,6 +14,8 @@ from specinfer.kernels.cgroups import cgroup_cpus
 
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 _CPUS: Final = Path("/sys/devices/system/cpu")
+_CACHE: Final = 16 << 20  # bytes, where the system does not say
+_UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _BFLOAT16: Final = ("avx512_bf16", "amx_bf16", "bf16")
 # What macOS calls the features that Linux names in /proc/cpuinfo.
 _APPLE: Final = {
@@ -75,6 +77,21 @@ def allowed_cpus() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
+
+
+@functools.cache
+def cache_bytes() -> int:
+    """What the last caches before memory hold, all that the CPUs of this process have together."""
+    found: dict[tuple[int, str], int] = {}  # by level, and the CPUs that share one
+    for cpu in allowed_cpus():
+        for cache in (_CPUS / f"cpu{cpu}" / "cache").glob("index*"):
+            level, size, shared = (
+                (_read(cache / name) or "").strip() for name in ("level", "size", "shared_cpu_list")
+            )
+            if level.isdecimal() and size[:-1].isdecimal():
+                found[int(level), shared] = int(size[:-1]) * _UNITS.get(size[-1], 0)
+    last = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == last) or _CACHE
 
 
 def _core(cpu: int) -> tuple[str, str]:

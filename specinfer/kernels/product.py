@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,11 +46,21 @@ def in_huge_pages(library: Library, fresh: Tensor) -> Tensor:
     return fresh
 
 
+class Use(NamedTuple):
+    """How a model uses its products."""
+
+    loose: bool = False  # a row's result may depend on how many rows there are, where that is quicker
+    nontemporal: bool = False  # caches would not hold the weights from pass to pass: they are read past them
+
+
+USUAL: Final = Use()
+
+
 class NativeProduct:
     """A Product by the library; `NativeLayers` uses the same `args`.
 
-    A row's result depends on that row alone, unless the product is `loose`: then also on how many rows there
-    are, where that is quicker. The given tensors are kept, laid out as cpu/product.h has them.
+    A row's result depends on that row alone, unless the product is loose. The given tensors are kept, laid
+    out as cpu/product.h has them.
     """
 
     __slots__ = ("_kept", "_library", "args", "channels", "inner", "kind")
@@ -66,7 +76,7 @@ class NativeProduct:
         scales: Tensor | None = None,
         zeros: Tensor | None = None,
         bias: Tensor | None = None,
-        loose: bool = False,
+        use: Use = USUAL,
     ) -> None:
         """`bias` is float32 [channels]; raises ValueError where a tensor is not of the size it must have."""
         blocks, padded = num_blocks(channels), padded_inner(kind, inner)
@@ -92,21 +102,30 @@ class NativeProduct:
         self.inner = inner
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in self._kept]
         largest = 0.0 if scales is None or kind != "int4" else float(scales.max())
-        self.args = ProductArgs(KINDS[kind], *addresses, channels, inner, largest, loose)
+        self.args = ProductArgs(KINDS[kind], *addresses, channels, inner, largest, *use)
         self._library = library
 
     @classmethod
-    def of_floats(cls, library: Library, weight: Tensor, bias: Tensor | None) -> NativeProduct:
+    def of_floats(
+        cls, library: Library, weight: Tensor, bias: Tensor | None, use: Use = USUAL
+    ) -> NativeProduct:
         """The product with a float32 or bfloat16 weight [channels, inner]; `weight` is not kept."""
-        return cls._laid_out(library, FLOATS[weight.dtype], weight, None, bias)
+        return cls._laid_out(library, FLOATS[weight.dtype], weight, None, bias, use)
 
     @classmethod
     def of_int8(
-        cls, library: Library, values: Tensor, scales: Tensor, bias: Tensor | None, inner: int
+        cls,
+        library: Library,
+        values: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        inner: int,
+        use: Use = USUAL,
     ) -> NativeProduct:
         """The product with int8 values [channels, padded inner] and float32 scales [channels], none kept."""
         padding = -len(scales) % BLOCK
-        product = cls._laid_out(library, "int8", values, torch.nn.functional.pad(scales, (0, padding)), bias)
+        padded = torch.nn.functional.pad(scales, (0, padding))
+        product = cls._laid_out(library, "int8", values, padded, bias, use)
         if not product.inner - 32 < inner <= product.inner:
             raise ValueError(f"a weight of inner size {product.inner} for rows of {inner}")
         product.inner = product.args.inner = inner
@@ -114,7 +133,13 @@ class NativeProduct:
 
     @classmethod
     def _laid_out(
-        cls, library: Library, kind: Kind, weight: Tensor, scales: Tensor | None, bias: Tensor | None
+        cls,
+        library: Library,
+        kind: Kind,
+        weight: Tensor,
+        scales: Tensor | None,
+        bias: Tensor | None,
+        use: Use,
     ) -> NativeProduct:
         channels, inner = weight.shape
         size = num_blocks(channels) * BLOCK * padded_inner(kind, inner)
@@ -122,7 +147,7 @@ class NativeProduct:
         weight = weight.contiguous()
         library.lay_out(KINDS[kind], weight.data_ptr(), channels, inner, laid_out.data_ptr())
         bias = None if bias is None else bias.float()
-        return cls(library, kind, laid_out, channels=channels, inner=inner, scales=scales, bias=bias)
+        return cls(library, kind, laid_out, channels=channels, inner=inner, scales=scales, bias=bias, use=use)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, inner] -> [rows, channels] in x's dtype."""

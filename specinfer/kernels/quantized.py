@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.kernels.library import BLOCK, Library
-from specinfer.kernels.product import NativeProduct, Product, in_huge_pages
+from specinfer.kernels.product import USUAL, NativeProduct, Product, Use, in_huge_pages
 
 GROUP: Final = 32  # inner elements that are rotated together, or share a scale; inner sizes are padded to it
 LEVELS: Final = 16  # of an int4 weight
@@ -117,20 +117,28 @@ class TorchProducts:
 class NativeProducts:
     """Products of the native library."""
 
-    __slots__ = ("_library", "loose")
+    __slots__ = ("_library", "use")
 
-    def __init__(self, library: Library, *, loose: bool = False) -> None:
-        """With `loose`, a row's result may depend on how many rows there are, where that is quicker."""
+    def __init__(self, library: Library, use: Use = USUAL) -> None:
         self._library = library
-        self.loose = loose
+        self.use = use
+
+    @property
+    def loose(self) -> bool:
+        """As Products says."""
+        return self.use.loose
+
+    def but(self, **changes: bool) -> NativeProducts:
+        """The same, used otherwise."""
+        return NativeProducts(self._library, self.use._replace(**changes))
 
     def floats(self, weight: Tensor, bias: Tensor | None) -> Product:
         """As Products says."""
-        return NativeProduct.of_floats(self._library, weight, bias)
+        return NativeProduct.of_floats(self._library, weight, bias, self.use)
 
     def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int) -> Product:
         """As Products says."""
-        return NativeProduct.of_int8(self._library, weight.values, weight.scales, bias, inner)
+        return NativeProduct.of_int8(self._library, weight.values, weight.scales, bias, inner, self.use)
 
     def int4(self, weight: Int4Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
         """As Products says."""
@@ -144,7 +152,7 @@ class NativeProducts:
             scales=scales,
             zeros=zeros,
             bias=bias,
-            loose=self.loose,
+            use=self.use,
         )
 
 

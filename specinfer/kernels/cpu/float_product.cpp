@@ -39,7 +39,7 @@ struct OfBFloat16 {
   }
 };
 
-template <typename Of>
+template <typename Of, bool Nontemporal>
 struct FloatWeight {
   const uint32_t* words;  // [blocks, steps, 16]
   const uint32_t* x;      // [rows, steps]
@@ -59,7 +59,7 @@ struct FloatWeight {
       Words weights[B];
       each<B>([&](auto b) {
         const uint32_t* const word = from + (b * steps + s) * kBlock;
-        prefetch(word);
+        prefetch<Nontemporal>(word);
         weights[b] = load_vector<uint32_t>(word);
       });
       each<R>([&](auto r) {
@@ -93,9 +93,11 @@ void multiply_words(const Product& product, const Rows& rows, const Output& out)
   const int64_t inner = padded_inner(product.kind, product.inner), steps = inner / Of::kElements;
   const void* x = padded_rows(rows, product.inner, inner, sizeof(uint32_t) / Of::kElements);
   const int64_t blocks = blocks_of(product.channels);
-  multiply_in_registers(FloatWeight<Of>{static_cast<const uint32_t*>(product.weight),
-                                        static_cast<const uint32_t*>(x), rows.count, blocks, steps,
-                                        steps * kBlock * static_cast<int64_t>(sizeof(uint32_t)), out});
+  by_temporality(product, [&](auto nontemporal) {
+    multiply_in_registers(FloatWeight<Of, nontemporal>{static_cast<const uint32_t*>(product.weight),
+                                                       static_cast<const uint32_t*>(x), rows.count, blocks, steps,
+                                                       steps * kBlock * static_cast<int64_t>(sizeof(uint32_t)), out});
+  });
 }
 
 }  // namespace

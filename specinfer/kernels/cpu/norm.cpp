@@ -8,7 +8,7 @@
 namespace specinfer {
 namespace {
 
-constexpr int64_t kPieceElements = 1 << 15;  // worth being shared out
+constexpr int64_t kPieceElements = 1 << 11;  // worth being shared out
 
 // kept = x + y, rounded to T; out = kept / rms(kept) * weight. Where there is no y, kept is x. kept may be x or out.
 template <typename T>

@@ -41,6 +41,7 @@ struct Product {
   int64_t channels, inner;
   float largest;  // no scale of int4 is larger
   int32_t loose;  // whether a row's result may depend on how many rows there are, where that is quicker
+  int32_t nontemporal;  // whether caches would not hold the weights until they are read again
 };
 
 // Rows as they come: contiguous, [count, inner of the product].

@@ -195,6 +195,7 @@ struct StraightRows {
 
 #if !defined(SPECINFER_TILED)  // where tiles do that
 
+template <bool Nontemporal>
 struct Int8Weight {
   const uint8_t* weights;
   const float* scales;
@@ -218,7 +219,7 @@ struct Int8Weight {
       Bytes four[B];
       each<B>([&](auto b) {
         const uint8_t* const at = from + b * block_bytes + k * kBlock;
-        prefetch(at);
+        prefetch<Nontemporal>(at);
         four[b] = multiplicand(load_bytes(at));
       });
       each<R>([&](auto r) {
@@ -238,6 +239,7 @@ struct Int8Weight {
 
 #endif
 
+template <bool Nontemporal>
 struct Int4Weight {
   const uint8_t* levels;
   const Half* scales;
@@ -268,7 +270,7 @@ struct Int4Weight {
       GroupSum sums[R];
       each<4>([&](auto j) {
         const uint8_t* const at = levels + group * kGroupBytes + 64 * j;
-        prefetch(at);
+        prefetch<Nontemporal>(at);
         const Bytes both = load_bytes(at), low = low_halves(both), high = high_halves(both);
         each<R>([&](auto r) { sums[r].add(low, high, a + (r * groups + g) * kGroup + 8 * j); });
       });
@@ -295,9 +297,11 @@ void multiply_int8(const Product& product, const Rows& rows, const Output& out) 
   auto* const scales = scratch.take<float>(rows.count);
   auto* const offsets = scratch.take<int32_t>(rows.count);
   quantize<Kind::kInt8>(product, rows, groups, place, scales, offsets);
-  multiply_in_registers(Int8Weight{static_cast<const uint8_t*>(product.weight),
-                                   static_cast<const float*>(product.scales), place.to, scales, offsets,
-                                   rows.count, blocks_of(product.channels), inner, inner * kBlock, out});
+  by_temporality(product, [&](auto nontemporal) {
+    multiply_in_registers(Int8Weight<nontemporal>{static_cast<const uint8_t*>(product.weight),
+                                                  static_cast<const float*>(product.scales), place.to, scales, offsets,
+                                                  rows.count, blocks_of(product.channels), inner, inner * kBlock, out});
+  });
 }
 #endif
 
@@ -308,10 +312,13 @@ void multiply_int4(const Product& product, const Rows& rows, const Output& out) 
   auto* const scales = scratch.take<float>(rows.count * groups);
   auto* const sums = scratch.take<int32_t>(rows.count * groups);
   quantize<Kind::kInt4>(product, rows, groups, place, scales, sums);
-  multiply_in_registers(Int4Weight{static_cast<const uint8_t*>(product.weight),
-                                   static_cast<const Half*>(product.scales),
-                                   static_cast<const uint8_t*>(product.zeros), place.to, scales, sums,
-                                   rows.count, blocks_of(product.channels), groups, groups * kGroupBytes, out});
+  by_temporality(product, [&](auto nontemporal) {
+    multiply_in_registers(Int4Weight<nontemporal>{static_cast<const uint8_t*>(product.weight),
+                                                  static_cast<const Half*>(product.scales),
+                                                  static_cast<const uint8_t*>(product.zeros), place.to, scales, sums,
+                                                  rows.count, blocks_of(product.channels), groups,
+                                                  groups * kGroupBytes, out});
+  });
 }
 
 }  // namespace specinfer

@@ -9,6 +9,8 @@
 
 namespace specinfer {
 
+constexpr int64_t kPieceElements = 1 << 10;  // worth being shared out
+
 struct GroupOf32 {
   Floats low, high;
 };
@@ -120,7 +122,7 @@ template <Kind kind, typename Place>
 void quantize(const Product& product, const Rows& rows, int64_t groups, const Place& place, float* scales,
               int32_t* sums) {
   const auto all = [&](const auto* x) {
-    Pool::get().split(rows.count, kPieceBytes / (groups * kGroup) + 1, [&](int64_t first, int64_t last) {
+    Pool::get().split(rows.count, kPieceElements / (groups * kGroup) + 1, [&](int64_t first, int64_t last) {
       const std::unique_ptr<float[]> rotated(kind == Kind::kInt8 ? new float[groups * kGroup] : nullptr);
       for (int64_t r = first; r < last; ++r) {
         const auto* const from = x + r * product.inner;

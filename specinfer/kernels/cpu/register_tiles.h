@@ -7,6 +7,7 @@
 #pragma once
 
 #include <array>
+#include <type_traits>
 
 #include "product.h"
 
@@ -14,7 +15,27 @@ namespace specinfer {
 
 constexpr int64_t kAhead = 4096;  // bytes between what is used and what is asked for
 
-inline void prefetch(const void* weights) { __builtin_prefetch(static_cast<const char*>(weights) + kAhead); }
+// Ask for weights that are read next. Those of a large model come round once a pass: past the caches they leave there
+// what is wanted sooner, keys and values, activations, and whatever the process does between two passes.
+template <bool Nontemporal>
+inline void prefetch(const void* weights) {
+#if defined(__x86_64__)
+  constexpr int kLocality = Nontemporal ? 0 : 3;
+#else
+  constexpr int kLocality = 3;  // nobody has measured the other there
+#endif
+  __builtin_prefetch(static_cast<const char*>(weights) + kAhead, 0, kLocality);
+}
+
+// f with whether the product's weights are nontemporal, as a number the compiler knows.
+template <typename F>
+void by_temporality(const Product& product, const F& f) {
+  if (product.nontemporal != 0) {
+    f(std::true_type{});
+  } else {
+    f(std::false_type{});
+  }
+}
 
 // Results of a tile, to be stored by a loop: unrolled, it would take the compiler longer than all sums.
 template <int R, int B>

@@ -9,7 +9,7 @@
 namespace specinfer {
 namespace {
 
-constexpr int64_t kPieceElements = 1 << 15;  // worth being shared out
+constexpr int64_t kPieceElements = 1 << 10;  // worth being shared out
 
 // What is done to a query or key head; null pointers where a model does not have it.
 struct Rotation {

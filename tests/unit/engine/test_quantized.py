@@ -11,6 +11,7 @@ import pytest
 from specinfer.config import EngineConfig
 from specinfer.engine.build import load_models
 from specinfer.errors import ConfigError
+from specinfer.kernels.quantized import NativeProducts
 from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams
 from tests.engines import ENGINE
@@ -63,6 +64,18 @@ def test_only_the_rows_of_a_draft_may_depend_on_how_many_there_are(folder: Path)
     models = load_models(EngineConfig.from_options(str(folder / "target"), options))
     loose = [model.kernels.products.loose for model in (models.target, *models.drafts.values())]
     assert loose == [False, True]
+
+
+@pytest.mark.parametrize("cache", [0, 1 << 30])
+def test_weights_that_the_caches_cannot_hold_are_read_past_them(
+    folder: Path, cache: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels("native")
+    monkeypatch.setattr("specinfer.kernels.choice.cache_bytes", lambda: cache)
+    options = {**ENGINE, "kernels": "native", "drafts": (str(folder / "draft"),)}
+    models = load_models(EngineConfig.from_options(str(folder / "target"), options))
+    products = [model.kernels.products for model in (models.target, *models.drafts.values())]
+    assert [isinstance(p, NativeProducts) and p.use.nontemporal for p in products] == [cache == 0] * 2
 
 
 def test_slow_products_are_told_in_one_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

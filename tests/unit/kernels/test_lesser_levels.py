@@ -76,6 +76,8 @@ def quantized_products(native: Kernels, folder: Path) -> None:
         test_quantized.test_products_are_near_the_real_ones(products, kind, channels, inner)
     for dtype in DTYPES:
         test_quantized.test_few_rows_of_a_loose_product_have_the_bits_of_the_twins(dtype)
+    for kind in (*test_quantized.NOISE, "bfloat16", "float32"):
+        test_quantized.test_weights_that_are_read_past_the_caches_are_the_same_weights(products, kind)
     for kind in test_quantized.NOISE:
         for inner in (80, 576):
             test_quantized.test_a_row_does_not_depend_on_the_rows_beside_it(products, kind, inner)

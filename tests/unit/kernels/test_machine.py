@@ -11,6 +11,7 @@ from specinfer.kernels import machine
 from specinfer.kernels.machine import (
     allowed_cpus,
     architecture,
+    cache_bytes,
     cpu_features,
     cpu_name,
     is_quick_in_bfloat16,
@@ -80,6 +81,45 @@ def test_as_many_threads_as_physical_cores_may_be_used(
     set_cores(monkeypatch, tmp_path, cores)
     monkeypatch.setattr(machine, "cgroup_cpus", lambda: quota)
     assert thread_count() == threads
+
+
+def set_caches(folder: Path, caches: dict[int, list[tuple[int, str, str]]]) -> None:
+    """The caches of logical CPUs, each with its level, size and the CPUs that share it."""
+    for cpu, of_cpu in caches.items():
+        for number, told in enumerate(of_cpu):
+            index = folder / "cpus" / f"cpu{cpu}" / "cache" / f"index{number}"
+            index.mkdir(parents=True)
+            for name, value in zip(("level", "size", "shared_cpu_list"), told, strict=True):
+                (index / name).write_text(f"{value}\n")
+
+
+L1, L2 = (1, "32K", "0"), (2, "1024K", "0")
+
+
+@pytest.mark.parametrize(
+    ("caches", "held"),
+    [
+        ({0: [L1, L2, (3, "32768K", "0-1")], 1: [(3, "32768K", "0-1")]}, 32 << 20),  # one that both share
+        ({0: [(3, "96M", "0")], 1: [(3, "96M", "1")]}, 192 << 20),  # one of each
+        ({0: [L1, L2], 1: [(1, "32K", "1"), (2, "1024K", "1")]}, 2 << 20),  # no third level
+        ({0: [(3, "much", "0")]}, 16 << 20),  # what nobody can read is unknown
+        ({0: [(3, "", "0")]}, 16 << 20),
+        ({}, 16 << 20),
+    ],
+)
+def test_what_the_last_caches_hold(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caches: dict[int, list[tuple[int, str, str]]],
+    held: int,
+) -> None:
+    set_cores(monkeypatch, tmp_path, {0: None, 1: None})
+    set_caches(tmp_path, caches)
+    cache_bytes.cache_clear()
+    try:
+        assert cache_bytes() == held
+    finally:
+        cache_bytes.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ struct Product {
   const void *weight, *scales, *zeros, *bias;
   int64_t channels, inner;
   float largest;
-  int32_t loose;
+  int32_t loose, nontemporal;
 };
 extern "C" {
 int32_t specinfer_ready() { %(ready)s; return 1; }

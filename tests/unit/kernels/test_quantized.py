@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specinfer.kernels.product import Use
 from specinfer.kernels.quantized import (
     GROUP,
     NativeProducts,
@@ -78,7 +79,7 @@ def test_few_rows_of_a_loose_product_have_the_bits_of_the_twins(dtype: torch.dty
     library = kernels("native").library
     assert library is not None
     weight, bias = random(49, 576), random(49, seed=2)
-    loose = product(NativeProducts(library, loose=True), "int4", weight, bias)
+    loose = product(NativeProducts(library, Use(loose=True)), "int4", weight, bias)
     twin, steady = (product(p, "int4", weight, bias) for p in (TorchProducts(), NativeProducts(library)))
     for rows in (1, 3, 8):
         x = activations(rows, 576, dtype)
@@ -86,6 +87,20 @@ def test_few_rows_of_a_loose_product_have_the_bits_of_the_twins(dtype: torch.dty
     for rows in (9, 40):
         x = activations(rows, 576, dtype)
         assert torch.equal(loose(x), steady(x)), f"{rows} rows"
+
+
+@pytest.mark.parametrize("kind", [*NOISE, "bfloat16", "float32"])
+def test_weights_that_are_read_past_the_caches_are_the_same_weights(native: Products, kind: str) -> None:
+    assert isinstance(native, NativeProducts)
+    weight, past = random(49, 576), native.but(nontemporal=True)
+    if kind in NOISE:
+        usual, other = product(native, kind, weight), product(past, kind, weight)
+    else:
+        floats = weight.to(getattr(torch, kind))
+        usual, other = native.floats(floats, None), past.floats(floats, None)
+    for rows in ROWS[1:]:
+        x = activations(rows, 576, torch.bfloat16 if kind == "bfloat16" else torch.float32)
+        assert torch.equal(other(x), usual(x)), f"{rows} rows"
 
 
 @KINDS

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from specinfer.errors import ModelFileError, ModelNotFoundError
 from specinfer.kernels.choice import TORCH
+from specinfer.kernels.product import Use
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.weights import _rows, estimate_bytes, load_config, load_model
@@ -294,7 +295,7 @@ def test_native_products_and_twins_give_the_same_logits(tmp_path):
     folder = write_tiny_llama(tmp_path / "m")
     library = kernels("native").library
     # Few loose rows of int4 have the twins' bits on every CPU.
-    native = replace(TORCH, products=NativeProducts(library, loose=True))
+    native = replace(TORCH, products=NativeProducts(library, Use(loose=True)))
     for quantization in ("int8", "int4"):
         twins = logits_of(load_quantized(folder, tmp_path / "cache", quantization))
         ours = logits_of(load_quantized(folder, tmp_path / "cache", quantization, kernels=native))
