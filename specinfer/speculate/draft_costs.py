@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from specinfer.runtime.cost_model import PassCosts
 from specinfer.speculate.level_counts import LevelCounts, LevelRate
 from specinfer.speculate.speculator import LevelOutcome
@@ -85,6 +83,5 @@ class DraftCosts:
         if max(unread) <= usual:  # so it is in nearly every step
             return [0.0] * len(unread)
         together = usual * len(unread)
-        rows = together + np.maximum(np.asarray(unread) - usual, 0)
-        added: list[float] = (self._costs.seconds(rows) - self._costs.seconds([together])).tolist()
-        return added
+        seconds = self._costs.table(together + max(unread))
+        return [seconds[together + max(0, left - usual)] - seconds[together] for left in unread]
