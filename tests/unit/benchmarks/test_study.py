@@ -28,6 +28,7 @@ SCRIPTS = (
         "neighbour",
         "overhead",
         "parameters",
+        "policy_ablation",
         "policy_before",
         "policy_estimator",
         "policy_hedge",
@@ -206,7 +207,8 @@ def test_every_script_says_how_it_is_used(
         script(name).main()
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    traces = dict.fromkeys(("policy_before", "policy_estimator", "policy_shape"), " --traces ")
+    played = ("policy_ablation", "policy_before", "policy_estimator", "policy_shape")
+    traces = dict.fromkeys(played, " --traces ")
     asks = {"deciding": "", **traces}.get(name, " --model ")
     assert f"python benchmarks/{name}.py{asks}" in said
     assert "--out OUT" in said

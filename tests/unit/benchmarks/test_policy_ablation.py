@@ -1,0 +1,109 @@
+"""benchmarks/policy_ablation.py: what is left out is left out, and there again afterwards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer.replay.recorder import record
+from specinfer.replay.replay import simulated_engine
+from specinfer.replay.trace import Trace
+from specinfer.replay.trace_store import read_trace, write_trace
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculate import (
+    cost_policy,
+    draft_costs,
+    draft_starts,
+    ensemble,
+    estimator,
+    features,
+    tokens_per_second,
+)
+from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.estimator import Estimator
+from specinfer.speculate.guard import Guard
+from specinfer.speculate.plain_steps import PlainSteps
+from specinfer.speculate.policy import FixedPolicy, StepReport
+from specinfer.speculate.speculator import LevelOutcome
+from specinfer.tree.expansion import Expansion
+from tests.engines import write_tiny
+from tests.unit.speculate.priced import FREE
+
+# What is seen of each piece, by what is left out.
+SEEN: dict[str, Callable[[], object]] = {
+    "weights to begin with": lambda: any(estimator.prior(2)),
+    "who denies a guess": lambda: features._denied.__name__,
+    "patience": lambda: tokens_per_second.patient(1.0, 2.0),
+    "doubt when a draft starts": lambda: cost_policy._DOUBT,
+    "lookups behind drafts' ends": lambda: ensemble.likely_ends.__name__,
+    "rates of a request's own": lambda: draft_costs._LIKE_ALL,
+    "reading shared among steps": lambda: draft_starts._part(1.0, 1.0, 100),
+    "what drafts find out later": lambda: learns_later(),
+    "curiosity": lambda: draft_starts._CURIOSITY,
+    "the guard": lambda: (Guard().allows(1, 0.0, new=False), PlainSteps().due(1, 1.0)),
+}
+
+
+def learns_later() -> bool:
+    """Whether a policy learns from places at which a draft was not asked."""
+    draft = DraftCosts(FREE, Expansion((1,)))
+    policy = cost_policy.CostPolicy(FREE, {"draft": draft}, Estimator(logistics=False))
+    before = draft.rate(0)
+    policy.observe(StepReport([], hindsight={"draft": [LevelOutcome("0", 0, None)] * 20}))
+    return draft.rate(0) != before
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Files of two kinds of text that a draft often guesses."""
+    folder = tmp_path_factory.mktemp("ablation")
+    llm = write_tiny(folder, vocab_size=64, max_context=96, spread=0.25).llm(drafts=("similar",), ngram=True)
+    params = [SamplingParams(temperature=0, max_tokens=12, seed=0)] * 2
+    files = []
+    for kind, first in (("chat", 0), ("code", 7)):
+        asked = llm.intake.prompts([[i, i + 1, i] * 3 for i in range(first, first + 2)], params)
+        files.append(folder / f"{kind}-00.npz")
+        write_trace(files[-1], record(llm, [one.request for [one] in asked]))
+    llm.close()
+    return files
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_piece_is_left_out_and_there_again(script: Any, name: str) -> None:
+    piece, seen = script("policy_ablation").pieces()[name], SEEN[name]
+    before = seen()
+    with piece.without():
+        assert seen() != before
+    assert seen() == before
+
+
+def test_drafts_are_asked_first_where_that_is_what_is_left_out(script: Any, traces: list[Path]) -> None:
+    module = script("policy_ablation")
+    trace: Trace = read_trace(traces[0])
+
+    def asked() -> list[str]:
+        engine, _ = simulated_engine(trace, FixedPolicy())
+        return [speculator.name for speculator in engine._ensemble._speculators]
+
+    usual = asked()
+    with module.drafts_first():
+        assert asked() == [*sorted(usual, key=lambda name: name not in trace.drafts)] != usual
+    assert asked() == usual
+
+
+def test_every_piece_has_its_row_for_every_kind(
+    script: Any, traces: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, out = script("policy_ablation"), tmp_path / "page.md"
+    options = ["--traces", *traces, "--at-once", 2, "--curves", "dear: 1:10,2:20,64:640 | 1:9,64:90"]
+    monkeypatch.setattr(sys, "argv", ["policy_ablation.py", *map(str, options), "--out", str(out)])
+    module.main()
+    lines = out.read_text().splitlines()
+    assert lines.count("| without | chat | code | in turns | at once |") == 2
+    for name in [*module.pieces()][1:]:
+        rows = [line for line in lines if line.startswith(f"| {name} |")]
+        assert [row.count("[") for row in rows] == [4, 4], name
