@@ -188,8 +188,8 @@ def page(settings: Mapping[str, Any], cells: Mapping[str, Any]) -> list[str]:
         "",
         f"Each member is trained for {settings['minutes']:g} minutes of one thread's CPU time, matrices of "
         f"rank {settings['rank']}, on {settings['tokens']} tokens of answers. Tokens a pass of the target's "
-        f"on held-out greedy answers; pools of 1 to {counts}, the trunk first. A pool of n chains has as many",
-        "nodes as a tree of the trunk alone with n first guesses.",
+        f"on held-out greedy answers; pools of 1 to {counts}, the trunk first. A pool of n chains has as "
+        "many nodes as a tree of the trunk alone with n first guesses.",
         "",
         row(
             *("boosted by", "places", "members alone", "chains of all", "trees of the trunk alone"),

@@ -43,6 +43,7 @@ SCRIPTS = (
         "perplexity",
         "prediction",
         "serving",
+        "shared_trunk",
         "soak",
         "structured",
         "suffix",
