@@ -25,7 +25,7 @@ from policy_matching_length import ratio
 from policy_shape import OWN, Curves, at, curves_of
 from study import Study, natural, parser, row, run, settings_of
 
-from specinfer.config import SpeculationConfig
+from specinfer.config import SWITCHES, SpeculationConfig
 from specinfer.replay import simulated_engine
 from specinfer.replay.replay import Part, Played, cost_policy, counting_policy, play, play_without
 from specinfer.replay.trace import Trace
@@ -53,22 +53,24 @@ Without = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Piece:
-    """Something that can be left out: by what is patched, the policy, or the shape of drafts' trees."""
+    """Something that can be left out: by what is patched, the policy, or another trace."""
 
     without: Without = nullcontext
     policy: Callable[[Trace, SpeculationConfig], Any] = cost_policy
-    shape: str | None = None
+    other: Callable[[Trace], Trace] = lambda trace: trace
 
 
 def pieces() -> dict[str, Piece]:
     """By what is left out; the first is nothing."""
     return {
         "nothing": Piece(),
+        "drafts": Piece(other=lambda trace: replace(trace, drafts={})),
+        "lookups": Piece(other=without_lookups),
         "lookups asked before drafts": Piece(drafts_first),
         "logistics beside counts": Piece(policy=counting_policy),
         "weights to begin with": Piece(lambda: patch.object(estimator, "prior", lambda _: NOTHING)),
         "who denies a guess": Piece(lambda: patch.object(features, "_denied", lambda *_: 0.0)),
-        "learned shapes (1,1,3,1,1)": Piece(shape="1,1,3,1,1"),
+        "learned shapes (1,1,3,1,1)": Piece(other=with_fixed_shapes),
         "patience": Piece(lambda: patch.object(tokens_per_second, "_PATIENCE", 1.0)),
         "doubt when a draft starts": Piece(lambda: patch.object(deciding, "_DOUBT", 1.0)),
         "lookups behind drafts' ends": Piece(lambda: patch.object(ensemble, "likely_ends", lambda *_: [])),
@@ -120,12 +122,24 @@ def played(traces: Mapping[str, Trace], at_once: int) -> dict[str, Any]:
 
 def of_piece(piece: Piece, part: Part) -> Played:
     """What comes of playing these texts without it."""
+    others = {id(trace): piece.other(trace) for trace, _ in part.texts}
+    part = replace(part, texts=[(others[id(trace)], number) for trace, number in part.texts])
     trace = part.texts[0][0]
     speculation = replace(trace.speculation, tree_size="cost")
-    if piece.shape is not None:
-        speculation = replace(speculation, expansion=Expansion.parse(piece.shape))
     with piece.without():
         return play([part], piece.policy(trace, speculation), speculation=speculation)
+
+
+def without_lookups(trace: Trace) -> Trace:
+    """The trace as if nobody looked anything up, in texts or in predictions."""
+    texts = tuple(replace(text, prediction=()) for text in trace.texts)
+    switches: dict[str, Any] = dict.fromkeys(SWITCHES, False)
+    return replace(trace, texts=texts, speculation=replace(trace.speculation, **switches))
+
+
+def with_fixed_shapes(trace: Trace) -> Trace:
+    """The trace where drafts' trees have the shape that they had before it was learned."""
+    return replace(trace, speculation=replace(trace.speculation, expansion=Expansion((1, 1, 3, 1, 1))))
 
 
 def compared(
