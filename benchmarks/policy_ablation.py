@@ -39,7 +39,6 @@ from specinfer.speculate import (
     ensemble,
     estimator,
     features,
-    tokens_per_second,
 )
 from specinfer.speculate.guard import Guard
 from specinfer.speculate.plain_steps import PlainSteps
@@ -71,7 +70,6 @@ def pieces() -> dict[str, Piece]:
         "weights to begin with": Piece(lambda: patch.object(estimator, "prior", lambda _: NOTHING)),
         "who denies a guess": Piece(lambda: patch.object(features, "_denied", lambda *_: 0.0)),
         "learned shapes (1,1,3,1,1)": Piece(other=with_fixed_shapes),
-        "patience": Piece(lambda: patch.object(tokens_per_second, "_PATIENCE", 1.0)),
         "doubt when a draft starts": Piece(lambda: patch.object(deciding, "_DOUBT", 1.0)),
         "lookups behind drafts' ends": Piece(lambda: patch.object(ensemble, "likely_ends", lambda *_: [])),
         "rates of a request's own": Piece(lambda: patch.object(draft_costs, "_LIKE_ALL", ALWAYS)),

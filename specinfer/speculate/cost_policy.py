@@ -30,7 +30,7 @@ from specinfer.speculate.estimator import Estimates, Estimator
 from specinfer.speculate.guesses import Guesses, along_paths
 from specinfer.speculate.policy import StepReport, has_own_size
 from specinfer.speculate.speculator import LevelOutcome
-from specinfer.speculate.tokens_per_second import fastest, how_many, patient
+from specinfer.speculate.tokens_per_second import fastest, how_many
 from specinfer.tree import Draw, TokenTree
 from specinfer.tree.prune import firm_nodes, keep
 from specinfer.tree.token_tree import next_nodes
@@ -159,10 +159,9 @@ class CostPolicy:
         passes = draft.passes(bound + len(free))[: bound + len(free) + 1]
         count = 0
         if free:
-            without, each = self._seconds(nodes), wide / len(free)
+            each = wide / len(free)
             seconds = [
-                patient(without, self._seconds(nodes + round(more * each)) + taken)
-                for more, taken in enumerate(passes[bound:])
+                self._seconds(nodes + round(more * each)) + taken for more, taken in enumerate(passes[bound:])
             ]
             for (i, end), goes_on in zip(free, fastest(gains, tokens, seconds), strict=True):
                 if goes_on:

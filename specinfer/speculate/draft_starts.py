@@ -13,7 +13,7 @@ from typing import Final
 from specinfer.plan import PlanEntry
 from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.guesses import Guesses
-from specinfer.speculate.tokens_per_second import how_many, patient
+from specinfer.speculate.tokens_per_second import how_many
 
 # Of all time so much goes at most into a draft that does not seem worth it: it may be by now.
 _CURIOSITY: Final = 0.01
@@ -83,8 +83,7 @@ class DraftStarts:
         for more, taken in enumerate(self._draft.seconds(_USUAL_UNREAD, len(first))):
             shared += shares[first[more - 1]] if more else 0.0
             seconds.append(step.seconds(step.nodes + more) + taken + shared)
-        waited = [patient(without, taken) for taken in seconds]
-        count = how_many(map(gains.__getitem__, first), step.tokens, waited)
+        count = how_many(map(gains.__getitem__, first), step.tokens, seconds)
         for i in first[:count]:
             starts[i] = True
         self._saved += _CURIOSITY * seconds[count]

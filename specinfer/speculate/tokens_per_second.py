@@ -8,11 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from operator import truediv
-from typing import Final
-
-# Of the seconds a draft's level takes so much counts: it is worth more than its own hits, as it opens the
-# next level, and nobody looks that far ahead. 0.75 and 1.05 were slower by some curves (docs/log.md).
-_PATIENCE: Final = 0.95
 
 
 def fastest(probabilities: Sequence[float], tokens: float, seconds: Iterable[float]) -> list[bool]:
@@ -34,8 +29,3 @@ def how_many(probabilities: Iterable[float], tokens: float, seconds: Iterable[fl
     expected = map(tokens.__add__, accumulate(probabilities, initial=0.0))
     speeds = [*map(truediv, expected, seconds)]
     return speeds.index(max(speeds))
-
-
-def patient(without: float, seconds: float) -> float:
-    """What a step with a draft's level counts for that takes `seconds`, and `without` seconds without it."""
-    return without + _PATIENCE * (seconds - without)

@@ -21,7 +21,6 @@ from specinfer.speculate import (
     ensemble,
     estimator,
     features,
-    tokens_per_second,
 )
 from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.estimator import Estimator
@@ -37,7 +36,6 @@ from tests.unit.speculate.priced import FREE
 SEEN: dict[str, Callable[[], object]] = {
     "weights to begin with": lambda: any(estimator.prior(2)),
     "who denies a guess": lambda: features._denied.__name__,
-    "patience": lambda: tokens_per_second.patient(1.0, 2.0),
     "doubt when a draft starts": lambda: cost_policy._DOUBT,
     "lookups behind drafts' ends": lambda: ensemble.likely_ends.__name__,
     "rates of a request's own": lambda: draft_costs._LIKE_ALL,

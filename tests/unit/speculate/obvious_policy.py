@@ -87,7 +87,7 @@ class ObviousPolicy:
             more = np.rint(np.arange(len(free) + 1) * each).astype(np.int64)
             seconds = self._seconds(nodes + more) + passes[bound:]
             order = (-gains).argsort(kind="stable")
-            best = order[: fastest(gains[order], tokens, self._patient(nodes, seconds))]
+            best = order[: fastest(gains[order], tokens, seconds)]
             for which in sorted(best.tolist()):
                 chosen[free[which][0]].append(free[which][1])
         self.spent += float(passes[sum(map(len, chosen))])
@@ -231,7 +231,7 @@ class ObviousPolicy:
         more = np.arange(len(first) + 1)
         seconds = self._seconds(nodes + more) + self.draft.seconds(2 * more)
         seconds[1:] += shares[first].cumsum()
-        chosen = first[: fastest(gains[first], tokens, self._patient(nodes, seconds))]
+        chosen = first[: fastest(gains[first], tokens, seconds)]
         self.saved += 0.01 * float(seconds[len(chosen)])
         starts &= ~grows
         starts[chosen] = True
@@ -244,10 +244,6 @@ class ObviousPolicy:
 
     def _seconds(self, nodes: NDArray[np.int64]) -> Floats:
         return self.spent + self.target.seconds(self.rows + np.minimum(nodes, self.most))
-
-    def _patient(self, nodes: int, seconds: Floats) -> Floats:
-        without = self._seconds(np.array([nodes]))
-        return np.asarray(without + 0.95 * (seconds - without))
 
 
 def missed_by(others: TokenTree, node: int, hopes: Sequence[float]) -> float:

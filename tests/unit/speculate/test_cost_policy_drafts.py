@@ -141,13 +141,13 @@ def test_the_surer_others_are_on_a_drafts_way_the_sooner_it_stops(sure: float, d
     assert depths(policy, entry(), trees=[same_way]) == [deepest]
 
 
-@pytest.mark.parametrize(("speculator", "dearest"), [("ngram", 0.43), ("draft", 0.24)])
+@pytest.mark.parametrize(("speculator", "dearest"), [("ngram", 0.41), ("draft", 0.23)])
 def test_a_draft_is_sooner_asked_beside_guesses_that_its_first_level_would_test(
     speculator: str, dearest: float
 ) -> None:
     # With a guess as likely as not 1.5 tokens are expected in 1 s, and a draft's level of s seconds brings
-    # .35 more: worth it up to s = .246. The odds of what no draft has guessed count .35 times: that is 1.26
-    # tokens and .52 more, up to s = .434.
+    # .35 more: worth it up to s = .233. The odds of what no draft has guessed count .35 times: that is 1.26
+    # tokens and .52 more, up to s = .413.
     def starts(seconds: float) -> bool:
         policy = sized(FREE, CostCurve((1, 1000), (seconds, seconds)))
         return depths(policy, entry(), trees=[chain(0.5, speculator=speculator)])[0] > 0
@@ -156,9 +156,9 @@ def test_a_draft_is_sooner_asked_beside_guesses_that_its_first_level_would_test(
     assert not starts(dearest + 0.02)
 
 
-def test_a_drafts_level_is_charged_less_than_it_takes() -> None:
+def test_a_drafts_level_is_charged_what_it_takes() -> None:
     # After a level there are 1.88 tokens in 1 + s seconds, and the next brings .88 x .7 in s seconds: that is
-    # worth it up to s = .49, and up to .53 if only .95 of them count.
+    # worth it up to s = .487.
     def goes_on(seconds: float) -> bool:
         policy, asked = sized(FREE, CostCurve((1, 1000), (seconds, seconds))), [entry()]
         policy.begin_step(plan(*asked))
@@ -166,7 +166,7 @@ def test_a_drafts_level_is_charged_less_than_it_takes() -> None:
         assert policy.worth_starting("draft", asked, [1]) == [True]
         return go_on(policy, asked, [chain(0.9, speculator="draft")])[0]
 
-    assert [goes_on(seconds) for seconds in (0.45, 0.5, 0.52, 0.54)] == [True, True, True, False]
+    assert [goes_on(seconds) for seconds in (0.45, 0.48, 0.5, 0.54)] == [True, True, False, False]
 
 
 def test_after_a_shift_few_steps_are_lost_to_a_draft_that_is_right_no_more() -> None:
