@@ -35,8 +35,11 @@ from specinfer.tree import Draw, TokenTree
 from specinfer.tree.prune import firm_nodes, keep
 from specinfer.tree.token_tree import next_nodes
 
-# When a draft is about to start, the odds of what only others have guessed count as so much: its first level
-# brings more than a token. It shows which of their guesses to drop, and whether to go on (docs/log.md).
+# Beside drafts the odds of what none of them has guessed count as so much. Estimates of lookups are right on
+# average, but those that a step is built on are the ones that came out too high (docs/log.md).
+_BESIDE: Final = 0.5
+# When a draft is about to start, they count as so much besides: its first level brings more than a token. It
+# shows which of their guesses to drop, and whether to go on.
 _DOUBT: Final = 0.35
 _MORE_ROWS: Final = 4  # over which the price of a row is taken: a curve has steps
 
@@ -103,7 +106,11 @@ class CostPolicy:
         starts = [True] * len(entries)
         free = [i for i, entry in enumerate(entries) if not has_own_size(entry)]
         if free:
-            self._guesses = self._shown_with([*map(self._doubted, self._shown, rates)])
+            doubted = [
+                self._doubted(tree.draws, known, _DOUBT)
+                for tree, known in zip(self._shown, rates, strict=True)
+            ]
+            self._guesses = self._shown_with(doubted)
             tokens, nodes = self._so_far()
             row = self._passes[self._requests + 1] - self._passes[self._requests]
             step = Guessed(self._guesses, tokens, nodes, self._price(tokens, nodes), self._seconds, row)
@@ -260,13 +267,11 @@ class CostPolicy:
             for entry, tree, of_tree in zip(self._entries, self._shown, rates, strict=True)
         }
 
-    def _doubted(self, tree: TokenTree, rates: Sequence[float]) -> list[float]:
-        """The rates of a tree's nodes as they count when a draft is about to start."""
-        drafted = {draw.node for draw in tree.draws if draw.speculator in self._drafts}
-        return [
-            rate if node in drafted else _DOUBT * rate / (1 - rate + _DOUBT * rate)
-            for node, rate in enumerate(rates)
-        ]
+    def _doubted(self, draws: Sequence[Draw], rates: Sequence[float], part: float) -> list[float]:
+        """The rates of nodes, where the odds of those that no draft has drawn count as so much."""
+        drafted = {draw.node for draw in draws if draw.speculator in self._drafts}
+        # One line: this is asked of every node of a step.
+        return [p if n in drafted else part * p / (1 - p + part * p) for n, p in enumerate(rates)]
 
     def _so_far(self) -> tuple[float, int]:
         """The step's expected tokens and nodes below roots, with those guesses so far that pay."""
@@ -302,8 +307,12 @@ class CostPolicy:
 
     def _rates(self, asked: Sequence[Question]) -> list[list[float]]:
         """The probability of every node to become text if its parent does, for each question [num_nodes]."""
-        rates = self._estimator.node_rates
-        return [rates(draws, nodes, entry.request.params.temperature) for entry, draws, nodes in asked]
+        of = self._estimator.node_rates
+        rates = [of(draws, nodes, entry.request.params.temperature) for entry, draws, nodes in asked]
+        if not self._drafts:
+            return rates
+        every = zip(asked, rates, strict=True)
+        return [self._doubted(draws, known, _BESIDE) for (_, draws, _), known in every]
 
     def _seconds(self, nodes: int) -> float:
         """Of the step with so many nodes below its roots, as far as it has been spent or will be."""

@@ -20,7 +20,8 @@ from specinfer.tree.token_tree import draws_by_parent
 Floats = NDArray[np.float64]
 LEFT = {False: 1.0, True: 0.3}  # of a first level by others, at first, by whether there is a prediction
 LIKE_ALL = 16  # guesses that a request is thought to have had, right as often as those of all requests
-DOUBT = 0.35  # times the odds of others' guesses, when a draft is about to start
+BESIDE = 0.5  # times the odds of others' guesses, beside a draft
+DOUBT = 0.35  # times these, when it is about to start
 
 
 class ObviousPolicy:
@@ -136,12 +137,16 @@ class ObviousPolicy:
                 self.own.pop(outcome.request_id, None)
 
     def _hopes(self, tree: TokenTree, doubt: float = 1.0) -> list[float]:
-        """How likely each node is to become text; the odds of each count `doubt` times."""
+        """How likely each node is to become text; the odds of others' count BESIDE and `doubt` times."""
         rates = [1.0] + [0.0] * (tree.num_nodes - 1)
         for draw, rate in zip(tree.draws, self.counts.rates(tree.draws), strict=True):
             rates[draw.node] = max(rates[draw.node], rate)
-        if doubt != 1:
-            rates = [doubt * rate / (1 - rate + doubt * rate) for rate in rates]
+        drafted = {draw.node for draw in tree.draws if draw.speculator == "draft"}
+        for part in (BESIDE, doubt):
+            rates = [
+                rate if node in drafted else part * rate / (1 - rate + part * rate)
+                for node, rate in enumerate(rates)
+            ]
         hopes = [1.0]
         for node in range(1, tree.num_nodes):
             hopes.append(rates[node] * hopes[tree.parents[node]])
