@@ -54,24 +54,25 @@ def main() -> None:
     options.add_argument("--minutes", type=float, default=8.0, help="of a member, CPU time (default 8)")
     options.add_argument("--members", type=natural, default=2, help="beside the trunk (default 2)")
     options.add_argument("--rank", type=natural, default=16, help="of their matrices (default 16)")
-    options.add_argument("--vocabulary", type=natural, help="of the head (default: as usual)")
     options.add_argument("--form", action="append", choices=FORMS, help="repeatable (default all)")
     args = options.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
     files = resolve(args.model)
     target = Target(files, open_model(files))
-    kind = BlockKind(vocabulary=args.vocabulary)
+    kind = BlockKind()
     taps = kind.taps(target.config)
     corpus = Corpus(args.corpus, [*range(len(taps))])
     scale_ND = scale_of(AllLessons(corpus))
     trunk = known_head(args.head, kind.config(target.config, taps), target.model, scale_ND)
-    assert isinstance(trunk, BlockHead)
+    if not isinstance(trunk, BlockHead) or not trunk.config.reads_last or not trunk.config.markov_rank:
+        raise SystemExit(f"got the head {args.head}; allowed: a block head of `specinfer tune` with pairs")
     settings = {
         "model": Path(args.model).name,
         "head": Path(args.head).name,
         "minutes": args.minutes,
         "rank": args.rank,
+        "members": args.members,
         "tokens": corpus.tokens,
     }
     study = Study("shared-trunk", args.out, settings)

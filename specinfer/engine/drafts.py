@@ -156,7 +156,7 @@ def weight_bytes(
 ) -> int:
     """The bytes that a draft's weights will take."""
     if isinstance(found, FoundHead):
-        return head_bytes(found.head, dtype)
+        return head_bytes(found.head, dtype, speculation.draft_quantization)
     return estimate_bytes(found.model, dtype, kernels, speculation.draft_quantization)
 
 

@@ -16,12 +16,14 @@ from specinfer.heads.config import EagleConfig, MedusaConfig
 from specinfer.heads.eagle_model import EagleModel
 from specinfer.heads.medusa_model import MedusaModel
 from specinfer.kernels.choice import TORCH, Kernels
+from specinfer.kernels.quantized import int4_bytes, int8_bytes
 from specinfer.models.language_model import LanguageModel, Weights
 from specinfer.models.weights import OpenModel, load_parts
 from specinfer.progress import Progress
 
 HeadModel = EagleModel | BlockModel | MedusaModel
 _OUTPUT = ("lm_head.weight", "lm_heads.0.weight")  # of which one is the target's where a head has none
+_LOOKED_UP = ("embed_tokens.weight", "markov_head.markov_w1.weight")  # tables: they are never quantized
 
 
 class _Tensors:
@@ -88,10 +90,15 @@ def load_head(
     )
 
 
-def head_bytes(head: HeadFolder, dtype: torch.dtype) -> int:
-    """The most bytes a head's weights take, without loading them."""
-    config = head.config
-    elements = sum(math.prod(shape) for shape in head.shapes.values())
+def head_bytes(head: HeadFolder, dtype: torch.dtype, quantization: Quantization = "none") -> int:
+    """The bytes a head's weights take, without loading them: its output layer is never int4."""
+    config, shapes = head.config, dict(head.shapes)
     if not config.own_head:
-        elements += config.draft_vocab_size * config.hidden_size
-    return elements * dtype.itemsize
+        shapes[_OUTPUT[0]] = (config.draft_vocab_size, config.hidden_size)
+    size = 0
+    for name, shape in shapes.items():
+        if quantization == "none" or len(shape) != 2 or name.endswith(_LOOKED_UP):
+            size += math.prod(shape) * dtype.itemsize
+        else:
+            size += (int4_bytes if quantization == "int4" and name not in _OUTPUT else int8_bytes)(*shape)
+    return size

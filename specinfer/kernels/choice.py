@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, TypeGuard
+from typing import Final
 
 import torch
 
@@ -66,16 +66,14 @@ def native_kernels(library: Library) -> Kernels:
 def guessing(kernels: Kernels) -> Kernels:
     """The same for a draft: its rows only guess, so they may depend on how many there are to be quicker."""
     products = kernels.products
-    return replace(kernels, products=products.but(loose=True)) if _native(products) else kernels
+    if not isinstance(products, NativeProducts):
+        return kernels
+    return replace(kernels, products=products.but(loose=True))
 
 
 def streaming(kernels: Kernels, weights: int) -> Kernels:
-    """The same for a model with so many bytes of weights: past the caches where these cannot hold them."""
+    """The same for a model of so many bytes of weights, read past the caches where these cannot hold them."""
     products = kernels.products
-    if not _native(products):
+    if not isinstance(products, NativeProducts):
         return kernels
     return replace(kernels, products=products.but(nontemporal=weights > cache_bytes()))
-
-
-def _native(products: Products) -> TypeGuard[NativeProducts]:
-    return isinstance(products, NativeProducts)

@@ -81,7 +81,10 @@ def allowed_cpus() -> frozenset[int]:
 
 @functools.cache
 def cache_bytes() -> int:
-    """What the last caches before memory hold, all that the CPUs of this process have together."""
+    """What the last caches before memory hold, those of all CPUs of this process together.
+
+    Threads that compute may be fewer, and then fill fewer.
+    """
     found: dict[tuple[int, str], int] = {}  # by level, and the CPUs that share one
     for cpu in allowed_cpus():
         for cache in (_CPUS / f"cpu{cpu}" / "cache").glob("index*"):

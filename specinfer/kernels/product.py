@@ -102,7 +102,11 @@ class NativeProduct:
         self.inner = inner
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in self._kept]
         largest = 0.0 if scales is None or kind != "int4" else float(scales.max())
-        self.args = ProductArgs(KINDS[kind], *addresses, channels, inner, largest, *use)
+        self.args = ProductArgs(
+            *(KINDS[kind], *addresses, channels, inner, largest),
+            loose=use.loose,
+            nontemporal=use.nontemporal,
+        )
         self._library = library
 
     @classmethod

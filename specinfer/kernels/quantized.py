@@ -52,8 +52,8 @@ class Products(Protocol):
     """How a CPU multiplies; each weight is laid out once, and the given one not kept."""
 
     @property
-    def loose(self) -> bool:
-        """Whether a row's result may depend on how many rows there are."""
+    def use(self) -> Use:
+        """How its products are used."""
         ...
 
     def floats(self, weight: Tensor, bias: Tensor | None) -> Product:
@@ -73,7 +73,7 @@ class TorchProducts:
     """Products in plain PyTorch: slow, for where nothing is compiled, and the oracle of the others."""
 
     __slots__ = ()
-    loose: Final = False
+    use: Final = USUAL
 
     def floats(self, weight: Tensor, bias: Tensor | None) -> Product:
         """As Products says; always as many rows at once, as a row would round differently beside others."""
@@ -122,11 +122,6 @@ class NativeProducts:
     def __init__(self, library: Library, use: Use = USUAL) -> None:
         self._library = library
         self.use = use
-
-    @property
-    def loose(self) -> bool:
-        """As Products says."""
-        return self.use.loose
 
     def but(self, **changes: bool) -> NativeProducts:
         """The same, used otherwise."""

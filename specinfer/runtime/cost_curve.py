@@ -93,6 +93,10 @@ class CostCurve:
         seconds: list[float] = self.seconds(np.arange(most + 1)).tolist()
         return seconds
 
+    def expected(self, rows: int) -> float:
+        """Seconds of one pass of so many rows."""
+        return float(self.seconds([rows])[0])
+
     def corners(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Rows and seconds where the curve bends: from no rows on, and as far as it is ever asked."""
         last, before = (self.rows[-1], self.at_rows[-1]), (self.rows[-2], self.at_rows[-2])
@@ -194,7 +198,7 @@ def _key(model: TimedModel, max_rows: int, variant: str, every_row: bool) -> dic
         "variant": variant,
         "logits": "all" if every_row else "likeliest",
         "kernels": ", ".join(type(part).__name__ for part in (kernels.ops, kernels.attention)),
-        "loose": str(kernels.products.loose),
+        "use": str(kernels.products.use),
         "level": "" if kernels.library is None else kernels.library.level.name,
         "max_rows": str(min(max_rows, max(_SIZES))),
         "device": device_name(model.device),

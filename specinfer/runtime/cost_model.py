@@ -55,6 +55,10 @@ class PassCosts(Protocol):
         """The same of 0, 1, ... `most` rows, and maybe of more: quick where it is asked again."""
         ...
 
+    def expected(self, rows: int) -> float:
+        """The same of one pass of at least one row: quick for one that has many."""
+        ...
+
 
 class CostModel:
     """PassCosts of one model, by its curve and by what its passes took; `name` is for the log.

@@ -76,12 +76,12 @@ class DraftCosts:
 
     def alone(self, rows: int) -> float:
         """Seconds of one pass of so many rows."""
-        return float(self._costs.seconds([rows])[0])
+        return self._costs.expected(rows)
 
     def reading(self, unread: Sequence[int], usual: int) -> list[float]:
         """Seconds that each request with more than `usual` unread tokens adds to a pass for all of them."""
         if max(unread) <= usual:  # so it is in nearly every step
             return [0.0] * len(unread)
-        together = usual * len(unread)
-        seconds = self._costs.table(together + max(unread))
-        return [seconds[together + max(0, left - usual)] - seconds[together] for left in unread]
+        together, expected = usual * len(unread), self._costs.expected
+        without = expected(together)
+        return [expected(together + left - usual) - without if left > usual else 0.0 for left in unread]

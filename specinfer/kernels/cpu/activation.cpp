@@ -6,7 +6,7 @@ namespace specinfer {
 namespace {
 
 constexpr int64_t kPart = 1 << 12;     // elements that are computed together
-constexpr int64_t kPieceParts = 1;     // worth being shared out
+constexpr int64_t kPieceElements = 1 << 10;  // worth being shared out
 
 Floats silu(Floats x) { return x / (exp(Floats(0.0f) - x) + 1.0f); }
 
@@ -19,7 +19,7 @@ Floats gelu_tanh(Floats x) {
 template <Floats (*act)(Floats), typename T>
 void gated_rows(const T* from, T* to, int64_t rows, int64_t n) {
   const int64_t parts = (n + kPart - 1) / kPart;
-  Pool::get().split(rows * parts, kPieceParts, [&](int64_t begin, int64_t end) {
+  Pool::get().split(rows * parts, kPieceElements / std::min(n, kPart) + 1, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
       const int64_t row = part / parts, first = part % parts * kPart, last = std::min(n, first + kPart);
       const T* const gate = from + row * 2 * n;

@@ -41,8 +41,8 @@ struct Product {
   int64_t channels, inner;
   float largest;  // no scale of int4 is larger
   int32_t loose;  // whether a row's result may depend on how many rows there are, where that is quicker
-  // Whether caches would not hold the weights until they are read again. Register tiles read these past the caches;
-  // tiles of the matrix unit ask for them as for others, as nobody has measured it there.
+  // Whether caches would not hold the weights until they are read again. Register tiles of x86-64 read these past the
+  // caches; tiles of the matrix unit and other CPUs ask for them as for others, as nobody has measured it there.
   int32_t nontemporal;
 };
 

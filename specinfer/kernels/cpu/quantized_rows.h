@@ -9,8 +9,6 @@
 
 namespace specinfer {
 
-constexpr int64_t kPieceElements = 1 << 10;  // worth being shared out
-
 struct GroupOf32 {
   Floats low, high;
 };
@@ -121,6 +119,7 @@ void quantize_int4(const T* x, int64_t n, int64_t groups, int64_t row, const Pla
 template <Kind kind, typename Place>
 void quantize(const Product& product, const Rows& rows, int64_t groups, const Place& place, float* scales,
               int32_t* sums) {
+  constexpr int64_t kPieceElements = 1 << 10;  // worth being shared out
   const auto all = [&](const auto* x) {
     Pool::get().split(rows.count, kPieceElements / (groups * kGroup) + 1, [&](int64_t first, int64_t last) {
       const std::unique_ptr<float[]> rotated(kind == Kind::kInt8 ? new float[groups * kGroup] : nullptr);

@@ -15,26 +15,22 @@ namespace specinfer {
 
 constexpr int64_t kAhead = 4096;  // bytes between what is used and what is asked for
 
-// Ask for weights that are read next. Those of a large model come round once a pass: past the caches they leave there
-// what is wanted sooner, keys and values, activations, and whatever the process does between two passes.
+// Ask for weights that are read next. Those of a large model are read once a pass, but for tiles of more rows than
+// registers hold: past the caches they leave there what is wanted sooner, keys and values, activations, and whatever
+// the process does between two passes.
 template <bool Nontemporal>
 inline void prefetch(const void* weights) {
-#if defined(__x86_64__)
-  constexpr int kLocality = Nontemporal ? 0 : 3;
-#else
-  constexpr int kLocality = 3;  // nobody has measured the other there
-#endif
-  __builtin_prefetch(static_cast<const char*>(weights) + kAhead, 0, kLocality);
+  __builtin_prefetch(static_cast<const char*>(weights) + kAhead, 0, Nontemporal ? 0 : 3);
 }
 
-// f with whether the product's weights are nontemporal, as a number the compiler knows.
+// f with whether the product's weights are read past the caches, as a number the compiler knows. On other CPUs than
+// x86-64 nobody has measured it, and none are.
 template <typename F>
 void by_temporality(const Product& product, const F& f) {
-  if (product.nontemporal != 0) {
-    f(std::true_type{});
-  } else {
-    f(std::false_type{});
-  }
+#if defined(__x86_64__)
+  if (product.nontemporal != 0) return f(std::true_type{});
+#endif
+  f(std::false_type{});
 }
 
 // Results of a tile, to be stored by a loop: unrolled, it would take the compiler longer than all sums.

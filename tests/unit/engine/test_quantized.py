@@ -62,7 +62,7 @@ def test_only_the_rows_of_a_draft_may_depend_on_how_many_there_are(folder: Path)
     kernels("native")
     options = {**ENGINE, "kernels": "native", "drafts": (str(folder / "draft"),)}
     models = load_models(EngineConfig.from_options(str(folder / "target"), options))
-    loose = [model.kernels.products.loose for model in (models.target, *models.drafts.values())]
+    loose = [model.kernels.products.use.loose for model in (models.target, *models.drafts.values())]
     assert loose == [False, True]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.kernels.product import Use
+from specinfer.kernels.product import NativeProduct, Use
 from specinfer.kernels.quantized import (
     GROUP,
     NativeProducts,
@@ -98,6 +98,9 @@ def test_weights_that_are_read_past_the_caches_are_the_same_weights(native: Prod
     else:
         floats = weight.to(getattr(torch, kind))
         usual, other = native.floats(floats, None), past.floats(floats, None)
+    assert isinstance(usual, NativeProduct)
+    assert isinstance(other, NativeProduct)
+    assert (usual.args.nontemporal, other.args.nontemporal) == (0, 1)
     for rows in ROWS[1:]:
         x = activations(rows, 576, torch.bfloat16 if kind == "bfloat16" else torch.float32)
         assert torch.equal(other(x), usual(x)), f"{rows} rows"
