@@ -36,6 +36,7 @@ from tests.unit.speculate.priced import FREE
 SEEN: dict[str, Callable[[], object]] = {
     "weights to begin with": lambda: any(estimator.prior(2)),
     "who denies a guess": lambda: features._denied.__name__,
+    "half the odds beside drafts": lambda: cost_policy._BESIDE,
     "doubt when a draft starts": lambda: cost_policy._DOUBT,
     "lookups behind drafts' ends": lambda: ensemble.likely_ends.__name__,
     "rates of a request's own": lambda: draft_costs._LIKE_ALL,
@@ -91,6 +92,19 @@ def test_drafts_are_asked_first_where_that_is_what_is_left_out(script: Any, trac
     with module.drafts_first():
         assert asked() == [*sorted(usual, key=lambda name: name not in trace.drafts)] != usual
     assert asked() == usual
+
+
+def test_pieces_of_a_trace_are_not_in_the_other_one(script: Any, traces: list[Path]) -> None:
+    pieces, trace = script("policy_ablation").pieces(), read_trace(traces[0])
+    assert trace.speculation.ngram
+    assert dict(pieces["drafts"].other(trace).drafts) == {} != dict(trace.drafts)
+    alone = pieces["lookups"].other(trace)
+    assert not (alone.speculation.ngram or alone.speculation.suffix)
+    assert [text.prediction for text in alone.texts] == [()] * len(trace.texts)
+    assert alone.drafts is trace.drafts
+    shaped = pieces["learned shapes (1,1,3,1,1)"].other(trace).speculation
+    assert (shaped.learns_shape, trace.speculation.learns_shape) == (False, True)
+    assert pieces["logistics beside counts"].policy is not pieces["nothing"].policy
 
 
 def test_every_piece_has_its_row_for_every_kind(
