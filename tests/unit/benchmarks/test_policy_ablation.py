@@ -99,11 +99,11 @@ def test_pieces_of_a_trace_are_not_in_the_other_one(script: Any, traces: list[Pa
     assert trace.speculation.ngram
     assert dict(pieces["drafts"].other(trace).drafts) == {} != dict(trace.drafts)
     alone = pieces["lookups"].other(trace)
-    assert not (alone.speculation.ngram or alone.speculation.suffix)
+    assert (alone.speculation.ngram, alone.speculation.suffix) == (False, False)
     assert [text.prediction for text in alone.texts] == [()] * len(trace.texts)
     assert alone.drafts is trace.drafts
     shaped = pieces["learned shapes (1,1,3,1,1)"].other(trace).speculation
-    assert (shaped.learns_shape, trace.speculation.learns_shape) == (False, True)
+    assert shaped.expansion == Expansion((1, 1, 3, 1, 1)) != trace.speculation.expansion
     assert pieces["logistics beside counts"].policy is not pieces["nothing"].policy
 
 
