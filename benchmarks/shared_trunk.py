@@ -2,9 +2,9 @@
 
     python benchmarks/shared_trunk.py --model TARGET --head HEAD --corpus FOLDER --work DIR --minutes 8
 
-FOLDER has answers as `specinfer tune` and benchmarks/boosting.py collect them (.../work/shards). The head is
-the trunk, and learns nothing any more. A member has a vector that is added to what its rows begin with, parts
-of a low rank beside the trunk's matrices (what rows begin with, queries, values, the MLP's way down), and a
+FOLDER has the shards of answers that `specinfer tune` and benchmarks/boosting.py collect. The head is the
+trunk, and learns nothing any more. A member has a vector that is added to what its rows begin with, parts of
+a low rank beside the trunk's matrices (what rows begin with, queries, values, the MLP's way down), and a
 table of its own for the token before. Members are trained one after the other, each for the same CPU time,
 by a form of boosting; what is before them proposes its likeliest token. Held-out guesses are compared by
 counting, chains of all against trees of the trunk alone with as many nodes, so a busy machine changes no

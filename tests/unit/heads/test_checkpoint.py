@@ -16,6 +16,7 @@ from specinfer.errors import ModelError, ModelFileError
 from specinfer.heads.checkpoint import HeadFolder, is_head, open_head, target_embedding, target_head
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.export import write_head
+from specinfer.heads.load import head_bytes
 from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import fingerprint
 from specinfer.models.weights import open_model
@@ -399,3 +400,13 @@ def test_factors_that_cannot_be_are_refused(
     save_file(tensors, file)
     with pytest.raises(ModelFileError, match=said):
         HeadFolder(tmp_path / "head", opened.config).module(opened)
+
+
+def test_a_quantized_head_takes_less_and_its_tables_do_not(
+    target_config: ModelConfig, tmp_path: Path
+) -> None:
+    write_tiny_head(tiny_head(block_config(reads_last=True)), tmp_path / "head")
+    folder = HeadFolder(tmp_path / "head", target_config)
+    floats, int8, int4 = (head_bytes(folder, torch.float32, kind) for kind in ("none", "int8", "int4"))
+    tables = VOCAB * 6 * 4  # the Markov term's, of rank 6
+    assert tables < int4 < int8 < floats / 2
