@@ -44,7 +44,7 @@ from specinfer.speculate.guard import Guard
 from specinfer.speculate.plain_steps import PlainSteps
 from specinfer.tree.expansion import Expansion
 
-ALWAYS: Final = 1e12  # tries: what a request's own outcomes cannot change
+ALWAYS: Final = 1e300  # tries: what no outcomes can change
 NOTHING: Final = (0.0,) * len(features.NAMES)
 
 Without = Callable[[], AbstractContextManager[object]]
@@ -73,7 +73,8 @@ def pieces() -> dict[str, Piece]:
         "half the odds beside drafts": Piece(lambda: patch.object(deciding, "_BESIDE", 1.0)),
         "doubt when a draft starts": Piece(lambda: patch.object(deciding, "_DOUBT", 1.0)),
         "lookups behind drafts' ends": Piece(lambda: patch.object(ensemble, "likely_ends", lambda *_: [])),
-        "rates of a request's own": Piece(lambda: patch.object(draft_costs, "_LIKE_ALL", ALWAYS)),
+        "rates of a request's own": Piece(lambda: patch.object(draft_costs, "_LIKE_THESE", ALWAYS)),
+        "rates of a temperature": Piece(lambda: patch.object(draft_costs, "_LIKE_ALL", ALWAYS)),
         "reading shared among steps": Piece(lambda: patch.object(draft_starts, "_part", lambda *_: 1.0)),
         "what drafts find out later": Piece(without_hindsight),
         "curiosity": Piece(lambda: patch.object(draft_starts, "_CURIOSITY", 0.0)),

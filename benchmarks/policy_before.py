@@ -97,7 +97,7 @@ class LevelsBefore(DraftCosts):
         super().__init__(costs, expansion)
         self._seen = [[0.0, 0.0] for _ in expansion.widths]  # hits and tries
 
-    def learn(self, seen: LevelOutcome) -> None:
+    def learn(self, seen: LevelOutcome, temperature: float | None = None) -> None:
         for counts in self._seen if seen.level == 0 else ():
             counts[:] = 0.99 * counts[0], 0.99 * counts[1]
         if seen.level < len(self._seen):

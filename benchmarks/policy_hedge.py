@@ -118,13 +118,13 @@ class ScaledLevels(DraftCosts):
         super().__init__(costs, expansion)
         self._counted, self._odds = counted, odds
 
-    def rate(self, level: int, request_id: str | None = None) -> LevelRate:
-        counted = self._counted.rate(level, request_id)
+    def rate(self, level: int, request_id: str | None = None, temperature: float | None = None) -> LevelRate:
+        counted = self._counted.rate(level, request_id, temperature)
         first, both = scaled(counted.first, self._odds), scaled(counted.any, self._odds)
         return LevelRate(first, both - first)
 
-    def learn(self, seen: LevelOutcome) -> None:
-        self._counted.learn(seen)
+    def learn(self, seen: LevelOutcome, temperature: float | None = None) -> None:
+        self._counted.learn(seen, temperature)
 
     def forget(self, request_id: str) -> None:
         self._counted.forget(request_id)
@@ -163,7 +163,8 @@ class Arm(CostPolicy):
         """What it hopes of children of a node of the draft's tree."""
         request_id = entry.request.request_id
         guesses, price = self._guesses[request_id], self._price(*self._so_far())
-        rate = self._drafts[speculator].rate(guesses.depth(end), request_id)
+        temperature = entry.request.params.temperature
+        rate = self._drafts[speculator].rate(guesses.depth(end), request_id, temperature)
         return guesses.gain(end, rate, guesses.left(end), price)
 
     def passes(self, speculator: str, rows: int) -> float:
@@ -309,10 +310,7 @@ class Hedge:
             for entry, tree in zip(self._entries, fitted, strict=True):
                 self._verified[entry.request.request_id].append(tree)
         # Who leads learns of all that was drawn.
-        self.arms[0]._trees = {
-            entry.request.request_id: (tree, entry.request.params.temperature)
-            for entry, tree in zip(self._entries, trees, strict=True)
-        }
+        self.arms[0]._trees = self._whole
         return chosen
 
     def _own(self, arm: Arm, entry: PlanEntry, tree: TokenTree) -> TokenTree:

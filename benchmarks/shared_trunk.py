@@ -174,6 +174,7 @@ def measured(trunk: Along, found: Sequence[Along], drafts: Sequence[BlockHeadDra
         "own": [accepted([one], chain) for one in pool],
         "chains": [accepted(pool[:count], chain) for count in range(1, len(pool) + 1)],
         "trees": [accepted([trunk], (count, *chain[1:])) for count in range(1, len(pool) + 1)],
+        "wider": [accepted([trunk], (2 * count, *chain[1:])) for count in range(1, len(pool) + 1)],
         "beside": [accepted(pool[:count], (2, *chain[1:])) for count in range(1, len(pool) + 1)],
         "second_choice": conditional(trunk, trunk, 2),
         "second_member": conditional(trunk, found[0], 1),
@@ -194,14 +195,15 @@ def page(settings: Mapping[str, Any], cells: Mapping[str, Any]) -> list[str]:
         "",
         row(
             *("boosted by", "places", "members alone", "chains of all", "trees of the trunk alone"),
-            *("two first guesses of each", "where the trunk is wrong: its second choice right"),
+            *("two first guesses of each", "as many of the trunk alone"),
+            "where the trunk is wrong: its second choice right",
             *("the second member right", "weights of a member, millions"),
         ),
-        row(*["---"] * 9),
+        row(*["---"] * 10),
         *(
             row(
                 *(form, cell["places"]),
-                *(_told(cell[name]) for name in ("own", "chains", "trees", "beside")),
+                *(_told(cell[name]) for name in ("own", "chains", "trees", "beside", "wider")),
                 *(f"{cell['second_choice']:.3f}", f"{cell['second_member']:.3f}", f"{cell['weights']:.2f}"),
             )
             for form, cell in cells.items()

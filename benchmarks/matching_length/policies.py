@@ -26,8 +26,8 @@ class GivenLevels(DraftCosts):
         counted = super().rates()
         return [LevelRate(hazard, 0.0) for hazard in self.given][: len(counted)] or counted
 
-    def rate(self, level: int, request_id: str | None = None) -> LevelRate:
-        return super().rate(level, None if self.given else request_id)
+    def rate(self, level: int, request_id: str | None = None, temperature: float | None = None) -> LevelRate:
+        return super().rate(level, None, None) if self.given else super().rate(level, request_id, temperature)
 
 
 class ByHazards(CostPolicy):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from specinfer.replay.replay import Part, Played
     from specinfer.speculate.policy_memory import StoredPolicy
 
+_ALIKE: Final = (" at temperature 0", " up to 0.5", " up to 1", " above 1")  # as draft_costs.HEATS
 _NAMES: Final = ("off", "fixed", "counts", "cost", "best-fixed", "oracle")
 
 
@@ -71,15 +72,14 @@ def _lines(stored: StoredPolicy) -> list[str]:
     """What one file holds, as text."""
     from specinfer.speculate.bounded import mapping
     from specinfer.speculate.calibration import rate_of_level
+    from specinfer.speculate.draft_costs import checked_draft
     from specinfer.speculate.estimator import Estimator
-    from specinfer.speculate.level_counts import checked_levels, rates_of
+    from specinfer.speculate.level_counts import rates_of
 
     estimator = Estimator()
     try:
         estimator.recall(stored.learned)
-        levels = {
-            name: rates_of(checked_levels(told)) for name, told in mapping(stored.learned["drafts"]).items()
-        }
+        drafts = {name: checked_draft(told) for name, told in mapping(stored.learned["drafts"]).items()}
     except (ValueError, KeyError) as error:
         return [f"{stored.file}", f"  cannot be used: {error}"]
     key = stored.key
@@ -90,8 +90,11 @@ def _lines(stored: StoredPolicy) -> list[str]:
         f"  device     {key.get('device')}",
         f"  learnt of  {estimator.outcomes} guesses",
         *(
-            f"  levels     {name}: right at level 1, 2, ... {' '.join(f'{rate.any:.2f}' for rate in rates)}"
-            for name, rates in levels.items()
+            f"  levels     {name}{whose}: right at level 1, 2, ... "
+            + " ".join(f"{rate.any:.2f}" for rate in rates_of(levels))
+            for name, told in drafts.items()
+            for whose, levels in zip(("", *_ALIKE), (told["all"], *told["alike"]), strict=True)
+            if not whose or any(tries for _, _, tries in levels)
         ),
     ]
     for name, rival in estimator.rivals.items():

@@ -66,11 +66,11 @@ class CostPolicy:
         self._estimator: Estimates = estimator or Estimator(logistics=False)
         self._starts = {name: DraftStarts(draft) for name, draft in drafts.items()}
         self._entries: tuple[PlanEntry, ...] = ()  # of this step, those with a tree
+        self._temperatures: dict[str, float] = {}  # of this step's requests
         self._requests = 0  # of this step, each of which makes a token
         self._shown: Sequence[TokenTree] = ()  # what all have guessed so far, by entry
         self._guesses: dict[str, Guesses] = {}  # the same and what a draft is adding, by request
-        # What all have guessed in the end, by request, and its temperature.
-        self._trees: dict[str, tuple[TokenTree, float]] = {}
+        self._trees: dict[str, TokenTree] = {}  # what all have guessed in the end, by request
         self._passes: Sequence[float] = [0.0]  # seconds of the target's pass by its rows
         self._rows = 0  # of the target in the step, without nodes below roots
         self._last = 0  # and with all that there may be
@@ -79,6 +79,7 @@ class CostPolicy:
     def begin_step(self, plan: StepPlan) -> StepPlan:
         """Look up what the target's pass takes, whatever is guessed."""
         self._entries = plan.tree_entries
+        self._temperatures = {e.request.request_id: e.request.params.temperature for e in plan.entries}
         self._requests = len(plan.entries)
         self._shown, self._guesses, self._trees = (), {}, {}
         self._rows = sum([entry.end - entry.start for entry in plan.entries])
@@ -159,7 +160,9 @@ class CostPolicy:
             chosen.append([])
             for end in of_tree:
                 free.append((i, end))
-                rate = draft.rate(known.depth(end), entry.request.request_id)
+                rate = draft.rate(
+                    known.depth(end), entry.request.request_id, entry.request.params.temperature
+                )
                 gains.append(known.gain(end, rate, known.left(end), price))
                 # Of the nodes to come the likely ones are verified, one of each end; of samples all.
                 wide += draft.width(known.depth(end)) if known.samples else 1
@@ -182,10 +185,7 @@ class CostPolicy:
 
         Requests with a size of their own have as many as there are.
         """
-        self._trees = {
-            e.request.request_id: (tree, e.request.params.temperature)
-            for e, tree in zip(self._entries, trees, strict=True)
-        }
+        self._trees = {e.request.request_id: tree for e, tree in zip(self._entries, trees, strict=True)}
         tokens, nodes = float(self._requests), 0
         hopes = list[float]()  # of all nodes that may be dropped
         choices = list[_Choice]()
@@ -235,11 +235,12 @@ class CostPolicy:
         """Learn from every guess whose parent became text, verified or not: the next token is known."""
         for name, draft in self._drafts.items():
             for seen in report.hindsight.get(name, ()):
-                draft.learn(seen)
+                draft.learn(seen, self._temperatures.get(seen.request_id))
         for outcome in report.outcomes:
-            tree, temperature = self._trees.pop(outcome.request_id, (None, 0.0))
+            tree = self._trees.pop(outcome.request_id, None)
             if tree is None or tree.num_nodes == 1:
                 continue
+            temperature = self._temperatures[outcome.request_id]
             becomes = next_nodes(tree, outcome.committed)
             below: dict[int, list[Draw]] = {node: [] for node in becomes}
             for draw in tree.draws:
@@ -258,7 +259,8 @@ class CostPolicy:
         """Learn from the draws below one node of the text, of which those at `child` became text."""
         for name, draft in self._drafts.items():
             if own := [draw.node for draw in draws if draw.speculator == name]:
-                draft.learn(LevelOutcome(request_id, level, own.index(child) if child in own else None))
+                choice = own.index(child) if child in own else None
+                draft.learn(LevelOutcome(request_id, level, choice), self._temperatures[request_id])
 
     def _shown_with(self, rates: Sequence[Sequence[float]]) -> dict[str, Guesses]:
         """What others than the draft have guessed, by request, where these are the rates of the nodes."""

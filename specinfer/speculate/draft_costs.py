@@ -1,20 +1,27 @@
 """What the levels of a draft's trees cost, and how often they were right, for all requests and for each.
 
 A level is one pass of the draft and brings a token for every request whose text goes on as it guessed. So
-what counts is how often the draft goes on rightly at each level, given that it was right so far.
+what counts is how often the draft goes on rightly at each level, given that it was right so far. Of all that
+is known before a text has begun its temperature tells most about that, so requests of about one temperature
+are counted together, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from specinfer.runtime.cost_model import PassCosts
-from specinfer.speculate.level_counts import LevelCounts, LevelRate
+from specinfer.speculate.bounded import mapping, row
+from specinfer.speculate.level_counts import LevelCounts, LevelRate, checked_levels
 from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree.expansion import Expansion
 
-_LIKE_ALL: Final = 16.0  # guesses for a request, before it has any, that came out as those for all do
+HEATS: Final = (0.0, 0.5, 1.0)  # temperatures up to which requests are counted together; all above are, too
+# Guesses, before there are any, that came out as those for all requests do, and those for requests alike.
+_LIKE_ALL: Final = 4.0
+_LIKE_THESE: Final = 16.0
 
 
 class DraftCosts:
@@ -27,11 +34,17 @@ class DraftCosts:
         self._costs = costs
         self._widths = expansion.widths
         self._counts = LevelCounts(max(deepest, expansion.depth))
+        self._alike = tuple(LevelCounts(self._counts.depth) for _ in range(len(HEATS) + 1))  # by temperature
         self._own: dict[str, LevelCounts] = {}  # of each request that was guessed for
 
-    def learn(self, seen: LevelOutcome) -> None:
-        """Count what became of guesses at a level, for all requests and for the one they were for."""
+    def learn(self, seen: LevelOutcome, temperature: float | None = None) -> None:
+        """Count what became of guesses at a level, for all requests and for the one they were for.
+
+        And for those of about its temperature, where that is known.
+        """
         self._counts.learn(seen.level, seen.choice)
+        if temperature is not None:
+            self._alike[bisect_left(HEATS, temperature)].learn(seen.level, seen.choice)
         if seen.request_id not in self._own:
             self._own[seen.request_id] = LevelCounts(self._counts.depth)
         self._own[seen.request_id].learn(seen.level, seen.choice)
@@ -40,13 +53,15 @@ class DraftCosts:
         """A request that ended."""
         self._own.pop(request_id, None)
 
-    def to_json(self) -> list[list[float]]:
+    def to_json(self) -> dict[str, Any]:
         """How often the first guess and others were right at each level, and the tries."""
-        return self._counts.to_json()
+        return {"all": self._counts.to_json(), "alike": [counts.to_json() for counts in self._alike]}
 
-    def recall(self, levels: Sequence[Sequence[float]]) -> None:
+    def recall(self, told: Mapping[str, Any]) -> None:
         """Take over what `to_json` gave, of as many levels as there are."""
-        self._counts.recall(levels)
+        self._counts.recall(told["all"])
+        for counts, levels in zip(self._alike, told["alike"], strict=True):
+            counts.recall(levels)
 
     def rates(self) -> Sequence[LevelRate]:
         """How likely guesses at each level are right where a text got there."""
@@ -56,15 +71,19 @@ class DraftCosts:
         """The samples that a node at this depth gets."""
         return self._widths[min(level, len(self._widths) - 1)]
 
-    def rate(self, level: int, request_id: str | None = None) -> LevelRate:
+    def rate(self, level: int, request_id: str | None = None, temperature: float | None = None) -> LevelRate:
         """How likely guesses at one level are right for a request, or for any; too deep ones are the deepest.
 
-        What came of guesses for the request itself counts beside what came of all.
+        What came of guesses for the request itself counts beside what came of all at about its temperature,
+        and that beside what came of all.
         """
         rates = self.rates()
         level = min(level, len(rates) - 1)
+        usual = rates[level]
+        if temperature is not None:
+            usual = self._alike[bisect_left(HEATS, temperature)].rate(level, usual, _LIKE_ALL)
         own = None if request_id is None else self._own.get(request_id)
-        return rates[level] if own is None else own.rate(level, rates[level], _LIKE_ALL)
+        return usual if own is None else own.rate(level, usual, _LIKE_THESE)
 
     def passes(self, most: int) -> Sequence[float]:
         """Seconds of passes of 0, 1, ... `most` rows."""
@@ -85,3 +104,10 @@ class DraftCosts:
         together, expected = usual * len(unread), self._costs.expected
         without = expected(together)
         return [expected(together + left - usual) - without if left > usual else 0.0 for left in unread]
+
+
+def checked_draft(told: object) -> dict[str, Any]:
+    """What `DraftCosts.to_json` gave, or an object with nothing; raises ValueError for impossible numbers."""
+    found = mapping(told)
+    alike = row(found.get("alike", [[]] * (len(HEATS) + 1)), len(HEATS) + 1)
+    return {"all": checked_levels(found.get("all", [])), "alike": [checked_levels(one) for one in alike]}

@@ -13,6 +13,7 @@ from typing import Final
 from specinfer.plan import PlanEntry
 from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.guesses import Guesses
+from specinfer.speculate.level_counts import LevelRate
 from specinfer.speculate.tokens_per_second import how_many
 
 # Of all time so much goes at most into a draft that does not seem worth it: it may be by now.
@@ -97,7 +98,7 @@ class DraftStarts:
     def _gain(self, entry: PlanEntry, step: Guessed) -> tuple[float, float]:
         """The tokens that the level brings a request, and its part in all that the draft will bring it."""
         of_late = self._left[bool(entry.request.prediction)]
-        rate = self._draft.rate(0, entry.request.request_id)
+        rate = self._rate(entry)
         guesses = step.guesses[entry.request.request_id]
         left = guesses.left(0)
         of_late.add(left)
@@ -113,9 +114,13 @@ class DraftStarts:
         """
         if entry.end - entry.start < 2 or entry.room < 3:
             return False
-        usual = self._draft.rate(0, entry.request.request_id).any
+        usual = self._rate(entry).any
         usual *= self._left[bool(entry.request.prediction)].mean
         return usual > (read * _part(usual, usual, entry.room - 1) + level) * tokens
+
+    def _rate(self, entry: PlanEntry) -> LevelRate:
+        """How likely first guesses are right for a request."""
+        return self._draft.rate(0, entry.request.request_id, entry.request.params.temperature)
 
     def _level(self, requests: int, step: Guessed) -> float:
         """Seconds of a level and the node it brings, for each of so many requests."""

@@ -18,13 +18,12 @@ from typing import Any, Final
 
 from specinfer.files import cache_dir, write_whole
 from specinfer.speculate.bounded import mapping
-from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.draft_costs import DraftCosts, checked_draft
 from specinfer.speculate.estimator import Estimates
-from specinfer.speculate.level_counts import checked_levels
 
 _LOG = logging.getLogger(__name__)
 
-VERSION: Final = 3  # of the file; another one is when numbers mean something else
+VERSION: Final = 4  # of the file; another one is when numbers mean something else
 LARGEST: Final = 1 << 20  # bytes of a file
 EVERY: Final = 2000  # steps, after which what was learnt is kept
 LEAST: Final = 500  # outcomes that are worth keeping
@@ -47,7 +46,7 @@ class Learned:
     def recall(self, told: Mapping[str, Any]) -> None:
         """Take over what `to_json` gave; raises ValueError or KeyError, and then takes nothing."""
         of_drafts = mapping(told["drafts"])
-        levels = {name: checked_levels(of_drafts.get(name, [])) for name in self.drafts}
+        levels = {name: checked_draft(of_drafts.get(name, {})) for name in self.drafts}
         self.estimator.recall(told)
         for name, costs in self.drafts.items():
             costs.recall(levels[name])

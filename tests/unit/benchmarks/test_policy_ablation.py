@@ -16,7 +16,6 @@ from specinfer.replay.trace_store import read_trace, write_trace
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import (
     cost_policy,
-    draft_costs,
     draft_starts,
     ensemble,
     estimator,
@@ -39,12 +38,22 @@ SEEN: dict[str, Callable[[], object]] = {
     "half the odds beside drafts": lambda: cost_policy._BESIDE,
     "doubt when a draft starts": lambda: cost_policy._DOUBT,
     "lookups behind drafts' ends": lambda: ensemble.likely_ends.__name__,
-    "rates of a request's own": lambda: draft_costs._LIKE_ALL,
+    "rates of a request's own": lambda: known_draft().rate(0, "1") != known_draft().rate(0, "2"),
+    "rates of a temperature": lambda: known_draft().rate(0, None, 0.0) != known_draft().rate(0, None, 1.5),
     "reading shared among steps": lambda: draft_starts._part(1.0, 1.0, 100),
     "what drafts find out later": lambda: learns_later(),
     "curiosity": lambda: draft_starts._CURIOSITY,
     "the guard": lambda: (Guard().allows(1, 0.0, new=False), PlainSteps().due(1, 1.0)),
 }
+
+
+def known_draft() -> DraftCosts:
+    """One that is right for the first request, a greedy one, and wrong for the second one, which is hot."""
+    draft = DraftCosts(FREE, Expansion((1,)))
+    for _ in range(20):
+        draft.learn(LevelOutcome("1", 0, 0), 0.0)
+        draft.learn(LevelOutcome("2", 0, None), 1.5)
+    return draft
 
 
 def learns_later() -> bool:

@@ -113,6 +113,9 @@ def test_what_is_no_trace_is_refused(trace: Path) -> None:
     assert "is no policy trace" in str(refused.exception)
 
 
+LEVELS = [[12.0, 2.0, 20.0], [5.0, 0.0, 10.0]]  # first guesses right, others right, tries
+
+
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of what was learnt of two targets, and of a file that is broken."""
@@ -124,7 +127,10 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             Draw(0, 2, "draft", DrawRule.POINT_MASS, None, 0.2, (0.7, 0.2)),
         ]
         estimator.learn(below, 1 if number % 3 else 2, 0.0)
-    learned = {**estimator.to_json(), "drafts": {"draft": [[12.0, 2.0, 20.0], [5.0, 0.0, 10.0]]}}
+    learned = {
+        **estimator.to_json(),
+        "drafts": {"draft": {"all": LEVELS, "alike": [LEVELS, [], [], LEVELS[:1]]}},
+    }
     for target in ("large, int8", "larger, int8"):
         key = {"target": target, "drafts": ["draft: small, int8"], "device": "2 x CPU"}
         assert write_policy(policies_dir() / f"{target[:6]}.json", key, learned)
@@ -137,7 +143,10 @@ def test_what_was_learnt_is_shown(kept: Path) -> None:
     assert shown.count("draft: small, int8") == 2
     assert "target     large, int8" in shown
     assert "learnt of  60 guesses" in shown
-    assert "right at level 1, 2, ... 0.68 0.56" in shown
+    assert "draft: right at level 1, 2, ... 0.68 0.56\n" in shown
+    assert "draft at temperature 0: right at level 1, 2, ... 0.68 0.56\n" in shown
+    assert "draft above 1: right at level 1, 2, ... 0.68\n" in shown
+    assert "draft up to" not in shown
     assert "draft: 60 guesses, estimated by" in shown
     assert "sureness +" in shown
     assert "first choices, said->became: 0.73->0.6" in shown

@@ -19,7 +19,10 @@ from specinfer.tree.token_tree import draws_by_parent
 
 Floats = NDArray[np.float64]
 LEFT = {False: 1.0, True: 0.3}  # of a first level by others, at first, by whether there is a prediction
-LIKE_ALL = 16  # guesses that a request is thought to have had, right as often as those of all requests
+LIKE_ALL = (
+    4  # guesses at a temperature that are thought to have come, right as often as those of all requests
+)
+LIKE_THESE = 16  # guesses that a request is thought to have had, right as often as those at its temperature
 BESIDE = 0.5  # times the odds of others' guesses, beside a draft
 DOUBT = 0.35  # times these, when it is about to start
 
@@ -30,8 +33,10 @@ class ObviousPolicy:
     def __init__(self, target: CostCurve, draft: CostCurve, expansion: Expansion) -> None:
         self.target, self.draft, self.expansion = target, draft, expansion
         self.all = LevelCounts(expansion.depth)
-        # Of each request what became of its guesses: their levels, and which of them was right.
+        # Of each request, and of those of about one temperature, what became of guesses: their levels, and
+        # which of them was right.
         self.own: dict[str, list[tuple[int, int | None]]] = {}
+        self.alike: dict[str, list[tuple[int, int | None]]] = {}
         self.counts = Calibration()
         self.saved = 0.0
         # What others left of the first level, from the first step on, by whether there is a prediction.
@@ -96,6 +101,7 @@ class ObviousPolicy:
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         self.trees = {e.request.request_id: tree for e, tree in zip(self.entries, trees, strict=True)}
+        self.heats = {e.request.request_id: heat(e) for e in self.entries}
         tokens, nodes = float(self.requests), 0
         stay: list[set[int]] = []
         candidates: list[tuple[float, int, int]] = []  # least likely first; of equal ones the last
@@ -130,6 +136,7 @@ class ObviousPolicy:
                     choice = right[0] if right else None
                     self.all.learn(level, choice)
                     self.own.setdefault(outcome.request_id, []).append((level, choice))
+                    self.alike.setdefault(self.heats[outcome.request_id], []).append((level, choice))
                 if child is None:
                     break
                 node = child
@@ -168,17 +175,9 @@ class ObviousPolicy:
         return arrives * rate.first + max(0.0, arrives * rate.other - (0.0 if samples else price))
 
     def _rate(self, level: int, entry: PlanEntry) -> LevelRate:
-        """How likely guesses at a level are right, by all requests' outcomes and the request's own."""
-        of_all = self.all.rates()[level]
-        firsts = others = tries = 0.0
-        for at, choice in self.own.get(entry.request.request_id, ()):
-            if at == 0:
-                firsts, others, tries = 0.97 * firsts, 0.97 * others, 0.97 * tries
-            if at == level:
-                firsts, others, tries = firsts + (choice == 0), others + bool(choice), tries + 1
-        first = (firsts + LIKE_ALL * of_all.first) / (tries + LIKE_ALL)
-        of_rest = others + LIKE_ALL * of_all.other / (1 - of_all.first)
-        return LevelRate(first, (1 - first) * of_rest / (tries - firsts + LIKE_ALL))
+        """How likely guesses at a level are right, by all requests' outcomes, those alike, and its own."""
+        alike = came_of(self.alike.get(heat(entry), ()), level, self.all.rates()[level], LIKE_ALL)
+        return came_of(self.own.get(entry.request.request_id, ()), level, alike, LIKE_THESE)
 
     def _price(self, tokens: float, nodes: int) -> float:
         """The tokens that another row of the target's costs, as four cost it."""
@@ -249,6 +248,29 @@ class ObviousPolicy:
 
     def _seconds(self, nodes: NDArray[np.int64]) -> Floats:
         return self.spent + self.target.seconds(self.rows + np.minimum(nodes, self.most))
+
+
+def heat(entry: PlanEntry) -> str:
+    """What a request's temperature is called: those of one name are counted together."""
+    temperature = entry.request.params.temperature
+    if temperature == 0:
+        return "greedy"
+    return "cool" if temperature <= 0.5 else "warm" if temperature <= 1 else "hot"
+
+
+def came_of(
+    seen: Sequence[tuple[int, int | None]], level: int, usual: LevelRate, thought: float
+) -> LevelRate:
+    """How often guesses at a level were right, if `thought` ones before these came out as `usual` has it."""
+    firsts = others = tries = 0.0
+    for at, choice in seen:
+        if at == 0:
+            firsts, others, tries = 0.97 * firsts, 0.97 * others, 0.97 * tries
+        if at == level:
+            firsts, others, tries = firsts + (choice == 0), others + bool(choice), tries + 1
+    first = (firsts + thought * usual.first) / (tries + thought)
+    of_rest = others + thought * usual.other / (1 - usual.first)
+    return LevelRate(first, (1 - first) * of_rest / (tries - firsts + thought))
 
 
 def missed_by(others: TokenTree, node: int, hopes: Sequence[float]) -> float:

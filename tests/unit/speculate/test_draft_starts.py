@@ -112,6 +112,22 @@ def test_a_request_is_known_by_what_came_of_its_own_guesses_and_forgotten() -> N
     assert costs.rate(0, "bad").first == of_all
 
 
+def test_a_request_is_known_by_what_came_of_others_at_its_temperature() -> None:
+    costs = draft(0.5, 0.0)
+    for n in range(40):
+        costs.learn(LevelOutcome(f"greedy {n}", 0, 0), 0.0)
+        costs.learn(LevelOutcome(f"hot {n}", 0, None), 1.5)
+    of_all = costs.rate(0).first
+    greedy, hot = (costs.rate(0, "new", heat).first for heat in (0.0, 1.2))
+    assert hot < of_all - 0.2 < of_all + 0.2 < greedy
+    assert costs.rate(0, "new", 0.7).first == of_all, "of which there was none"
+    who = DraftStarts(costs)
+    assert [starts(who, entry(room=100, temperature=heat), unread=1) for heat in (0.0, 1.5)] == [True, False]
+    costs.learn(LevelOutcome("new", 0, 0), 1.5)
+    others = costs.rate(0, "another", 1.5).first
+    assert costs.rate(0, "new", 1.5).first == pytest.approx((16 * others + 1) / 17), "its own beside these"
+
+
 @pytest.mark.parametrize(("tokens", "reads"), [(2, False), (4, True)])
 def test_nothing_is_read_for_a_last_token_that_needs_no_guess(tokens: int, reads: bool) -> None:
     """Others guess nearly all that the draft would: .3 seconds of reading are too much for one such step."""

@@ -116,7 +116,8 @@ class Run:
 
     def _entry(self, n: int) -> PlanEntry:
         wish = SpeculationParams(max_nodes=5) if self.chance.random() < 0.2 else None
-        params = SamplingParams(speculation=wish)
+        heat = float(self.chance.choice([0.0, 0.4, 0.5, 1.0, 1.4]))
+        params = SamplingParams(temperature=heat, speculation=wish)
         text = [*range(20), ROOT]
         one = plans.entry(
             text,

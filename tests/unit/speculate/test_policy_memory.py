@@ -14,6 +14,7 @@ from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate import policy_memory
 from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.estimator import Estimator
+from specinfer.speculate.level_counts import LevelRate
 from specinfer.speculate.policy_memory import (
     EVERY,
     LARGEST,
@@ -45,11 +46,14 @@ def teach(learned: Learned, outcomes: int = LEAST) -> None:
     """That n-grams are right, and the draft never is."""
     for _ in range(outcomes // len(BELOW)):
         learned.estimator.learn(BELOW, 2, 0.0)
-        learned.drafts["draft"].learn(LevelOutcome("a", 0, None))
+        learned.drafts["draft"].learn(LevelOutcome("a", 0, None), 0.7)
+        learned.drafts["draft"].learn(LevelOutcome("b", 0, 0), 1.5)
 
 
-def facts(learned: Learned) -> tuple[list[float], list[float]]:
-    return learned.estimator.rates(BELOW, 0.0), learned.drafts["draft"].rates()
+def facts(learned: Learned) -> tuple[list[float], list[LevelRate], list[LevelRate]]:
+    draft = learned.drafts["draft"]
+    alike = [draft.rate(0, temperature=heat) for heat in (0.0, 0.3, 1.0, 2.0)]
+    return learned.estimator.rates(BELOW, 0.0), [*draft.rates()], alike
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +104,7 @@ def test_the_file_holds_no_text_and_no_token(folder: Path, kept: Learned) -> Non
     """Names, numbers and switches, all of them known."""
     names = {"version", "key", "learned", "checksum", "target", "drafts", "device", "counts", "logistics"}
     names |= {"weights", "lead", "outcomes", "ngram", "draft", *KEY["drafts"], KEY["target"], KEY["device"]}
+    names |= {"all", "alike"}
     names |= set(kept.estimator.rivals["draft"].logistic.named())
 
     def strings(value: Any) -> set[str]:
@@ -153,7 +158,9 @@ def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         (put("counts", 0, value=[1, 2]), "a list of 5"),
         (put("counts", value=[0] * 9999), "a list of at most"),
         (put("counts", value=None), "None stands where"),
-        (put("drafts", "draft", 0, value=[5.0, 0.0, 1.0]), "5.0 stands where 0 to 1"),
+        (put("drafts", "draft", "all", 0, value=[5.0, 0.0, 1.0]), "5.0 stands where 0 to 1"),
+        (put("drafts", "draft", "alike", 3, 0, value=[5.0, 0.0, 1.0]), "5.0 stands where 0 to 1"),
+        (put("drafts", "draft", "alike", value=[[]]), "stands where a list of 4"),
         (put("drafts", "draft", value=7), "7 stands where"),
         (put("drafts", value=7), "7 stands where an object"),
         (put("outcomes", value=1e300), "1e+300 stands where"),
@@ -182,7 +189,7 @@ def test_a_number_that_cannot_be_costs_what_was_learnt_and_one_line(
         (lambda file: file.write_text("[" * 100_000), "no whole JSON"),
         (lambda file: file.write_text("[1]"), "an object"),
         (lambda file: file.write_text(" " * (LARGEST + 1)), "more than"),
-        (lambda file: changed(file, lambda j: j.update(version=1), signed=False), "version 1, not 3"),
+        (lambda file: changed(file, lambda j: j.update(version=1), signed=False), "version 1, not 4"),
         (lambda file: changed(file, put("drafts", value={}), signed=False), "checksum"),
         (lambda file: changed(file, lambda j: j["key"].update(target="else")), "of other models"),
         (lambda file: (file.unlink(), file.mkdir()), "directory"),
@@ -243,7 +250,7 @@ def test_of_two_that_write_one_is_there_whole(folder: Path, kept: Learned) -> No
 
 
 def test_fewer_levels_than_a_draft_has_are_taken(folder: Path, kept: Learned) -> None:
-    changed(the_file(folder), put("drafts", "draft", value=[[1.0, 2.0, 50.0]]))
+    changed(the_file(folder), put("drafts", "draft", "all", value=[[1.0, 2.0, 50.0]]))
     learned = recalled(folder)
     rate, first = learned.drafts["draft"].rates()[0], (1 + 3 * 0.7) / 53
     assert rate == pytest.approx((first, (1 - first) * 2 / 52))
