@@ -90,10 +90,15 @@ _SSM_LAYERS: Final = 4
 @click.option(
     "--boost",
     type=click.Choice(("sequence", "token", "residual", "discount", "none")),
-    show_default="sequence",
+    show_default="discount",
     help="How later members learn what the pool does not guess: other texts, places, laws; or seeds alone.",
 )
-@click.option("--warm", is_flag=True, help="Later members begin as the one before them.")
+@click.option(
+    "--warm/--cold",
+    default=None,
+    show_default="warm",
+    help="Later members begin as the one before them, or as the first one did.",
+)
 @click.option("--chat/--raw", default=None, help="Through the chat template, or as they stand.")
 @click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Of each answer.")
 @click.option(
@@ -122,7 +127,7 @@ def tune(
     confidence: bool,
     members: int,
     boost: str | None,
-    warm: bool,
+    warm: bool | None,
     chat: bool | None,
     max_tokens: int,
     seed: int,
@@ -141,12 +146,14 @@ def tune(
     from typing import cast
 
     from specinfer.progress import ProgressBar
-    from specinfer.tune.boosting import Boost, BoostConfig
+    from specinfer.tune.boosting import BoostConfig
     from specinfer.tune.config import TuneConfig
     from specinfer.tune.losses import Loss
     from specinfer.tune.trainer import TrainConfig
     from specinfer.tune.tuning import Tuning
 
+    given: dict[str, Any] = {"form": boost, "warm": warm}
+    boosting = {name: value for name, value in given.items() if value is not None}
     tuning = Tuning(
         TuneConfig(
             target=config,
@@ -160,7 +167,7 @@ def tune(
             init=init,
             kind=_kind(kind, layout, layers, depth, vocabulary, confidence),
             members=members,
-            boost=BoostConfig(form=cast(Boost, boost or "sequence"), warm=warm) if boost or warm else None,
+            boost=BoostConfig(**boosting) if boosting else None,
             training=TrainConfig(loss=cast(Loss, loss), seed=seed),
         ),
         progress=ProgressBar(),

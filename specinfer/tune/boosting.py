@@ -33,12 +33,16 @@ _LEAST: Final = 1e-4  # of a law that is left
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoostConfig:
-    """How members of a pool learn from each other."""
+    """How members of a pool learn from each other.
 
-    form: Boost = "sequence"
+    As it stands it is what made the best pools of small models (docs/boost-tuning.md); the paper's is
+    `sequence`, not warm.
+    """
+
+    form: Boost = "discount"
     width: int = 1  # tokens that each member proposes at a place
     dropped: float = 0.5  # sequence: the part of a member's texts that the next one does not learn from
-    warm: bool = False  # members begin as the one before them, and not as the first one did
+    warm: bool = True  # members begin as the one before them, and not as the first one did
     kept: float = 0.3  # discount: the part of their probability that tokens keep which the pool proposes
 
     def __post_init__(self) -> None:

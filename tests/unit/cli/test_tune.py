@@ -62,9 +62,14 @@ def test_a_pool_of_small_models_is_made_used_and_held_against_a_new_one(tmp_path
     log.write_text("".join(json.dumps({"prompt_token_ids": [n, n + 1]}) + "\n" for n in range(20)))
     pool, new = tmp_path / "pool", tmp_path / "new"
     options = ["tune", "--model", str(target), "--traffic", str(log), *SMALL, "--minutes", "0.01"]
-    small = ["--kind", "ssm", "--layers", "1", "--depth", "3", "--members", "2", "--boost", "residual"]
-    done = CliRunner().invoke(cli, [*options, *small, "--out", str(pool)])
+    small = ["--kind", "ssm", "--layers", "1", "--depth", "3", "--members", "2"]
+    done = CliRunner().invoke(cli, [*options, *small, "--boost", "residual", "--cold", "--out", str(pool)])
     assert done.exit_code == 0, done.output
+    boost = json.loads((pool / "work" / "tuning.json").read_text())["boost"]
+    assert boost == {"form": "residual", "width": 1, "dropped": 0.5}
+    usual = CliRunner().invoke(cli, [*options, *small, "--out", str(tmp_path / "usual")])
+    boost = json.loads((tmp_path / "usual" / "work" / "tuning.json").read_text())["boost"]
+    assert (usual.exit_code, boost["form"], boost["warm"]) == (0, "discount", True)
     assert "member 2 of 2 learns from" in done.output
     assert f"use it with --draft {pool}" in done.output
     assert read_pool(pool).members[0].kind == "ssm"

@@ -181,8 +181,10 @@ def test_who_is_killed_goes_on_with_the_member_he_was_at(target: Path, prompts: 
 def test_another_boost_is_another_tuning(pool: Path, target: Path, prompts: Path) -> None:
     facts = json.loads((pool / "work" / "tuning.json").read_text())
     assert facts["members"] == 2
-    assert facts["boost"] == {"form": "token", "width": 1, "dropped": 0.5}, "as pools of before have it"
-    assert BoostConfig(form="discount").facts() == {**facts["boost"], "form": "discount", "kept": 0.3}
+    assert facts["boost"] == {"form": "token", "width": 1, "dropped": 0.5, "warm": True}
+    assert BoostConfig().facts() == {**facts["boost"], "form": "discount", "kept": 0.3}
+    before = {"form": "token", "width": 1, "dropped": 0.5}
+    assert BoostConfig(form="token", warm=False).facts() == before, "as pools of before have it"
     for other in (pool_of(target, pool, SSM, "none"), pool_of(target, pool, SSM, "token", members=3)):
         with pytest.raises(TuneError, match=r"the tuning in .* is of"):
             run(replace(other, resume=True), prompts)
