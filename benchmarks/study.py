@@ -114,6 +114,8 @@ class Study:
         """
         self.out = out or default_result(question, Path(settings["model"]).stem)
         self.file = self.out.with_suffix(".json")
+        if self.file == self.out:
+            sys.exit(f"error: got --out {self.out}; cells would lie where the page does: give a page, .md")
         self.settings = json.loads(json.dumps(settings))
         self.cells: dict[str, Any] = {}
         if self.file.exists():

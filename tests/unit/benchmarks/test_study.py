@@ -93,6 +93,8 @@ def test_cells_are_on_disk_one_a_line_and_are_there_again(study: ModuleType, tmp
 def test_cells_of_other_settings_are_refused(study: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "page.md"
     study.Study("speed", out, SETTINGS).keep("one", {})
+    with pytest.raises(SystemExit, match=r"got --out .*page.json; cells would lie where the page does"):
+        study.Study("q", out.with_suffix(".json"), SETTINGS)
     with pytest.raises(SystemExit, match=r"page.json holds cells of .*small.*, not .*large.*another --out"):
         study.Study("speed", out, {**SETTINGS, "model": "large.gguf"})
 
