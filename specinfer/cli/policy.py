@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from specinfer.replay.replay import Part, Played
     from specinfer.speculate.policy_memory import StoredPolicy
 
-_ALIKE: Final = (" at temperature 0", " up to 0.5", " up to 1", " above 1")  # as draft_costs.HEATS
 _NAMES: Final = ("off", "fixed", "counts", "cost", "best-fixed", "oracle")
 
 
@@ -72,7 +72,7 @@ def _lines(stored: StoredPolicy) -> list[str]:
     """What one file holds, as text."""
     from specinfer.speculate.bounded import mapping
     from specinfer.speculate.calibration import rate_of_level
-    from specinfer.speculate.draft_costs import checked_draft
+    from specinfer.speculate.draft_costs import HEATS, checked_draft
     from specinfer.speculate.estimator import Estimator
     from specinfer.speculate.level_counts import rates_of
 
@@ -83,6 +83,11 @@ def _lines(stored: StoredPolicy) -> list[str]:
     except (ValueError, KeyError) as error:
         return [f"{stored.file}", f"  cannot be used: {error}"]
     key = stored.key
+    alike = [
+        " at temperature 0",
+        *(f" at temperatures over {low:.1g} to {high:g}" for low, high in pairwise(HEATS)),
+        f" at temperatures over {HEATS[-1]:g}",
+    ]
     lines = [
         f"{stored.file}",
         f"  target     {key.get('target')}",
@@ -93,7 +98,7 @@ def _lines(stored: StoredPolicy) -> list[str]:
             f"  levels     {name}{whose}: right at level 1, 2, ... "
             + " ".join(f"{rate.any:.2f}" for rate in rates_of(levels))
             for name, told in drafts.items()
-            for whose, levels in zip(("", *_ALIKE), (told["all"], *told["alike"]), strict=True)
+            for whose, levels in zip(("", *alike), (told["all"], *told["alike"]), strict=True)
             if not whose or any(tries for _, _, tries in levels)
         ),
     ]

@@ -91,7 +91,7 @@ _SSM_LAYERS: Final = 4
     "--boost",
     type=click.Choice(("sequence", "token", "residual", "discount", "none")),
     show_default="discount",
-    help="How later members learn what the pool does not guess: other texts, places, laws; or seeds alone.",
+    help="How later members learn what the pool does not guess: other texts, places, laws; or not at all.",
 )
 @click.option(
     "--warm/--cold",

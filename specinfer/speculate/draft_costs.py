@@ -13,15 +13,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from specinfer.runtime.cost_model import PassCosts
+from specinfer.sampling_params import GREEDY_BELOW
 from specinfer.speculate.bounded import mapping, row
 from specinfer.speculate.level_counts import LevelCounts, LevelRate, checked_levels
 from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree.expansion import Expansion
 
-HEATS: Final = (0.0, 0.5, 1.0)  # temperatures up to which requests are counted together; all above are, too
-# Guesses, before there are any, that came out as those for all requests do, and those for requests alike.
-_LIKE_ALL: Final = 4.0
-_LIKE_THESE: Final = 16.0
+# Temperatures up to which requests are counted together, and all above the last. Files of what was learnt have
+# counts for each, so others make another version of these (policy_memory.py).
+HEATS: Final = (GREEDY_BELOW, 0.5, 1.0)
+_LIKE_ALL: Final = 4.0  # outcomes at a temperature that are thought to have come, as often right as all are
+_LIKE_THESE: Final = 16.0  # outcomes of a request that are, as often right as those at its temperature
 
 
 class DraftCosts:

@@ -16,7 +16,7 @@ from specinfer.speculate.guesses import Guesses
 from specinfer.speculate.level_counts import LevelRate
 from specinfer.speculate.tokens_per_second import how_many
 
-# Of all time so much goes at most into a draft that does not seem worth it: it may be by now.
+# Of all time so much goes at most into a draft where it does not seem worth it: it may be by now.
 _CURIOSITY: Final = 0.01
 # Of a level behind a prompt: what it will bring is more than usual in some steps, in which it starts.
 _LEVEL: Final = 0.9
@@ -88,8 +88,9 @@ class DraftStarts:
         for i in first[:count]:
             starts[i] = True
         self._saved += _CURIOSITY * seconds[count]
-        if growing and not count:
-            least = min(growing, key=unread.__getitem__)
+        # Of requests it does not start for nothing else is found out, whatever it does for others.
+        if refused := [i for i in growing if not starts[i]]:
+            least = min(refused, key=unread.__getitem__)
             if self._saved >= self._draft.alone(unread[least]):
                 self._saved = 0.0
                 starts[least] = True

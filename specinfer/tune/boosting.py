@@ -7,7 +7,7 @@
     discount   between residual and none: these tokens keep a part of their probability. So a member says what
                the pool says where the target is sure of it, and something else where it is not; its chains go
                on behind places that are easy, which those of a residual member do not
-    none       nothing: members differ by their seeds alone
+    none       nothing: members that do not begin as the one before them differ by their seeds alone
 
 Shapes: R tokens of an answer, K labels, M tokens proposed at a place.
 """

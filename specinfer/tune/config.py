@@ -38,7 +38,8 @@ class TuneConfig:
         if not 1 <= self.members <= MOST_MEMBERS:
             raise TuneError(f"members is {self.members}; allowed: 1 to {MOST_MEMBERS}")
         if self.boost is not None and self.members == 1:
-            raise TuneError(f"boost is {self.boost.form}, and a single member has nobody to be boosted by")
+            boost = f"{self.boost.form}, {'warm' if self.boost.warm else 'cold'}"
+            raise TuneError(f"boost is {boost}, and a single member has nobody to be boosted by")
         if self.replace is not None:
             old, new = self.replace.expanduser().resolve(), self.out.expanduser().resolve()
             if old == new or old in new.parents or new in old.parents or not old.name:

@@ -145,8 +145,8 @@ def test_what_was_learnt_is_shown(kept: Path) -> None:
     assert "learnt of  60 guesses" in shown
     assert "draft: right at level 1, 2, ... 0.68 0.56\n" in shown
     assert "draft at temperature 0: right at level 1, 2, ... 0.68 0.56\n" in shown
-    assert "draft above 1: right at level 1, 2, ... 0.68\n" in shown
-    assert "draft up to" not in shown
+    assert "draft at temperatures over 1: right at level 1, 2, ... 0.68\n" in shown
+    assert "to 0.5" not in shown, "of which there was none"
     assert "draft: 60 guesses, estimated by" in shown
     assert "sureness +" in shown
     assert "first choices, said->became: 0.73->0.6" in shown

@@ -239,8 +239,9 @@ class ObviousPolicy:
         self.saved += 0.01 * float(seconds[len(chosen)])
         starts &= ~grows
         starts[chosen] = True
-        if not len(chosen) and grows.any():
-            least = int(np.where(grows, unread, 1 << 40).argmin())
+        refused = grows & ~starts
+        if refused.any():
+            least = int(np.where(refused, unread, 1 << 40).argmin())
             if self.saved >= float(self.draft.seconds([unread[least]])[0]):
                 self.saved = 0.0
                 starts[least] = True
@@ -253,7 +254,7 @@ class ObviousPolicy:
 def heat(entry: PlanEntry) -> str:
     """What a request's temperature is called: those of one name are counted together."""
     temperature = entry.request.params.temperature
-    if temperature == 0:
+    if temperature < 1e-5:
         return "greedy"
     return "cool" if temperature <= 0.5 else "warm" if temperature <= 1 else "hot"
 

@@ -128,6 +128,24 @@ def test_a_request_is_known_by_what_came_of_others_at_its_temperature() -> None:
     assert costs.rate(0, "new", 1.5).first == pytest.approx((16 * others + 1) / 17), "its own beside these"
 
 
+def test_a_draft_comes_back_to_hot_texts_while_it_starts_for_greedy_ones() -> None:
+    costs = draft(0.1, 0.0)
+    for n in range(60):
+        costs.learn(LevelOutcome(f"greedy {n}", 0, 0), 0.0)
+        costs.learn(LevelOutcome(f"hot {n}", 0, None), 1.5)
+    who, started = DraftStarts(costs), 0
+    for n in range(3000):
+        both = entry(f"greedy {n // 50}", room=100), entry(f"hot {n // 50}", room=100, temperature=1.5)
+        guesses = {one.request.request_id: Guesses(NOBODY, [1.0]) for one in both}
+        told = who.which(both, [2, 2], Guessed(guesses, 2.0, 0, 0.0, lambda nodes: 1.0, 0.0))
+        for one, start in zip(both, told, strict=True):
+            if start:  # and now it is always right
+                costs.learn(LevelOutcome(one.request.request_id, 0, 0), one.request.params.temperature)
+        started += told[1]
+    assert told == [True, True]
+    assert started > 2000
+
+
 @pytest.mark.parametrize(("tokens", "reads"), [(2, False), (4, True)])
 def test_nothing_is_read_for_a_last_token_that_needs_no_guess(tokens: int, reads: bool) -> None:
     """Others guess nearly all that the draft would: .3 seconds of reading are too much for one such step."""

@@ -25,6 +25,7 @@ from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
 from tests import plans
 from tests.engines import Tiny, write_tiny
+from tests.unit.speculate import priced
 
 PROMPT = [9, 8, 7, 6, 5, 4]
 GREEDY = SamplingParams(temperature=0)
@@ -241,10 +242,10 @@ def test_the_policy_counts_it_as_it_counts_trees() -> None:
     found = [(0, 0), (0, 0), (1, 0), (0, None), (1, None), (2, None), (0, 1)]
     outcomes = [LevelOutcome("a", level, choice) for level, choice in found]
     for outcome in outcomes:
-        counted.learn(outcome)
-    CostPolicy(CostCurve((1, 2), (1.0, 1.0)), {"draft": told}).observe(
-        StepReport([], {"commit": 1.0}, hindsight={"draft": outcomes})
-    )
+        counted.learn(outcome, 1.5)
+    policy = CostPolicy(CostCurve((1, 2), (1.0, 1.0)), {"draft": told})
+    policy.begin_step(plans.plan(priced.entry("a", temperature=1.5)))
+    policy.observe(StepReport([], {"commit": 1.0}, hindsight={"draft": outcomes}))
     assert told.to_json() == counted.to_json()
     assert told.rate(0, "a") == counted.rate(0, "a") != told.rate(0, "b")
     assert told.rate(0) != DraftCosts(CostCurve((1, 2), (1.0, 1.0)), Expansion((1, 1, 1))).rate(0)

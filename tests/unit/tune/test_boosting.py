@@ -218,5 +218,5 @@ def test_numbers_that_make_no_sense_are_refused(target: Path, tmp_path: Path) ->
             BoostConfig(**changes)  # type: ignore[arg-type]
     with pytest.raises(TuneError, match="members is 0; allowed: 1 to 16"):
         tuning_of(target, tmp_path, members=0)
-    with pytest.raises(TuneError, match="boost is token, and a single member"):
+    with pytest.raises(TuneError, match="boost is token, warm, and a single member"):
         Tuning(tuning_of(target, tmp_path, boost=BoostConfig(form="token")), clock=ticking())
