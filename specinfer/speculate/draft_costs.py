@@ -19,8 +19,8 @@ from specinfer.speculate.level_counts import LevelCounts, LevelRate, checked_lev
 from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree.expansion import Expansion
 
-# Temperatures up to which requests are counted together, and all above the last. Files of what was learnt have
-# counts for each, so others make another version of these (policy_memory.py).
+# Temperatures up to which requests are counted together, and all above the last. Files of what was learnt
+# have counts for each, so others make another version of these (policy_memory.py).
 HEATS: Final = (GREEDY_BELOW, 0.5, 1.0)
 _LIKE_ALL: Final = 4.0  # outcomes at a temperature that are thought to have come, as often right as all are
 _LIKE_THESE: Final = 16.0  # outcomes of a request that are, as often right as those at its temperature
