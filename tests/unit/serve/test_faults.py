@@ -96,19 +96,30 @@ def until(so: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def told_when_killed(served: Served) -> str:
+    """What ends a text behind whose first token the engine is killed; nothing if all of it was written."""
+    until(lambda: served.get("/ready").status_code == 200)
+    engine = served.engine_pid
+    assert engine is not None
+    stream = iter(
+        client_of(served).completions.create(
+            prompt="abc", extra_body={"speculation": {"verifier": "mss"}, "ignore_eos": True}, **LONG
+        )
+    )
+    next(stream)
+    os.kill(engine, signal.SIGKILL)
+    try:
+        list(stream)
+    except openai.APIError as error:
+        return str(error)
+    return ""
+
+
 def test_under_mss_a_text_that_has_begun_ends_with_the_reason(folder: Path) -> None:
     with Served(folder, *FLAGS, "--served-model-name", "tiny") as served:
-        engine = served.engine_pid
-        assert engine is not None
-        stream = iter(
-            client_of(served).completions.create(
-                prompt="abc", extra_body={"speculation": {"verifier": "mss"}, "ignore_eos": True}, **LONG
-            )
-        )
-        next(stream)
-        os.kill(engine, signal.SIGKILL)
-        with pytest.raises(openai.APIError, match="under mss a text that has begun cannot go on"):
-            list(stream)
+        # On a busy machine the first token may be heard of when the last one is written.
+        told = next(filter(None, (told_when_killed(served) for _ in range(10))), "no text was cut off")
+        assert "under mss a text that has begun cannot go on" in told
         whole = client_of(served).completions.create(model="tiny", prompt="abc", max_tokens=5)
         assert whole.usage.completion_tokens == 5
 
