@@ -85,7 +85,7 @@ def _lines(stored: StoredPolicy) -> list[str]:
     key = stored.key
     alike = [
         " at temperature 0",
-        *(f" at temperatures over {low:.1g} to {high:g}" for low, high in pairwise(HEATS)),
+        *(f" at temperatures over {round(low, 2):g} to {high:g}" for low, high in pairwise(HEATS)),
         f" at temperatures over {HEATS[-1]:g}",
     ]
     lines = [
