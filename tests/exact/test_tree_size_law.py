@@ -191,10 +191,21 @@ class Knowing(Sized):
         begins = text[:1] == (1,)
         for costs in depths.values():
             for level in (0, 1) * 60:
-                costs.learn(LevelOutcome("other", level, 0 if level else None))
-                costs.learn(LevelOutcome("r", level, 0 if begins else None))
+                self.teach(costs, level, begins)
         self.starts = self.behind.setdefault((len(text), begins), {name: set() for name in depths})
         return super().policy(depths, text)
+
+    def teach(self, costs, level, begins):
+        costs.learn(LevelOutcome("other", level, 0 if level else None))
+        costs.learn(LevelOutcome("r", level, 0 if begins else None))
+
+
+class Alike(Knowing):
+    """Sized by what came of guesses for others at its temperature, which at another one was the contrary."""
+
+    def teach(self, costs, level, begins):
+        costs.learn(LevelOutcome("hot", level, None if begins else 0), 1.5)
+        costs.learn(LevelOutcome("alike", level, 0 if begins else None), PARAMS.temperature)
 
 
 class Wayward(Sized):
@@ -320,10 +331,11 @@ def test_a_guard_that_ends_guesses_behind_some_texts_leaves_the_law_as_it_is(dra
     assert max(sized.depths) > 0, "and somebody behind others"
 
 
+@pytest.mark.parametrize("sizes_by", [Knowing, Alike])
 @pytest.mark.parametrize("points", ["no", "first"])
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
-def test_what_came_of_a_requests_own_guesses_leaves_the_law_as_it_is(drafts, points, monkeypatch):
-    sized, far = play(drafts, 0.3, monkeypatch, sizes_by=Knowing, points=points)
+def test_what_came_of_guesses_for_it_or_others_leaves_the_law_as_it_is(drafts, points, sizes_by, monkeypatch):
+    sized, far = play(drafts, 0.3, monkeypatch, sizes_by=sizes_by, points=points)
     assert far < EXACT
     [right, wrong] = (sized.behind[1, begins]["a"] for begins in (True, False))
     assert right == {True}, "a draft is run behind one text"

@@ -25,6 +25,7 @@ from specinfer.tune.boosting import Boost, BoostConfig
 from specinfer.tune.checkpoint import read_checkpoint
 from specinfer.tune.config import TuneConfig
 from specinfer.tune.draft import Kind
+from specinfer.tune.eagle_kind import EagleKind
 from specinfer.tune.held_out import Figures
 from specinfer.tune.lessons import AllLessons
 from specinfer.tune.pass_costs import measured_costs
@@ -106,7 +107,7 @@ def test_a_pool_guesses_more_than_its_members(
     assert second == ((first[1] + 1) // 2 if boost == "sequence" else first[1], first[1])
 
 
-@pytest.mark.parametrize("kind", [SSM, BLOCK])
+@pytest.mark.parametrize("kind", [SSM, BLOCK, EagleKind(depth=3, vocabulary=48)])
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_later_member_begins_as_the_one_before_it(
     target: Path, prompts: Path, tmp_path: Path, kind: Kind, warm: bool
