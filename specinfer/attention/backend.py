@@ -40,12 +40,25 @@ class Paths:
     block_size: int
 
     @classmethod
-    def zeros(
-        cls, num_requests: int, num_rows: int, num_tails: int, num_blocks: int, block_size: int
+    def of(
+        cls,
+        requests: Sequence[int],
+        shared: Sequence[int],
+        tail_ends: Sequence[int],
+        tails: Sequence[int],
+        *,
+        tables: Sequence[Sequence[int] | NDArray[np.int32]],
+        block_size: int,
     ) -> Paths:
-        """Paths of such a size, to be filled in."""
-        size = 4 * num_requests + 2 * num_rows + 1 + num_tails + num_blocks
-        return cls(np.zeros(size, dtype=np.int32), num_requests, num_rows, num_tails, block_size)
+        """Paths of these parts, as the properties below have them; tables are of request after request."""
+        told = [*requests, *shared, *tail_ends, *tails]
+        numbers = np.empty(len(told) + sum(map(len, tables)), dtype=np.int32)
+        end = len(told)
+        numbers[:end] = told
+        for table in tables:
+            begin, end = end, end + len(table)
+            numbers[begin:end] = table
+        return cls(numbers, len(requests) // 4, len(shared), len(tails), block_size)
 
     @property
     def requests_R4(self) -> NDArray[np.int32]:

@@ -77,6 +77,23 @@ class NativeCache:
         self.key_addresses = (ctypes.c_void_p * len(keys))(*(k.data_ptr() for k in keys))
         self.value_addresses = (ctypes.c_void_p * len(values))(*(v.data_ptr() for v in values))
 
+    def check(self, dtype: torch.dtype, heads: AttentionSpec) -> None:
+        """Raise ValueError where such heads of that dtype are not those of the cache."""
+        (_, kv_heads, head), cached = self.shape, self.dtype
+        if (kv_heads, head, cached) != (heads.num_kv_heads, heads.head_dim, dtype):
+            raise ValueError(
+                f"rows of {dtype} for {heads.num_kv_heads} heads of {heads.head_dim}; the caches have "
+                f"{kv_heads} heads of {head} of {cached}"
+            )
+        reason = unsupported(head, heads.num_heads // kv_heads, dtype)
+        if reason is not None:
+            raise ValueError(reason)
+        for weight in (heads.q_norm_H, heads.k_norm_H):
+            if weight is not None and (weight.shape != (head,) or weight.dtype is not dtype):
+                raise ValueError(
+                    f"a head norm's weight must be [{head}] of {dtype}, got {list(weight.shape)}"
+                )
+
     def bind(self, paths: Paths) -> NativeAttend:
         """Attention of one pass."""
         return NativeAttend(self, paths)
@@ -118,21 +135,11 @@ class NativeAttend:
         )
 
     def check(self, dtype: torch.dtype, rows: int, heads: AttentionSpec, rotation: Rotation | None) -> None:
-        """Raise ValueError where rows, heads or rope are not those of the caches and paths."""
-        (_, kv_heads, head), cached = self.cache.shape, self.cache.dtype
-        if (kv_heads, head, cached, rows) != (heads.num_kv_heads, heads.head_dim, dtype, self.paths.rows):
-            raise ValueError(
-                f"{rows} rows of {dtype} for {heads.num_kv_heads} heads of {heads.head_dim}; paths have "
-                f"{self.paths.rows} rows, the caches {kv_heads} heads of {head} of {cached}"
-            )
-        reason = unsupported(head, heads.num_heads // kv_heads, dtype)
-        if reason is not None:
-            raise ValueError(reason)
-        for weight in (heads.q_norm_H, heads.k_norm_H):
-            if weight is not None and (weight.shape != (head,) or weight.dtype is not dtype):
-                raise ValueError(
-                    f"a head norm's weight must be [{head}] of {dtype}, got {list(weight.shape)}"
-                )
+        """Raise ValueError where rows, heads or rope are not those of the cache and paths."""
+        self.cache.check(dtype, heads)
+        if rows != self.paths.rows:
+            raise ValueError(f"{rows} rows for paths of {self.paths.rows}")
+        head = heads.head_dim
         for part in () if rotation is None else (rotation.cos, rotation.sin):
             if part.dtype is not torch.float32 or part.shape != (rows, head // 2) or not part.is_contiguous():
                 raise ValueError(f"cos and sin must be float32 [{rows}, {head // 2}], got {list(part.shape)}")

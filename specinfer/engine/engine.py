@@ -28,6 +28,7 @@ from specinfer.request import Logprobs, Request, RequestOutput
 from specinfer.runtime.batch import StepRows, step_rows
 from specinfer.runtime.features import text_rows
 from specinfer.runtime.flight import Flight
+from specinfer.runtime.inference import inference
 from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.speculate.decision import Decision
 from specinfer.speculate.ensemble import Ensemble
@@ -168,6 +169,7 @@ class Engine:
         # Of a step that was cut short there may be outputs that nobody got: their text is new, too.
         return replace(last[-1], new_text="".join(output.new_text for output in last)) if last else None
 
+    @inference
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs of the requests that got tokens, in plan order.
 

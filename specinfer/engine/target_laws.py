@@ -6,8 +6,10 @@ path, and only at nodes that are visited: the sixth rule of docs/losslessness.md
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +28,8 @@ from specinfer.verify.pairs import Verifier
 from specinfer.verify.scan import ASK, NO_TOKEN, Ask, ask
 from specinfer.verify.target_law import point_mass, target_law
 
+_FEW_NODES: Final = 16  # that may be asked at once, though the walk does not come to all of them
+
 
 class TargetLaws:
     """The target's law after each node of one request's tree, as the request's parameters make it."""
@@ -41,6 +45,11 @@ class TargetLaws:
         self._processors = entry.active_processors
         self._ending = entry.processors.ending if entry.processors is not None else frozenset[int]()
         self.asked = 0  # the node being decided
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the processors leave the logits as they are, at every node."""
+        return self._processors is None
 
     def changes(self, node: int) -> RowChanges | None:
         """What the processors change of the row at `node`; None where only `write_logits` can tell."""
@@ -109,6 +118,7 @@ class _Walk:
 
     laws: TargetLaws
     children: list[dict[int, int]]
+    chosen: list[int] | None = None  # at each node, where all were asked together
     path: list[int] = field(default_factory=list)
     node: int = 0
 
@@ -153,6 +163,7 @@ def verify_trees(
             together[i] = _Walk(one, one.tree.children())
         else:
             results[i] = _verify(one)
+    _choose_at_once(together.values(), flight)
     while together:
         for i, token in _choices(together, flight):
             walk = together[i]
@@ -168,6 +179,22 @@ def verify_trees(
     return [result for result in results if result is not None]
 
 
+def _choose_at_once(walks: Collection[_Walk], flight: Flight) -> None:
+    """Ask at every node of few and small trees, where each largest logit is all that matters.
+
+    That is a few microseconds a row, and a question for each level costs as much as ten of them.
+    """
+    if sum(walk.laws.tree.num_nodes for walk in walks) > _FEW_NODES:
+        return
+    if not all(walk.laws.request.params.greedy and walk.laws.unchanged for walk in walks):
+        return
+    rows = [walk.laws.row(node) for walk in walks for node in range(walk.laws.tree.num_nodes)]
+    asks = [one for walk in walks for one in [walk.ask()] * walk.laws.tree.num_nodes]
+    chosen = iter(flight.choices(rows, asks))
+    for walk in walks:
+        walk.chosen = list(islice(chosen, walk.laws.tree.num_nodes))
+
+
 def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int | UserError]]:
     """For every walk the target's choice after the node it has come to, or why there is none.
 
@@ -179,6 +206,8 @@ def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int | U
     for i, walk in walks.items():
         if walk.laws.is_over(walk.node):  # nobody will see what follows the last token of a text
             found.append((i, walk.laws.tree.token_ids[walk.node]))
+        elif walk.chosen is not None:
+            found.append((i, walk.chosen[walk.node]))
         elif (changed := walk.laws.changes(walk.node)) is not None:
             changes[i] = changed
         else:

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from specinfer.attention.native import NativeCache, unsupported
 from specinfer.kernels.layers import LayerParts, NativeLayers
-from specinfer.kernels.library import TYPES, BlockHeadArgs, BlockStepArgs, CachesArgs, ProductArgs
+from specinfer.kernels.library import (
+    TYPES,
+    BlockHeadArgs,
+    BlockStepArgs,
+    CachesArgs,
+    ProductArgs,
+    RotationsArgs,
+)
 from specinfer.kernels.ops import NativeOps, Ops
 from specinfer.kernels.product import FLOATS, NativeProduct, Product
 
@@ -91,13 +98,14 @@ class NativeBlockHead:
     @property
     def positions(self) -> int:
         """How many positions have rotations."""
-        return int(self._args.positions)
+        return int(self._args.rotations.positions)
 
     def rotate(self, cos: Tensor, sin: Tensor) -> None:
         """Take over the rotations of positions 0, 1, ..., float32 [positions, H / 2], both contiguous."""
         self._kept += [cos, sin]
-        self._args.cos, self._args.sin = cos.data_ptr(), sin.data_ptr()
-        self._args.positions = len(cos)  # last: a call in another thread has a table for each that it sees
+        told: RotationsArgs = self._args.rotations
+        told.cos, told.sin = cos.data_ptr(), sin.data_ptr()
+        told.positions = len(cos)  # last: a call in another thread has a table for each that it sees
 
     def step(
         self,

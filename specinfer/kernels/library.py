@@ -98,6 +98,35 @@ class TapsArgs(ctypes.Structure):
     _fields_ = (("layers", c_void_p), ("count", c_int64), ("out", c_void_p))
 
 
+class RotationsArgs(ctypes.Structure):
+    """Rotations of positions 0, 1, ..., as cpu/layers.h has them."""
+
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("positions", c_int64))
+
+
+class DecoderArgs(ctypes.Structure):
+    """A decoder up to its output layer, as cpu/decoder.h has it."""
+
+    _fields_ = (
+        ("type", c_int32),
+        ("gelu", c_int32),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("embedding", c_void_p),
+        ("tokens", c_int64),
+        ("layers", POINTER(LayerArgs)),
+        ("num_layers", c_int64),
+        ("norm", c_void_p),
+        ("rotations", RotationsArgs * 2),
+    )
+
+
+class DecoderRowsArgs(ctypes.Structure):
+    """The rows of a decoder's pass, as cpu/decoder.h has them."""
+
+    _fields_ = (("tokens", c_void_p), ("positions", c_void_p), ("chosen", c_void_p), ("num_chosen", c_int64))
+
+
 class BlockHeadArgs(ctypes.Structure):
     """A head that guesses a block in one pass, as cpu/block_head.h has it."""
 
@@ -117,9 +146,7 @@ class BlockHeadArgs(ctypes.Structure):
         ("norm", c_void_p),
         ("layers", POINTER(LayerArgs)),
         ("num_layers", c_int64),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("positions", c_int64),
+        ("rotations", RotationsArgs),
         ("embedding", c_void_p),
         ("tokens", c_int64),
         ("mask", c_int64),
@@ -233,6 +260,10 @@ class Library:
             *[address] * 3,
             POINTER(StreamArgs),
             POINTER(TapsArgs),
+        )
+        self.decode = _function(
+            *(library.specinfer_decode, c_int32, POINTER(DecoderArgs), POINTER(DecoderRowsArgs), paths),
+            *(address, address, POINTER(TapsArgs), address),
         )
         self.most_likely = _function(library.specinfer_most_likely, c_int64, address, count, count, address)
         self.mass = _function(library.specinfer_mass, c_double, address, count, c_double, c_double)

@@ -12,9 +12,17 @@ from torch import Tensor
 
 from specinfer.attention.backend import Attend, AttentionSpec, Rotation
 from specinfer.attention.native import NativeAttend
+from specinfer.kernels.decoder import NativeDecoder
 from specinfer.kernels.layers import LayerParts, NativeLayers
 from specinfer.models.config import Activation, ModelConfig
-from specinfer.models.language_model import PassContext, Residual, Taps, Weights, layers_to_run
+from specinfer.models.language_model import (
+    PassContext,
+    Residual,
+    Taps,
+    Weights,
+    layers_to_run,
+    read_by_steps,
+)
 from specinfer.models.layers import Attention, GatedMLP, RMSNorm, output_layer
 from specinfer.models.linear import Linear
 from specinfer.models.rope import rope_frequencies, rotation
@@ -53,11 +61,31 @@ class Decoder:
             parts = [layer.parts() for layer in self._layers]
             gelu = config.activation is Activation.GELU_TANH
             self._at_once = NativeLayers.of(parts, weights.kernels.ops, gelu=gelu)
+        self._native = NativeDecoder.of(
+            *(self._at_once, weights.kernels.ops, *self.embedding, self._final_norm.weight_D),
+            rotations=self._rotations,
+        )
 
     @property
     def embedding(self) -> tuple[Tensor, float]:
         """What `embed` looks up, [V, D], and multiplies with."""
         return self._embedding_VD, self._embedding_scale
+
+    def read(
+        self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the head reads of a whole pass, and taps; see LanguageModel."""
+        attend = context.attend
+        if self._native is None or not isinstance(attend, NativeAttend) or not len(token_ids_T):
+            return read_by_steps(self, token_ids_T, context, rows)
+        layers_to_run(self.config.num_layers, None, context.taps)
+        return self._native(token_ids_T, context.positions_T, rows, attend, context.taps)
+
+    def _rotations(self, positions: int) -> tuple[Rotation, Rotation]:
+        """Those of the positions 0, 1, ... of global layers, and of sliding-window ones."""
+        all_T, local = torch.arange(positions), self._local_frequencies
+        rope = rotation(all_T, self._frequencies)
+        return rope, rope if local is None else rotation(all_T, local)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
         """What the first layer is given; see LanguageModel. Positions are a matter of its attention."""

@@ -64,11 +64,23 @@ class Placed(Protocol):
 
 
 class LanguageModel(Placed, Protocol):
-    """Rows of tokens in, logits out, in four steps; it knows neither requests nor caches."""
+    """Rows of tokens in, logits out; it knows neither requests nor caches.
+
+    A pass is `read`, then `logits`; `embed`, `run_layers` and `final_norm` are what `read` is made of.
+    """
 
     @property
     def config(self) -> ModelConfig:
         """What the model is."""
+        ...
+
+    def read(
+        self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the head reads of these rows (int64; None: all) of a whole pass, [R, D], and taps, [T, N, D].
+
+        As `read_by_steps` makes it, to the bit; taps are those of `run_layers`. Raises as these steps do.
+        """
         ...
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
@@ -136,6 +148,15 @@ class Taps:
         for place, wanted in enumerate(self._ids):
             if wanted == layer:
                 self.tapped_TND[:, place] = residual.summed()
+
+
+def read_by_steps(
+    model: LanguageModel, token_ids_T: Tensor, context: PassContext, rows: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`LanguageModel.read` in three steps."""
+    residual = model.embed(token_ids_T, context.positions_T)
+    residual, tapped_TND = model.run_layers(residual, context)
+    return model.final_norm(residual, rows), tapped_TND
 
 
 def layers_to_run(num_layers: int, layers: range | None, taps: Sequence[int]) -> range:

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from specinfer.attention.backend import Attend
 from specinfer.models.config import ModelConfig
-from specinfer.models.language_model import PassContext, Residual, Taps, Weights, layers_to_run
+from specinfer.models.language_model import (
+    PassContext,
+    Residual,
+    Taps,
+    Weights,
+    layers_to_run,
+    read_by_steps,
+)
 from specinfer.models.layers import ACTIVATIONS, Attention, LayerNorm, output_layer
 from specinfer.models.linear import Linear
 
@@ -38,6 +45,12 @@ class OPTDecoder:
         if config.final_norm:
             self._final_norm = _norm("model.decoder.final_layer_norm", config, weights)
         self._layers = weights.each(lambda i: _Layer(i, config, weights), config.num_layers)
+
+    def read(
+        self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the head reads of a whole pass, and taps; see LanguageModel."""
+        return read_by_steps(self, token_ids_T, context, rows)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
         """What the first layer is given: tokens and their positions; see LanguageModel."""

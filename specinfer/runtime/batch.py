@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -132,41 +131,50 @@ def _unscored(entry: PlanEntry) -> int:
 def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) -> ModelBatch:
     """The batch of `rows`, in order; paths stay in host memory, for the attention backend to place.
 
-    A step makes it while a model waits, in caches that the last pass has swept: so of few operations, on all
-    requests at once, and none on a text's whole length.
+    A step makes it while a model waits, in caches that the last pass has swept: so all numbers are gathered
+    in lists, and become two arrays at the end.
     """
-    counts = [len(part.token_ids) for part in rows]
-    branched = [_branched(part) for part in rows]
-    num_tails = sum(len(path) for nodes in branched for path in nodes)
-    num_blocks = sum(len(part.block_table) for part in rows)
-    paths = Paths.zeros(len(rows), sum(counts), num_tails, num_blocks, block_size)
-    requests: list[tuple[int, int, int, int]] = []
-    wanted: list[range] = []
-    tables_B = paths.tables_B
-    first = table = 0
-    for part, n in zip(rows, counts, strict=True):
-        end, behind = first + n, table + len(part.block_table)
-        requests.append((first, end, table, part.start + n))
-        wanted.append(range(first + part.logits_from, end))
-        tables_B[table:behind] = part.block_table
-        first, table = end, behind
-    paths.requests_R4[:] = requests
-    if len(rows) == 1:
-        positions_T = np.arange(rows[0].start, rows[0].start + first)
-    else:
-        positions_T = np.arange(first)
-        positions_T += np.repeat([positions - end for _, end, _, positions in requests], counts)
-    shared_T = paths.shared_T
-    shared_T[:] = positions_T
-    shared_T += 1
-    if num_tails > 0:
-        _write_tails(paths, branched, rows, positions_T)
-    tokens = chain.from_iterable(part.token_ids for part in rows)
+    tokens: list[int] = []
+    positions: list[int] = []
+    wanted: list[int] = []
+    requests: list[int] = []
+    shared: list[int] = []
+    tails: list[int] = []
+    tail_ends = [0]
+    num_blocks = 0
+    for part in rows:
+        first, n = len(tokens), len(part.token_ids)
+        branched = _branched(part)
+        text = part.start + n - len(branched)  # behind the rows that stand where tokens of a text would
+        tokens += part.token_ids
+        positions += range(part.start, text)
+        shared += range(part.start + 1, text + 1)
+        tail_ends += [len(tails)] * (n - len(branched))
+        if branched:
+            assert part.parents is not None
+            root = part.start + n - len(part.parents)
+            shared += [root + 1] * len(branched)
+            for path in branched:
+                positions.append(root + len(path))
+                tails += path
+                tail_ends.append(len(tails))
+        wanted += range(first + part.logits_from, first + n)
+        requests += (first, first + n, num_blocks, part.start + n)
+        num_blocks += len(part.block_table)
+    count = len(tokens)
+    every = len(wanted) == count
+    numbers = torch.from_numpy(np.array([*tokens, *positions, *(() if every else wanted)], dtype=np.int64))
+    if device.type != "cpu":
+        numbers = numbers.to(device)
     return ModelBatch(
-        token_ids_T=_placed(np.fromiter(tokens, np.int64, first), device),
-        positions_T=_placed(positions_T, device),
-        paths=paths,
-        logit_rows=_logit_rows(wanted, first, device),
+        token_ids_T=numbers[:count],
+        positions_T=numbers[count : 2 * count],
+        paths=Paths.of(
+            *(requests, shared, tail_ends, tails),
+            tables=[part.block_table for part in rows],
+            block_size=block_size,
+        ),
+        logit_rows=None if every else numbers[2 * count :],
     )
 
 
@@ -193,43 +201,3 @@ def _branched(rows: Rows) -> list[list[int]]:
         above = below[parent - branch] if parent >= branch else range(root + 1, root + parent + 1)
         below.append([*above, root + node])
     return below[-len(rows.token_ids) :]  # nodes before the first row are in the cache
-
-
-def _write_tails(
-    paths: Paths,
-    branched: Sequence[Sequence[Sequence[int]]],
-    rows: Sequence[Rows],
-    positions_T: NDArray[np.int64],
-) -> None:
-    """Write the paths of each request's last rows that are no text, and where these stand in their texts."""
-    shared_T, tail_ends = paths.shared_T, paths.tail_ends
-    end = 0
-    for part, nodes in zip(rows, branched, strict=True):
-        end += len(part.token_ids)
-        if not nodes:
-            continue
-        assert part.parents is not None
-        root = part.start + len(part.token_ids) - len(part.parents)
-        depths = [len(path) for path in nodes]
-        begin = end - len(nodes)
-        shared_T[begin:end] = root + 1
-        positions_T[begin:end] = depths
-        positions_T[begin:end] += root
-        tail_ends[begin + 1 : end + 1] = depths
-    paths.tails[:] = [position for nodes in branched for path in nodes for position in path]
-    np.cumsum(tail_ends, out=tail_ends)
-
-
-def _logit_rows(wanted: Sequence[range], rows: int, device: torch.device) -> Tensor | None:
-    """The rows of these ranges; None where they are all."""
-    if sum(map(len, wanted)) == rows:
-        return None
-    if len(wanted) == 1:
-        return _placed(np.arange(wanted[0].start, wanted[0].stop), device)
-    return _placed(np.concatenate([np.arange(part.start, part.stop) for part in wanted]), device)
-
-
-def _placed(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
-    """The same numbers on a device: on the CPU where they lie."""
-    tensor = torch.from_numpy(numbers)
-    return tensor if device.type == "cpu" else tensor.to(device)

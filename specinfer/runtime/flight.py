@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.processors.changes import Changes, RowChanges
+from specinfer.runtime.inference import inference
 from specinfer.verify.logit_block import LogitBlock
 from specinfer.verify.scan import ASK, Ask, Likeliest, Scan, no_likeliest
 
@@ -37,7 +38,7 @@ _Question = Callable[[NDArray[np.int64], LogitBlock, NDArray[np.int64]], None]
 class Flight:
     """The rows of one pass that want logits; each is known by its place among them."""
 
-    __slots__ = ("_blocks", "_head", "_hidden_RD", "_most_rows", "_order", "_taps", "scan", "vocab")
+    __slots__ = ("_blocks", "_count", "_head", "_hidden_RD", "_most_rows", "_order", "_taps", "scan", "vocab")
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Flight:
         self._hidden_RD = hidden_RD
         self._head = head
         self._taps = taps
-        count = len(hidden_RD)
+        self._count = count = len(hidden_RD)
         self._most_rows = max(1, MOST_BYTES // (vocab * hidden_RD.element_size()))
         self._order: NDArray[np.int64] | None = None  # likeliest first; None: all rows alike
         if likelihoods is not None and count > BLOCK_ROWS:
@@ -95,14 +96,19 @@ class Flight:
 
         `verify.scan.NO_TOKEN` where the largest logit is not finite.
         """
-        asked, chosen = np.array(asks, dtype=ASK), np.empty(len(rows), dtype=np.int64)
+        asked, places = np.array(asks, dtype=ASK), np.array(rows, dtype=np.int64)
         changed = changes if changes is not None and any(len(row.ids) for row in changes) else None
+        if changed is None and (block := self._holds_all()) is not None:  # the usual case
+            self._check(rows)
+            ids: list[int] = self.scan.choices(block, places, asked).tolist()
+            return ids
+        chosen = np.empty(len(rows), dtype=np.int64)
 
         def choose(places: NDArray[np.int64], block: LogitBlock, there: NDArray[np.int64]) -> None:
             here = None if changed is None else Changes.of([changed[place] for place in places.tolist()])
             chosen[places] = self.scan.choices(block, there, asked[places], here)
 
-        self._ask(np.array(rows, dtype=np.int64), choose)
+        self._ask(places, choose)
         return chosen.tolist()
 
     def likeliest(self, rows: Sequence[int], n: int, temperatures: Sequence[float]) -> Likeliest:
@@ -139,12 +145,10 @@ class Flight:
 
         Raises IndexError for a row the pass has not.
         """
-        count = len(self._hidden_RD)
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < count:
-            raise IndexError(f"got rows {rows.min()} .. {rows.max()} of a pass with logits of {count}")
+        self._check(rows.tolist())
         left = np.arange(len(rows))
-        if len(self._blocks) == 1 and len(self._blocks[0].rows) == count:  # the usual case: one holds all
-            question(left, self._blocks[0].logits, rows)
+        if (whole := self._holds_all()) is not None:
+            question(left, whole, rows)
             return
         for block in self._blocks:
             left = block.ask(rows, left, question)
@@ -152,13 +156,22 @@ class Flight:
             self._make(np.unique(rows[left]))
             left = self._blocks[-1].ask(rows, left, question)
 
-    @torch.inference_mode()
+    def _holds_all(self) -> LogitBlock | None:
+        """The block that holds all rows, as it does of all but large passes."""
+        blocks = self._blocks
+        return blocks[0].logits if len(blocks) == 1 and len(blocks[0].rows) == self._count else None
+
+    def _check(self, rows: Sequence[int]) -> None:
+        if rows and not 0 <= min(rows) <= max(rows) < self._count:
+            raise IndexError(f"got rows {min(rows)} .. {max(rows)} of a pass with logits of {self._count}")
+
+    @inference
     def _make(self, wanted: NDArray[np.int64]) -> None:
         """Make a block of some `wanted` rows, none of them held, filled up with the likeliest others.
 
         The first block holds the likeliest of all, so it stays as long as there is room beside it.
         """
-        count, blocks = len(self._hidden_RD), self._blocks
+        count, blocks = self._count, self._blocks
         size = min(self._most_rows, count if self._order is None else BLOCK_ROWS)
         if size >= count:
             blocks.append(_Block(_in_host_memory(self._head(self._hidden_RD)), np.arange(count)))

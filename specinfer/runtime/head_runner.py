@@ -24,6 +24,7 @@ from specinfer.kernels.block_head import NativeBlockHead
 from specinfer.runtime.batch import ModelBatch, Rows, build_batch, slots_of
 from specinfer.runtime.features import TappedRows, joined
 from specinfer.runtime.flight import Flight
+from specinfer.runtime.inference import inference
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.runtime.runner import probe_rows
 
@@ -99,12 +100,12 @@ class EagleRunner:
         """The head's keys and values."""
         return self._cached.cache
 
-    @torch.inference_mode()
+    @inference
     def fused(self, taps_TND: Tensor) -> Tensor:
         """The features of a text's rows, [T, D], of the target's hidden states."""
         return self.model.fused(taps_TND)
 
-    @torch.inference_mode()
+    @inference
     def logits(self, read_RD: Tensor) -> Tensor:
         """The logits of rows that the output layer reads, [R, U]."""
         return self.model.logits(read_RD)
@@ -117,7 +118,7 @@ class EagleRunner:
         read_RD, fed_TD = self.run(parts, feature_TD)
         return Flight(read_RD, self.model.logits, len(self.model.ids), self.model.kernels.scan), fed_TD
 
-    @torch.inference_mode()
+    @inference
     def run(self, parts: Sequence[HeadRows], feature_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The same, with what the output layer reads of those that want logits, [R, D], for the flight."""
         model = self.model
@@ -156,7 +157,7 @@ class BlockRunner:
         """The head's keys and values."""
         return self._cached.cache
 
-    @torch.inference_mode()
+    @inference
     def step(self, texts: Sequence[BlockText]) -> BlockGuesses:
         """Read these texts, and one pass over the blocks behind them; writes K and V of all their rows."""
         cache = self._cached.attention
@@ -265,7 +266,7 @@ class MedusaRunner:
     def __init__(self, model: MedusaModel) -> None:
         self.model = model
 
-    @torch.inference_mode()
+    @inference
     def run(self, states: Sequence[TappedRows], levels: int) -> tuple[Tensor, Tensor]:
         """What output layers read of the first levels of texts that end in these states, and their logits.
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.models.language_model import LanguageModel, PassContext
 from specinfer.runtime.batch import Rows, build_batch, chain_rows, slots_of
 from specinfer.runtime.flight import Flight
+from specinfer.runtime.inference import inference
 from specinfer.runtime.kv_cache import KvCache
 
 
@@ -39,7 +39,7 @@ class ModelRunner:
         """Tokens of the longest text the model can read."""
         return self.model.config.max_context
 
-    @torch.inference_mode()
+    @inference
     def launch(
         self,
         rows: Sequence[Rows],
@@ -71,7 +71,7 @@ class ModelRunner:
         part = probe_rows(rows, self.block_size)
         self.launch([part], likelihoods=None if every_row else lambda: [1.0] * rows).row(0)
 
-    @torch.inference_mode()
+    @inference
     def forward(self, rows: Sequence[Rows]) -> Tensor:
         """Write K and V of `rows` and return all logits of those that want them, [R, vocab]."""
         return self.model.logits(self._run(rows)[0])
@@ -80,13 +80,10 @@ class ModelRunner:
         """What the output layer reads of the rows that want logits, [R, D], and the taps, [T, N, D]."""
         model = self.model
         batch = build_batch(rows, block_size=self.block_size, device=model.device)
-        attend = self._attention.bind(batch.paths)
-        residual = model.embed(batch.token_ids_T, batch.positions_T)
-        context = PassContext(batch.positions_T, attend, taps)
-        residual, tapped_TND = model.run_layers(residual, context)
-        return model.final_norm(residual, batch.logit_rows), tapped_TND
+        context = PassContext(batch.positions_T, self._attention.bind(batch.paths), taps)
+        return model.read(batch.token_ids_T, context, batch.logit_rows)
 
-    @torch.inference_mode()
+    @inference
     def move(self, moves: Sequence[Move]) -> None:
         """Make accepted nodes part of their sequences: copy their K and V to where the text has them."""
         sources: list[int] = []

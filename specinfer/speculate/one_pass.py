@@ -17,6 +17,7 @@ from specinfer.heads.block_model import BlockModel
 from specinfer.heads.load import HeadModel
 from specinfer.request import Request
 from specinfer.runtime.flight import Flight
+from specinfer.runtime.inference import inference
 from specinfer.speculate.best_first import MOST_NODES
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.draws import Site, draw_children
@@ -83,7 +84,7 @@ class OnePassTrees:
         elif grown and 3 * kept < self._most:
             self._most = max(_FEWEST_NODES, self._most // 2)
 
-    @torch.inference_mode()
+    @inference
     def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor) -> None:
         """Grow all trees, each to its end, from what the output layer reads of levels, and its logits."""
         by_level: list[Guessed] = []

@@ -12,14 +12,7 @@ int64_t bytes_of(Type type) { return type == Type::kBFloat16 ? 2 : 4; }
 
 // The rotations of these positions, side by side.
 Rope rope_of(const BlockHead& head, const int64_t* positions, int64_t rows) {
-  const int64_t half = head.layers[0].heads.head / 2;
-  auto* const cos = Scratch::get().take<float>(rows * half);
-  auto* const sin = Scratch::get().take<float>(rows * half);
-  for (int64_t r = 0; r < rows; ++r) {
-    std::copy_n(head.cos + positions[r] * half, half, cos + r * half);
-    std::copy_n(head.sin + positions[r] * half, half, sin + r * half);
-  }
-  return {cos, sin};
+  return head.rotations.of(positions, rows, head.layers[0].heads.head / 2);
 }
 
 void times(const BlockHead& head, const Product& by, const void* from, int64_t rows, void* to) {
@@ -46,7 +39,7 @@ bool there(const BlockHead& head, const BlockStep& step, const Caches& caches) {
   for (int64_t n = 0; n < step.count; ++n) {
     const BlockText& text = step.texts[n];
     const int64_t end = text.begin + text.count + text.rows;
-    if (text.begin < 0 || text.count < 0 || text.rows < 0 || text.shift < 0 || end + text.shift > head.positions) {
+    if (text.begin < 0 || text.count < 0 || text.rows < 0 || text.shift < 0 || end + text.shift > head.rotations.positions) {
       return false;
     }
     if (text.first_block < 0 || text.first_block + text.blocks > step.num_blocks) return false;

@@ -23,8 +23,7 @@ struct BlockHead {
   const void *hidden_norm, *entry_norm, *norm;  // [D]
   const Layer* layers;
   int64_t num_layers;
-  const float *cos, *sin;  // [positions, H / 2], of all positions there are
-  int64_t positions;
+  Rotations rotations;
   const void* embedding;  // [tokens, D]
   int64_t tokens, mask;   // and the token that stands for those to be guessed
 };

@@ -4,6 +4,16 @@
 
 namespace specinfer {
 
+Rope Rotations::of(const int64_t* at, int64_t rows, int64_t half) const {
+  auto* const own_cos = Scratch::get().take<float>(rows * half);
+  auto* const own_sin = Scratch::get().take<float>(rows * half);
+  for (int64_t r = 0; r < rows; ++r) {
+    std::copy_n(cos + at[r] * half, half, own_cos + r * half);
+    std::copy_n(sin + at[r] * half, half, own_sin + r * half);
+  }
+  return {own_cos, own_sin};
+}
+
 void run_layers(const Layer* layers, int64_t first, int64_t last, Type type, bool gelu, float eps, const Paths& paths,
                 const Rope rope[2], const void* const* keys, const void* const* values, const Stream& stream,
                 const Taps& taps) {

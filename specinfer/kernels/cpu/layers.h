@@ -18,8 +18,18 @@ struct Layer {
   int32_t local;  // uses the second RoPE, that of sliding-window layers
 };
 
+// Of each row, [T, H / 2].
 struct Rope {
   const float *cos, *sin;
+};
+
+// Of the positions 0, 1, ... of any text, [positions, H / 2].
+struct Rotations {
+  const float *cos, *sin;
+  int64_t positions;
+
+  // Those of rows at these positions, which have some; taken from Scratch.
+  Rope of(const int64_t* at, int64_t rows, int64_t half) const;
 };
 
 // The residual stream: x [T, D], to which `added` [T, D] is still to be added, where there is one. Layers leave what

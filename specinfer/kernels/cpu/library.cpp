@@ -2,6 +2,7 @@
 
 #include "best_first.h"
 #include "block_head.h"
+#include "decoder.h"
 #include "estimates.h"
 #include "layers.h"
 #include "layout.h"
@@ -93,6 +94,12 @@ void specinfer_layers(const Layer* layers, int64_t first, int64_t last, int32_t 
   const Claim claim;
   run_layers(layers, first, last, static_cast<Type>(type), gelu != 0, eps, *paths, rope, keys, values, *stream,
              *taps);
+}
+
+int32_t specinfer_decode(const Decoder* decoder, const DecoderRows* rows, const Paths* paths, const void* const* keys,
+                         const void* const* values, const Taps* taps, void* read) {
+  const Claim claim;
+  return static_cast<int32_t>(run_decoder(*decoder, *rows, *paths, keys, values, *taps, read));
 }
 
 int64_t specinfer_most_likely(const float* logits, int64_t size, int64_t n, int64_t* ids) {

@@ -43,14 +43,11 @@ def with_blocks_of(block: int, paths: Paths) -> Paths:
     """The same slots in smaller blocks, which must fit the old ones."""
     assert paths.block_size % block == 0
     parts = paths.block_size // block
-    smaller = Paths.zeros(
-        paths.num_requests, paths.num_rows, paths.num_tails, len(paths.tables_B) * parts, block
-    )
-    before = len(smaller.numbers) - len(smaller.tables_B)
-    smaller.numbers[:before] = paths.numbers[:before]
-    smaller.requests_R4[:, 2] *= parts
-    smaller.tables_B[:] = (paths.tables_B[:, None] * parts + np.arange(parts)).ravel()
-    return smaller
+    requests_R4 = paths.requests_R4.copy()
+    requests_R4[:, 2] *= parts
+    told = requests_R4.ravel(), paths.shared_T, paths.tail_ends, paths.tails
+    table = (paths.tables_B[:, None] * parts + np.arange(parts)).ravel()
+    return Paths.of(*(part.tolist() for part in told), tables=[table.tolist()], block_size=block)
 
 
 @dataclass

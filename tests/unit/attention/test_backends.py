@@ -127,7 +127,8 @@ GOOD: dict[str, list[Any]] = {
 
 
 def made_of(block_size: int, parts: dict[str, list[Any]]) -> Paths:
-    paths = Paths.zeros(len(parts["requests_R4"]), 5, 3, 3, block_size)
+    requests = [0] * 4 * len(parts["requests_R4"])
+    paths = Paths.of(requests, [0] * 5, [0] * 6, [0] * 3, tables=[[0] * 3], block_size=block_size)
     for name, values in parts.items():
         getattr(paths, name)[:] = values
     return paths

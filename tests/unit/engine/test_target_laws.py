@@ -93,6 +93,21 @@ def test_without_processors_nothing_is_changed() -> None:
     assert [(count, changed) for count, changed, _ in scan.asked] == [(2, False)] * 2
 
 
+@pytest.mark.parametrize("requests", [1, 5, 6])
+def test_greedy_walks_down_few_nodes_are_one_question(requests: int) -> None:
+    results, scan, _ = verified(rows(*[0, 3, 3] * requests), *[{}] * requests)
+    assert results == [Acceptance((1,), 3)] * requests
+    levels = [requests] * 2 if requests == 6 else [3 * requests]  # 18 nodes are many
+    assert [(count, changed) for count, changed, _ in scan.asked] == [(count, False) for count in levels]
+
+
+def test_what_a_row_nobody_comes_to_holds_is_no_matter() -> None:
+    rows_RV = rows(3, 1, 2)
+    rows_RV[1] = np.nan
+    results, *_ = verified(rows_RV, {})
+    assert results == [Acceptance((), 3)]
+
+
 def test_only_masks_over_whole_rows_are_written_elsewhere() -> None:
     of: list[dict[str, Any]] = [{}, {"allowed_token_ids": [0, 4]}, {"presence_penalty": 0.5}]
     results, scan, flight = verified(rows(*[0, 1, 2] * 3), *of)

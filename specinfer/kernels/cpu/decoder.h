@@ -1,0 +1,40 @@
+// A decoder's pass up to its output layer in one call: embeddings, all layers and the last norm. What lies around
+// the layers of a small model takes Python, whose code and data the weights have swept out of the caches, a
+// twentieth of the pass.
+//
+// kernels/decoder.py is how it is called; models/decoder.py has the same step by step, with the same bits.
+
+#pragma once
+
+#include "layers.h"
+
+namespace specinfer {
+
+// As kernels/library.py has it. D is the hidden size.
+struct Decoder {
+  Type type;
+  int32_t gelu;
+  float eps, scale;       // of norms; of embeddings
+  const void* embedding;  // [tokens, D]
+  int64_t tokens;
+  const Layer* layers;
+  int64_t num_layers;
+  const void* norm;  // [D], behind the last layer
+  Rotations rotations[2];  // of global layers, then of sliding-window ones
+};
+
+// The rows of a pass. chosen: those that the output layer reads; null: all.
+struct DecoderRows {
+  const int64_t *tokens, *positions;  // [T]
+  const int64_t* chosen;
+  int64_t num_chosen;
+};
+
+enum class Fault : int32_t { kNone, kToken, kPosition };
+
+// Writes K and V of all rows, and what the output layer reads of those that are chosen to `read`, [R, D]. Nothing is
+// done where the table lacks a token or a position has no rotation, which the fault says.
+Fault run_decoder(const Decoder& decoder, const DecoderRows& rows, const Paths& paths, const void* const* keys,
+                  const void* const* values, const Taps& taps, void* read);
+
+}  // namespace specinfer

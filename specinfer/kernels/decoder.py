@@ -1,0 +1,166 @@
+"""A decoder's pass up to its output layer in one native call (cpu/decoder.cpp).
+
+Around its layers a pass looks embeddings up, makes rotations and norms what the output layer reads: a dozen
+small calls, which weights that stream past have made slow. Of a pass of SmolLM2-135M in int8, of 6.3 ms, they
+took 0.25. models/decoder.py computes the same step by step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from specinfer.attention.backend import Rotation
+from specinfer.attention.native import NativeAttend, NativeCache
+from specinfer.kernels.layers import NativeLayers
+from specinfer.kernels.library import TYPES, DecoderArgs, DecoderRowsArgs, RotationsArgs, TapsArgs
+from specinfer.kernels.ops import NativeOps, Ops
+from specinfer.kernels.product import FLOATS
+
+_NO_TOKEN: Final = 1  # as in cpu/decoder.h
+_NO_POSITION: Final = 2
+_FEWEST_ROTATIONS: Final = 512
+
+
+Rotations = Callable[[int], tuple[Rotation, Rotation]]
+
+
+class NativeDecoder:
+    """A decoder whose layers are native, from token ids to what its output layer reads.
+
+    Engines in several threads may share it: what a call is given is of the call, and rotations that become
+    more leave the fewer ones to whoever reads them.
+    """
+
+    __slots__ = ("_args", "_embedding_VD", "_kept", "_known", "_layers", "_library", "_norm_D", "_rotations")
+
+    def __init__(
+        self,
+        layers: NativeLayers,
+        ops: NativeOps,
+        embedding_VD: Tensor,
+        scale: float,
+        norm_D: Tensor,
+        *,
+        rotations: Rotations,
+    ) -> None:
+        """`embedding_VD` is contiguous and of the dtype of `norm_D`, the last norm's weight.
+
+        `rotations` makes those of so many positions, 0, 1, ..., of global layers and of sliding-window ones,
+        float32 [positions, H / 2] and contiguous.
+        """
+        self._library = ops.library
+        self._layers = layers
+        self._embedding_VD = embedding_VD
+        self._norm_D = norm_D
+        self._rotations = rotations
+        self._kept: list[Rotation] = []  # whose memory the arguments point to
+        self._known: NativeCache | None = None  # of the last call, found to be right
+        self._args = DecoderArgs(
+            type=TYPES[FLOATS[norm_D.dtype]],
+            gelu=layers.gelu,
+            eps=layers.eps,
+            scale=scale,
+            embedding=embedding_VD.data_ptr(),
+            tokens=len(embedding_VD),
+            layers=layers.args,
+            num_layers=len(layers.args),
+            norm=norm_D.data_ptr(),
+        )
+
+    @classmethod
+    def of(
+        cls,
+        layers: NativeLayers | None,
+        ops: Ops,
+        embedding_VD: Tensor,
+        scale: float,
+        norm_D: Tensor,
+        *,
+        rotations: Rotations,
+    ) -> NativeDecoder | None:
+        """The decoder, or None where it has a part that is not native."""
+        looked_up = embedding_VD.is_contiguous() and embedding_VD.dtype is norm_D.dtype
+        if layers is None or not isinstance(ops, NativeOps) or not looked_up:
+            return None
+        return cls(layers, ops, embedding_VD, scale, norm_D, rotations=rotations)
+
+    def __call__(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        rows_R: Tensor | None,
+        attend: NativeAttend,
+        taps: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the output layer reads of these rows (None: all), [R, D], and the inputs of `taps`, [T, N, D].
+
+        Writes K and V of every row; `taps` are layers of the decoder, or the number of all. Raises IndexError
+        for a token the embeddings lack, and for a position below 0.
+        """
+        self._check(attend.cache)
+        count, size = attend.paths.rows, self._norm_D.numel()
+        _check_numbers("token ids", token_ids_T, count)
+        _check_numbers("positions", positions_T, count)
+        chosen = count
+        if rows_R is not None:
+            chosen = rows_R.numel()
+            _check_numbers("chosen rows", rows_R, chosen)
+        read_RD = self._norm_D.new_empty(chosen, size)
+        tapped_TND = self._norm_D.new_empty(count, len(taps), size) if taps else None
+        ids = (ctypes.c_int64 * len(taps))(*taps)
+        out = None if tapped_TND is None else tapped_TND.data_ptr()
+        rows = DecoderRowsArgs(
+            token_ids_T.data_ptr(),
+            positions_T.data_ptr(),
+            None if rows_R is None else rows_R.data_ptr(),
+            chosen,
+        )
+        call = partial(
+            self._library.decode,
+            *(ctypes.byref(self._args), ctypes.byref(rows), ctypes.byref(attend.paths)),
+            *(attend.cache.key_addresses, attend.cache.value_addresses),
+            *(ctypes.byref(TapsArgs(ctypes.addressof(ids), len(taps), out)), read_RD.data_ptr()),
+        )
+        fault = call()
+        if fault == _NO_POSITION and int(positions_T.min()) >= 0:
+            self._rotate(1 + int(positions_T.max()))
+            fault = call()
+        if fault:
+            raise IndexError(
+                f"token ids must be 0 .. {len(self._embedding_VD) - 1}"
+                if fault == _NO_TOKEN
+                else f"positions must be 0 or more, got {int(positions_T.min())}"
+            )
+        return read_RD, tapped_TND
+
+    def _rotate(self, positions: int) -> None:
+        """Make rotations of so many positions, and of more that may come."""
+        made = self._rotations(1 << (max(positions, _FEWEST_ROTATIONS) - 1).bit_length())
+        self._kept += made
+        for place, one in enumerate(made):
+            told: RotationsArgs = self._args.rotations[place]
+            told.cos, told.sin = one.cos.data_ptr(), one.sin.data_ptr()
+            told.positions = len(one.cos)  # last: a call in another thread has all rotations that it sees
+
+    def _check(self, cache: NativeCache) -> None:
+        """Raise ValueError where a cache is not one of this decoder's."""
+        if cache is self._known:
+            return
+        layers = len(self._layers.args)
+        if len(cache.key_addresses) != layers:
+            raise ValueError(f"caches of {len(cache.key_addresses)} layers for a model of {layers}")
+        cache.check(self._norm_D.dtype, self._layers.heads)
+        self._known = cache
+
+
+def _check_numbers(name: str, numbers: Tensor, count: int) -> None:
+    if numbers.dtype is not torch.int64 or not numbers.is_contiguous() or numbers.numel() != count:
+        raise ValueError(
+            f"{count} {name} must be contiguous int64, got {list(numbers.shape)} {numbers.dtype}"
+        )
