@@ -25,6 +25,7 @@ _THOUGHT: Final = 3.0  # values, that nobody has seen
 # What others leave of a first level where that is not known yet, by whether there is a prediction: who sends
 # one thinks that it holds most of the answer.
 _LEFT: Final = {False: 1.0, True: 0.3}
+_MADE: Final = {False: 1.0, True: 8.0}  # tokens, likewise: what a step makes with others' guesses
 _USUAL_UNREAD: Final = 2  # tokens a draft reads in every step: the root, and a last guess it has not run
 
 
@@ -59,8 +60,9 @@ class DraftStarts:
     def __init__(self, draft: DraftCosts) -> None:
         self._draft = draft
         self._saved = 0.0  # seconds it may spend without seeming worth it
-        # What others leave of its first level, of late.
+        # What others leave of its first level, of late, and the tokens that a step makes with theirs.
         self._left = {predicted: _Fading(left) for predicted, left in _LEFT.items()}
+        self._made = {predicted: _Fading(made) for predicted, made in _MADE.items()}
 
     def which(self, entries: Sequence[PlanEntry], unread: Sequence[int], step: Guessed) -> list[bool]:
         """For which of these the first level makes the step faster, or will once their prompts are read."""
@@ -98,13 +100,15 @@ class DraftStarts:
 
     def _gain(self, entry: PlanEntry, step: Guessed) -> tuple[float, float]:
         """The tokens that the level brings a request, and its part in all that the draft will bring it."""
-        of_late = self._left[bool(entry.request.prediction)]
+        predicted = bool(entry.request.prediction)
+        left_of_late, made_of_late = self._left[predicted], self._made[predicted]
         rate = self._rate(entry)
         guesses = step.guesses[entry.request.request_id]
         left = guesses.left(0)
-        of_late.add(left)
+        left_of_late.add(left)
+        made_of_late.add(sum(filter(step.price.__lt__, guesses.probabilities)))
         gain = guesses.gain(0, rate, left, step.price)
-        return gain, _part(gain, rate.any * of_late.mean, entry.room)
+        return gain, _part(gain, rate.any * left_of_late.mean, made_of_late.mean, entry.room)
 
     def _reads(self, entry: PlanEntry, read: float, tokens: float, level: float) -> bool:
         """Whether a prompt is read: what others will guess behind it is not known, so it is what is usual.
@@ -115,9 +119,10 @@ class DraftStarts:
         """
         if entry.end - entry.start < 2 or entry.room < 3:
             return False
-        usual = self._rate(entry).any
-        usual *= self._left[bool(entry.request.prediction)].mean
-        return usual > (read * _part(usual, usual, entry.room - 1) + level) * tokens
+        predicted = bool(entry.request.prediction)
+        usual = self._rate(entry).any * self._left[predicted].mean
+        part = _part(usual, usual, self._made[predicted].mean, entry.room - 1)
+        return usual > (read * part + level) * tokens
 
     def _rate(self, entry: PlanEntry) -> LevelRate:
         """How likely first guesses are right for a request."""
@@ -128,11 +133,11 @@ class DraftStarts:
         return self._draft.seconds(_USUAL_UNREAD, requests)[-1] / requests + step.row
 
 
-def _part(gain: float, usual: float, room: int) -> float:
+def _part(gain: float, usual: float, made: float, room: int) -> float:
     """The part that a step has in all that a draft brings a text that it has read.
 
-    `gain` tokens now, `usual` ones in each step behind it, of which there are as many as the `room` for
-    tokens is enough for; for the last token nobody guesses.
+    `gain` tokens now, `usual` ones beside the `made` of each step behind it, of which there are as many as
+    there is `room` for tokens; for the last token nobody guesses.
     """
-    later = usual * max(0.0, room - 2 - gain) / (1 + usual)
+    later = usual * max(0.0, room - 1 - made - gain) / (made + usual)
     return gain / (gain + later) if gain else 0.0

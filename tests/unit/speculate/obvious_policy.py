@@ -19,6 +19,7 @@ from specinfer.tree.token_tree import draws_by_parent
 
 Floats = NDArray[np.float64]
 LEFT = {False: 1.0, True: 0.3}  # of a first level by others, at first, by whether there is a prediction
+MADE = {False: 1.0, True: 8.0}  # tokens of a step with others' guesses, likewise
 LIKE_ALL = (
     4  # guesses at a temperature that are thought to have come, right as often as those of all requests
 )
@@ -41,6 +42,7 @@ class ObviousPolicy:
         self.saved = 0.0
         # What others left of the first level, from the first step on, by whether there is a prediction.
         self.left: dict[bool, list[float]] = {False: [], True: []}
+        self.made: dict[bool, list[float]] = {False: [], True: []}  # tokens of a step with others' guesses
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
         self.entries, self.requests = plan.tree_entries, len(plan.entries)
@@ -210,17 +212,20 @@ class ObviousPolicy:
         gains, parts = np.zeros(len(entries)), np.zeros(len(entries))
         for i, entry in enumerate(entries):
             predicted, rate = bool(entry.request.prediction), self._rate(0, entry).any
-            seen = self.left[predicted]
+            seen, made = self.left[predicted], self.made[predicted]
             if grows[i]:
                 others = self.others[entry.request.request_id]
+                hopes = self._hopes(others, DOUBT)
                 gains[i] = self._gain(entry, 0, price, DOUBT)
-                seen.append(missed_by(others, 0, self._hopes(others, DOUBT)))
+                seen.append(missed_by(others, 0, hopes))
+                made.append(sum(hope for hope in hopes if hope > price))
             else:
                 gains[i] = rate * of_late(seen, LEFT[predicted])
+            usual, of_others = rate * of_late(seen, LEFT[predicted]), of_late(made, MADE[predicted])
             # What this step has of all that the draft will bring: the others have what is usual.
             room = entry.room if grows[i] else entry.room - 1  # of which the first token has no guesses
-            later = (room - 2 - gains[i]) / (1 + rate * of_late(seen, LEFT[predicted]))
-            parts[i] = gains[i] + rate * of_late(seen, LEFT[predicted]) * max(0, later)
+            later = (room - 1 - of_others - gains[i]) / (of_others + usual)
+            parts[i] = gains[i] + usual * max(0, later)
         together = 2 * len(entries)
         reading = self.draft.seconds(together + np.maximum(unread, 2) - 2) - self.draft.seconds([together])
         shares = reading * gains / np.maximum(1e-300, parts)

@@ -50,8 +50,9 @@ def prompt(room: int = 100) -> PlanEntry:
 
 @pytest.mark.parametrize(
     ("reading", "room", "plain", "with_prediction"),
-    [  # .7 tokens a step are hoped for, or .21: of 100 tokens 41 and 17 in all, a second each
-        (10.0, 100, True, True),
+    [  # .7 tokens a step are hoped for beside 1, or .21 beside 8: of 100 tokens 41 and 2.5, a second each
+        (2.0, 100, True, True),
+        (10.0, 100, True, False),
         (18.0, 100, True, False),
         (50.0, 100, False, False),
         (10.0, 20, False, False),
@@ -80,6 +81,18 @@ def test_no_prompt_is_read_for_levels_that_would_not_be_worth_their_passes(
             costs.learn(LevelOutcome("other", 0, choice))
     assert 0.3 < costs.rate(0).any < 0.38
     assert starts(DraftStarts(costs), prompt(), unread=50, row=row) is reads
+
+
+def test_a_text_whose_steps_make_many_tokens_has_few_steps_to_read_it_for() -> None:
+    known = chain(*8 * [0.9], speculator="ngram")
+    slow, quick = (DraftStarts(draft(0.01, 0.025)) for _ in range(2))
+    for _ in range(60):  # others leave as much to the draft, and make 1.3 tokens a step, or 3.4
+        starts(slow, entry(room=100), unread=500, tree=chain(0.9, speculator="ngram"), rate=0.3)
+        starts(quick, entry(room=100), unread=500, tree=known, rate=0.999)
+        starts(quick, entry(room=100), unread=500)
+        starts(quick, entry(room=100), unread=500)
+    assert starts(slow, entry(room=100), unread=500)
+    assert not starts(quick, entry(room=100), unread=500)
 
 
 def test_a_text_is_not_read_for_one_step_in_which_nobody_else_guesses() -> None:
