@@ -14,12 +14,13 @@ from specinfer.attention.backend import Attend, CacheAttention, Paths
 from specinfer.attention.native import NativeAttend, NativeAttention
 from specinfer.config import Quantization
 from specinfer.kernels.choice import Kernels
+from specinfer.kernels.decoder import NativeDecoder
 from specinfer.kernels.layers import NativeLayers
 from specinfer.kernels.library import STAGES
 from specinfer.kernels.ops import TorchOps
 from specinfer.kernels.profile import profiled
 from specinfer.kernels.quantized import TorchProducts
-from specinfer.models.language_model import LanguageModel, PassContext, Residual
+from specinfer.models.language_model import LanguageModel, PassContext
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
@@ -138,12 +139,14 @@ def test_taps_and_pieces_have_the_bits_of_op_by_op_and_change_no_other(
     for cuts in ([], [1], [layers], range(layers)):
         assert same(tapped(model, cuts), by_op), f"at once, cut at {cuts}"
     before = run(model)
-    run_layers = model.run_layers
+    read = model.read
 
-    def with_taps(residual: Residual, context: PassContext) -> tuple[Residual, torch.Tensor | None]:
-        return run_layers(residual, replace(context, taps=[0, layers, 1, 1]))
+    def with_taps(
+        token_ids_T: Tensor, context: PassContext, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return read(token_ids_T, replace(context, taps=[0, layers, 1, 1]), rows)
 
-    monkeypatch.setattr(model, "run_layers", with_taps)
+    monkeypatch.setattr(model, "read", with_taps)
     assert same(run(model), before)
 
 
@@ -183,6 +186,7 @@ def test_with_a_part_that_is_not_native_a_model_runs_op_by_op(
     save_random(name, tmp_path, tied=True)
     model = load(tmp_path, changed(kernels("native")))
     monkeypatch.setattr(NativeLayers, "__call__", None)
+    monkeypatch.setattr(NativeDecoder, "__call__", None)
     run(model)
 
 

@@ -1,0 +1,143 @@
+"""A decoder's pass in one native call gives the bits of its steps, and refuses what is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer.attention.native import NativeCache
+from specinfer.kernels.decoder import NativeDecoder
+from specinfer.models.decoder import Decoder
+from specinfer.models.language_model import LanguageModel, PassContext, read_by_steps
+from specinfer.models.weights import load_model
+from specinfer.runtime.batch import Rows, build_batch, chain_rows
+from specinfer.runtime.kv_cache import KvCache
+from tests.kernels import kernels
+from tests.parity.families import save_random
+
+BLOCK = 16
+TREE = Rows([54, 7, 20, 8, 8], 3, [4, 0], 0, [-1, 0, 0, 1, 2])
+
+
+def load(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> LanguageModel:
+    save_random(name, folder, tied=True)
+    cpu = torch.device("cpu")
+    model = load_model(
+        folder, dtype=dtype, device=cpu, kernels=kernels("native"), quantization="none", cache=folder / "q"
+    )
+    assert isinstance(model, Decoder)
+    return model
+
+
+def cache_of(model: LanguageModel, num_blocks: int = 6) -> KvCache:
+    return KvCache.of(model.config, num_blocks * BLOCK, model.dtype, model.device)
+
+
+def read(
+    model: LanguageModel,
+    cache: KvCache,
+    rows: Sequence[Rows],
+    taps: Sequence[int] = (),
+    *,
+    steps: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """What the head reads of the rows, and taps."""
+    batch = build_batch(rows, block_size=BLOCK, device=model.device)
+    attend = model.kernels.attention.over(cache.keys, cache.values).bind(batch.paths)
+    context = PassContext(batch.positions_T, attend, taps)
+    if steps:
+        return read_by_steps(model, batch.token_ids_T, context, batch.logit_rows)
+    return model.read(batch.token_ids_T, context, batch.logit_rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gemma3-softcap"])
+def test_the_bits_are_those_of_the_steps(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = load(name, tmp_path, dtype)
+    at_once, by_steps = cache_of(model), cache_of(model)
+    prompts = [chain_rows(range(20, 23), 0, [4, 0], logits=False), chain_rows([4, 9], 0, [3], logits=True)]
+    for rows in (prompts, [chain_rows([9], 2, [3], logits=True), TREE]):
+        for taps in ([], [0, 2, model.config.num_layers, 2]):
+            made, told = read(model, at_once, rows, taps)
+            wanted, seen = read(model, by_steps, rows, taps, steps=True)
+            assert torch.equal(made, wanted)
+            assert (told is None and seen is None) if not taps else torch.equal(*map(_there, (told, seen)))
+            assert torch.equal(at_once.keys[-1], by_steps.keys[-1])
+            assert torch.equal(at_once.values[-1], by_steps.values[-1])
+
+
+def _there(tapped: Tensor | None) -> Tensor:
+    assert tapped is not None
+    return tapped
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rotations_become_more_as_texts_grow(name: str, tmp_path: Path) -> None:
+    model = load(name, tmp_path)
+    at_once, by_steps = cache_of(model, 100), cache_of(model, 100)
+    for start in (0, 511, 512, 1024, 1500, 3):
+        rows = [chain_rows([7, 8, 9], start, range(100), logits=True)]
+        assert torch.equal(read(model, at_once, rows)[0], read(model, by_steps, rows, steps=True)[0]), start
+
+
+def test_nothing_is_read_of_a_batch_without_rows(tmp_path: Path) -> None:
+    model = load("llama", tmp_path)
+    made, tapped = read(model, cache_of(model), [], [1])
+    assert made.shape == (0, model.config.hidden_size)
+    assert _there(tapped).shape == (0, 1, model.config.hidden_size)
+
+
+def test_what_is_not_there_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    model = load("llama", tmp_path)
+    cache = cache_of(model)
+    with pytest.raises(IndexError, match=r"token ids must be 0 \.\. 95"):
+        read(model, cache, [chain_rows([3, 96], 0, [0], logits=True)])
+    with pytest.raises(ValueError, match=r"got taps \[4\]; layers range\(0, 3\) have inputs 0 \.\. 3"):
+        read(model, cache, [chain_rows([3], 0, [0], logits=True)], [4])
+    batch = build_batch([chain_rows([3, 4], 0, [0], logits=True)], block_size=BLOCK, device=model.device)
+    attend = model.kernels.attention.over(cache.keys, cache.values).bind(batch.paths)
+    with pytest.raises(IndexError, match="positions must be 0 or more, got -1"):
+        model.read(batch.token_ids_T, PassContext(batch.positions_T - 1, attend))
+    for wrong in (batch.token_ids_T[:1], batch.token_ids_T.int(), torch.arange(4)[::2]):
+        with pytest.raises(ValueError, match=r"2 (token ids|positions) must be contiguous int64, got"):
+            model.read(wrong, PassContext(batch.positions_T, attend))
+        with pytest.raises(ValueError, match=r"2 (token ids|positions) must be contiguous int64, got"):
+            model.read(batch.token_ids_T, PassContext(wrong, attend))
+    assert all(not part.any() for part in (*cache.keys, *cache.values))
+
+
+def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
+    model = load("llama", tmp_path)
+    good = cache_of(model)
+    rows = [chain_rows([3, 4], 0, [0], logits=True)]
+    for keys, values, fault in (
+        (good.keys[1:], good.values[1:], "caches of 2 layers for a model of 3"),
+        ([k.float() for k in good.keys], [v.float() for v in good.values], "of torch.float32"),
+        ([k[..., :2].contiguous() for k in good.keys],) * 2 + ("heads of 2 of",),
+    ):
+        attention = model.kernels.attention.over(keys, values)
+        assert isinstance(attention, NativeCache)
+        batch = build_batch(rows, block_size=BLOCK, device=model.device)
+        for _ in range(2):  # that a good one was met does not make it one
+            context = PassContext(batch.positions_T, attention.bind(batch.paths))
+            with pytest.raises(ValueError, match=fault):
+                model.read(batch.token_ids_T, context, batch.logit_rows)
+            read(model, good, rows)
+
+
+def test_only_what_is_looked_up_as_it_lies_is_native(tmp_path: Path) -> None:
+    model = load("llama", tmp_path)
+    assert isinstance(model, Decoder)
+    ops, (table_VD, scale) = model.kernels.ops, model.embedding
+    norm_D, layers = torch.ones(table_VD.shape[1], dtype=table_VD.dtype), model._at_once
+
+    def made(table_VD: Tensor, norm_D: Tensor) -> NativeDecoder | None:
+        return NativeDecoder.of(layers, ops, table_VD, scale, norm_D, rotations=model._rotations)
+
+    assert made(table_VD, norm_D) is not None
+    assert made(table_VD.t().contiguous().t(), norm_D) is None
+    assert made(table_VD.float(), norm_D) is None
