@@ -1,8 +1,8 @@
-"""A decoder's pass up to its output layer in one native call (cpu/decoder.cpp).
+"""A decoder's pass in one native call (cpu/decoder.cpp).
 
-Around its layers a pass looks embeddings up, makes rotations and norms what the output layer reads: a dozen
-small calls, which weights that stream past have made slow. Of a pass of SmolLM2-135M in int8, of 6.3 ms, they
-took 0.25. models/decoder.py computes the same step by step.
+Around its layers a pass looks embeddings up, makes rotations, norms what the output layer reads and calls
+that: a dozen small calls, which weights that stream past have made slow. Of a pass of SmolLM2-135M in int8,
+of 6.3 ms, they took 0.4. models/decoder.py computes the same step by step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specinfer.attention.native import NativeAttend, NativeCache
 from specinfer.kernels.layers import NativeLayers
 from specinfer.kernels.library import TYPES, DecoderArgs, DecoderRowsArgs, RotationsArgs, TapsArgs
 from specinfer.kernels.ops import NativeOps, Ops
-from specinfer.kernels.product import FLOATS
+from specinfer.kernels.product import FLOATS, NativeProduct, Product
 
 _NO_TOKEN: Final = 1  # as in cpu/decoder.h
 _NO_POSITION: Final = 2
@@ -31,13 +31,23 @@ Rotations = Callable[[int], tuple[Rotation, Rotation]]
 
 
 class NativeDecoder:
-    """A decoder whose layers are native, from token ids to what its output layer reads.
+    """A decoder whose layers are native, from token ids to what its output layer reads, or to logits.
 
     Engines in several threads may share it: what a call is given is of the call, and rotations that become
     more leave the fewer ones to whoever reads them.
     """
 
-    __slots__ = ("_args", "_embedding_VD", "_kept", "_known", "_layers", "_library", "_norm_D", "_rotations")
+    __slots__ = (
+        "_args",
+        "_embedding_VD",
+        "_kept",
+        "_known",
+        "_layers",
+        "_library",
+        "_norm_D",
+        "_output",
+        "_rotations",
+    )
 
     def __init__(
         self,
@@ -47,18 +57,20 @@ class NativeDecoder:
         scale: float,
         norm_D: Tensor,
         *,
+        output: Product,
         rotations: Rotations,
     ) -> None:
         """`embedding_VD` is contiguous and of the dtype of `norm_D`, the last norm's weight.
 
-        `rotations` makes those of so many positions, 0, 1, ..., of global layers and of sliding-window ones,
-        float32 [positions, H / 2] and contiguous.
+        `output` makes logits here if it is native. `rotations` makes those of so many positions, 0, 1, ...,
+        of global layers and of sliding-window ones, float32 [positions, H / 2] and contiguous.
         """
         self._library = ops.library
         self._layers = layers
         self._embedding_VD = embedding_VD
         self._norm_D = norm_D
         self._rotations = rotations
+        self._output = output if isinstance(output, NativeProduct) else None
         self._kept: list[Rotation] = []  # whose memory the arguments point to
         self._known: NativeCache | None = None  # of the last call, found to be right
         self._args = DecoderArgs(
@@ -72,6 +84,8 @@ class NativeDecoder:
             num_layers=len(layers.args),
             norm=norm_D.data_ptr(),
         )
+        if self._output is not None:
+            self._args.output = self._output.args
 
     @classmethod
     def of(
@@ -82,13 +96,14 @@ class NativeDecoder:
         scale: float,
         norm_D: Tensor,
         *,
+        output: Product,
         rotations: Rotations,
     ) -> NativeDecoder | None:
         """The decoder, or None where it has a part that is not native."""
         looked_up = embedding_VD.is_contiguous() and embedding_VD.dtype is norm_D.dtype
         if layers is None or not isinstance(ops, NativeOps) or not looked_up:
             return None
-        return cls(layers, ops, embedding_VD, scale, norm_D, rotations=rotations)
+        return cls(layers, ops, embedding_VD, scale, norm_D, output=output, rotations=rotations)
 
     def __call__(
         self,
@@ -97,11 +112,13 @@ class NativeDecoder:
         rows_R: Tensor | None,
         attend: NativeAttend,
         taps: Sequence[int],
-    ) -> tuple[Tensor, Tensor | None]:
-        """What the output layer reads of these rows (None: all), [R, D], and the inputs of `taps`, [T, N, D].
+        most_logits: int,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What the output layer reads of these rows (None: all), [R, D], taps, and perhaps logits, [R, V].
 
-        Writes K and V of every row; `taps` are layers of the decoder, or the number of all. Raises IndexError
-        for a token the embeddings lack, and for a position below 0.
+        Writes K and V of every row. `taps` are layers of the decoder or the number of all, and their inputs
+        [T, N, D]; there are logits if at most so many rows are chosen. Raises IndexError for a token the
+        embeddings lack, and for a position below 0.
         """
         self._check(attend.cache)
         count, size = attend.paths.rows, self._norm_D.numel()
@@ -113,6 +130,9 @@ class NativeDecoder:
             _check_numbers("chosen rows", rows_R, chosen)
         read_RD = self._norm_D.new_empty(chosen, size)
         tapped_TND = self._norm_D.new_empty(count, len(taps), size) if taps else None
+        logits_RV: Tensor | None = None
+        if self._output is not None and 0 < chosen <= most_logits:
+            logits_RV = self._norm_D.new_empty(chosen, self._output.channels)
         ids = (ctypes.c_int64 * len(taps))(*taps)
         out = None if tapped_TND is None else tapped_TND.data_ptr()
         rows = DecoderRowsArgs(
@@ -126,6 +146,7 @@ class NativeDecoder:
             *(ctypes.byref(self._args), ctypes.byref(rows), ctypes.byref(attend.paths)),
             *(attend.cache.key_addresses, attend.cache.value_addresses),
             *(ctypes.byref(TapsArgs(ctypes.addressof(ids), len(taps), out)), read_RD.data_ptr()),
+            None if logits_RV is None else logits_RV.data_ptr(),
         )
         fault = call()
         if fault == _NO_POSITION and int(positions_T.min()) >= 0:
@@ -137,7 +158,7 @@ class NativeDecoder:
                 if fault == _NO_TOKEN
                 else f"positions must be 0 or more, got {int(positions_T.min())}"
             )
-        return read_RD, tapped_TND
+        return read_RD, tapped_TND, logits_RV
 
     def _rotate(self, positions: int) -> None:
         """Make rotations of so many positions, and of more that may come."""

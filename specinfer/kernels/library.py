@@ -117,6 +117,7 @@ class DecoderArgs(ctypes.Structure):
         ("layers", POINTER(LayerArgs)),
         ("num_layers", c_int64),
         ("norm", c_void_p),
+        ("output", ProductArgs),
         ("rotations", RotationsArgs * 2),
     )
 
@@ -263,7 +264,7 @@ class Library:
         )
         self.decode = _function(
             *(library.specinfer_decode, c_int32, POINTER(DecoderArgs), POINTER(DecoderRowsArgs), paths),
-            *(address, address, POINTER(TapsArgs), address),
+            *(address, address, POINTER(TapsArgs), address, address),
         )
         self.most_likely = _function(library.specinfer_most_likely, c_int64, address, count, count, address)
         self.mass = _function(library.specinfer_mass, c_double, address, count, c_double, c_double)

@@ -17,6 +17,7 @@ from specinfer.kernels.layers import LayerParts, NativeLayers
 from specinfer.models.config import Activation, ModelConfig
 from specinfer.models.language_model import (
     PassContext,
+    Read,
     Residual,
     Taps,
     Weights,
@@ -63,6 +64,7 @@ class Decoder:
             self._at_once = NativeLayers.of(parts, weights.kernels.ops, gelu=gelu)
         self._native = NativeDecoder.of(
             *(self._at_once, weights.kernels.ops, *self.embedding, self._final_norm.weight_D),
+            output=self._head,
             rotations=self._rotations,
         )
 
@@ -72,14 +74,16 @@ class Decoder:
         return self._embedding_VD, self._embedding_scale
 
     def read(
-        self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """What the head reads of a whole pass, and taps; see LanguageModel."""
+        self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None = None, *, most_logits: int = 0
+    ) -> Read:
+        """A whole pass up to the head; see LanguageModel."""
         attend = context.attend
         if self._native is None or not isinstance(attend, NativeAttend) or not len(token_ids_T):
             return read_by_steps(self, token_ids_T, context, rows)
         layers_to_run(self.config.num_layers, None, context.taps)
-        return self._native(token_ids_T, context.positions_T, rows, attend, context.taps)
+        if self.config.logit_softcap is not None:
+            most_logits = 0  # the head's product is not all of them
+        return Read(*self._native(token_ids_T, context.positions_T, rows, attend, context.taps, most_logits))
 
     def _rotations(self, positions: int) -> tuple[Rotation, Rotation]:
         """Those of the positions 0, 1, ... of global layers, and of sliding-window ones."""

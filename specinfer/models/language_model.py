@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,14 @@ class PassContext:
     taps: Sequence[int] = ()  # layers whose inputs somebody wants
 
 
+class Read(NamedTuple):
+    """What a pass leaves for the output layer, and what came along."""
+
+    hidden_RD: Tensor  # what the head reads of each row that was chosen
+    tapped_TND: Tensor | None = None  # the inputs of layers that have a tap
+    logits_RV: Tensor | None = None  # what the head made of these rows, where they were few
+
+
 class Placed(Protocol):
     """What models and their weights have in common: a dtype, a device, and kernels for both."""
 
@@ -75,11 +83,12 @@ class LanguageModel(Placed, Protocol):
         ...
 
     def read(
-        self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """What the head reads of these rows (int64; None: all) of a whole pass, [R, D], and taps, [T, N, D].
+        self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None = None, *, most_logits: int = 0
+    ) -> Read:
+        """A whole pass up to the head, of which these rows (int64; None: all) are read.
 
-        As `read_by_steps` makes it, to the bit; taps are those of `run_layers`. Raises as these steps do.
+        As `read_by_steps` makes it, to the bit. Where no more than `most_logits` rows are read, logits may
+        come along, which are those that `logits` makes. Raises as the steps do.
         """
         ...
 
@@ -152,11 +161,11 @@ class Taps:
 
 def read_by_steps(
     model: LanguageModel, token_ids_T: Tensor, context: PassContext, rows: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+) -> Read:
     """`LanguageModel.read` in three steps."""
     residual = model.embed(token_ids_T, context.positions_T)
     residual, tapped_TND = model.run_layers(residual, context)
-    return model.final_norm(residual, rows), tapped_TND
+    return Read(model.final_norm(residual, rows), tapped_TND)
 
 
 def layers_to_run(num_layers: int, layers: range | None, taps: Sequence[int]) -> range:

@@ -12,6 +12,7 @@ from specinfer.attention.backend import Attend
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import (
     PassContext,
+    Read,
     Residual,
     Taps,
     Weights,
@@ -47,9 +48,9 @@ class OPTDecoder:
         self._layers = weights.each(lambda i: _Layer(i, config, weights), config.num_layers)
 
     def read(
-        self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """What the head reads of a whole pass, and taps; see LanguageModel."""
+        self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None = None, *, most_logits: int = 0
+    ) -> Read:
+        """A whole pass up to the head; see LanguageModel."""
         return read_by_steps(self, token_ids_T, context, rows)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:

@@ -35,6 +35,15 @@ BLOCK_ROWS: Final = 64  # made together where not all are asked for: weights are
 _Question = Callable[[NDArray[np.int64], LogitBlock, NDArray[np.int64]], None]
 
 
+def rows_at_once(vocab: int, dtype: torch.dtype) -> int:
+    """The most rows of a pass whose logits are made all together, whoever may be asked for them."""
+    return min(BLOCK_ROWS, _most_rows(vocab, dtype))
+
+
+def _most_rows(vocab: int, dtype: torch.dtype) -> int:
+    return max(1, MOST_BYTES // (vocab * dtype.itemsize))
+
+
 class Flight:
     """The rows of one pass that want logits; each is known by its place among them."""
 
@@ -49,8 +58,9 @@ class Flight:
         *,
         likelihoods: Callable[[], Sequence[float]] | None = None,
         taps: tuple[Sequence[int], Tensor] | None = None,
+        logits_RV: Tensor | None = None,
     ) -> None:
-        """Make the first block of logits.
+        """Make the first block of logits, or take those of all rows.
 
         Args:
             hidden_RD: what `head` reads of each row; its dtype is that of logits.
@@ -59,6 +69,7 @@ class Flight:
             scan: reads logits.
             likelihoods: says how likely each row is asked for, [R]; None: all will be.
             taps: layers, and what they were given, [T, N, D]; see `tapped`.
+            logits_RV: what `head` makes of all rows, if it is known.
         """
         self.scan = scan
         self.vocab = vocab
@@ -66,12 +77,14 @@ class Flight:
         self._head = head
         self._taps = taps
         self._count = count = len(hidden_RD)
-        self._most_rows = max(1, MOST_BYTES // (vocab * hidden_RD.element_size()))
+        self._most_rows = _most_rows(vocab, hidden_RD.dtype)
         self._order: NDArray[np.int64] | None = None  # likeliest first; None: all rows alike
         if likelihoods is not None and count > BLOCK_ROWS:
             self._order = np.argsort(-np.array(likelihoods()), kind="stable")
         self._blocks: list[_Block] = []  # the first with the likeliest rows
-        if count:
+        if logits_RV is not None:
+            self._blocks.append(_Block(_in_host_memory(logits_RV), np.arange(count)))
+        elif count:
             self._make(np.zeros(0, dtype=np.int64))
 
     @property
@@ -213,6 +226,7 @@ class _Block:
 
 
 def _in_host_memory(logits_RV: Tensor) -> LogitBlock:
-    logits_RV = logits_RV.cpu()
+    if not logits_RV.is_cpu:
+        logits_RV = logits_RV.cpu()
     is_bfloat16 = logits_RV.dtype is torch.bfloat16  # NumPy has none: its bits, then
     return LogitBlock((logits_RV.view(torch.uint16) if is_bfloat16 else logits_RV).numpy())

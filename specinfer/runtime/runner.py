@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.models.language_model import LanguageModel, PassContext
+from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.runtime.batch import Rows, build_batch, chain_rows, slots_of
-from specinfer.runtime.flight import Flight
+from specinfer.runtime.flight import Flight, rows_at_once
 from specinfer.runtime.inference import inference
 from specinfer.runtime.kv_cache import KvCache
 
@@ -53,14 +53,16 @@ class ModelRunner:
         the layers whose inputs the flight keeps (`LanguageModel.run_layers`).
         """
         model = self.model
-        hidden_RD, tapped_TND = self._run(rows, taps)
+        vocab = model.config.vocab_size
+        read = self._run(rows, taps, most_logits=rows_at_once(vocab, model.dtype))
         return Flight(
-            hidden_RD,
+            read.hidden_RD,
             model.logits,
-            model.config.vocab_size,
+            vocab,
             model.kernels.scan,
             likelihoods=likelihoods,
-            taps=None if tapped_TND is None else (taps, tapped_TND),
+            taps=None if read.tapped_TND is None else (taps, read.tapped_TND),
+            logits_RV=read.logits_RV,
         )
 
     def probe(self, rows: int, *, every_row: bool) -> None:
@@ -74,14 +76,14 @@ class ModelRunner:
     @inference
     def forward(self, rows: Sequence[Rows]) -> Tensor:
         """Write K and V of `rows` and return all logits of those that want them, [R, vocab]."""
-        return self.model.logits(self._run(rows)[0])
+        return self.model.logits(self._run(rows).hidden_RD)
 
-    def _run(self, rows: Sequence[Rows], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """What the output layer reads of the rows that want logits, [R, D], and the taps, [T, N, D]."""
+    def _run(self, rows: Sequence[Rows], taps: Sequence[int] = (), *, most_logits: int = 0) -> Read:
+        """A pass over these rows, of which those that want logits are read; see LanguageModel."""
         model = self.model
         batch = build_batch(rows, block_size=self.block_size, device=model.device)
         context = PassContext(batch.positions_T, self._attention.bind(batch.paths), taps)
-        return model.read(batch.token_ids_T, context, batch.logit_rows)
+        return model.read(batch.token_ids_T, context, batch.logit_rows, most_logits=most_logits)
 
     @inference
     def move(self, moves: Sequence[Move]) -> None:

@@ -7,7 +7,8 @@
 namespace specinfer {
 
 Fault run_decoder(const Decoder& decoder, const DecoderRows& rows, const Paths& paths, const void* const* keys,
-                  const void* const* values, const Taps& taps, void* read) {
+                  const void* const* values, const Taps& taps, void* read,
+                  void* logits) {
   const int64_t count = paths.rows, size = decoder.layers[0].qkv.inner;
   const auto [lowest, highest] = std::minmax_element(rows.positions, rows.positions + count);
   for (const Rotations& one : decoder.rotations) {
@@ -33,8 +34,14 @@ Fault run_decoder(const Decoder& decoder, const DecoderRows& rows, const Paths& 
   }
   run_layers(decoder.layers, 0, decoder.num_layers, decoder.type, decoder.gelu != 0, decoder.eps, paths, ropes, keys,
              values, {x, nullptr, y}, taps);
-  const Timed timed(Stage::kNorm);
-  add_rms_norm(decoder.type, x, y, decoder.norm, read, rows.chosen, rows.num_chosen, size, decoder.eps, false);
+  {
+    const Timed timed(Stage::kNorm);
+    add_rms_norm(decoder.type, x, y, decoder.norm, read, rows.chosen, rows.num_chosen, size, decoder.eps, false);
+  }
+  if (logits != nullptr) {
+    const Timed timed(Stage::kProduct);
+    multiply(decoder.output, {read, decoder.type, rows.num_chosen}, logits);
+  }
   return Fault::kNone;
 }
 

@@ -1,6 +1,6 @@
-// A decoder's pass up to its output layer in one call: embeddings, all layers and the last norm. What lies around
-// the layers of a small model takes Python, whose code and data the weights have swept out of the caches, a
-// twentieth of the pass.
+// A decoder's pass in one call: embeddings, all layers, the last norm, and logits where they are wanted at once. What
+// lies around the layers of a small model takes Python, whose code and data the weights have swept out of the caches,
+// a twentieth of the pass.
 //
 // kernels/decoder.py is how it is called; models/decoder.py has the same step by step, with the same bits.
 
@@ -20,6 +20,7 @@ struct Decoder {
   const Layer* layers;
   int64_t num_layers;
   const void* norm;  // [D], behind the last layer
+  Product output;    // [V, D]; no weight: logits are made elsewhere
   Rotations rotations[2];  // of global layers, then of sliding-window ones
 };
 
@@ -32,9 +33,10 @@ struct DecoderRows {
 
 enum class Fault : int32_t { kNone, kToken, kPosition };
 
-// Writes K and V of all rows, and what the output layer reads of those that are chosen to `read`, [R, D]. Nothing is
-// done where the table lacks a token or a position has no rotation, which the fault says.
+// Writes K and V of all rows, what the output layer reads of those that are chosen to `read`, [R, D], and their logits
+// to `logits`, [R, V], if that is not null. Nothing is done where the table lacks a token or a position has no
+// rotation, which the fault says.
 Fault run_decoder(const Decoder& decoder, const DecoderRows& rows, const Paths& paths, const void* const* keys,
-                  const void* const* values, const Taps& taps, void* read);
+                  const void* const* values, const Taps& taps, void* read, void* logits);
 
 }  // namespace specinfer

@@ -97,9 +97,9 @@ void specinfer_layers(const Layer* layers, int64_t first, int64_t last, int32_t 
 }
 
 int32_t specinfer_decode(const Decoder* decoder, const DecoderRows* rows, const Paths* paths, const void* const* keys,
-                         const void* const* values, const Taps* taps, void* read) {
+                         const void* const* values, const Taps* taps, void* read, void* logits) {
   const Claim claim;
-  return static_cast<int32_t>(run_decoder(*decoder, *rows, *paths, keys, values, *taps, read));
+  return static_cast<int32_t>(run_decoder(*decoder, *rows, *paths, keys, values, *taps, read, logits));
 }
 
 int64_t specinfer_most_likely(const float* logits, int64_t size, int64_t n, int64_t* ids) {

@@ -12,7 +12,7 @@ from torch import Tensor
 from specinfer.attention.native import NativeCache
 from specinfer.kernels.decoder import NativeDecoder
 from specinfer.models.decoder import Decoder
-from specinfer.models.language_model import LanguageModel, PassContext, read_by_steps
+from specinfer.models.language_model import LanguageModel, PassContext, Read, read_by_steps
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, build_batch, chain_rows
 from specinfer.runtime.kv_cache import KvCache
@@ -44,14 +44,15 @@ def read(
     taps: Sequence[int] = (),
     *,
     steps: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """What the head reads of the rows, and taps."""
+    most_logits: int = 0,
+) -> Read:
+    """What the head reads of the rows, taps and logits."""
     batch = build_batch(rows, block_size=BLOCK, device=model.device)
     attend = model.kernels.attention.over(cache.keys, cache.values).bind(batch.paths)
     context = PassContext(batch.positions_T, attend, taps)
     if steps:
         return read_by_steps(model, batch.token_ids_T, context, batch.logit_rows)
-    return model.read(batch.token_ids_T, context, batch.logit_rows)
+    return model.read(batch.token_ids_T, context, batch.logit_rows, most_logits=most_logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -62,9 +63,11 @@ def test_the_bits_are_those_of_the_steps(name: str, dtype: torch.dtype, tmp_path
     prompts = [chain_rows(range(20, 23), 0, [4, 0], logits=False), chain_rows([4, 9], 0, [3], logits=True)]
     for rows in (prompts, [chain_rows([9], 2, [3], logits=True), TREE]):
         for taps in ([], [0, 2, model.config.num_layers, 2]):
-            made, told = read(model, at_once, rows, taps)
-            wanted, seen = read(model, by_steps, rows, taps, steps=True)
+            made, told, logits = read(model, at_once, rows, taps, most_logits=6)
+            wanted, seen, _ = read(model, by_steps, rows, taps, steps=True)
             assert torch.equal(made, wanted)
+            if name != "gemma3-softcap":  # whose logits are not the product alone
+                assert torch.equal(_there(logits), model.logits(wanted))
             assert (told is None and seen is None) if not taps else torch.equal(*map(_there, (told, seen)))
             assert torch.equal(at_once.keys[-1], by_steps.keys[-1])
             assert torch.equal(at_once.values[-1], by_steps.values[-1])
@@ -73,6 +76,18 @@ def test_the_bits_are_those_of_the_steps(name: str, dtype: torch.dtype, tmp_path
 def _there(tapped: Tensor | None) -> Tensor:
     assert tapped is not None
     return tapped
+
+
+def test_logits_come_along_where_few_rows_are_read(tmp_path: Path) -> None:
+    model = load("llama", tmp_path)
+    wanted = {
+        most: read(model, cache_of(model), [TREE], most_logits=most).logits_RV for most in (0, 4, 5, 64)
+    }
+    assert [most for most, logits in wanted.items() if logits is not None] == [5, 64]
+    text = chain_rows([1, 2, 3], 0, [0], logits=False)
+    assert read(model, cache_of(model), [text], most_logits=64).logits_RV is None
+    one = read(model, cache_of(model), [chain_rows([1, 2, 3], 0, [0], logits=True)], most_logits=1)
+    assert _there(one.logits_RV).shape == (1, 96)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -86,7 +101,7 @@ def test_rotations_become_more_as_texts_grow(name: str, tmp_path: Path) -> None:
 
 def test_nothing_is_read_of_a_batch_without_rows(tmp_path: Path) -> None:
     model = load("llama", tmp_path)
-    made, tapped = read(model, cache_of(model), [], [1])
+    made, tapped, _ = read(model, cache_of(model), [], [1])
     assert made.shape == (0, model.config.hidden_size)
     assert _there(tapped).shape == (0, 1, model.config.hidden_size)
 
@@ -136,7 +151,9 @@ def test_only_what_is_looked_up_as_it_lies_is_native(tmp_path: Path) -> None:
     norm_D, layers = torch.ones(table_VD.shape[1], dtype=table_VD.dtype), model._at_once
 
     def made(table_VD: Tensor, norm_D: Tensor) -> NativeDecoder | None:
-        return NativeDecoder.of(layers, ops, table_VD, scale, norm_D, rotations=model._rotations)
+        return NativeDecoder.of(
+            layers, ops, table_VD, scale, norm_D, output=model._head, rotations=model._rotations
+        )
 
     assert made(table_VD, norm_D) is not None
     assert made(table_VD.t().contiguous().t(), norm_D) is None

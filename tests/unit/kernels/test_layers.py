@@ -20,7 +20,7 @@ from specinfer.kernels.library import STAGES
 from specinfer.kernels.ops import TorchOps
 from specinfer.kernels.profile import profiled
 from specinfer.kernels.quantized import TorchProducts
-from specinfer.models.language_model import LanguageModel, PassContext
+from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
@@ -141,10 +141,8 @@ def test_taps_and_pieces_have_the_bits_of_op_by_op_and_change_no_other(
     before = run(model)
     read = model.read
 
-    def with_taps(
-        token_ids_T: Tensor, context: PassContext, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        return read(token_ids_T, replace(context, taps=[0, layers, 1, 1]), rows)
+    def with_taps(token_ids_T: Tensor, context: PassContext, rows: Tensor | None, **others: int) -> Read:
+        return read(token_ids_T, replace(context, taps=[0, layers, 1, 1]), rows, **others)
 
     monkeypatch.setattr(model, "read", with_taps)
     assert same(run(model), before)
