@@ -10,6 +10,7 @@ values. So whatever a backend fuses, a model calls it the same way.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,10 +31,11 @@ class Paths:
         a row of text      shared = its position + 1, no tail
         a node of a tree   shared = the root's position + 1, tail = its ancestors below the root and itself
 
-    All of it lies in one array, which is told and moved at once; what stands in it are views.
+    All of it lies in one array, which is told and moved at once; what stands in it are views. A step makes no
+    view: NumPy has to be fetched into caches that the last pass has swept.
     """
 
-    numbers: NDArray[np.int32]  # requests, shared, tail ends, tails, tables
+    numbers: array[int]  # of int32: requests, shared, tail ends, tails, tables
     num_requests: int
     num_rows: int
     num_tails: int
@@ -51,42 +53,42 @@ class Paths:
         block_size: int,
     ) -> Paths:
         """Paths of these parts, as the properties below have them; tables are of request after request."""
-        told = [*requests, *shared, *tail_ends, *tails]
-        numbers = np.empty(len(told) + sum(map(len, tables)), dtype=np.int32)
-        end = len(told)
-        numbers[:end] = told
+        numbers = array("i", [*requests, *shared, *tail_ends, *tails])
         for table in tables:
-            begin, end = end, end + len(table)
-            numbers[begin:end] = table
+            numbers.extend(table)
         return cls(numbers, len(requests) // 4, len(shared), len(tails), block_size)
 
     @property
     def requests_R4(self) -> NDArray[np.int32]:
         """The first row, the row behind the last, where the table begins, positions."""
-        return self.numbers[: 4 * self.num_requests].reshape(-1, 4)
+        return self._viewed[: 4 * self.num_requests].reshape(-1, 4)
 
     @property
     def shared_T(self) -> NDArray[np.int32]:
         """How many positions a row's path begins with."""
         begin = 4 * self.num_requests
-        return self.numbers[begin : begin + self.num_rows]
+        return self._viewed[begin : begin + self.num_rows]
 
     @property
     def tail_ends(self) -> NDArray[np.int32]:
         """[T + 1]; tails[tail_ends[t] : tail_ends[t + 1]] are row t's."""
         begin = 4 * self.num_requests + self.num_rows
-        return self.numbers[begin : begin + self.num_rows + 1]
+        return self._viewed[begin : begin + self.num_rows + 1]
 
     @property
     def tails(self) -> NDArray[np.int32]:
         """Positions of the row's request, ascending."""
         begin = 4 * self.num_requests + 2 * self.num_rows + 1
-        return self.numbers[begin : begin + self.num_tails]
+        return self._viewed[begin : begin + self.num_tails]
 
     @property
     def tables_B(self) -> NDArray[np.int32]:
         """The blocks of every request, one request after another."""
-        return self.numbers[4 * self.num_requests + 2 * self.num_rows + 1 + self.num_tails :]
+        return self._viewed[4 * self.num_requests + 2 * self.num_rows + 1 + self.num_tails :]
+
+    @property
+    def _viewed(self) -> NDArray[np.int32]:
+        return np.frombuffer(self.numbers, dtype=np.int32)
 
     def slots(self, request: int) -> NDArray[np.int32]:
         """The slots of all positions of the request with that number, for twins and tests: a long array.

@@ -9,7 +9,6 @@ import ctypes
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,12 +106,12 @@ class NativeAttend:
     def __init__(self, cache: NativeCache, paths: Paths) -> None:
         """Raises ValueError where paths lead out of the cache, or out of what they are made of."""
         numbers, requests, rows = paths.numbers, paths.num_requests, paths.num_rows
-        blocks = numbers.size - 4 * requests - 2 * rows - 1 - paths.num_tails
-        if numbers.dtype != np.int32 or not numbers.flags.c_contiguous or blocks < 0:
-            raise ValueError("paths must be contiguous int32 numbers, as many as they say")
+        blocks = len(numbers) - 4 * requests - 2 * rows - 1 - paths.num_tails
+        if numbers.typecode != "i" or blocks < 0:
+            raise ValueError("paths must be an array of int32, with as many numbers as they say")
         self.cache = cache
         self._numbers = numbers  # kept, as `paths` points to it
-        at = numbers.ctypes.data
+        at, _ = numbers.buffer_info()
         shared = at + 16 * requests
         ends = shared + 4 * rows
         tails = ends + 4 * (rows + 1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+from array import array
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -13,8 +16,9 @@ from specinfer.processors.changes import Changes
 from specinfer.verify.law import Law
 from specinfer.verify.logit_block import LogitBlock
 from specinfer.verify.row_scan import HOTTEST, NUMPY_ROW
-from specinfer.verify.scan import ASK, Likeliest, changed_row, check_rows, choice
+from specinfer.verify.scan import ASK, Ask, Likeliest, changed_row, check_rows, choice
 
+_ASKED: Final = struct.Struct("=dqddQq")  # an entry of ASK
 _UNDECIDED: Final = -2  # as in cpu/sampling.h
 
 
@@ -71,6 +75,22 @@ class NativeScan:
                 row = changed_row(logits, int(rows[place]), changes, place)
                 ids[place] = choice(row, asks[place], self)
         return ids
+
+    def chosen(self, logits: LogitBlock, rows: Sequence[int], asks: Sequence[Ask]) -> list[int]:
+        """As Scan says; NumPy is left alone, as a pass has swept it out of the caches."""
+        count = len(rows)
+        numbers = array("q", rows)
+        numbers.extend(rows)  # room for the answers
+        at, _ = numbers.buffer_info()
+        undecided = self._library.choices(
+            *(TYPES[logits.dtype], logits.address, len(logits), logits.vocab, logits.stride, at, count),
+            *(b"".join([_ASKED.pack(*one) for one in asks]), None, None, None, at + 8 * count),
+        )
+        if undecided:
+            told = np.array(rows, dtype=np.int64), np.array(asks, dtype=ASK)
+            ids: list[int] = self.choices(logits, *told).tolist()
+            return ids
+        return numbers[count:].tolist()
 
     def most_likely(self, logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
         """The ids of the n >= 1 largest logits, largest first, ties lowest id first; never one of -inf."""

@@ -11,6 +11,7 @@ are all of this form. Node i of a tree lies at cache position root + i and stand
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -163,7 +164,8 @@ def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) 
         num_blocks += len(part.block_table)
     count = len(tokens)
     every = len(wanted) == count
-    numbers = torch.from_numpy(np.array([*tokens, *positions, *(() if every else wanted)], dtype=np.int64))
+    told = array("q", [*tokens, *positions, *(() if every else wanted)])
+    numbers = torch.frombuffer(told, dtype=torch.int64) if told else torch.empty(0, dtype=torch.int64)
     if device.type != "cpu":
         numbers = numbers.to(device)
     return ModelBatch(

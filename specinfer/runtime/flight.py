@@ -23,11 +23,12 @@ from torch import Tensor
 
 from specinfer.processors.changes import Changes, RowChanges
 from specinfer.runtime.inference import inference
-from specinfer.verify.logit_block import LogitBlock
+from specinfer.verify.logit_block import LogitBlock, LogitType
 from specinfer.verify.scan import ASK, Ask, Likeliest, Scan, no_likeliest
 
 _FEWEST_BESIDE: Final = 16  # rows for which there must be room beside the likeliest, or these make room
 MOST_BYTES: Final = 32 << 20  # of logits that a flight holds; more only where a single row is larger
+_TYPES: Final[dict[torch.dtype, LogitType]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 BLOCK_ROWS: Final = 64  # made together where not all are asked for: weights are read once for these
 
 
@@ -47,7 +48,18 @@ def _most_rows(vocab: int, dtype: torch.dtype) -> int:
 class Flight:
     """The rows of one pass that want logits; each is known by its place among them."""
 
-    __slots__ = ("_blocks", "_count", "_head", "_hidden_RD", "_most_rows", "_order", "_taps", "scan", "vocab")
+    __slots__ = (
+        "_blocks",
+        "_count",
+        "_head",
+        "_hidden_RD",
+        "_most_rows",
+        "_order",
+        "_taps",
+        "_whole",
+        "scan",
+        "vocab",
+    )
 
     def __init__(
         self,
@@ -81,16 +93,18 @@ class Flight:
         self._order: NDArray[np.int64] | None = None  # likeliest first; None: all rows alike
         if likelihoods is not None and count > BLOCK_ROWS:
             self._order = np.argsort(-np.array(likelihoods()), kind="stable")
-        self._blocks: list[_Block] = []  # the first with the likeliest rows
+        self._whole: LogitBlock | None = None  # all rows, as of all but large passes
+        self._blocks: list[_Block] = []  # or some of them, the first with the likeliest
         if logits_RV is not None:
-            self._blocks.append(_Block(_in_host_memory(logits_RV), np.arange(count)))
+            self._whole = _in_host_memory(logits_RV)
         elif count:
             self._make(np.zeros(0, dtype=np.int64))
 
     @property
     def held_bytes(self) -> int:
         """The bytes of logits that are held now."""
-        return sum(block.logits.rows_RV.nbytes for block in self._blocks)
+        blocks = [block.logits for block in self._blocks] if self._whole is None else [self._whole]
+        return sum(block.nbytes for block in blocks)
 
     def row(self, row: int) -> NDArray[np.float32]:
         """One row of logits, [vocab]; not to be written to."""
@@ -109,12 +123,11 @@ class Flight:
 
         `verify.scan.NO_TOKEN` where the largest logit is not finite.
         """
-        asked, places = np.array(asks, dtype=ASK), np.array(rows, dtype=np.int64)
         changed = changes if changes is not None and any(len(row.ids) for row in changes) else None
-        if changed is None and (block := self._holds_all()) is not None:  # the usual case
+        if changed is None and (whole := self._whole) is not None:  # the usual case
             self._check(rows)
-            ids: list[int] = self.scan.choices(block, places, asked).tolist()
-            return ids
+            return self.scan.chosen(whole, rows, asks)
+        asked, places = np.array(asks, dtype=ASK), np.array(rows, dtype=np.int64)
         chosen = np.empty(len(rows), dtype=np.int64)
 
         def choose(places: NDArray[np.int64], block: LogitBlock, there: NDArray[np.int64]) -> None:
@@ -160,19 +173,14 @@ class Flight:
         """
         self._check(rows.tolist())
         left = np.arange(len(rows))
-        if (whole := self._holds_all()) is not None:
+        if (whole := self._whole) is not None:
             question(left, whole, rows)
             return
-        for block in self._blocks:
-            left = block.ask(rows, left, question)
+        for place in range(len(self._blocks)):  # no name of a block: it would outlive one that is dropped
+            left = self._blocks[place].ask(rows, left, question)
         while len(left):
             self._make(np.unique(rows[left]))
             left = self._blocks[-1].ask(rows, left, question)
-
-    def _holds_all(self) -> LogitBlock | None:
-        """The block that holds all rows, as it does of all but large passes."""
-        blocks = self._blocks
-        return blocks[0].logits if len(blocks) == 1 and len(blocks[0].rows) == self._count else None
 
     def _check(self, rows: Sequence[int]) -> None:
         if rows and not 0 <= min(rows) <= max(rows) < self._count:
@@ -187,7 +195,7 @@ class Flight:
         count, blocks = self._count, self._blocks
         size = min(self._most_rows, count if self._order is None else BLOCK_ROWS)
         if size >= count:
-            blocks.append(_Block(_in_host_memory(self._head(self._hidden_RD)), np.arange(count)))
+            self._whole = _in_host_memory(self._head(self._hidden_RD))
             return
         wanted = wanted[:size]
         if blocks and (beside := self._most_rows - len(blocks[0].rows)) >= _FEWEST_BESIDE:
@@ -226,7 +234,14 @@ class _Block:
 
 
 def _in_host_memory(logits_RV: Tensor) -> LogitBlock:
-    if not logits_RV.is_cpu:
-        logits_RV = logits_RV.cpu()
-    is_bfloat16 = logits_RV.dtype is torch.bfloat16  # NumPy has none: its bits, then
-    return LogitBlock((logits_RV.view(torch.uint16) if is_bfloat16 else logits_RV).numpy())
+    kind = _TYPES.get(logits_RV.dtype)
+    if kind is None:
+        raise TypeError(f"logits must be of float32 or bfloat16, got {logits_RV.dtype}")
+    rows_RV = (logits_RV if logits_RV.is_cpu else logits_RV.cpu()).contiguous()
+
+    def show() -> NDArray[np.float32] | NDArray[np.uint16]:
+        shown: NDArray[np.float32] | NDArray[np.uint16]
+        shown = (rows_RV if kind == "float32" else rows_RV.view(torch.uint16)).numpy()
+        return shown
+
+    return LogitBlock.lying_at(rows_RV.data_ptr(), kind, (rows_RV.size(0), rows_RV.size(1)), show)

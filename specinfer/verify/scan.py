@@ -6,6 +6,7 @@ they lie, all in one call: natively (kernels/sampling.py) on all threads, here r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -71,6 +72,10 @@ class Scan(RowScan, Protocol):
         """
         ...
 
+    def chosen(self, logits: LogitBlock, rows: Sequence[int], asks: Sequence[Ask]) -> list[int]:
+        """The same, from lists to a list: where rows are few, arrays take longer to make than to read."""
+        ...
+
 
 class NumpyScan(NumpyRowScan):
     """The scans in NumPy, row by row."""
@@ -109,6 +114,12 @@ class NumpyScan(NumpyRowScan):
             for place, (row, one) in enumerate(zip(rows.tolist(), asks, strict=True))
         ]
         return np.array(chosen, dtype=np.int64)
+
+    def chosen(self, logits: LogitBlock, rows: Sequence[int], asks: Sequence[Ask]) -> list[int]:
+        """As Scan says."""
+        numbers = np.array(rows, dtype=np.int64)
+        ids: list[int] = self.choices(logits, numbers, np.array(asks, dtype=ASK)).tolist()
+        return ids
 
 
 NUMPY: Final = NumpyScan()

@@ -84,7 +84,7 @@ def test_rows_are_asked_where_they_lie_all_in_one_question_a_level() -> None:
     results, scan, flight = verified(rows(*[0, 1, 2] * len(of)), *of)
     assert results == [Acceptance((1, 2), token) for token in (2, 2, 2, 4, 2)]
     assert [(count, changed) for count, changed, _ in scan.asked] == [(5, True)] * 3
-    assert {id(block) for *_, block in scan.asked} == {id(flight._blocks[0].logits)}, "no row is copied"
+    assert {id(block) for *_, block in scan.asked} == {id(flight._whole)}, "no row is copied"
 
 
 def test_without_processors_nothing_is_changed() -> None:
@@ -112,7 +112,7 @@ def test_only_masks_over_whole_rows_are_written_elsewhere() -> None:
     of: list[dict[str, Any]] = [{}, {"allowed_token_ids": [0, 4]}, {"presence_penalty": 0.5}]
     results, scan, flight = verified(rows(*[0, 1, 2] * 3), *of)
     assert results == [Acceptance((1, 2), 2), Acceptance((1,), 4), Acceptance((1, 2), 2)]
-    lying = [(count, block is flight._blocks[0].logits) for count, _, block in scan.asked]
+    lying = [(count, block is flight._whole) for count, _, block in scan.asked]
     assert lying == [(2, True), (1, False)] * 2 + [(2, True)]
 
 

@@ -59,6 +59,7 @@ void specinfer_racers() {}
 void specinfer_likeliest() {}
 void specinfer_choices() {} void specinfer_grow_trees() {}
 void specinfer_step_blocks() {}
+void specinfer_decode() {}
 void specinfer_estimate() {} void specinfer_learn() {}
 void specinfer_stream() {}
 void specinfer_profile() {}

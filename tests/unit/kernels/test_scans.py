@@ -83,6 +83,7 @@ def check(
     order = np.arange(len(params), dtype=np.int64)[::-1].copy() % len(block)
     asks = asked(params, seeds)
     got = native.choices(block, order, asks)
+    assert native.chosen(block, order.tolist(), [one.item() for one in asks]) == got.tolist()
     want = [
         oracle(block[row], p, s, 12 + i)
         for i, (row, p, s) in enumerate(zip(order, params, seeds, strict=True))

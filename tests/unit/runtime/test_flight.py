@@ -145,7 +145,7 @@ def test_a_thousand_nodes_of_a_large_vocabulary_take_32_mebibytes(dtype: torch.d
         made.append(weakref.ref(logits))
         held = flights[0].held_bytes if flights else 0
         referred = sum(tensor.nbytes for ref in made if (tensor := ref()) is not None)
-        alive.append(max(held + logits.nbytes, referred))  # a view of bfloat16's bits refers to no tensor
+        alive.append(max(held + logits.nbytes, referred))
         return logits
 
     flight = Flight(hidden_RD, head, vocab, NUMPY, likelihoods=lambda: [1.0] * 1024)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from specinfer.verify.logit_block import LogitBlock
+from specinfer.verify.logit_block import LogitBlock, LogitType
 
 VALUES = np.array(
     [[1.5, -2.0, 0.0], [-np.inf, 3.25, 4.0], [0.5, 1.0, 2.0]], dtype=np.float32
@@ -42,3 +42,21 @@ def test_rows_may_lie_apart() -> None:
 def test_other_arrays_are_refused(wrong: NDArray[np.float32]) -> None:
     with pytest.raises(TypeError, match=r"logits must be \[R, V\] of float32, or of uint16 .*; got float"):
         LogitBlock(wrong)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_rows_of_an_address_are_shown_when_somebody_looks(kind: LogitType) -> None:
+    made = VALUES if kind == "float32" else bfloat16(VALUES)
+    shown: list[str] = []
+
+    def show() -> NDArray[np.float32] | NDArray[np.uint16]:
+        shown.append("once")
+        return made
+
+    block = LogitBlock.lying_at(made.ctypes.data, kind, (3, 3), show)
+    same = LogitBlock(made)
+    assert (block.dtype, block.vocab, block.stride, len(block)) == (kind, 3, 3, 3)
+    assert (block.address, block.nbytes) == (same.address, same.nbytes) == (made.ctypes.data, made.nbytes)
+    assert not shown
+    assert [row.tolist() for row in block] == VALUES.tolist()
+    assert shown == ["once"]
