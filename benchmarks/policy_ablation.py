@@ -76,6 +76,7 @@ def pieces() -> dict[str, Piece]:
         "rates of a request's own": Piece(lambda: patch.object(draft_costs, "_LIKE_THESE", ALWAYS)),
         "rates of a temperature": Piece(lambda: patch.object(draft_costs, "_LIKE_ALL", ALWAYS)),
         "reading shared among steps": Piece(lambda: patch.object(draft_starts, "_part", lambda *_: 1.0)),
+        "steps that others' guesses save": Piece(with_short_steps),
         "what drafts find out later": Piece(without_hindsight),
         "curiosity": Piece(lambda: patch.object(draft_starts, "_CURIOSITY", 0.0)),
         "the guard": Piece(without_guard),
@@ -176,6 +177,14 @@ def drafts_first() -> Iterator[None]:
         return sorted(usual(speculation, facts, drafts), key=lambda one: one.name not in drafts)
 
     with patch("specinfer.replay.replay.speculators_of", sorted_otherwise):
+        yield
+
+
+@contextmanager
+def with_short_steps() -> Iterator[None]:
+    """What a draft has read is thought to serve steps that make one token besides its own."""
+    usual = draft_starts._part
+    with patch.object(draft_starts, "_part", lambda gain, often, made, room: usual(gain, often, 1.0, room)):
         yield
 
 

@@ -41,6 +41,7 @@ SEEN: dict[str, Callable[[], object]] = {
     "rates of a request's own": lambda: known_draft().rate(0, "1") != known_draft().rate(0, "2"),
     "rates of a temperature": lambda: known_draft().rate(0, None, 0.0) != known_draft().rate(0, None, 1.5),
     "reading shared among steps": lambda: draft_starts._part(1.0, 1.0, 1.0, 100),
+    "steps that others' guesses save": lambda: draft_starts._part(0.5, 0.5, 8.0, 100),
     "what drafts find out later": lambda: learns_later(),
     "curiosity": lambda: draft_starts._CURIOSITY,
     "the guard": lambda: (Guard().allows(1, 0.0, new=False), PlainSteps().due(1, 1.0)),
