@@ -35,7 +35,7 @@ def float_code(x: Tensor) -> int:
 
 def check_rows(x: Tensor, columns: int) -> int:
     """float_code of x, which must be contiguous rows of so many elements on the CPU."""
-    if x.dim() != 2 or x.shape[1] != columns or not x.is_contiguous() or x.device.type != "cpu":
+    if x.dim() != 2 or x.size(1) != columns or not x.is_contiguous() or not x.is_cpu:
         raise ValueError(f"x must be contiguous rows of {columns} on the CPU, got {list(x.shape)}")
     return float_code(x)
 

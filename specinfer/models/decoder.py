@@ -78,7 +78,7 @@ class Decoder:
     ) -> Read:
         """A whole pass up to the head; see LanguageModel."""
         attend = context.attend
-        if self._native is None or not isinstance(attend, NativeAttend) or not len(token_ids_T):
+        if self._native is None or not isinstance(attend, NativeAttend) or not token_ids_T.numel():
             return read_by_steps(self, token_ids_T, context, rows)
         layers_to_run(self.config.num_layers, None, context.taps)
         if self.config.logit_softcap is not None:

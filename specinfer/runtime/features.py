@@ -55,7 +55,7 @@ class TappedRows:
 
     def to_keep(self) -> TappedRows:
         """The same rows, of a copy where most of a large pass is others'."""
-        rows = len(self._pass_TND)
+        rows = self._pass_TND.size(0)
         return self if rows <= max(_SMALL_PASS, 2 * len(self)) else together([self])
 
 

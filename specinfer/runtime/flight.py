@@ -88,7 +88,7 @@ class Flight:
         self._hidden_RD = hidden_RD
         self._head = head
         self._taps = taps
-        self._count = count = len(hidden_RD)
+        self._count = count = hidden_RD.size(0)  # `len` is Python's own, and slower
         self._most_rows = _most_rows(vocab, hidden_RD.dtype)
         self._order: NDArray[np.int64] | None = None  # likeliest first; None: all rows alike
         if likelihoods is not None and count > BLOCK_ROWS:

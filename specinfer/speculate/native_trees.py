@@ -64,18 +64,18 @@ class NativeTrees:
 
     def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
         """As BestFirstTrees says."""
-        code, count = check_rows(logits_TU, self._named), len(guessed)
-        if check_rows(read_TD, self._width) != self._args.type or len(read_TD) != len(logits_TU):
-            raise ValueError(f"{len(logits_TU)} rows of logits for {len(read_TD)} of {read_TD.dtype}")
+        code, count, rows = check_rows(logits_TU, self._named), len(guessed), logits_TU.size(0)
+        if check_rows(read_TD, self._width) != self._args.type or read_TD.size(0) != rows:
+            raise ValueError(f"{rows} rows of logits for {read_TD.size(0)} of {read_TD.dtype}")
         if count > self._room:
             self._make_room(count)
         asks = b"".join([_ask(one, min(most, MOST_NODES)) for one in guessed])
         there = self._library.grow_trees(
-            *(ctypes.byref(self._args), code, logits_TU.data_ptr(), len(logits_TU), self._named),
+            *(ctypes.byref(self._args), code, logits_TU.data_ptr(), rows, self._named),
             *(read_TD.data_ptr(), asks, count, ctypes.byref(self._grown)),
         )
         if not there:
-            raise IndexError(f"trees of {count} requests in {len(logits_TU)} rows of logits")
+            raise IndexError(f"trees of {count} requests in {rows} rows of logits")
         whole, chances, name = self._room * MOST_NODES, self._chances, self._name
         for i, one in enumerate(guessed):
             first = i * MOST_NODES
