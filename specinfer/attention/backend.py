@@ -49,7 +49,7 @@ class Paths:
         tail_ends: Sequence[int],
         tails: Sequence[int],
         *,
-        tables: Sequence[Sequence[int] | NDArray[np.int32]],
+        tables: Sequence[Sequence[int]],
         block_size: int,
     ) -> Paths:
         """Paths of these parts, as the properties below have them; tables are of request after request."""

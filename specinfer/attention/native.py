@@ -55,7 +55,7 @@ def heads_args(heads: AttentionSpec) -> HeadsArgs:
 class NativeCache:
     """A cache as the library is told of it."""
 
-    __slots__ = ("_kept", "dtype", "key_addresses", "library", "shape", "value_addresses")
+    __slots__ = ("_kept", "checked", "dtype", "key_addresses", "library", "shape", "value_addresses")
 
     def __init__(self, library: Library, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Raises ValueError where the layers' caches are not alike."""
@@ -73,6 +73,7 @@ class NativeCache:
             )
         self.library = library
         self._kept = both
+        self.checked: object = None  # the model that last found it to be its own
         self.key_addresses = (ctypes.c_void_p * len(keys))(*(k.data_ptr() for k in keys))
         self.value_addresses = (ctypes.c_void_p * len(values))(*(v.data_ptr() for v in values))
 

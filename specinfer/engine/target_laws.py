@@ -1,7 +1,8 @@
 """The target's laws at the nodes of trees, computed where the walks go, and the walks themselves.
 
 Everything that depends on the path (penalties, bans, a grammar) is applied at the node, with the node's own
-path, and only at nodes that are visited: the sixth rule of docs/losslessness.md.
+path, and only at nodes that are visited: the sixth rule of docs/losslessness.md. Where nothing does, few
+nodes are asked all at once.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def verify_trees(
     """The path of each tree the target accepts and its bonus token; greedy is the coupled rule's T -> 0.
 
     `verifier` is the engine's; a request may have asked for another. An error is its own request's and stops
-    no other. Requests under the coupled rule walk down together, one question for each level.
+    no other. Requests under the coupled rule walk down together, one question for each level, or for all.
     """
     results: list[Acceptance | UserError | None] = [None] * len(laws)
     together: dict[int, _Walk] = {}
@@ -184,7 +185,7 @@ def _choose_at_once(walks: Collection[_Walk], flight: Flight) -> None:
 
     That is a few microseconds a row, and a question for each level costs as much as ten of them.
     """
-    if sum(walk.laws.tree.num_nodes for walk in walks) > _FEW_NODES:
+    if not walks or not flight.holds_all or sum(walk.laws.tree.num_nodes for walk in walks) > _FEW_NODES:
         return
     if not all(walk.laws.request.params.greedy and walk.laws.unchanged for walk in walks):
         return

@@ -10,6 +10,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 from torch import Tensor
 
@@ -53,7 +54,7 @@ class NativeBlockHead:
     the shorter ones to whoever reads them.
     """
 
-    __slots__ = ("_args", "_kept", "_known", "_layers", "_library", "_named", "_size", "_type")
+    __slots__ = ("_args", "_growing", "_kept", "_known", "_layers", "_library", "_named", "_size", "_type")
 
     def __init__(self, parts: BlockHeadParts, layers: NativeLayers, ops: NativeOps) -> None:
         """All products are native, and `layers` are those of the parts."""
@@ -62,6 +63,7 @@ class NativeBlockHead:
         self._layers = layers
         self._known: tuple[NativeCache, CachesArgs] | None = None  # of the last call
         self._kept: list[object] = [parts]  # whose memory the arguments point to
+        self._growing = Lock()
         self._type = parts.norm_D.dtype
         self._size, self._named = fc.channels, output.channels
         self._args = BlockHeadArgs(
@@ -101,11 +103,17 @@ class NativeBlockHead:
         return int(self._args.rotations.positions)
 
     def rotate(self, cos: Tensor, sin: Tensor) -> None:
-        """Take over the rotations of positions 0, 1, ..., float32 [positions, H / 2], both contiguous."""
-        self._kept += [cos, sin]
-        told: RotationsArgs = self._args.rotations
-        told.cos, told.sin = cos.data_ptr(), sin.data_ptr()
-        told.positions = len(cos)  # last: a call in another thread has a table for each that it sees
+        """Take over the rotations of positions 0, 1, ..., float32 [positions, H / 2], both contiguous.
+
+        Those of fewer positions than there are already, by another thread, are left alone.
+        """
+        with self._growing:
+            told: RotationsArgs = self._args.rotations
+            if len(cos) <= told.positions:
+                return
+            self._kept += [cos, sin]
+            told.cos, told.sin = cos.data_ptr(), sin.data_ptr()
+            told.positions = len(cos)  # last: a call in another thread has a table for each that it sees
 
     def step(
         self,

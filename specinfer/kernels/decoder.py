@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import Lock
 from typing import Final
 
 import torch
@@ -18,30 +19,29 @@ from torch import Tensor
 from specinfer.attention.backend import Rotation
 from specinfer.attention.native import NativeAttend, NativeCache
 from specinfer.kernels.layers import NativeLayers
-from specinfer.kernels.library import TYPES, DecoderArgs, DecoderRowsArgs, RotationsArgs, TapsArgs
+from specinfer.kernels.library import TYPES, DecoderArgs, DecoderRowsArgs, TapsArgs
 from specinfer.kernels.ops import NativeOps, Ops
 from specinfer.kernels.product import FLOATS, NativeProduct, Product
 
 _NO_TOKEN: Final = 1  # as in cpu/decoder.h
 _NO_POSITION: Final = 2
-_FEWEST_ROTATIONS: Final = 512
 
 
-Rotations = Callable[[int], tuple[Rotation, Rotation]]
+Rotations = Callable[[int], tuple[Rotation, Rotation]]  # of so many positions, or more
 
 
 class NativeDecoder:
     """A decoder whose layers are native, from token ids to what its output layer reads, or to logits.
 
     Engines in several threads may share it: what a call is given is of the call, and rotations that become
-    more leave the fewer ones to whoever reads them.
+    more leave the fewer ones to whoever reads them. It knows no cache, which would live as long as it does.
     """
 
     __slots__ = (
         "_args",
         "_embedding_VD",
+        "_growing",
         "_kept",
-        "_known",
         "_layers",
         "_library",
         "_norm_D",
@@ -62,8 +62,9 @@ class NativeDecoder:
     ) -> None:
         """`embedding_VD` is contiguous and of the dtype of `norm_D`, the last norm's weight.
 
-        `output` makes logits here if it is native. `rotations` makes those of so many positions, 0, 1, ...,
-        of global layers and of sliding-window ones, float32 [positions, H / 2] and contiguous.
+        `output` makes logits here if it is native. `rotations` makes those of so many positions at the least,
+        0, 1, ..., of global layers and of sliding-window ones, float32 [positions, H / 2] and contiguous. It
+        must not lead back here, or weights would outlive their last user.
         """
         self._library = ops.library
         self._layers = layers
@@ -72,7 +73,7 @@ class NativeDecoder:
         self._rotations = rotations
         self._output = output if isinstance(output, NativeProduct) else None
         self._kept: list[Rotation] = []  # whose memory the arguments point to
-        self._known: NativeCache | None = None  # of the last call, found to be right
+        self._growing = Lock()
         self._args = DecoderArgs(
             type=TYPES[FLOATS[norm_D.dtype]],
             gelu=layers.gelu,
@@ -118,7 +119,7 @@ class NativeDecoder:
 
         Writes K and V of every row. `taps` are layers of the decoder or the number of all, and their inputs
         [T, N, D]; there are logits if at most so many rows are chosen. Raises IndexError for a token the
-        embeddings lack, and for a position below 0.
+        embeddings lack and for a position below 0, ValueError for other caches and numbers.
         """
         self._check(attend.cache)
         count, size = attend.paths.rows, self._norm_D.numel()
@@ -161,23 +162,25 @@ class NativeDecoder:
         return read_RD, tapped_TND, logits_RV
 
     def _rotate(self, positions: int) -> None:
-        """Make rotations of so many positions, and of more that may come."""
-        made = self._rotations(1 << (max(positions, _FEWEST_ROTATIONS) - 1).bit_length())
-        self._kept += made
-        for place, one in enumerate(made):
-            told: RotationsArgs = self._args.rotations[place]
-            told.cos, told.sin = one.cos.data_ptr(), one.sin.data_ptr()
-            told.positions = len(one.cos)  # last: a call in another thread has all rotations that it sees
+        """Make rotations of so many positions at the least, unless another thread has."""
+        with self._growing:
+            if all(told.positions >= positions for told in self._args.rotations):
+                return
+            made = self._rotations(positions)
+            self._kept += made
+            for told, one in zip(self._args.rotations, made, strict=True):
+                told.cos, told.sin = one.cos.data_ptr(), one.sin.data_ptr()
+                told.positions = len(one.cos)  # last: who reads it has a table for all of them
 
     def _check(self, cache: NativeCache) -> None:
         """Raise ValueError where a cache is not one of this decoder's."""
-        if cache is self._known:
+        if cache.checked is self:
             return
         layers = len(self._layers.args)
         if len(cache.key_addresses) != layers:
             raise ValueError(f"caches of {len(cache.key_addresses)} layers for a model of {layers}")
         cache.check(self._norm_D.dtype, self._layers.heads)
-        self._known = cache
+        cache.checked = self
 
 
 def _check_numbers(name: str, numbers: Tensor, count: int) -> None:

@@ -79,6 +79,8 @@ class NativeScan:
     def chosen(self, logits: LogitBlock, rows: Sequence[int], asks: Sequence[Ask]) -> list[int]:
         """As Scan says; NumPy is left alone, as a pass has swept it out of the caches."""
         count = len(rows)
+        if len(asks) != count:
+            raise ValueError(f"{len(asks)} questions about {count} rows")
         numbers = array("q", rows)
         numbers.extend(rows)  # room for the answers
         at, _ = numbers.buffer_info()

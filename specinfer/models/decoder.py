@@ -6,6 +6,8 @@ Shapes: T rows of a step, R rows that want logits, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -27,6 +29,8 @@ from specinfer.models.language_model import (
 from specinfer.models.layers import Attention, GatedMLP, RMSNorm, output_layer
 from specinfer.models.linear import Linear
 from specinfer.models.rope import rope_frequencies, rotation
+
+_FEWEST_ROTATIONS: Final = 512  # that are made at once
 
 
 class Decoder:
@@ -65,7 +69,7 @@ class Decoder:
         self._native = NativeDecoder.of(
             *(self._at_once, weights.kernels.ops, *self.embedding, self._final_norm.weight_D),
             output=self._head,
-            rotations=self._rotations,
+            rotations=partial(_rotations, self._frequencies, self._local_frequencies, config.max_context),
         )
 
     @property
@@ -84,12 +88,6 @@ class Decoder:
         if self.config.logit_softcap is not None:
             most_logits = 0  # the head's product is not all of them
         return Read(*self._native(token_ids_T, context.positions_T, rows, attend, context.taps, most_logits))
-
-    def _rotations(self, positions: int) -> tuple[Rotation, Rotation]:
-        """Those of the positions 0, 1, ... of global layers, and of sliding-window ones."""
-        all_T, local = torch.arange(positions), self._local_frequencies
-        rope = rotation(all_T, self._frequencies)
-        return rope, rope if local is None else rotation(all_T, local)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
         """What the first layer is given; see LanguageModel. Positions are a matter of its attention."""
@@ -125,6 +123,19 @@ class Decoder:
         """The logits of rows of `final_norm`, [R, V]; see LanguageModel."""
         logits_RV, cap = self._head(h_RD), self.config.logit_softcap
         return logits_RV if cap is None else torch.tanh(logits_RV / cap) * cap
+
+
+def _rotations(
+    frequencies: Tensor, local_frequencies: Tensor | None, longest: int, positions: int
+) -> tuple[Rotation, Rotation]:
+    """Those of so many positions and of some to come, of global layers and of sliding-window ones.
+
+    A text has `longest` positions at most.
+    """
+    to_come = 1 << (max(positions, _FEWEST_ROTATIONS) - 1).bit_length()
+    all_T = torch.arange(max(positions, min(to_come, longest)))
+    rope = rotation(all_T, frequencies)
+    return rope, rope if local_frequencies is None else rotation(all_T, local_frequencies)
 
 
 class DecoderLayer:

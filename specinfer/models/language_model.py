@@ -88,7 +88,7 @@ class LanguageModel(Placed, Protocol):
         """A whole pass up to the head, of which these rows (int64; None: all) are read.
 
         As `read_by_steps` makes it, to the bit. Where no more than `most_logits` rows are read, logits may
-        come along, which are those that `logits` makes. Raises as the steps do.
+        come along, which are those that `logits` makes. Raises where the steps do, and for positions below 0.
         """
         ...
 

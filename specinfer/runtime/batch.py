@@ -15,9 +15,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.attention.backend import Paths
@@ -35,7 +33,7 @@ class Rows:
 
     token_ids: Sequence[int]  # [n]
     start: int
-    block_table: Sequence[int] | NDArray[np.int32]  # int32 arrays and buffers are taken as they lie
+    block_table: Sequence[int]
     logits_from: int  # rows from this one on yield logits; n for none
     parents: Sequence[int] | None = None
 
@@ -50,9 +48,7 @@ class ModelBatch:
     logit_rows: Tensor | None  # None: every row
 
 
-def chain_rows(
-    token_ids: Sequence[int], start: int, block_table: Sequence[int] | NDArray[np.int32], *, logits: bool
-) -> Rows:
+def chain_rows(token_ids: Sequence[int], start: int, block_table: Sequence[int], *, logits: bool) -> Rows:
     """The rows of plain text at positions start, start + 1, ...; logits of the last row only, or of none."""
     n = len(token_ids)
     return Rows(token_ids, start, block_table, n - 1 if logits else n)
@@ -147,7 +143,7 @@ def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) 
         first, n = len(tokens), len(part.token_ids)
         branched = _branched(part)
         text = part.start + n - len(branched)  # behind the rows that stand where tokens of a text would
-        tokens += part.token_ids
+        tokens.extend(part.token_ids)
         positions += range(part.start, text)
         shared += range(part.start + 1, text + 1)
         tail_ends += [len(tails)] * (n - len(branched))
@@ -180,9 +176,7 @@ def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) 
     )
 
 
-def slots_of(
-    block_table: Sequence[int] | NDArray[np.int32], positions: Sequence[int], block_size: int
-) -> list[int]:
+def slots_of(block_table: Sequence[int], positions: Sequence[int], block_size: int) -> list[int]:
     """The cache slots of cache positions."""
     return [block_table[p // block_size] * block_size + p % block_size for p in positions]
 

@@ -101,6 +101,11 @@ class Flight:
             self._make(np.zeros(0, dtype=np.int64))
 
     @property
+    def holds_all(self) -> bool:
+        """Whether the logits of all rows are there."""
+        return self._whole is not None
+
+    @property
     def held_bytes(self) -> int:
         """The bytes of logits that are held now."""
         blocks = [block.logits for block in self._blocks] if self._whole is None else [self._whole]

@@ -50,7 +50,7 @@ class ModelRunner:
         """Write K and V of `rows`; the flight is asked about those that want logits, in order.
 
         `likelihoods` says of each of these how likely it is asked for (None: all will be), and `taps` names
-        the layers whose inputs the flight keeps (`LanguageModel.run_layers`).
+        the layers whose inputs the flight keeps (`LanguageModel.read`).
         """
         model = self.model
         vocab = model.config.vocab_size

@@ -106,7 +106,7 @@ class DraftStarts:
         guesses = step.guesses[entry.request.request_id]
         left = guesses.left(0)
         left_of_late.add(left)
-        made_of_late.add(sum(filter(step.price.__lt__, guesses.probabilities)))
+        made_of_late.add(1 + sum(filter(step.price.__lt__, guesses.probabilities[1:])))
         gain = guesses.gain(0, rate, left, step.price)
         return gain, _part(gain, rate.any * left_of_late.mean, made_of_late.mean, entry.room)
 

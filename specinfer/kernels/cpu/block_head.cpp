@@ -39,9 +39,8 @@ bool there(const BlockHead& head, const BlockStep& step, const Caches& caches) {
   for (int64_t n = 0; n < step.count; ++n) {
     const BlockText& text = step.texts[n];
     const int64_t end = text.begin + text.count + text.rows;
-    if (text.begin < 0 || text.count < 0 || text.rows < 0 || text.shift < 0 || end + text.shift > head.rotations.positions) {
-      return false;
-    }
+    if (text.begin < 0 || text.count < 0 || text.rows < 0 || text.shift < 0) return false;
+    if (end + text.shift > head.rotations.positions) return false;
     if (text.first_block < 0 || text.first_block + text.blocks > step.num_blocks) return false;
     if (text.blocks * step.block_size < end) return false;
     if (text.rows == 0) continue;

@@ -24,7 +24,7 @@ struct Decoder {
   Rotations rotations[2];  // of global layers, then of sliding-window ones
 };
 
-// The rows of a pass. chosen: those that the output layer reads; null: all.
+// The rows of a pass, one at the least. chosen: those that the output layer reads; null: all.
 struct DecoderRows {
   const int64_t *tokens, *positions;  // [T]
   const int64_t* chosen;

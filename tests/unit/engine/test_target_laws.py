@@ -13,6 +13,7 @@ from specinfer.engine.target_laws import TargetLaws, verify_trees
 from specinfer.errors import LogitsError, RequestError, UserError
 from specinfer.processors.changes import Changes
 from specinfer.processors.pipeline import Processors
+from specinfer.runtime import flight as flight_module
 from specinfer.runtime.flight import Flight
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree import TokenTree
@@ -106,6 +107,22 @@ def test_what_a_row_nobody_comes_to_holds_is_no_matter() -> None:
     rows_RV[1] = np.nan
     results, *_ = verified(rows_RV, {})
     assert results == [Acceptance((), 3)]
+
+
+def test_a_row_without_numbers_below_the_root_keeps_what_was_accepted() -> None:
+    rows_RV = rows(0, 1, 2)
+    rows_RV[1] = np.nan
+    results, scan, _ = verified(rows_RV, {})
+    assert results == [Acceptance((), 0)], "the next step meets the error"
+    assert [count for count, *_ in scan.asked] == [3]
+
+
+def test_a_pass_whose_logits_come_in_blocks_is_asked_where_walks_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_module, "MOST_BYTES", 2 * 4 * VOCAB)
+    results, scan, flight = verified(rows(0, 3, 3), {})
+    assert not flight.holds_all
+    assert results == [Acceptance((1,), 3)]
+    assert [count for count, *_ in scan.asked] == [1, 1]
 
 
 def test_only_masks_over_whole_rows_are_written_elsewhere() -> None:

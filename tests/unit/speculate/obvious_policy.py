@@ -218,7 +218,7 @@ class ObviousPolicy:
                 hopes = self._hopes(others, DOUBT)
                 gains[i] = self._gain(entry, 0, price, DOUBT)
                 seen.append(missed_by(others, 0, hopes))
-                made.append(sum(hope for hope in hopes if hope > price))
+                made.append(1 + sum(hope for hope in hopes[1:] if hope > price))
             else:
                 gains[i] = rate * of_late(seen, LEFT[predicted])
             usual, of_others = rate * of_late(seen, LEFT[predicted]), of_late(made, MADE[predicted])
