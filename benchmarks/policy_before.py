@@ -6,7 +6,8 @@ That one knew no cost of a wrong curve and had no guard, no logistic, no patienc
 draft was worth a level was weighed against the draft's own guesses alone. It decides here by its own rule,
 with today's speculators: what these guess has changed, too, and is not compared. Traces are files of kinds,
 kind-00, kind-01, ... Each is played for itself, then all in turns, by the traces' own curves, all paired on
-the same texts with 95% intervals over texts.
+the same texts with 95% intervals over texts. With `--times` each text comes so often in a row, as a server is
+asked the same again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from policy_matching_length import ratio, workloads
-from study import Study, parser, row, run, settings_of
+from study import Study, natural, parser, row, run, settings_of
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.replay.drafts import CostTable, ReplayedPasses
@@ -45,14 +46,15 @@ USUAL_UNREAD = 2  # tokens a draft reads in every step
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--traces", nargs="+", type=Path, required=True, help="kind-00, kind-01, ...")
+    options.add_argument("--times", type=natural, default=1, help="each text, in a row (default 1)")
     args = options.parse_args()
     study = Study("policy-before", args.out, settings_of(args))
     traces = {path.stem: read_trace(path) for path in args.traces}
     for name, order in workloads(traces).items():
         if name not in study.cells:
-            study.keep(name, played(order, traces))
+            study.keep(name, played([text for text in order for _ in range(args.times)], traces))
             print(name, study.cells[name], flush=True)
-    study.write(page(study.cells))
+    study.write(page(study.cells, args.times))
 
 
 def played(order: Sequence[tuple[str, int]], traces: Mapping[str, Trace]) -> dict[str, Any]:
@@ -199,12 +201,13 @@ def at_depth(depth: int, tree: TokenTree, hopes: Sequence[float]) -> float:
     return sum(hope for hope, at in zip(hopes, tree.depths(), strict=True) if at == depth)
 
 
-def page(cells: Mapping[str, Any]) -> list[str]:
-    """Markdown: a row for each workload."""
+def page(cells: Mapping[str, Any], times: int) -> list[str]:
+    """Markdown: a row for each workload, in which each text comes so often."""
+    often = f" Each text comes {times} times in a row." if times > 1 else ""
     lines = [
         "# The policy, and that of e8ef1bf",
         "",
-        "Speed over none, and over the policy before, on the same texts, with 95% intervals over texts.",
+        f"Speed over none and over the policy before, on the same texts, with 95% intervals over texts.{often}",
         "",
         row("workload", "texts", "tokens", "before, over none", "now, over none", "now, over before"),
         row(*["---"] * 6),
