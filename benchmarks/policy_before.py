@@ -203,11 +203,12 @@ def at_depth(depth: int, tree: TokenTree, hopes: Sequence[float]) -> float:
 
 def page(cells: Mapping[str, Any], times: int) -> list[str]:
     """Markdown: a row for each workload, in which each text comes so often."""
-    often = f" Each text comes {times} times in a row." if times > 1 else ""
+    often = [f"Each text comes {times} times in a row."] if times > 1 else []
     lines = [
         "# The policy, and that of e8ef1bf",
         "",
-        f"Speed over none and over the policy before, on the same texts, with 95% intervals over texts.{often}",
+        "Speed over none, and over the policy before, on the same texts, with 95% intervals over texts.",
+        *often,
         "",
         row("workload", "texts", "tokens", "before, over none", "now, over none", "now, over before"),
         row(*["---"] * 6),
