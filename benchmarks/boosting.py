@@ -76,6 +76,7 @@ def variants(layers: int, depth: int, members: int) -> dict[str, Variant]:
         "1 eagle": Variant(EagleKind(depth=depth)),
         **{f"1 block, loss {loss}": Variant(block, loss=loss) for loss in losses},
         **{f"{members} block, {form}": Variant(block, members, form) for form in of_blocks},
+        f"{members} block, discount, warm": Variant(block, members, "discount", warm=True),
     }
 
 
