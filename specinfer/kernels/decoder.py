@@ -26,7 +26,6 @@ from specinfer.kernels.product import FLOATS, NativeProduct, Product
 _NO_TOKEN: Final = 1  # as in cpu/decoder.h
 _NO_POSITION: Final = 2
 
-
 Rotations = Callable[[int], tuple[Rotation, Rotation]]  # of so many positions, or more
 
 

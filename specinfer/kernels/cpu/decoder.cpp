@@ -7,8 +7,7 @@
 namespace specinfer {
 
 Fault run_decoder(const Decoder& decoder, const DecoderRows& rows, const Paths& paths, const void* const* keys,
-                  const void* const* values, const Taps& taps, void* read,
-                  void* logits) {
+                  const void* const* values, const Taps& taps, void* read, void* logits) {
   const int64_t count = paths.rows, size = decoder.layers[0].qkv.inner;
   const auto [lowest, highest] = std::minmax_element(rows.positions, rows.positions + count);
   for (const Rotations& one : decoder.rotations) {
