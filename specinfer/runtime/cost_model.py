@@ -35,6 +35,9 @@ _CONTRADICTED: Final = (
     20  # medians, if the last one was as far off to the other side: then sizes are at fault
 )
 _SETTLED: Final = 0.1  # relative
+_STUBBORN: Final = (
+    4  # medians in a row beyond what is believed, until the curve is at fault: first passes are slow
+)
 _FARTHEST: Final = 8.0  # times; no pass is believed to be so much slower or quicker than was expected
 _CONTEXT: Final = 1000.0  # tokens; the unit of a context
 _FINE: Final = 0.002  # of a pass of one row; a context that adds less to a row leaves the seconds as they are
@@ -84,6 +87,7 @@ class CostModel:
         self._last_error = 0.0
         self._shape = 0  # medians for which surprises are of all terms
         self._settled = True
+        self._beyond = 0  # medians in a row for which a pass took more or less than is believed
         self._warned = False
 
     @property
@@ -194,7 +198,8 @@ class CostModel:
         self._corrected_at = self._context
 
     def _warn(self) -> None:
-        if not self._warned and self._terms[0] in (_LEAST[0], _MOST[0]):
+        self._beyond = self._beyond + 1 if self._terms[0] in (_LEAST[0], _MOST[0]) else 0
+        if not self._warned and self._beyond == _STUBBORN:
             self._warned = True
             _LOG.warning(
                 "passes of %s take more than %.1f or less than %.1f times what their cost curve says; trees "
