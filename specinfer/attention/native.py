@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.backend import AttentionSpec, Paths, Rotation
-from specinfer.kernels.library import HeadsArgs, Library, PathsArgs
+from specinfer.kernels.library import CachesArgs, HeadsArgs, Library, PathsArgs
 from specinfer.kernels.product import FLOATS, check_rows
 
 _MOST_ELEMENTS: Final = 512  # of a head
@@ -55,7 +55,7 @@ def heads_args(heads: AttentionSpec) -> HeadsArgs:
 class NativeCache:
     """A cache as the library is told of it."""
 
-    __slots__ = ("_kept", "checked", "dtype", "key_addresses", "library", "shape", "value_addresses")
+    __slots__ = ("_kept", "args", "checked", "dtype", "key_addresses", "library", "shape", "value_addresses")
 
     def __init__(self, library: Library, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Raises ValueError where the layers' caches are not alike."""
@@ -76,6 +76,8 @@ class NativeCache:
         self.checked: object = None  # the model that last found it to be its own
         self.key_addresses = (ctypes.c_void_p * len(keys))(*(k.data_ptr() for k in keys))
         self.value_addresses = (ctypes.c_void_p * len(values))(*(v.data_ptr() for v in values))
+        addresses = map(ctypes.addressof, (self.key_addresses, self.value_addresses))
+        self.args = CachesArgs(*addresses, self.shape[0])
 
     def check(self, dtype: torch.dtype, heads: AttentionSpec) -> None:
         """Raise ValueError where such heads of that dtype are not those of the cache."""

@@ -7,6 +7,7 @@ head's hidden size, U tokens it can name, M rank of the Markov term.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -23,7 +24,7 @@ from specinfer.models.config import Activation
 from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.language_model import LanguageModel, Weights
 from specinfer.models.layers import RMSNorm
-from specinfer.models.rope import rope_frequencies, rotation
+from specinfer.models.rope import rope_frequencies, rotation, rotations
 
 
 class BlockModel:
@@ -83,11 +84,9 @@ class BlockModel:
 
     def native(self, positions: int) -> NativeBlockHead | None:
         """The same in native calls, if it can be, with rotations of so many positions at the least."""
-        native = self._native
-        if native is not None and native.positions < positions:
-            rope = rotation(torch.arange(1 << (max(positions, 512) - 1).bit_length()), self._frequencies)
-            native.rotate(rope.cos, rope.sin)
-        return native
+        if self._native is not None:
+            self._native.reach(positions)
+        return self._native
 
     def _parts(self, embedding_VD: Tensor, scale: float) -> BlockHeadParts:
         """What native calls compute with."""
@@ -106,6 +105,7 @@ class BlockModel:
             mask_token_id=head.mask_token_id,
             causal=head.causal,
             skipped=head.skipped,
+            rotations=partial(rotations, [self._frequencies], self.config.max_context),
         )
 
     def fused(self, taps_TND: Tensor) -> Tensor:

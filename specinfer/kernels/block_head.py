@@ -10,22 +10,20 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
 
 from torch import Tensor
 
-from specinfer.attention.native import NativeCache, unsupported
+from specinfer.attention.native import NativeCache
 from specinfer.kernels.layers import LayerParts, NativeLayers
 from specinfer.kernels.library import (
     TYPES,
     BlockHeadArgs,
     BlockStepArgs,
-    CachesArgs,
     ProductArgs,
-    RotationsArgs,
 )
 from specinfer.kernels.ops import NativeOps, Ops
 from specinfer.kernels.product import FLOATS, NativeProduct, Product
+from specinfer.kernels.rotations import MakeRotations, RotationTables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,25 +43,24 @@ class BlockHeadParts:
     mask_token_id: int
     causal: bool
     skipped: int  # rows of a block, from its first on, that guess nothing
+    rotations: MakeRotations
 
 
 class NativeBlockHead:
     """A block head whose every part is native, over caches of the same library.
 
-    Engines in several threads may share it: what a call is given is of the call, and tables that grow leave
-    the shorter ones to whoever reads them.
+    Engines in several threads may share it: what a call is given is of the call. It knows no cache, which
+    would live as long as it does.
     """
 
-    __slots__ = ("_args", "_growing", "_kept", "_known", "_layers", "_library", "_named", "_size", "_type")
+    __slots__ = ("_args", "_kept", "_layers", "_library", "_named", "_rotations", "_size", "_type")
 
     def __init__(self, parts: BlockHeadParts, layers: NativeLayers, ops: NativeOps) -> None:
         """All products are native, and `layers` are those of the parts."""
         fc, context, output = (_args(product) for product in (parts.fc, parts.context, parts.output))
         self._library = ops.library
         self._layers = layers
-        self._known: tuple[NativeCache, CachesArgs] | None = None  # of the last call
-        self._kept: list[object] = [parts]  # whose memory the arguments point to
-        self._growing = Lock()
+        self._kept = parts  # whose memory the arguments point to
         self._type = parts.norm_D.dtype
         self._size, self._named = fc.channels, output.channels
         self._args = BlockHeadArgs(
@@ -86,6 +83,7 @@ class NativeBlockHead:
         )
         if parts.entry is not None and parts.entry_norm_D is not None:
             self._args.entry, self._args.entry_norm = _args(parts.entry), parts.entry_norm_D.data_ptr()
+        self._rotations = RotationTables([self._args.rotations], parts.rotations)
 
     @classmethod
     def of(cls, parts: BlockHeadParts, layers: NativeLayers | None, ops: Ops) -> NativeBlockHead | None:
@@ -97,23 +95,9 @@ class NativeBlockHead:
             return None
         return cls(parts, layers, ops) if all(isinstance(p, NativeProduct) for p in products) else None
 
-    @property
-    def positions(self) -> int:
-        """How many positions have rotations."""
-        return int(self._args.rotations.positions)
-
-    def rotate(self, cos: Tensor, sin: Tensor) -> None:
-        """Take over the rotations of positions 0, 1, ..., float32 [positions, H / 2], both contiguous.
-
-        Those of fewer positions than there are already, by another thread, are left alone.
-        """
-        with self._growing:
-            told: RotationsArgs = self._args.rotations
-            if len(cos) <= told.positions:
-                return
-            self._kept += [cos, sin]
-            told.cos, told.sin = cos.data_ptr(), sin.data_ptr()
-            told.positions = len(cos)  # last: a call in another thread has a table for each that it sees
+    def reach(self, positions: int) -> None:
+        """Have rotations of so many positions at the least."""
+        self._rotations.reach(positions)
 
     def step(
         self,
@@ -140,8 +124,8 @@ class NativeBlockHead:
         what the output layer reads, [R, D], and its logits, [R, U]. Raises IndexError where a text leads to a
         slot, position or token that is not there.
         """
-        kept = self._kept[0]
-        assert isinstance(kept, BlockHeadParts)
+        self._check(cache)
+        kept = self._kept
         count = len(texts) // 8
         last_ND = kept.norm_D.new_empty(count, self._size)
         read_RD = kept.norm_D.new_empty(guesses, self._size)
@@ -156,26 +140,22 @@ class NativeBlockHead:
         if rows != (len(taps), guesses):
             raise ValueError(f"hidden states of {len(taps)} rows and {guesses} guesses; texts name {rows}")
         there = self._library.step_blocks(
-            *(ctypes.byref(self._args), ctypes.byref(step), ctypes.byref(self._caches(cache))),
+            *(ctypes.byref(self._args), ctypes.byref(step), ctypes.byref(cache.args)),
             *(last_ND.data_ptr(), read_RD.data_ptr(), logits_RU.data_ptr()),
         )
         if not there:
             raise IndexError(f"texts {[*texts]} in blocks {[*tables]} lead to what is not there")
         return last_ND, read_RD, logits_RU
 
-    def _caches(self, cache: NativeCache) -> CachesArgs:
-        known = self._known
-        if known is None or known[0] is not cache:
-            layers, heads = len(self._layers.args), self._layers.heads
-            found = (len(cache.key_addresses), *cache.shape[1:], cache.dtype)
-            if found != (layers, heads.num_kv_heads, heads.head_dim, self._type):
-                raise ValueError(f"caches of {found} for {layers} layers of {heads} and {self._type}")
-            reason = unsupported(heads.head_dim, heads.num_heads // heads.num_kv_heads, self._type)
-            if reason is not None:
-                raise ValueError(reason)
-            keys, values = map(ctypes.addressof, (cache.key_addresses, cache.value_addresses))
-            known = self._known = cache, CachesArgs(keys, values, cache.shape[0])
-        return known[1]
+    def _check(self, cache: NativeCache) -> None:
+        """Raise ValueError where a cache is not one of this head's."""
+        if cache.checked is self:
+            return
+        layers = len(self._layers.args)
+        if len(cache.key_addresses) != layers:
+            raise ValueError(f"caches of {len(cache.key_addresses)} layers for a head of {layers}")
+        cache.check(self._type, self._layers.heads)
+        cache.checked = self
 
 
 def _args(product: Product) -> ProductArgs:

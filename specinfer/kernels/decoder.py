@@ -8,39 +8,34 @@ of 6.3 ms, they took 0.4. models/decoder.py computes the same step by step.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from threading import Lock
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from specinfer.attention.backend import Rotation
 from specinfer.attention.native import NativeAttend, NativeCache
 from specinfer.kernels.layers import NativeLayers
 from specinfer.kernels.library import TYPES, DecoderArgs, DecoderRowsArgs, TapsArgs
 from specinfer.kernels.ops import NativeOps, Ops
 from specinfer.kernels.product import FLOATS, NativeProduct, Product
+from specinfer.kernels.rotations import MakeRotations, RotationTables
 
 _NO_TOKEN: Final = 1  # as in cpu/decoder.h
 _NO_POSITION: Final = 2
-
-Rotations = Callable[[int], tuple[Rotation, Rotation]]  # of so many positions, or more
 
 
 class NativeDecoder:
     """A decoder whose layers are native, from token ids to what its output layer reads, or to logits.
 
-    Engines in several threads may share it: what a call is given is of the call, and rotations that become
-    more leave the fewer ones to whoever reads them. It knows no cache, which would live as long as it does.
+    Engines in several threads may share it: what a call is given is of the call. It knows no cache, which
+    would live as long as it does.
     """
 
     __slots__ = (
         "_args",
         "_embedding_VD",
-        "_growing",
-        "_kept",
         "_layers",
         "_library",
         "_norm_D",
@@ -57,22 +52,18 @@ class NativeDecoder:
         norm_D: Tensor,
         *,
         output: Product,
-        rotations: Rotations,
+        rotations: MakeRotations,
     ) -> None:
         """`embedding_VD` is contiguous and of the dtype of `norm_D`, the last norm's weight.
 
-        `output` makes logits here if it is native. `rotations` makes those of so many positions at the least,
-        0, 1, ..., of global layers and of sliding-window ones, float32 [positions, H / 2] and contiguous. It
-        must not lead back here, or weights would outlive their last user.
+        `output` makes logits here if it is native. `rotations` makes those of global layers and those of
+        sliding-window ones.
         """
         self._library = ops.library
         self._layers = layers
         self._embedding_VD = embedding_VD
         self._norm_D = norm_D
-        self._rotations = rotations
         self._output = output if isinstance(output, NativeProduct) else None
-        self._kept: list[Rotation] = []  # whose memory the arguments point to
-        self._growing = Lock()
         self._args = DecoderArgs(
             type=TYPES[FLOATS[norm_D.dtype]],
             gelu=layers.gelu,
@@ -86,6 +77,7 @@ class NativeDecoder:
         )
         if self._output is not None:
             self._args.output = self._output.args
+        self._rotations = RotationTables(list(self._args.rotations), rotations)
 
     @classmethod
     def of(
@@ -97,7 +89,7 @@ class NativeDecoder:
         norm_D: Tensor,
         *,
         output: Product,
-        rotations: Rotations,
+        rotations: MakeRotations,
     ) -> NativeDecoder | None:
         """The decoder, or None where it has a part that is not native."""
         looked_up = embedding_VD.is_contiguous() and embedding_VD.dtype is norm_D.dtype
@@ -150,7 +142,7 @@ class NativeDecoder:
         )
         fault = call()
         if fault == _NO_POSITION and int(positions_T.min()) >= 0:
-            self._rotate(1 + int(positions_T.max()))
+            self._rotations.reach(1 + int(positions_T.max()))
             fault = call()
         if fault:
             raise IndexError(
@@ -159,17 +151,6 @@ class NativeDecoder:
                 else f"positions must be 0 or more, got {int(positions_T.min())}"
             )
         return read_RD, tapped_TND, logits_RV
-
-    def _rotate(self, positions: int) -> None:
-        """Make rotations of so many positions at the least, unless another thread has."""
-        with self._growing:
-            if all(told.positions >= positions for told in self._args.rotations):
-                return
-            made = self._rotations(positions)
-            self._kept += made
-            for told, one in zip(self._args.rotations, made, strict=True):
-                told.cos, told.sin = one.cos.data_ptr(), one.sin.data_ptr()
-                told.positions = len(one.cos)  # last: who reads it has a table for all of them
 
     def _check(self, cache: NativeCache) -> None:
         """Raise ValueError where a cache is not one of this decoder's."""

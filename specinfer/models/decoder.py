@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -28,9 +27,7 @@ from specinfer.models.language_model import (
 )
 from specinfer.models.layers import Attention, GatedMLP, RMSNorm, output_layer
 from specinfer.models.linear import Linear
-from specinfer.models.rope import rope_frequencies, rotation
-
-_FEWEST_ROTATIONS: Final = 512  # that are made at once
+from specinfer.models.rope import rope_frequencies, rotation, rotations
 
 
 class Decoder:
@@ -66,10 +63,11 @@ class Decoder:
             parts = [layer.parts() for layer in self._layers]
             gelu = config.activation is Activation.GELU_TANH
             self._at_once = NativeLayers.of(parts, weights.kernels.ops, gelu=gelu)
+        local = self._frequencies if self._local_frequencies is None else self._local_frequencies
         self._native = NativeDecoder.of(
             *(self._at_once, weights.kernels.ops, *self.embedding, self._final_norm.weight_D),
             output=self._head,
-            rotations=partial(_rotations, self._frequencies, self._local_frequencies, config.max_context),
+            rotations=partial(rotations, [self._frequencies, local], config.max_context),
         )
 
     @property
@@ -123,19 +121,6 @@ class Decoder:
         """The logits of rows of `final_norm`, [R, V]; see LanguageModel."""
         logits_RV, cap = self._head(h_RD), self.config.logit_softcap
         return logits_RV if cap is None else torch.tanh(logits_RV / cap) * cap
-
-
-def _rotations(
-    frequencies: Tensor, local_frequencies: Tensor | None, longest: int, positions: int
-) -> tuple[Rotation, Rotation]:
-    """Those of so many positions and of some to come, of global layers and of sliding-window ones.
-
-    A text has `longest` positions at most.
-    """
-    to_come = 1 << (max(positions, _FEWEST_ROTATIONS) - 1).bit_length()
-    all_T = torch.arange(max(positions, min(to_come, longest)))
-    rope = rotation(all_T, frequencies)
-    return rope, rope if local_frequencies is None else rotation(all_T, local_frequencies)
 
 
 class DecoderLayer:

@@ -6,6 +6,8 @@ Shapes: T rows, H head size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,11 +15,23 @@ from torch import Tensor
 from specinfer.attention.backend import Rotation
 from specinfer.models.config import Llama3Scaling, Rope
 
+_FEWEST: Final = 512  # positions that rotations are made of at once
+
 
 def rotation(positions_T: Tensor, frequencies: Tensor) -> Rotation:
     """The rotations of one pass; `frequencies` is the angle per position of each pair, [H / 2]."""
     angles = positions_T.to(torch.float32)[:, None] * frequencies
     return Rotation(angles.cos(), angles.sin())
+
+
+def rotations(frequencies: Sequence[Tensor], longest: int, positions: int) -> list[Rotation]:
+    """For each of these frequencies the rotations of positions 0, 1, ...: so many, and some that are to come.
+
+    A text has `longest` positions at most.
+    """
+    to_come = 1 << (max(positions, _FEWEST) - 1).bit_length()
+    all_T = torch.arange(max(positions, min(to_come, longest)), device=frequencies[0].device)
+    return [rotation(all_T, one) for one in frequencies]
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:

@@ -35,9 +35,7 @@ _CONTRADICTED: Final = (
     20  # medians, if the last one was as far off to the other side: then sizes are at fault
 )
 _SETTLED: Final = 0.1  # relative
-_STUBBORN: Final = (
-    4  # medians in a row beyond what is believed, until the curve is at fault: first passes are slow
-)
+_STUBBORN: Final = 4  # medians in a row beyond what is believed, for which a curve is blamed
 _FARTHEST: Final = 8.0  # times; no pass is believed to be so much slower or quicker than was expected
 _CONTEXT: Final = 1000.0  # tokens; the unit of a context
 _FINE: Final = 0.002  # of a pass of one row; a context that adds less to a row leaves the seconds as they are

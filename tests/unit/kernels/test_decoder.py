@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specinfer.attention.native import NativeCache
 from specinfer.kernels.decoder import NativeDecoder
-from specinfer.models.decoder import Decoder, _rotations
+from specinfer.models.decoder import Decoder
 from specinfer.models.language_model import LanguageModel, PassContext, Read, read_by_steps
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, build_batch, chain_rows
@@ -105,22 +105,14 @@ def test_fewer_rotations_never_take_the_place_of_more(tmp_path: Path) -> None:
     native = model._native
     assert native is not None
     read(model, cache_of(model), [TREE])
-    native._rotate(600)  # as two engines' threads may ask for them, the one that needs fewer last
+    tables = native._rotations
+    tables.reach(600)
     made = [(told.cos, told.positions) for told in native._args.rotations]
-    native._rotate(520)
+    tables._kept.clear()
+    tables.reach(520)  # another engine's thread, which needs fewer
+    assert not tables._kept
     assert [(told.cos, told.positions) for told in native._args.rotations] == made
     assert all(positions >= 600 for _, positions in made)
-
-
-def test_a_text_has_no_rotations_behind_its_longest() -> None:
-    frequencies = torch.ones(2)
-    for longest, positions, wanted in ((4096, 3, 512), (4096, 513, 1024), (700, 513, 700), (100, 3, 100)):
-        rope, local = _rotations(frequencies, None, longest, positions)
-        assert len(rope.cos) == len(rope.sin) == wanted
-        assert local is rope
-    rope, local = _rotations(frequencies, 2 * frequencies, 700, 701)
-    assert len(rope.cos) == 701, "what is asked for, there is"
-    assert torch.equal(local.cos[:300], torch.cos(2 * torch.arange(300.0)[:, None] * frequencies))
 
 
 def test_nothing_is_read_of_a_batch_without_rows(tmp_path: Path) -> None:
@@ -173,7 +165,7 @@ def test_only_what_is_looked_up_as_it_lies_is_native(tmp_path: Path) -> None:
     assert isinstance(model, Decoder)
     ops, (table_VD, scale) = model.kernels.ops, model.embedding
     assert model._native is not None
-    rotations = model._native._rotations
+    rotations = model._native._rotations._make
     norm_D, layers = torch.ones(table_VD.shape[1], dtype=table_VD.dtype), model._at_once
 
     def made(table_VD: Tensor, norm_D: Tensor) -> NativeDecoder | None:

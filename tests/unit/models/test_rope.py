@@ -7,7 +7,7 @@ import torch
 
 from specinfer.attention.sdpa import rotated
 from specinfer.models.config import Llama3Scaling, Rope
-from specinfer.models.rope import rope_frequencies, rotation
+from specinfer.models.rope import rope_frequencies, rotation, rotations
 
 
 def test_frequencies_fall_from_one_to_one_over_theta():
@@ -44,3 +44,13 @@ def test_a_head_is_rotated_by_complex_multiplication():
     got = rotated(x, None, 0.0, rotation(positions, frequencies))
     torch.testing.assert_close(got, torch.cat((want.real, want.imag), -1), atol=1e-4, rtol=0)
     torch.testing.assert_close(got[0], x[0])
+
+
+def test_a_text_has_no_rotations_behind_its_longest() -> None:
+    one, other = torch.ones(2), 2 * torch.ones(2)
+    for longest, positions, made in ((4096, 3, 512), (4096, 513, 1024), (700, 513, 700), (100, 3, 100)):
+        [rope] = rotations([one], longest, positions)
+        assert len(rope.cos) == len(rope.sin) == made
+    ropes = rotations([one, other], 700, 701)
+    assert [len(rope.cos) for rope in ropes] == [701, 701], "what is asked for, there is"
+    assert torch.equal(ropes[1].cos[:300], torch.cos(2 * torch.arange(300.0)[:, None] * one))
