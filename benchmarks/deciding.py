@@ -3,10 +3,11 @@
     python benchmarks/deciding.py
 
 A target and a draft are played from made-up texts that repeat themselves, on a clock of made-up costs, so
-every run decides the same; then the target without the draft. Of each step the quickest of some rounds
-counts, as machines do other things, too.
+every run decides the same: a draft that is asked level by level, one that guesses its trees in one pass, and
+none. Of each step the quickest of some rounds counts, as machines do other things, too.
 
-    draft     a DraftModel without its passes: what to run, what was drawn, what became of it
+    draft     a DraftModel without its passes: what to run, what was drawn, what became of it (of one pass it
+              is a stand-in, whose time is not counted)
     ...       looking guesses up in texts, by speculator, the following of other guesses included
     deciding  the policy: costs, the guard, how likely guesses are, how deep, how many
     merging   all else of the ensemble: offers, checks, one tree of many
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,11 @@ from specinfer.speculate.growth import Shape
 from specinfer.speculate.guarded_policy import sized_by_cost
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy import StepReport
-from specinfer.speculate.speculator import Outcome, Speculator
+from specinfer.speculate.speculator import LevelSpeculator, Outcome, Speculator
 from specinfer.speculate.table import build_speculators
-from specinfer.tree import DrawRule
+from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import single_node
 
 VOCABULARY = 49152
 EXPANSION = Expansion((1, 2, 2, 2, 2))  # 31 nodes
@@ -95,7 +97,7 @@ class Watch:
 class Play:
     """Some requests that are written at once, from made-up texts."""
 
-    def __init__(self, requests: int, watch: Watch, library: Library | None, *, drafted: bool) -> None:
+    def __init__(self, requests: int, watch: Watch, library: Library | None, *, draft: str) -> None:
         self._watch = watch
         self._now = 0.0
         self._costs, self._passes = CostTable(TARGET), CostTable(DRAFT)
@@ -106,23 +108,27 @@ class Play:
         self._requests = [Request(str(n), tuple(t), params, n) for n, t in enumerate(self._written)]
         config = SpeculationConfig(ngram=True, suffix=True, expansion=EXPANSION)
         looking_up = build_speculators(config)
-        draft = DraftModel(
+        by_levels = DraftModel(
             "draft",
             NoModel(16, 1 << 20),
             Shape(EXPANSION, DrawRule.POINT_MASS),
             max_rows=4096,
             draw=watch.timed("model", self._draw),
         )
-        for speculator in looking_up:
+        drafts: list[DraftModel | Head] = []
+        if draft != "none":
+            drafts.append(by_levels if draft == "by levels" else Head(self._grow))
+        for free in looking_up:
             for name in ("propose", "extend", "observe"):
-                _watch(watch, speculator.name, speculator, name)
-        for name in ("begin", "deepen", "hindsight", "tree", "observe"):
-            _watch(watch, "draft", draft, name)
-        drafts = {"draft": DRAFT} if drafted else {}
-        policy, _ = sized_by_cost(TARGET, drafts, config, measured=True, library=library)
+                _watch(watch, free.name, free, name)
+        for one in drafts:
+            for name in ("begin", "deepen", "hindsight", "tree", "observe"):
+                _watch(watch, "draft" if one is by_levels else "model", one, name)
+        curves = {one.name: DRAFT for one in drafts}
+        policy, _ = sized_by_cost(TARGET, curves, config, measured=True, library=library)
         for name in POLICY:
             _watch(watch, "deciding", policy, name)
-        asked: list[Speculator | DraftModel] = [*looking_up, draft] if drafted else [*looking_up]
+        asked: list[Speculator | LevelSpeculator] = [*looking_up, *drafts]
         limits = SpeculationLimits(config, asked)
         self._speculators = [limits.speculators(request) for request in self._requests]
         self._ensemble = Ensemble(asked, vocab=VOCABULARY, policy=policy, clock=lambda: self._now)
@@ -172,22 +178,72 @@ class Play:
         """Children: the text's next token first where the path is the text's, mostly, and others."""
         self._now += self._passes.seconds(num_rows(rows))
         for site in sites:
-            builder, n = site.builder, int(site.request_id)
-            path, text = builder.path_tokens(site.node), self._texts[n]
-            at = site.position
-            chance = random.Random(hash((n, site.position, path)))
-            tokens = [chance.randrange(VOCABULARY) for _ in range(site.width)]
-            if at < len(text) and tuple(text[at - len(path) : at]) == path:
-                luck = chance.random()
-                if luck < RIGHT:
-                    tokens[0] = text[at]
-                elif luck < (1 + RIGHT) / 2:
-                    tokens[-1] = text[at]
-            left = 1.0
-            for token in dict.fromkeys(tokens):
-                sure = left * chance.uniform(0.5, 0.95)
-                left -= sure
-                builder.add(site.node, token, "draft", confidence=sure, evidence=(sure, left))
+            self._add(site.builder, int(site.request_id), site.node, site.position, site.width)
+
+    def _grow(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
+        """Trees of the same shape, at once."""
+        self._now += self._passes.seconds(len(entries))
+        trees = list[TokenTree]()
+        for entry in entries:
+            builder, level = TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes), [0]
+            for depth, width in enumerate(EXPANSION.widths):
+                before = len(builder.token_ids)
+                for node in level:
+                    self._add(builder, int(entry.request.request_id), node, entry.end + depth, width)
+                level = [*range(before, len(builder.token_ids))]
+            trees.append(builder.build())
+        return trees
+
+    def _add(self, builder: TreeBuilder, n: int, node: int, at: int, width: int) -> None:
+        """Add children of a node, whose tokens stand at this position of a text."""
+        path, text = builder.path_tokens(node), self._texts[n]
+        chance = random.Random(hash((n, at, path)))
+        tokens = [chance.randrange(VOCABULARY) for _ in range(width)]
+        if at < len(text) and tuple(text[at - len(path) : at]) == path:
+            luck = chance.random()
+            if luck < RIGHT:
+                tokens[0] = text[at]
+            elif luck < (1 + RIGHT) / 2:
+                tokens[-1] = text[at]
+        left = 1.0
+        for token in dict.fromkeys(tokens):
+            sure = left * chance.uniform(0.5, 0.95)
+            left -= sure
+            builder.add(node, token, "draft", confidence=sure, evidence=(sure, left))
+
+
+class Head:
+    """A level speculator whose trees are whole after their first level."""
+
+    name = "draft"
+
+    def __init__(self, grow: Callable[[Sequence[PlanEntry]], list[TokenTree]]) -> None:
+        self._grow = grow
+        self._entries: Sequence[PlanEntry] = ()
+        self._trees: list[TokenTree] = []
+
+    def most_nodes(self, request: Request) -> int:
+        """The nodes of a whole tree, the root apart."""
+        return EXPANSION.num_nodes - 1
+
+    def begin(self, plan: StepPlan) -> list[int]:
+        """Open a step; it has read everything but the root."""
+        self._entries = plan.entries
+        self._trees = [single_node(entry.token_ids[entry.end - 1]) for entry in plan.entries]
+        return [1] * len(plan.entries)
+
+    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+        """Grow these trees."""
+        for i, tree in zip(below, self._grow([self._entries[i] for i in below]), strict=True):
+            self._trees[i] = tree
+        return {}
+
+    def tree(self, entry: int) -> TokenTree:
+        """What was grown."""
+        return self._trees[entry]
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Nothing to remember."""
 
 
 def made_up(seed: int) -> list[int]:
@@ -207,12 +263,12 @@ def _watch(watch: Watch, part: str, of: Any, name: str) -> None:
         setattr(of, name, watch.timed(part, getattr(of, name)))
 
 
-def measure(requests: int, rounds: int, library: Library | None, *, drafted: bool) -> dict[str, Any]:
+def measure(requests: int, rounds: int, library: Library | None, *, draft: str) -> dict[str, Any]:
     """Mean microseconds of a step by part, of each step the least of some rounds."""
     steps: list[dict[str, float]] = []
     for _ in range(rounds):
         watch = Watch()
-        play, number, goes_on = Play(requests, watch, library, drafted=drafted), 0, True
+        play, number, goes_on = Play(requests, watch, library, draft=draft), 0, True
         while goes_on:
             watch.seconds = {}
             goes_on = play.step()
@@ -245,17 +301,17 @@ def main() -> None:
     args = options.parse_args()
     library = None if args.twins else load_library()
     cells = {
-        (requests, drafted): measure(requests, args.rounds, library, drafted=drafted)
-        for drafted in (True, False)
+        (requests, draft): measure(requests, args.rounds, library, draft=draft)
+        for draft in ("by levels", "in one pass", "none")
         for requests in (1, 8)
     }
-    parts = list(cells[1, True]["microseconds"])
+    parts = list(cells[1, "by levels"]["microseconds"])
     lines = [
         "# Microseconds a step takes to guess, merge and decide",
         "",
         row(
             "requests",
-            "with a draft",
+            "a draft",
             "steps",
             "nodes of a tree",
             "tokens of a step",
@@ -264,12 +320,11 @@ def main() -> None:
         ),
         "|" + "---|" * (len(parts) + 6),
     ]
-    for (requests, drafted), cell in cells.items():
+    for (requests, draft), cell in cells.items():
         taken = {part: cell["microseconds"].get(part, 0.0) for part in parts}
         both = taken["deciding"] + taken["merging"]
         figures = [f"{cell['nodes']:.1f}", f"{cell['tokens']:.2f}", *(f"{taken[part]:.0f}" for part in parts)]
-        whether = "yes" if drafted else "no"
-        lines.append(row(requests, whether, cell["steps"], *figures, f"{both:.0f}"))
+        lines.append(row(requests, draft, cell["steps"], *figures, f"{both:.0f}"))
     page = "\n".join([*lines, "", *provenance_lines(), ""])
     print(page)
     if args.out is not None:

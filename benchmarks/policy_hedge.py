@@ -37,14 +37,16 @@ from specinfer.replay.replay import Part, counting_policy
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace
 from specinfer.runtime.cost_model import CostModel, PassCosts
-from specinfer.speculate.cost_policy import CostPolicy, Question
+from specinfer.speculate.cost_policy import CostPolicy
 from specinfer.speculate.decision import Appraisal
 from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.estimator import Estimator
 from specinfer.speculate.guarded_policy import GuardedPolicy
 from specinfer.speculate.level_counts import LevelRate
+from specinfer.speculate.plain_weighing import PlainWeighing
 from specinfer.speculate.policy import StepReport
 from specinfer.speculate.speculator import LevelOutcome
-from specinfer.tree import TokenTree
+from specinfer.tree import Draw, TokenTree
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.prune import keep
 from specinfer.tree.token_tree import next_nodes
@@ -130,49 +132,63 @@ class ScaledLevels(DraftCosts):
         self._counted.forget(request_id)
 
 
+class ScaledWeighing(PlainWeighing):
+    """Counts that all arms share, the odds of what is hoped for multiplied."""
+
+    def __init__(self, counts: Estimator, drafts: Mapping[str, ScaledLevels], odds: float) -> None:
+        super().__init__(counts, drafts)
+        self._odds = odds
+
+    def rates(self, number: int, draws: Sequence[Draw], num_nodes: int) -> list[float]:
+        found = super().rates(number, draws, num_nodes)
+        return found if self._odds == 1 else [scaled(rate, self._odds) for rate in found]
+
+
 class Arm(CostPolicy):
     """The policy with the odds of its hopes multiplied, and what it would have done in this step."""
 
-    def __init__(self, target: PassCosts, drafts: Mapping[str, ScaledLevels], odds: float) -> None:
-        super().__init__(target, drafts)
+    def __init__(
+        self, target: PassCosts, drafts: Mapping[str, ScaledLevels], counts: Estimator, odds: float
+    ) -> None:
+        """Of all arms that share `counts` one is told what came of guesses."""
+        self.weighing = ScaledWeighing(counts, drafts, odds)
+        super().__init__(target, drafts, self.weighing)
         self.odds = odds
         self.levels: dict[tuple[str, str], int] = {}  # of each draft and request, as it would have drawn
         self.drafting = 0.0  # seconds of the passes it would have made
         self.hoped = 0.0  # tokens of levels that nobody drew
         self._before = 0.0  # seconds spent before any draft is asked
 
-    def share(self, leader: Arm) -> None:
-        """Learn what `leader` learns, which alone is told."""
-        self._estimator = leader._estimator
-
     def begin_step(self, plan: StepPlan) -> StepPlan:
         self.levels, self.drafting, self.hoped = {}, 0.0, 0.0
         plan = super().begin_step(plan)
-        self._before = self._spent
+        self._before = self._costs.spent
         return plan
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
-        self._spent = self._before + self.drafting  # by what it would have drawn, whatever was
+        # By what it would have drawn, whatever was.
+        self._costs = self._costs._replace(spent=self._before + self.drafting)
         return super().choose_nodes(trees)
+
+    def learn_from(self, trees: Sequence[TokenTree]) -> None:
+        """Have these trees for what all have guessed."""
+        self.weighing.trees = trees
+        self._waiting = {n for n, tree in enumerate(trees) if tree.num_nodes > 1}
 
     def seconds(self, nodes: int) -> float:
         """Of the target's pass with so many nodes, and of its drafts."""
-        return self.drafting + self._passes[min(self._rows + nodes, self._last)]
+        return self.drafting + self._costs._replace(spent=0.0).seconds(nodes)
 
-    def gain(self, speculator: str, entry: PlanEntry, end: int) -> float:
-        """What it hopes of children of a node of the draft's tree."""
-        request_id = entry.request.request_id
-        guesses, price = self._guesses[request_id], self._price(*self._so_far())
-        temperature = entry.request.params.temperature
-        rate = self._drafts[speculator].rate(guesses.depth(end), request_id, temperature)
-        return guesses.gain(end, rate, guesses.left(end), price)
+    def gain(self, speculator: str, entry: PlanEntry, end: int, level: int) -> float:
+        """What it hopes of children of a node of the draft's tree, at this level."""
+        request_id, costs = entry.request.request_id, self._costs
+        guesses = self.weighing.guesses
+        price = costs.price(*self.weighing.so_far(guesses, costs))
+        rate = self._drafts[speculator].rate(level, request_id, entry.request.params.temperature)
+        return guesses[self._numbers[request_id]].gain(end, rate, price)
 
     def passes(self, speculator: str, rows: int) -> float:
         return self._drafts[speculator].alone(rows)
-
-    def _rates(self, asked: Sequence[Question]) -> list[list[float]]:
-        found = super()._rates(asked)
-        return found if self.odds == 1 else [[scaled(rate, self.odds) for rate in rates] for rates in found]
 
 
 @dataclass(slots=True)
@@ -205,16 +221,16 @@ class Hedge:
         self.models = {name: CostModel(name, of.curve, learns=False) for name, of in trace.drafts.items()}
         expansion = trace.speculation.fixed_expansion
         counted = {name: DraftCosts(model, expansion) for name, model in self.models.items()}
+        counts = Estimator(logistics=False)
         self.arms = [
             Arm(
                 self.target,
                 {n: ScaledLevels(model, expansion, counted[n], one) for n, model in self.models.items()},
+                counts,
                 one,
             )
             for one in odds
         ]
-        for arm in self.arms[1:]:
-            arm.share(self.arms[0])
         self.weights = Weights([0.0] * len(odds), rate, [0] * len(odds))
         self._explored = explored
         self.steps = 0
@@ -293,7 +309,7 @@ class Hedge:
                 going += len(answers[arm.odds][name])
                 if not leading[name]:  # nobody will know: by what the policy itself hopes
                     arm.hoped += sum(
-                        self._neutral.gain(speculator, entry, end) for end in answers[arm.odds][name]
+                        self._neutral.gain(speculator, entry, end, level) for end in answers[arm.odds][name]
                     )
             if going:
                 arm.drafting += arm.passes(speculator, going)
@@ -309,8 +325,7 @@ class Hedge:
                 chosen = fitted
             for entry, tree in zip(self._entries, fitted, strict=True):
                 self._verified[entry.request.request_id].append(tree)
-        # Who leads learns of all that was drawn.
-        self.arms[0]._trees = self._whole
+        self.arms[0].learn_from(trees)  # of all that was drawn
         return chosen
 
     def _own(self, arm: Arm, entry: PlanEntry, tree: TokenTree) -> TokenTree:

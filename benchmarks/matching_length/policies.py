@@ -10,10 +10,12 @@ from matching_length.places import LEVELS, Floats
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.replay.trace import Trace
 from specinfer.runtime.cost_model import CostModel
-from specinfer.speculate.cost_policy import CostPolicy, Question
+from specinfer.speculate.cost_policy import CostPolicy
 from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.estimator import Estimator
 from specinfer.speculate.guarded_policy import GuardedPolicy
 from specinfer.speculate.level_counts import LevelRate
+from specinfer.speculate.plain_weighing import PlainWeighing
 from specinfer.tree import Draw, TokenTree
 
 
@@ -57,7 +59,8 @@ class ByHazards(CostPolicy):
         self.target = target
         self.steps = 0
         self._levels = {name: GivenLevels(model, expansion) for name, model in self.models.items()}
-        super().__init__(target, self._levels)
+        self._given = GivenLookups(self._levels)
+        super().__init__(target, self._levels, self._given)
         self._hazards = hazards
         self._ahead, self._lookups = ahead, lookups
         self._here: Mapping[str, Floats] = {}
@@ -71,6 +74,7 @@ class ByHazards(CostPolicy):
             of_text = self._hazards[int(entry.request.request_id)] if self._hazards else {}
             if place > 0:
                 self._here = {name: values[place] for name, values in of_text.items()}
+        self._given.hazards = self._here if self._lookups else {}
         for name, levels in self._levels.items():
             levels.given = self._here[name].tolist() if name in self._here else ()
         return super().begin_step(plan)
@@ -78,13 +82,13 @@ class ByHazards(CostPolicy):
     def worth_starting(
         self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
     ) -> list[bool]:
-        before = self._spent
+        before = self._costs
         starts = super().worth_starting(speculator, entries, unread)
         if self._ahead and entries[0].max_nodes > 1:
-            self._spent = before
+            self._costs = before
             self._planned = self._depth(speculator, entries[0], unread[0])
             starts = [self._planned > 0]
-            self._spent += self._drafts[speculator].alone(1) if self._planned else 0.0
+            self._spend(self._drafts[speculator].alone(1) if self._planned else 0.0)
         return starts
 
     def worth_deepening(
@@ -94,36 +98,45 @@ class ByHazards(CostPolicy):
         trees: Sequence[TokenTree],
         ends: Sequence[Sequence[int]],
     ) -> list[Sequence[int]]:
-        before = self._spent
+        before = self._costs
         deeper = super().worth_deepening(speculator, entries, trees, ends)
         if self._ahead:
             goes_on = max(trees[0].depths()) < self._planned
             deeper = [ends[0] if goes_on else ()]
-            self._spent = before + (self._drafts[speculator].alone(len(ends[0])) if goes_on else 0.0)
+            self._costs = before
+            self._spend(self._drafts[speculator].alone(len(ends[0])) if goes_on else 0.0)
         return deeper
 
     def _depth(self, speculator: str, entry: PlanEntry, unread: int) -> int:
         """The number of levels with the most expected tokens per second, nothing being drawn yet."""
         draft = self._drafts[speculator]
-        guesses = self._guesses[entry.request.request_id]
-        gain = guesses.gain(0, draft.rate(0), guesses.left(0), 0.0)
-        tokens, nodes = self._so_far()
-        seconds, best = 0.0, (tokens / self._seconds(nodes), 0)
+        guesses, costs = self._given.guesses, self._costs
+        gain = guesses[self._numbers[entry.request.request_id]].gain(0, draft.rate(0), 0.0)
+        tokens, nodes = self._given.so_far(guesses, costs)
+        seconds, best = 0.0, (tokens / costs.seconds(nodes), 0)
         rates = draft.rates()
         for level, rate in enumerate(rates):
             seconds += draft.alone(1 if level else max(2, unread))
             gain *= rate.any if level else 1.0
             tokens, nodes = tokens + gain, nodes + 1
-            best = max(best, (tokens / (self._seconds(nodes) + seconds), level + 1))
+            best = max(best, (tokens / (costs.seconds(nodes) + seconds), level + 1))
         return best[1]
 
-    def _rates(self, asked: Sequence[Question]) -> list[list[float]]:
-        answers = super()._rates(asked)
-        given = {name for name in self._here if name not in self._levels} if self._lookups else set()
+
+class GivenLookups(PlainWeighing):
+    """Counts, and hazards that are given of the guesses of others than these drafts, by speculator."""
+
+    def __init__(self, drafts: Mapping[str, DraftCosts]) -> None:
+        super().__init__(Estimator(logistics=False), drafts)
+        self.hazards: Mapping[str, Floats] = {}
+        self._levels = drafts
+
+    def rates(self, number: int, draws: Sequence[Draw], num_nodes: int) -> list[float]:
+        found = super().rates(number, draws, num_nodes)
+        given = {name for name in self.hazards if name not in self._levels}
         if given:
-            for rates, (_, draws, _) in zip(answers, asked, strict=True):
-                of_given(rates, [draw for draw in draws if draw.speculator in given], self._here)
-        return answers
+            of_given(found, [draw for draw in draws if draw.speculator in given], self.hazards)
+        return found
 
 
 def of_given(rates: list[float], draws: Sequence[Draw], hazards: Mapping[str, Floats]) -> None:

@@ -208,6 +208,24 @@ class GrownArgs(ctypes.Structure):
     )
 
 
+class KnowledgeArgs(ctypes.Structure):
+    """What is known of speculators, as cpu/step_guesses.h has it."""
+
+    _fields_ = (("known", c_void_p), ("priced", c_void_p), ("logistics", c_int32), ("beside", c_double))
+
+
+class StepCostsArgs(ctypes.Structure):
+    """What a step takes and makes, as cpu/step_guesses.h has it."""
+
+    _fields_ = (
+        ("passes", c_void_p),
+        ("rows", c_int64),
+        ("last", c_int64),
+        ("spent", c_double),
+        ("tokens", c_double),
+    )
+
+
 class Library:
     """A loaded library; its functions are called with addresses of memory that is there and large enough."""
 
@@ -289,9 +307,24 @@ class Library:
             *(library.specinfer_grow_trees, c_int32, POINTER(GuesserArgs), *block[:4], address, c_char_p),
             *(count, POINTER(GrownArgs)),
         )
-        guesses = (c_char_p, count, count, c_double, flag)
-        self.estimate = _function(library.specinfer_estimate, c_int32, *guesses, address, count, address)
-        self.learn = _function(library.specinfer_learn, c_int32, *guesses, count, count, address)
+        told, known, costs = (c_char_p, count, count), POINTER(KnowledgeArgs), POINTER(StepCostsArgs)
+        self.step_new = _function(library.specinfer_step_new, c_void_p)
+        self.step_free = _function(library.specinfer_step_free, None, c_void_p)
+        self.step_show = _function(library.specinfer_step_show, flag, address, *told, known)
+        self.step_expect = _function(
+            library.specinfer_step_expect, None, address, known, costs, c_double, address
+        )
+        self.step_deepen = _function(
+            *(library.specinfer_step_deepen, count, address, *told, known, costs),
+            *(address, c_double, address),
+        )
+        self.step_choose = _function(
+            library.specinfer_step_choose, flag, address, *told, known, costs, address
+        )
+        self.step_learn = _function(
+            library.specinfer_step_learn, count, address, c_char_p, count, known, address, address
+        )
+        self.hopes = _function(library.specinfer_hopes, flag, *told, known, address)
         self.stream = _function(library.specinfer_stream, c_double, address, count)
         self.profile = _function(library.specinfer_profile, None, flag, address)
 

@@ -6,15 +6,16 @@ each step bears a part of that, as large as the part that it has in what the dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from specinfer.plan import PlanEntry
 from specinfer.speculate.draft_costs import DraftCosts
-from specinfer.speculate.guesses import Guesses
+from specinfer.speculate.guesses import gain
 from specinfer.speculate.level_counts import LevelRate
 from specinfer.speculate.tokens_per_second import how_many
+from specinfer.speculate.weighing import Expected, StepCosts
 
 # Of all time so much goes at most into a draft where it does not seem worth it: it may be by now.
 _CURIOSITY: Final = 0.01
@@ -42,15 +43,12 @@ class _Fading:
         self.mean += (value - self.mean) / self.count
 
 
-@dataclass(frozen=True, slots=True)
-class Guessed:
-    """The step as it would be without the draft: tokens and nodes expected of it, and what both cost."""
+class Guessed(NamedTuple):
+    """The step as it would be without the draft."""
 
-    guesses: Mapping[str, Guesses]  # by request
-    tokens: float
-    nodes: int  # below roots
-    price: float  # tokens that another row of the target's costs
-    seconds: Callable[[int], float]  # that it takes with so many nodes
+    costs: StepCosts
+    expected: Expected
+    numbers: Mapping[str, int]  # of its requests, by which `expected` knows them
     row: float  # seconds of another row of the target's, in a step in which no prompt is read
 
 
@@ -66,27 +64,28 @@ class DraftStarts:
 
     def which(self, entries: Sequence[PlanEntry], unread: Sequence[int], step: Guessed) -> list[bool]:
         """For which of these the first level makes the step faster, or will once their prompts are read."""
-        without = step.seconds(step.nodes)
+        costs, (tokens, nodes, *_) = step.costs, step.expected
+        without = costs.seconds(nodes)
         reading = self._draft.reading(unread, _USUAL_UNREAD)
         growing = [i for i, entry in enumerate(entries) if entry.max_nodes > 1]
         starts = [False] * len(entries)
         if len(growing) < len(entries):
-            tokens, level = step.tokens / without, _LEVEL * self._level(len(entries), step)
+            pace, level = tokens / without, _LEVEL * self._level(len(entries), step.row)
             for i, (entry, read) in enumerate(zip(entries, reading, strict=True)):
                 if entry.max_nodes <= 1:
-                    starts[i] = self._reads(entry, read, tokens, level)
+                    starts[i] = self._reads(entry, read, pace, level)
         gains = dict[int, float]()
         shares = dict[int, float]()
         for i in growing:
             gain, part = self._gain(entries[i], step)
-            if gain * without > reading[i] * part * step.tokens:
+            if gain * without > reading[i] * part * tokens:
                 gains[i], shares[i] = gain, reading[i] * part
         first = sorted(gains, key=gains.__getitem__, reverse=True)
         seconds, shared = list[float](), 0.0
         for more, taken in enumerate(self._draft.seconds(_USUAL_UNREAD, len(first))):
             shared += shares[first[more - 1]] if more else 0.0
-            seconds.append(step.seconds(step.nodes + more) + taken + shared)
-        count = how_many(map(gains.__getitem__, first), step.tokens, seconds)
+            seconds.append(costs.seconds(nodes + more) + taken + shared)
+        count = how_many(map(gains.__getitem__, first), tokens, seconds)
         for i in first[:count]:
             starts[i] = True
         self._saved += _CURIOSITY * seconds[count]
@@ -103,34 +102,34 @@ class DraftStarts:
         predicted = bool(entry.request.prediction)
         left_of_late, made_of_late = self._left[predicted], self._made[predicted]
         rate = self._rate(entry)
-        guesses = step.guesses[entry.request.request_id]
-        left = guesses.left(0)
+        number, expected = step.numbers[entry.request.request_id], step.expected
+        left = expected.left[number]
         left_of_late.add(left)
-        made_of_late.add(1 + sum(filter(step.price.__lt__, guesses.probabilities[1:])))
-        gain = guesses.gain(0, rate, left, step.price)
-        return gain, _part(gain, rate.any * left_of_late.mean, made_of_late.mean, entry.room)
+        made_of_late.add(expected.made[number])
+        brings = gain(left, rate, expected.price)
+        return brings, _part(brings, rate.any * left_of_late.mean, made_of_late.mean, entry.room)
 
-    def _reads(self, entry: PlanEntry, read: float, tokens: float, level: float) -> bool:
+    def _reads(self, entry: PlanEntry, read: float, pace: float, level: float) -> bool:
         """Whether a prompt is read: what others will guess behind it is not known, so it is what is usual.
 
         `read` seconds take the reading, `level` each level that comes of it, in which the engine would make
-        `tokens` a second without. It is of no use in a text that is read, for which no row is left, nor where
-        no more than two tokens can follow: the first one has no guesses, and the last one needs none.
+        `pace` tokens a second without. It is of no use in a text that is read, for which no row is left, nor
+        where no more than two tokens can follow: the first one has no guesses, and the last one needs none.
         """
         if entry.end - entry.start < 2 or entry.room < 3:
             return False
         predicted = bool(entry.request.prediction)
         usual = self._rate(entry).any * self._left[predicted].mean
         part = _part(usual, usual, self._made[predicted].mean, entry.room - 1)
-        return usual > (read * part + level) * tokens
+        return usual > (read * part + level) * pace
 
     def _rate(self, entry: PlanEntry) -> LevelRate:
         """How likely first guesses are right for a request."""
         return self._draft.rate(0, entry.request.request_id, entry.request.params.temperature)
 
-    def _level(self, requests: int, step: Guessed) -> float:
+    def _level(self, requests: int, row: float) -> float:
         """Seconds of a level and the node it brings, for each of so many requests."""
-        return self._draft.seconds(_USUAL_UNREAD, requests)[-1] / requests + step.row
+        return self._draft.seconds(_USUAL_UNREAD, requests)[-1] / requests + row
 
 
 def _part(gain: float, usual: float, made: float, room: int) -> float:

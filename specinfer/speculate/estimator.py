@@ -26,10 +26,22 @@ _MOST_OUTCOMES: Final = 1 << 53
 _MOST_RIVALS: Final = 256
 
 
-class Estimates(Protocol):
-    """Whoever says how likely guesses are, and learns from what became of them."""
+class Lasting(Protocol):
+    """What was learnt of guesses, and can be kept."""
 
-    outcomes: int  # of all guesses, that it has learnt from
+    outcomes: int  # of all guesses, that were learnt from
+
+    def to_json(self) -> dict[str, Any]:
+        """What was learnt, as JSON values."""
+        ...
+
+    def recall(self, told: Mapping[str, Any]) -> None:
+        """Take over what `to_json` gave; raises ValueError or KeyError, and then takes nothing."""
+        ...
+
+
+class Estimates(Lasting, Protocol):
+    """Whoever says how likely guesses are, and learns from what became of them."""
 
     def node_rates(self, draws: Sequence[Draw], num_nodes: int, temperature: float) -> list[float]:
         """The probability of every node to become text if its parent does, [num_nodes].
@@ -47,14 +59,6 @@ class Estimates(Protocol):
 
         Of the draws below each of them those at the node beside them became text; of None no draw did.
         """
-        ...
-
-    def to_json(self) -> dict[str, Any]:
-        """What it has learnt, as JSON values."""
-        ...
-
-    def recall(self, told: Mapping[str, Any]) -> None:
-        """Take over what `to_json` gave; raises ValueError or KeyError, and then takes nothing."""
         ...
 
 

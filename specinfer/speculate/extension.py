@@ -15,7 +15,9 @@ _MOST_ENDS: Final = 3
 def likely_ends(tree: TokenTree, drafts: Collection[str]) -> list[int]:
     """The leaves that one of `drafts` guessed and that are likely to become text, likeliest first."""
     inner = frozenset(tree.parents)
-    ends = {draw.node for draw in tree.draws if draw.speculator in drafts and draw.node not in inner}
+    # A leaf that nobody thinks so likely behind its parent is not: of a wide tree that leaves few.
+    sure = {draw.node for draw in tree.draws if draw.confidence >= LEAST_HOPE and draw.node not in inner}
+    ends = {draw.node for draw in tree.draws if draw.node in sure and draw.speculator in drafts}
     if not ends:
         return []
     hopes = tree.likelihoods()

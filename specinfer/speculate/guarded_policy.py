@@ -24,8 +24,10 @@ from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.estimator import Estimates, Estimator
 from specinfer.speculate.growth import DEEPEST
 from specinfer.speculate.guard import Guard
-from specinfer.speculate.native_estimator import NativeEstimator
+from specinfer.speculate.native_knowledge import NativeKnowledge
+from specinfer.speculate.native_weighing import NativeWeighing
 from specinfer.speculate.plain_steps import PlainSteps
+from specinfer.speculate.plain_weighing import PlainWeighing
 from specinfer.speculate.policy import (
     FixedPolicy,
     SpeculationPolicy,
@@ -34,6 +36,7 @@ from specinfer.speculate.policy import (
     has_own_size,
 )
 from specinfer.speculate.policy_memory import Learned
+from specinfer.speculate.weighing import Weighing
 from specinfer.tree import TokenTree
 
 _LOG = logging.getLogger(__name__)
@@ -294,14 +297,18 @@ def sized_by_cost(
     draft, as a logistic takes more of such a step than it gains (docs/log.md); it computes in `library` where
     there is one. Returns also the policy's parts that learn what guesses are worth.
     """
-    if estimator is None and library is not None:
-        estimator = NativeEstimator(library, logistics=bool(drafts))
     costs = CostModel("target", target, learns=measured)
     of_drafts = {name: CostModel(name, curve, learns=measured) for name, curve in drafts.items()}
     shape, deepest = speculation.fixed_expansion, DEEPEST if speculation.learns_shape else 0
     depths = {name: DraftCosts(cost, shape, deepest) for name, cost in of_drafts.items()}
-    learned = Learned(estimator or Estimator(logistics=bool(drafts)), depths)
-    policy = TrustedPolicy(CostPolicy(costs, depths, learned.estimator), fixed_policy(speculation))
+    if estimator is None and library is not None:
+        knowledge = NativeKnowledge(logistics=bool(drafts))
+        learned = Learned(knowledge, depths)
+        weighing: Weighing = NativeWeighing(library, knowledge, depths)
+    else:
+        estimator = estimator or Estimator(logistics=bool(drafts))
+        learned, weighing = Learned(estimator, depths), PlainWeighing(estimator, depths)
+    policy = TrustedPolicy(CostPolicy(costs, depths, weighing), fixed_policy(speculation))
     return GuardedPolicy(policy, costs, of_drafts, measured=measured), learned
 
 

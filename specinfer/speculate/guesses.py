@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specinfer.speculate.level_counts import LevelRate
+from specinfer.speculate.tokens_per_second import total
 from specinfer.tree import Draw, TokenTree
 from specinfer.tree.merging import MergedTree, moved
 from specinfer.tree.prune import any_sampled, firm_nodes, sampled
@@ -28,9 +29,8 @@ class Guesses:
         self._rates = [1.0, *rates[1:]]
         self._firm = firm_nodes(tree)
         self._parts: tuple[float, int, list[float]] | None = None
-        # Of the draft's tree: where its nodes are here, how deep they lie, its draws.
+        # Of the draft's tree: where its nodes are here, and its draws.
         self._nodes = [0]
-        self._depths = [0]
         self._drawn: list[Draw] = []
 
     def grow(self, draft: TokenTree) -> list[Draw]:
@@ -38,10 +38,8 @@ class Guesses:
 
         Returns its new draws and all others below the same nodes, about which `estimate` is to be told.
         """
-        others, depths = self._tree.num_nodes, self._depths
+        others = self._tree.num_nodes
         self._merged.place(draft, self._nodes, others)
-        for parent in draft.parents[len(depths) :]:
-            depths.append(depths[parent] + 1)
         new = moved(draft.draws[len(self._drawn) :], self._nodes)
         self._drawn += new
         self._rates += [0.0] * (self.num_nodes - len(self._rates))
@@ -65,43 +63,27 @@ class Guesses:
             known.append(own[node] * known[parents[node]])
         self._parts = None
 
-    def are(self, tree: TokenTree) -> bool:
-        """Whether `tree` is what was guessed, with all draws: so nobody dropped some, or added any."""
-        if tree is self._tree:
-            return not self._drawn
-        draws = len(self._tree.draws) + len(self._drawn)
-        return (
-            len(tree.draws) == draws
-            and (not self._drawn or _place(tree.draws[-1]) == _place(self._drawn[-1]))
-            and [*tree.parents] == self._merged.parents
-            and [*tree.token_ids] == self._merged.token_ids
-        )
-
     @property
     def num_nodes(self) -> int:
         """The nodes there are, the root included."""
         return len(self._merged.parents)
 
-    def depth(self, end: int) -> int:
-        """How deep a node of the draft's tree lies."""
-        return self._depths[end]
-
-    def gain(self, end: int, rate: LevelRate, left: float, price: float) -> float:
+    def gain(self, end: int, rate: LevelRate, price: float) -> float:
         """The tokens that children of a node of the draft's tree are to bring, and nobody else holds.
 
-        `rate` is of the level below it, `left` how likely nobody else holds the token there. The first of
-        them has a row of the target's; of what the others bring `price` is taken, the tokens that another row
-        costs. Samples are all verified, so what they cost is known to who asks.
+        `rate` is of the level below it. The first of them has a row of the target's; of what the others bring
+        `price` is taken, the tokens that another row costs. Samples are all verified, so what they cost is
+        known to who asks.
         """
-        arrives = self.probabilities[self._nodes[end]] * left
-        return arrives * rate.first + max(0.0, arrives * rate.other - (0.0 if self.samples else price))
+        node = self._nodes[end]
+        return gain(self.probabilities[node] * self.left(node), rate, 0.0 if self.samples else price)
 
-    def left(self, end: int) -> float:
-        """How likely it is that nobody else holds the token behind a node of the draft's tree."""
-        others = self._others(self._nodes[end])
-        if not others:
+    def left(self, node: int) -> float:
+        """How likely it is that nobody else holds the token behind a node."""
+        if node >= self._tree.num_nodes:
             return 1.0
-        return max(0.0, 1.0 - sum([self._rates[child] for child in sorted({draw.node for draw in others})]))
+        held = {draw.node for draw in self._tree.draws if draw.parent == node}
+        return max(0.0, 1.0 - total(map(self._rates.__getitem__, sorted(held))))
 
     def parts(self, most: int, *, all_stay: bool) -> tuple[float, int, list[float]]:
         """What a tree of `most` nodes can hold: tokens and nodes that stay, and what each other would bring.
@@ -114,24 +96,19 @@ class Guesses:
         tokens, nodes = 0.0, len(self._firm)
         droppable = self.probabilities[1:]
         if nodes:
-            tokens = sum(self.probabilities[node] for node in self._firm)
+            tokens = total(map(self.probabilities.__getitem__, sorted(self._firm)))
             droppable = [p for node, p in enumerate(droppable, start=1) if node not in self._firm]
         droppable.sort(reverse=True)
         del droppable[max(0, most - 1 - nodes) :]
         if all_stay:
-            tokens, nodes, droppable = tokens + sum(droppable), nodes + len(droppable), []
+            tokens, nodes, droppable = tokens + total(droppable), nodes + len(droppable), []
         self._parts = tokens, nodes, droppable
         return self._parts
 
-    def _others(self, node: int) -> list[Draw]:
-        """What others drew below a node."""
-        if node >= self._tree.num_nodes:
-            return []
-        return [draw for draw in self._tree.draws if draw.parent == node]
 
-
-def _place(draw: Draw) -> tuple[int, int, str]:
-    return draw[:3]
+def gain(arrives: float, rate: LevelRate, price: float) -> float:
+    """The tokens that a level brings behind a node that becomes text, and is left to it, so probably."""
+    return arrives * rate.first + max(0.0, arrives * rate.other - price)
 
 
 def along_paths(rates: Sequence[float], parents: Sequence[int]) -> list[float]:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from specinfer.files import cache_dir, write_whole
 from specinfer.speculate.bounded import mapping
 from specinfer.speculate.draft_costs import DraftCosts, checked_draft
-from specinfer.speculate.estimator import Estimates
+from specinfer.speculate.estimator import Lasting
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ Key = Mapping[str, Any]  # "target", "drafts", "device": what is learnt of, as J
 class Learned:
     """The parts of a policy that learn what guesses are worth."""
 
-    estimator: Estimates
+    estimator: Lasting  # of how likely guesses are
     drafts: Mapping[str, DraftCosts]  # by speculator
 
     def to_json(self) -> dict[str, Any]:

@@ -6,8 +6,9 @@ With no arrays, as mostly there are few candidates; and with no loop in Python, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from itertools import accumulate
-from operator import truediv
+from operator import add, truediv
 
 
 def fastest(probabilities: Sequence[float], tokens: float, seconds: Iterable[float]) -> list[bool]:
@@ -29,3 +30,8 @@ def how_many(probabilities: Iterable[float], tokens: float, seconds: Iterable[fl
     expected = map(tokens.__add__, accumulate(probabilities, initial=0.0))
     speeds = [*map(truediv, expected, seconds)]
     return speeds.index(max(speeds))
+
+
+def total(values: Iterable[float]) -> float:
+    """Their sum, one after the other as the library adds them, which `sum` of newer Pythons does not."""
+    return reduce(add, values, 0.0)

@@ -83,17 +83,19 @@ def keep(tree: TokenTree, nodes: Collection[int]) -> TokenTree:
     """The subtree of `nodes`, ascending; it must hold the root and each node's parent."""
     if len(nodes) == tree.num_nodes:
         return tree
-    new = {old: i for i, old in enumerate(nodes)}
     tokens, parents = tree.token_ids, tree.parents
+    new = [-1] * tree.num_nodes
+    for number, node in enumerate(nodes):
+        new[node] = number
     return TokenTree(
-        tuple([tokens[old] for old in nodes]),
-        (-1, *[new[parents[old]] for old in nodes if old]),
+        tuple([tokens[node] for node in nodes]),
+        (-1, *[new[parents[node]] for node in nodes if node]),
         # Before the first node that is left out all keep their numbers, and so do their parents.
         tuple(
             [
-                d if new[d.node] == d.node else d.moved(new[d.parent], new[d.node])
-                for d in tree.draws
-                if d.node in new
+                draw if number == draw[1] else draw.moved(new[draw[0]], number)
+                for draw in tree.draws
+                if (number := new[draw[1]]) >= 0
             ]
         ),
     )

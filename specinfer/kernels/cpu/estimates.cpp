@@ -116,12 +116,25 @@ double within(double value, double least, double most) {
 
 bool Draws::within(int64_t num_nodes) const {
   const auto is = [&](int32_t node) { return 0 <= node && node < num_nodes; };
-  return std::all_of(parents, parents + 2 * count, is);  // and nodes, which lie behind them
+  return std::all_of(parents, parents + count, is) && std::all_of(nodes, nodes + count, is);
 }
 
-bool estimate(const Draws& draws, double temperature, bool logistics, const Known* known, int64_t num_nodes,
+Draws Columns::view() const {
+  return {count(), confidences.data(), evidence.data(), parents.data(), nodes.data(), speculators.data(),
+          pieces.data()};
+}
+
+void Columns::add(const Draws& draws, int64_t i, const double* of, int32_t parent, int32_t node) {
+  confidences.push_back(draws.confidences[i]);
+  evidence.insert(evidence.end(), of, of + draws.pieces[i]);
+  parents.push_back(parent);
+  nodes.push_back(node);
+  speculators.push_back(draws.speculators[i]);
+  pieces.push_back(draws.pieces[i]);
+}
+
+void estimate(const Draws& draws, double temperature, bool logistics, const Known* known, int64_t num_nodes,
               double* rates) {
-  if (!draws.within(num_nodes)) return false;
   std::fill(rates, rates + num_nodes, 0.0);
   const Group group(draws, 0, draws.count, temperature);
   const double* evidence = draws.evidence;
@@ -139,16 +152,14 @@ bool estimate(const Draws& draws, double temperature, bool logistics, const Know
     double& best = rates[draws.nodes[i]];
     if (rate > best) best = rate;
   }
-  return true;
 }
 
-bool learn(const Draws& draws, double temperature, bool logistics, int64_t groups, int64_t num_nodes, Known* known) {
-  if (!draws.within(num_nodes)) return false;
-  const int32_t *sizes = draws.pieces + draws.count, *accepted = sizes + groups;
+void learn(const Draws& draws, double temperature, bool logistics, const std::vector<int32_t>& groups,
+           const std::vector<int32_t>& accepted, Known* known) {
   const double* evidence = draws.evidence;
   int64_t first = 0;
-  for (int64_t g = 0; g < groups; ++g) {
-    const int64_t last = first + sizes[g];
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const int64_t last = first + groups[g];
     const Group group(draws, first, last, temperature);
     std::vector<Count*> counts;
     for (int64_t i = first; i < last; ++i) {
@@ -180,7 +191,6 @@ bool learn(const Draws& draws, double temperature, bool logistics, int64_t group
     }
     first = last;
   }
-  return true;
 }
 
 }  // namespace specinfer

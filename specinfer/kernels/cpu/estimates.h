@@ -1,8 +1,9 @@
-// How likely guesses are: what speculate/estimator.py does for a tree's guesses, in one call; its twin and oracle.
+// How likely guesses are: what speculate/estimator.py does for a tree's guesses; its twin and oracle.
 
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace specinfer {
 
@@ -22,36 +23,34 @@ struct Known {
   Count counts[2][kLevels];  // of others than first choices, of first choices
 };
 
-// Guesses in the order in which they were made, with all there are below their parents.
-//
-// They lie in one piece, `evidence` numbers of evidence being all there are:
-//   double confidences[count], evidence[evidence]
-//   int32_t parents[count], nodes[count], speculators[count], pieces[count]      pieces: of evidence, of each
+// Guesses in the order in which they were made, with all there are below their parents; `pieces` of evidence each has.
 struct Draws {
   int64_t count;
   const double *confidences, *evidence;
   const int32_t *parents, *nodes, *speculators, *pieces;
 
-  Draws(const void* packed, int64_t count, int64_t evidence)
-      : count(count),
-        confidences(static_cast<const double*>(packed)),
-        evidence(confidences + count),
-        parents(reinterpret_cast<const int32_t*>(this->evidence + evidence)),
-        nodes(parents + count),
-        speculators(nodes + count),
-        pieces(speculators + count) {}
-
   // Whether all are below and at nodes that there are.
   bool within(int64_t num_nodes) const;
 };
 
+// Guesses with memory of their own.
+struct Columns {
+  std::vector<double> confidences, evidence;
+  std::vector<int32_t> parents, nodes, speculators, pieces;
+
+  Draws view() const;
+  int64_t count() const { return static_cast<int64_t>(parents.size()); }
+  // Adds the i-th of some guesses, whose evidence lies there, below and at these nodes.
+  void add(const Draws& draws, int64_t i, const double* evidence, int32_t parent, int32_t node);
+};
+
 // The probability of each node to become text where its parent did, of nodes without a guess 0: of several guesses of
-// a node the likeliest. Counts alone, unless there are `logistics`. Returns whether the nodes are there.
-bool estimate(const Draws& draws, double temperature, bool logistics, const Known* known, int64_t num_nodes,
+// a node the likeliest. Counts alone, unless there are `logistics`.
+void estimate(const Draws& draws, double temperature, bool logistics, const Known* known, int64_t num_nodes,
               double* rates);
 
-// Learns what became of guesses: of the groups below one node each, of which those at node accepted[i] became text.
-// Behind the draws lie int32_t sizes[groups], accepted[groups]. Returns whether the nodes are there.
-bool learn(const Draws& draws, double temperature, bool logistics, int64_t groups, int64_t num_nodes, Known* known);
+// Learns what became of guesses: of groups[g] ones below one node each, of which those at node accepted[g] became text.
+void learn(const Draws& draws, double temperature, bool logistics, const std::vector<int32_t>& groups,
+           const std::vector<int32_t>& accepted, Known* known);
 
 }  // namespace specinfer

@@ -3,11 +3,11 @@
 #include "best_first.h"
 #include "block_head.h"
 #include "decoder.h"
-#include "estimates.h"
 #include "layers.h"
 #include "layout.h"
 #include "memory.h"
 #include "sampling.h"
+#include "step_guesses.h"
 #include "stream.h"
 #include "tiles.h"
 
@@ -144,14 +144,39 @@ int32_t specinfer_grow_trees(const Guesser* guesser, int32_t type, const void* l
   return grow_trees(*guesser, block, read, asks, count, *to) ? 1 : 0;
 }
 
-int32_t specinfer_estimate(const void* draws, int64_t count, int64_t evidence, double temperature, int32_t logistics,
-                           const Known* known, int64_t num_nodes, double* rates) {
-  return estimate({draws, count, evidence}, temperature, logistics != 0, known, num_nodes, rates) ? 1 : 0;
+// Memory for the guesses of one step after the other, of one policy.
+void* specinfer_step_new() { return new StepGuesses(); }
+
+void specinfer_step_free(void* step) { delete static_cast<StepGuesses*>(step); }
+
+int32_t specinfer_step_show(void* step, const double* told, int64_t numbers, int64_t count,
+                            const Knowledge* knowledge) {
+  return static_cast<StepGuesses*>(step)->show({told, numbers, count}, *knowledge) ? 1 : 0;
 }
 
-int32_t specinfer_learn(const void* draws, int64_t count, int64_t evidence, double temperature, int32_t logistics,
-                        int64_t groups, int64_t num_nodes, Known* known) {
-  return learn({draws, count, evidence}, temperature, logistics != 0, groups, num_nodes, known) ? 1 : 0;
+void specinfer_step_expect(const void* step, const Knowledge* knowledge, const StepCosts* costs, double part,
+                           double* out) {
+  static_cast<const StepGuesses*>(step)->expect(*costs, *knowledge, part, out);
+}
+
+int64_t specinfer_step_deepen(void* step, const double* told, int64_t numbers, int64_t count,
+                              const Knowledge* knowledge, const StepCosts* costs, const double* passes, double each,
+                              int32_t* chosen) {
+  return static_cast<StepGuesses*>(step)->deepen({told, numbers, count}, *knowledge, *costs, passes, each, chosen);
+}
+
+int32_t specinfer_step_choose(void* step, const double* told, int64_t numbers, int64_t count,
+                              const Knowledge* knowledge, const StepCosts* costs, int32_t* kept) {
+  return static_cast<StepGuesses*>(step)->choose({told, numbers, count}, *knowledge, *costs, kept) ? 1 : 0;
+}
+
+int64_t specinfer_step_learn(const void* step, const int32_t* told, int64_t count, const Knowledge* knowledge,
+                             int32_t* out, int64_t* learnt) {
+  return static_cast<const StepGuesses*>(step)->learn(told, count, *knowledge, out, learnt);
+}
+
+int32_t specinfer_hopes(const double* told, int64_t numbers, int64_t count, const Knowledge* knowledge, double* out) {
+  return hopes_of({told, numbers, count}, *knowledge, out) ? 1 : 0;
 }
 
 // Bytes per second at which `bytes` of memory are read once by all threads.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.draft_starts import DraftStarts, Guessed
 from specinfer.speculate.guesses import Guesses
 from specinfer.speculate.speculator import LevelOutcome
+from specinfer.speculate.weighing import Expected, StepCosts
 from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import single_node
@@ -34,9 +36,17 @@ def starts(
     row: float = 0.0,
 ) -> bool:
     """Whether it starts for this request, below whose root others have guessed `tree`; a step takes 1 s."""
-    guesses = {one.request.request_id: Guesses(tree, [1.0, *(tree.num_nodes - 1) * [rate]])}
-    [start] = who.which([one], [unread], Guessed(guesses, 1.0, 0, 0.0, lambda nodes: 1.0, row))
+    step = without_drafts([one], Guesses(tree, [1.0, *(tree.num_nodes - 1) * [rate]]), row)
+    [start] = who.which([one], [unread], step)
     return start
+
+
+def without_drafts(entries: Sequence[PlanEntry], guesses: Guesses, row: float = 0.0) -> Guessed:
+    """A step of a second in which others have guessed so much for each of these."""
+    count = len(entries)
+    expected = Expected(float(count), 0, 0.0, count * [guesses.left(0)], count * [sum(guesses.probabilities)])
+    numbers = {one.request.request_id: n for n, one in enumerate(entries)}
+    return Guessed(StepCosts([1.0], 0, 0, 0.0, float(count)), expected, numbers, row)
 
 
 def predicted(one: PlanEntry) -> PlanEntry:
@@ -149,8 +159,7 @@ def test_a_draft_comes_back_to_hot_texts_while_it_starts_for_greedy_ones() -> No
     who, started = DraftStarts(costs), 0
     for n in range(3000):
         both = entry(f"greedy {n // 50}", room=100), entry(f"hot {n // 50}", room=100, temperature=1.5)
-        guesses = {one.request.request_id: Guesses(NOBODY, [1.0]) for one in both}
-        told = who.which(both, [2, 2], Guessed(guesses, 2.0, 0, 0.0, lambda nodes: 1.0, 0.0))
+        told = who.which(both, [2, 2], without_drafts(both, Guesses(NOBODY, [1.0])))
         for one, start in zip(both, told, strict=True):
             if start:  # and now it is always right
                 costs.learn(LevelOutcome(one.request.request_id, 0, 0), one.request.params.temperature)
@@ -180,6 +189,5 @@ def test_a_text_that_would_take_long_to_read_keeps_no_other_from_starting() -> N
         costs.learn(LevelOutcome("long", 0, 0))  # whose level would bring more
         costs.learn(LevelOutcome("short", 0, None))
         costs.learn(LevelOutcome("short", 0, 0))
-    guesses = {e.request.request_id: Guesses(NOBODY, [1.0]) for e in (long, short)}
-    step = Guessed(guesses, 2.0, 0, 0.0, lambda nodes: 1.0, 0.0)
+    step = without_drafts([long, short], Guesses(NOBODY, [1.0]))
     assert DraftStarts(costs).which([long, short], [900, 2], step) == [False, True]

@@ -56,8 +56,7 @@ def gain(others: TokenTree, *levels: int, sure: float = 0.9) -> float:
     guesses = guesses_of(others)
     for depth in range(1, len(levels) + 1):
         grow(guesses, chain(levels[:depth], sure))
-    assert guesses.depth(len(levels)) == len(levels)
-    return guesses.gain(len(levels), FRESH, guesses.left(len(levels)), 0.0)
+    return guesses.gain(len(levels), FRESH, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_a_node_is_worth_what_it_opens() -> None:
         builder.add(0, token, "draft", confidence=sure)
     grow(guesses, builder.build())
     first, second = Calibration().probabilities(builder.build())[1:]
-    gains = [guesses.gain(node, FRESH, guesses.left(node), 0.0) for node in (1, 2)]
+    gains = [guesses.gain(node, FRESH, 0.0) for node in (1, 2)]
     assert gains == [pytest.approx(first * RATE), pytest.approx(second * RATE)]
 
 

@@ -1,0 +1,231 @@
+"""A step's guesses weighed by the library (cpu/step_guesses.cpp), a call a question: as PlainWeighing does.
+
+Trees are told as bytes, numbers first and then integers. What was told stays there until the next step, so
+what became of guesses is learnt from the tokens that were committed alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+import weakref
+from array import array
+from collections.abc import Collection, Sequence
+from ctypes import byref
+from functools import lru_cache
+from itertools import accumulate, chain, pairwise
+from typing import Any, Final, cast
+
+from specinfer.kernels.library import KnowledgeArgs, Library, StepCostsArgs
+from specinfer.plan import PlanEntry
+from specinfer.speculate.native_knowledge import NativeKnowledge
+from specinfer.speculate.policy import has_own_size
+from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.weighing import BESIDE, Choice, Expected, Grown, StepCosts
+from specinfer.tree import Draw, TokenTree
+from specinfer.tree.prune import any_sampled, firm_nodes, keep, sampled
+
+_MOST_NODES: Final = 1 << 30  # of a tree; more make no difference
+
+
+class NativeWeighing:
+    """A `Weighing` by what is known; `drafts` are those whose passes have a price."""
+
+    def __init__(self, library: Library, knowledge: NativeKnowledge, drafts: Collection[str]) -> None:
+        self._library = library
+        self._knowledge = knowledge
+        self._drafts = drafts
+        self._step = library.step_new()
+        weakref.finalize(self, library.step_free, self._step)
+        self._known = KnowledgeArgs(logistics=knowledge.logistics, beside=BESIDE if drafts else 1.0)
+        self._version = 0  # of what is known
+        self._names: Sequence[str] = ()  # of speculators, by number
+        self._priced = array("B")  # of these, who is a draft that has a price
+        self._costs = StepCostsArgs()
+        self._passes, self._draft_passes = _Table(), _Table()
+        self._args = byref(self._known), byref(self._costs)
+        self._entries: Sequence[PlanEntry] = ()
+        self._seen: dict[int, tuple[int, int]] = {}  # of a draft's trees, by number: nodes and draws
+
+    def begin(self, entries: Sequence[PlanEntry]) -> None:
+        """As Weighing says."""
+        self._entries = entries
+
+    def show(self, trees: Sequence[TokenTree]) -> None:
+        """As Weighing says."""
+        self._seen = {}
+        _there(self._library.step_show(self._step, *self._told(trees), self._args[0]))
+
+    def expect(self, costs: StepCosts, doubt: float) -> Expected:
+        """As Weighing says."""
+        self._take(costs)
+        found = array("d", bytes(8 * (3 + 2 * len(self._entries))))
+        self._library.step_expect(self._step, *self._args, doubt, found.buffer_info()[0])
+        tokens, nodes, price, *of_each = found
+        return Expected(tokens, int(nodes), price, of_each[::2], of_each[1::2])
+
+    def deepen(
+        self, grown: Sequence[Grown], costs: StepCosts, passes: Sequence[float], rows: float
+    ) -> list[bool]:
+        """As Weighing says."""
+        numbers, integers, count = list[float](), list[int](), 0
+        for number, tree, ends, rates in grown:
+            nodes, draws = self._seen.get(number, (1, 0))
+            self._seen[number] = len(tree.token_ids), len(tree.draws)
+            new = tree.draws[draws:]
+            firm = [draw.node for draw in new if sampled(draw)] if any_sampled(new) else ()
+            self._add(
+                *(numbers, integers, 0.0, tree.token_ids[nodes:], tree.parents[nodes:], new, firm, number, 0)
+            )
+            numbers += [rate.first for rate in rates]
+            numbers += [rate.other for rate in rates]
+            integers.append(len(ends))
+            integers += ends
+            count += len(ends)
+        self._take(costs)
+        chosen = array("i", bytes(4 * (count + 1)))
+        found = self._library.step_deepen(
+            *(self._step, *_packed(numbers, integers), len(grown), *self._args),
+            *(self._draft_passes.address(passes), rows, chosen.buffer_info()[0]),
+        )
+        _there(found >= 0)
+        return [*map(bool, chosen[:count])]
+
+    def choose(self, trees: Sequence[TokenTree], costs: StepCosts) -> list[TokenTree]:
+        """As Weighing says."""
+        told = self._told(trees)
+        self._take(costs)
+        kept = array("i", bytes(4 * sum([len(tree.token_ids) + 1 for tree in trees])))
+        _there(self._library.step_choose(self._step, *told, *self._args, kept.buffer_info()[0]))
+        nodes, chosen, at = kept.tolist(), list[TokenTree](), 0
+        for tree in trees:
+            behind = at + 1 + nodes[at]
+            chosen.append(keep(tree, nodes[at + 1 : behind]))
+            at = behind
+        return chosen
+
+    def hopes(self, trees: Sequence[TokenTree]) -> list[list[float]]:
+        """As Weighing says."""
+        told = self._told(trees)
+        ends = [*accumulate([tree.num_nodes for tree in trees], initial=0)]
+        hopes = array("d", bytes(8 * ends[-1]))
+        _there(self._library.hopes(*told, self._args[0], hopes.buffer_info()[0]))
+        return [hopes[first:end].tolist() for first, end in pairwise(ends)]
+
+    def learn(self, outcomes: Sequence[tuple[int, Outcome]]) -> list[Choice]:
+        """As Weighing says."""
+        told, tokens = list[int](), 0
+        for number, outcome in outcomes:
+            told += (number, len(outcome.committed))
+            told += outcome.committed
+            tokens += len(outcome.committed)
+        choices, learnt = array("i", bytes(16 * tokens * len(self._drafts) + 4)), ctypes.c_int64()
+        count = self._library.step_learn(
+            *(self._step, _packed((), told)[0], len(outcomes), self._args[0]),
+            *(choices.buffer_info()[0], byref(learnt)),
+        )
+        _there(count >= 0)
+        self._knowledge.outcomes += learnt.value
+        found, names = choices[: 4 * count].tolist(), self._names
+        return [
+            Choice(number, level, names[speculator], None if choice < 0 else choice)
+            for number, level, speculator, choice in zip(*[iter(found)] * 4, strict=True)
+        ]
+
+    def _told(self, trees: Sequence[TokenTree]) -> tuple[bytes, int, int]:
+        """Whole trees, one for each entry, as the library takes them."""
+        numbers, integers = list[float](), list[int]()
+        for entry, tree in zip(self._entries, trees, strict=True):
+            heat, most = entry.request.params.temperature, min(entry.max_nodes, _MOST_NODES)
+            firm = sorted(firm_nodes(tree))
+            self._add(
+                *(numbers, integers, heat, tree.token_ids, tree.parents, tree.draws, firm),
+                *(most, has_own_size(entry)),
+            )
+        return *_packed(numbers, integers), len(trees)
+
+    def _add(
+        self,
+        numbers: list[float],
+        integers: list[int],
+        temperature: float,
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        draws: Sequence[Draw],
+        firm: Sequence[int],
+        *about: int,
+    ) -> None:
+        """Tell of one tree, as cpu/step_guesses.h has it: add it to `numbers` and `integers`."""
+        numbers.append(temperature)
+        if not draws:
+            integers += (len(token_ids), 0, 0, 0, *about, *token_ids, *parents)
+            return
+        above, nodes, names, _, _, confidences, seen = zip(*draws, strict=True)
+        pieces = [*map(len, seen)]
+        speculators = self._knowledge.numbers(names, pieces)
+        if self._version != self._knowledge.version:
+            self._meet()
+        evidence = [*chain.from_iterable(seen)]
+        numbers += confidences
+        numbers += evidence
+        integers += (len(token_ids), len(draws), len(evidence), len(firm), *about, *token_ids, *parents)
+        integers += (*above, *nodes, *speculators, *pieces, *firm)
+
+    def _meet(self) -> None:
+        """Somebody new has guessed, or what is known was recalled."""
+        self._version, self._names = self._knowledge.version, self._knowledge.names
+        self._priced = array("B", [name in self._drafts for name in self._names])
+        self._known.known = self._knowledge.address
+        self._known.priced = self._priced.buffer_info()[0]
+
+    def _take(self, costs: StepCosts) -> None:
+        """The costs that the next question is about."""
+        passes, rows, last, spent, tokens = costs
+        args = self._costs
+        args.passes, args.rows, args.last = self._passes.address(passes), rows, last
+        args.spent, args.tokens = spent, tokens
+
+
+class _Table:
+    """Seconds by rows as they lie in memory; the same are mostly asked about for some steps."""
+
+    def __init__(self) -> None:
+        self._told: Sequence[float] = ()
+        self._lying = array("d")
+
+    def address(self, seconds: Sequence[float]) -> int:
+        """Where they lie, until others are asked about."""
+        if seconds is not self._told:
+            self._told, self._lying = seconds, array("d", seconds)
+        return self._lying.buffer_info()[0]
+
+
+def _packed(numbers: Sequence[float], integers: Sequence[int]) -> tuple[bytes, int]:
+    """Numbers and the integers behind them, and how many numbers there are."""
+    form = _form(len(numbers), len(integers))
+    try:
+        return form(*numbers, *integers), len(numbers)
+    except (struct.error, OverflowError):  # what a speculator of one's own gave is no number
+        return form(*map(_number, numbers), *integers), len(numbers)
+
+
+@lru_cache(maxsize=4096)
+def _form(numbers: int, integers: int) -> Any:
+    """What packs so many: trees have about as many sizes as steps have."""
+    return struct.Struct(f"={numbers}d{integers}i").pack
+
+
+def _number(value: object) -> float:
+    """A value as a number; NaN where it is none, infinite where it is too large for one."""
+    try:
+        return float(cast(float, value))
+    except OverflowError:
+        return math.copysign(math.inf, cast(int, value) > 0 or -1)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _there(found: int) -> None:
+    if not found:
+        raise IndexError("guesses name nodes that are not there")

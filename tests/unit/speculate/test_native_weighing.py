@@ -1,0 +1,245 @@
+"""The library weighs a step's guesses as plain Python does, and learns the same, to the last bit."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specinfer.errors import KernelBuildError
+from specinfer.kernels.library import Library
+from specinfer.kernels.native import load_library
+from specinfer.plan import PlanEntry
+from specinfer.speculate.estimator import Estimator, Lasting
+from specinfer.speculate.level_counts import LevelRate
+from specinfer.speculate.native_knowledge import NativeKnowledge
+from specinfer.speculate.native_weighing import NativeWeighing
+from specinfer.speculate.plain_weighing import PlainWeighing
+from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.weighing import Expected, Grown, StepCosts, Weighing
+from specinfer.speculation_params import SpeculationParams
+from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder
+from specinfer.tree.merging import MergedTree
+from specinfer.tree.token_tree import single_node
+from tests.unit.speculate.priced import chain, entry
+
+FREE = ("ngram", "suffix", "own")
+DRAFTS = ("draft", "other")
+ODD = (0.0, 1.0, -1.0, 2.0, math.nan, math.inf, -math.inf, 10**400, True)  # confidences
+HEATS = (0.0, 0.7, 1.5, 3.0)
+TOKENS = 5  # so few that speculators often agree
+RULES = (DrawRule.POINT_MASS, DrawRule.COUPLED, DrawRule.IID)
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    try:
+        return load_library()
+    except KernelBuildError as error:
+        pytest.skip(f"there is no native library here: {error}")
+
+
+class Pair:
+    """The two, asked the same; what they say must be the same."""
+
+    def __init__(self, library: Library, *, logistics: bool, drafts: Sequence[str]) -> None:
+        self.library, self.logistics, self.drafts = library, logistics, drafts
+        self.estimator: Lasting = Estimator(logistics=logistics)
+        self.knowledge = NativeKnowledge(logistics=logistics)
+        self.plain: Weighing = PlainWeighing(self.estimator, drafts)  # type: ignore[arg-type]
+        self.native = NativeWeighing(library, self.knowledge, drafts)
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*args: Any) -> Any:
+            found, expected = getattr(self.native, name)(*args), getattr(self.plain, name)(*args)
+            assert plainly(found) == plainly(expected), name
+            return expected
+
+        return ask
+
+    def compare(self) -> None:
+        """They have learnt the same; and one that recalls it goes on from there."""
+        assert told(self.knowledge) == told(self.estimator)
+        again = NativeKnowledge(logistics=self.logistics)
+        again.recall(self.estimator.to_json())
+        assert told(again) == told(self.estimator)
+        self.knowledge, self.native = again, NativeWeighing(self.library, again, self.drafts)
+
+
+def plainly(value: Any) -> Any:
+    """A value in which equal trees are equal, though no two draws are, and NaN is NaN."""
+    if isinstance(value, TokenTree):
+        return value.token_ids, value.parents, [repr(draw) for draw in value.draws]
+    if isinstance(value, list | tuple):
+        return [plainly(one) for one in value]
+    return repr(value)
+
+
+def told(known: Lasting) -> dict[str, Any]:
+    """What was learnt, in an order of its own."""
+    found = known.to_json()
+    return {**found, "counts": sorted(found["counts"])}
+
+
+def evidence(name: str, luck: random.Random) -> tuple[Any, ...]:
+    likeliest = luck.random()
+    if name in DRAFTS:
+        return (likeliest, luck.choice([likeliest * luck.random(), 0.0, 1.0, math.nan]))
+    return {
+        "ngram": (float(luck.randrange(16)),),
+        "suffix": (3.0, luck.choice([0.0, 1.0, 7.0, 16.0, 20.0, math.nan]), 2 * luck.random() - 0.5),
+        "own": luck.choice([(), (1.0, 2.0, 3.0, 4.0)]),
+    }[name]
+
+
+def add_some(
+    builder: TreeBuilder, luck: random.Random, name: str, below: Sequence[int], rule: DrawRule
+) -> None:
+    """Draws of a speculator below some of these nodes, of which several may hold one node."""
+    for parent in below:
+        for _ in range(luck.randrange(4)):
+            sure = luck.choice(ODD) if luck.random() < 0.2 else luck.random()
+            token = luck.randrange(TOKENS)
+            if builder.child(parent, token) is None or rule is DrawRule.IID:
+                builder.add(parent, token, name, rule, None, sure, evidence(name, luck))
+
+
+def guessed_by(luck: random.Random, name: str, rule: DrawRule = DrawRule.POINT_MASS) -> TokenTree:
+    builder = TreeBuilder(root=7)
+    for _ in range(luck.randrange(4)):
+        nodes = len(builder.token_ids)
+        add_some(builder, luck, name, [luck.randrange(nodes)], rule)
+    return builder.build()
+
+
+def merged(trees: Sequence[TokenTree]) -> TokenTree:
+    one = MergedTree(trees[0])
+    for tree in trees[1:]:
+        one.graft(tree)
+    return one.build()
+
+
+def some_entries(luck: random.Random) -> list[PlanEntry]:
+    return [
+        replace(
+            entry(
+                f"r{n}",
+                temperature=luck.choice(HEATS),
+                overrides=SpeculationParams(max_nodes=6) if luck.random() < 0.2 else None,
+            ),
+            max_nodes=luck.choice([1, 3, 8, 32, 1 << 40]),
+        )
+        for n in range(luck.randrange(1, 5))
+    ]
+
+
+def step(pair: Pair, luck: random.Random) -> None:
+    """One step: lookups, a draft by levels, a choice, and what came of it."""
+    entries = some_entries(luck)
+    seconds, all_seconds = luck.random(), [0.0]
+    for _ in range(200):
+        seconds += luck.choice([0.0, 0.001, 0.1])
+        all_seconds.append(seconds)
+    costs = StepCosts(
+        all_seconds, luck.randrange(1, 9), luck.randrange(9, 150), luck.random(), float(len(entries))
+    )
+    pair.begin(entries)
+    shown = [merged([guessed_by(luck, name) for name in (*FREE, "other")]) for _ in entries]
+    pair.show(shown)
+    assert isinstance(pair.expect(costs, luck.choice([0.35, 1.0])), Expected)
+    grown = grow(pair, luck, costs, entries)
+    whole = [merged([tree, draft]) for tree, draft in zip(shown, grown, strict=True)]
+    pair.hopes(whole)
+    pair.choose(whole, costs)
+    outcomes = list[tuple[int, Outcome]]()
+    for number in range(len(entries)):
+        text = [luck.randrange(TOKENS) for _ in range(luck.randrange(6))]
+        outcomes.append((number, Outcome(f"r{number}", tuple(text), finished=False)))
+    luck.shuffle(outcomes)
+    pair.learn(outcomes)
+
+
+def grow(pair: Pair, luck: random.Random, costs: StepCosts, entries: Sequence[PlanEntry]) -> list[TokenTree]:
+    """A draft grows trees for these by some levels."""
+    rule = luck.choice(RULES)
+    builders = [TreeBuilder(root=7) for _ in entries]
+    ends = [[0] for _ in entries]
+    for _ in range(3):
+        told = list[Grown]()
+        for number, (builder, below) in enumerate(zip(builders, ends, strict=True)):
+            before = len(builder.token_ids)
+            add_some(builder, luck, "draft", below, rule)
+            ends[number] = [*range(before, len(builder.token_ids))]
+            rates = [LevelRate(luck.random(), luck.random()) for _ in ends[number]]
+            told.append(Grown(number, builder.build(), ends[number], rates))
+        luck.shuffle(told)
+        passes = [0.0, *[0.1 + 0.01 * n for n in range(sum(map(len, ends)))]]
+        goes_on = iter(pair.deepen(told, costs, passes, luck.choice([1.0, 1.5, 2.0])))
+        for one in told:
+            ends[one.number] = [end for end in one.ends if next(goes_on)]
+    return [builder.build() for builder in builders]
+
+
+@pytest.mark.parametrize("logistics", [True, False])
+@pytest.mark.parametrize("drafts", [DRAFTS, ("draft",), ()])
+def test_it_says_and_learns_what_the_plain_one_does(
+    library: Library, logistics: bool, drafts: Sequence[str]
+) -> None:
+    luck, pair = random.Random(0), Pair(library, logistics=logistics, drafts=drafts)
+    for number in range(150):
+        step(pair, luck)
+        if number % 50 == 49:
+            pair.compare()
+    assert pair.knowledge.outcomes == pair.estimator.outcomes > 1000
+
+
+def test_what_cannot_be_recalled_changes_nothing(library: Library) -> None:
+    pair = Pair(library, logistics=True, drafts=DRAFTS)
+    step(pair, random.Random(1))
+    before = told(pair.knowledge)
+    with pytest.raises(ValueError, match="1e\\+300"):
+        pair.knowledge.recall({**before, "counts": [["draft", 1, True, 1e300, 5.0]]})
+    assert told(pair.knowledge) == before
+
+
+@pytest.mark.parametrize("node", [-1, 3, 1 << 20])
+@pytest.mark.parametrize("about", ["node", "parent", "above", "end"])
+def test_nodes_that_are_not_there_reach_no_memory(library: Library, node: int, about: str) -> None:
+    native = NativeWeighing(library, NativeKnowledge(), DRAFTS)
+    native.begin([entry()])
+    costs, parents = StepCosts([1.0, 2.0], 1, 1, 0.0, 1.0), (-1, 0, 1)
+    if about == "end":
+        native.show([single_node(7)])
+        with pytest.raises(IndexError, match="not there"):
+            native.deepen([Grown(0, chain(0.5, 0.5), [node], [LevelRate(0.5, 0.0)])], costs, [0.0, 1.0], 1.0)
+        return
+    lost = Draw(node, 1, "own", DrawRule.POINT_MASS) if about == "parent" else Draw(0, node, "own", RULES[0])
+    tree = (
+        TokenTree((7, 8, 9), (-1, node, 1), ())
+        if about == "above"
+        else TokenTree((7, 8, 9), parents, (lost,))
+    )
+    for ask in (native.show, native.hopes, lambda trees: native.choose(trees, costs)):
+        with pytest.raises(IndexError, match="not there"):
+            ask([tree])
+
+
+def test_evidence_that_is_no_number_says_nothing(library: Library) -> None:
+    pair = Pair(library, logistics=True, drafts=())
+    draw = Draw(0, 1, "own", DrawRule.POINT_MASS, None, 0.7, (None, "a", 0.5, []))  # type: ignore[arg-type]
+    pair.begin([entry()])
+    pair.hopes([TokenTree((7, 8), (-1, 0), (draw,))])
+
+
+def test_trees_of_any_size_have_room(library: Library) -> None:
+    pair = Pair(library, logistics=True, drafts=())
+    pair.begin([replace(entry(), max_nodes=600)])
+    pair.hopes([chain(*500 * [0.3])])
+    costs = StepCosts([1.0] * 700, 1, 600, 0.0, 1.0)
+    assert pair.choose([chain(*500 * [0.99])], costs)[0].num_nodes == 501
+    pair.learn([])
+    assert pair.knowledge.outcomes == 0
