@@ -39,6 +39,7 @@ from specinfer.speculate import (
     ensemble,
     estimator,
     features,
+    plain_weighing,
 )
 from specinfer.speculate.guard import Guard
 from specinfer.speculate.plain_steps import PlainSteps
@@ -70,7 +71,7 @@ def pieces() -> dict[str, Piece]:
         "weights to begin with": Piece(lambda: patch.object(estimator, "prior", lambda _: NOTHING)),
         "who denies a guess": Piece(lambda: patch.object(features, "_denied", lambda *_: 0.0)),
         "learned shapes (1,1,3,1,1)": Piece(other=with_fixed_shapes),
-        "half the odds beside drafts": Piece(lambda: patch.object(deciding, "_BESIDE", 1.0)),
+        "half the odds beside drafts": Piece(lambda: patch.object(plain_weighing, "BESIDE", 1.0)),
         "doubt when a draft starts": Piece(lambda: patch.object(deciding, "_DOUBT", 1.0)),
         "lookups behind drafts' ends": Piece(lambda: patch.object(ensemble, "likely_ends", lambda *_: [])),
         "rates of a request's own": Piece(lambda: patch.object(draft_costs, "_LIKE_THESE", ALWAYS)),

@@ -293,9 +293,9 @@ def sized_by_cost(
 ) -> tuple[GuardedPolicy, Learned]:
     """The policy of an engine whose tree_size is "cost", given what its models' passes cost.
 
-    `estimator` says how likely guesses are: by default a new one, which is the counts alone where there is no
-    draft, as a logistic takes more of such a step than it gains (docs/log.md); it computes in `library` where
-    there is one. Returns also the policy's parts that learn what guesses are worth.
+    `estimator` says how likely guesses are. By default that is learnt anew, by counts alone where there is no
+    draft, as a logistic takes more of such a step than it gains (docs/log.md), and guesses are weighed in
+    `library` where there is one. Returns also the policy's parts that learn what guesses are worth.
     """
     costs = CostModel("target", target, learns=measured)
     of_drafts = {name: CostModel(name, curve, learns=measured) for name, curve in drafts.items()}

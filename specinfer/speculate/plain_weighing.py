@@ -30,7 +30,7 @@ class PlainWeighing:
         self._drafts = drafts
         self._entries: Sequence[PlanEntry] = ()
         self._shown: Sequence[TokenTree] = ()
-        self._rates: list[list[float]] = []  # of its nodes
+        self._rates: list[list[float]] = []  # of its trees' nodes
 
     def begin(self, entries: Sequence[PlanEntry]) -> None:
         """As Weighing says."""

@@ -20,6 +20,7 @@ from specinfer.speculate import (
     ensemble,
     estimator,
     features,
+    plain_weighing,
 )
 from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.estimator import Estimator
@@ -35,7 +36,7 @@ from tests.unit.speculate.priced import FREE
 SEEN: dict[str, Callable[[], object]] = {
     "weights to begin with": lambda: any(estimator.prior(2)),
     "who denies a guess": lambda: features._denied.__name__,
-    "half the odds beside drafts": lambda: cost_policy._BESIDE,
+    "half the odds beside drafts": lambda: plain_weighing.BESIDE,
     "doubt when a draft starts": lambda: cost_policy._DOUBT,
     "lookups behind drafts' ends": lambda: ensemble.likely_ends.__name__,
     "rates of a request's own": lambda: known_draft().rate(0, "1") != known_draft().rate(0, "2"),
