@@ -151,12 +151,6 @@ class Net:
     def node_rates(self, draws: Sequence[Draw], num_nodes: int, temperature: float) -> list[float]:
         return rates_of_nodes(draws, self.rates(draws, temperature), num_nodes)
 
-    def learn_path(
-        self, below: Sequence[tuple[Sequence[Draw], int | None]], num_nodes: int, temperature: float
-    ) -> None:
-        for draws, accepted in below:
-            self.learn(draws, accepted, temperature)
-
     @staticmethod
     def _inputs(draws: Sequence[Draw], temperature: float) -> list[Floats]:
         """The features, and which kind of evidence a draw has."""

@@ -9,8 +9,18 @@ import torch
 
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.choice import Kernels, choose_kernels
+from specinfer.kernels.library import Library
+from specinfer.kernels.native import load_library
 
 NAMES: Final = ("torch", "native")
+
+
+def library_or_skip() -> Library:
+    """The native library."""
+    try:
+        return load_library()
+    except KernelBuildError as error:
+        pytest.skip(f"no native kernels on this machine: {error}")
 
 
 def kernels(name: Literal["torch", "native"]) -> Kernels:

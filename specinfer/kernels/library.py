@@ -211,7 +211,13 @@ class GrownArgs(ctypes.Structure):
 class KnowledgeArgs(ctypes.Structure):
     """What is known of speculators, as cpu/step_guesses.h has it."""
 
-    _fields_ = (("known", c_void_p), ("priced", c_void_p), ("logistics", c_int32), ("beside", c_double))
+    _fields_ = (
+        ("known", c_void_p),
+        ("priced", c_void_p),
+        ("speculators", c_int64),
+        ("logistics", c_int32),
+        ("beside", c_double),
+    )
 
 
 class StepCostsArgs(ctypes.Structure):
@@ -310,12 +316,13 @@ class Library:
         told, known, costs = (c_char_p, count, count), POINTER(KnowledgeArgs), POINTER(StepCostsArgs)
         self.step_new = _function(library.specinfer_step_new, c_void_p)
         self.step_free = _function(library.specinfer_step_free, None, c_void_p)
+        self.step_begin = _function(library.specinfer_step_begin, None, address)
         self.step_show = _function(library.specinfer_step_show, flag, address, *told, known)
         self.step_expect = _function(
-            library.specinfer_step_expect, None, address, known, costs, c_double, address
+            library.specinfer_step_expect, flag, address, count, known, costs, c_double, address
         )
         self.step_deepen = _function(
-            *(library.specinfer_step_deepen, count, address, *told, known, costs),
+            *(library.specinfer_step_deepen, flag, address, *told, known, costs),
             *(address, c_double, address),
         )
         self.step_choose = _function(

@@ -49,7 +49,9 @@ class CostPolicy:
     def __init__(
         self, target: PassCosts, drafts: Mapping[str, DraftCosts], weighing: Weighing | None = None
     ) -> None:
-        """`weighing` says what guesses are hoped to bring; by default by what became of ones like them."""
+        """`weighing` says what guesses are hoped to bring, and has the same drafts; None: one that goes by
+        what became of guesses like them.
+        """
         self._target = target
         self._drafts = drafts
         self._weighing: Weighing = weighing or PlainWeighing(Estimator(logistics=False), drafts)
@@ -67,7 +69,7 @@ class CostPolicy:
         self._entries, entries = plan.tree_entries, plan.entries
         self._numbers = {entry.request.request_id: n for n, entry in enumerate(self._entries)}
         self._temperatures = {e.request.request_id: e.request.params.temperature for e in entries}
-        self._waiting = set()
+        self._shown, self._waiting = (), set()
         requests, rows = len(entries), sum([entry.end - entry.start for entry in entries])
         last = rows + sum([entry.max_nodes - 1 for entry in self._entries])
         passes = self._target.table(max(last, requests + 1))

@@ -161,13 +161,16 @@ class Ensemble:
                     f"speculator {speculator.name!r} gave {len(proposed)} trees for {len(entries)} entries; "
                     "propose returns one for each"
                 )
-            for entry, tree in zip(entries, proposed, strict=True):
-                root = entry.token_ids[entry.end - 1]
-                _check(speculator.name, tree, root, entry.max_nodes, entry.max_depth, self._vocab)
+            self._check_all(speculator.name, entries, proposed)
             trees.extend(_possible(tree, entry) for entry, tree in zip(entries, proposed, strict=True))
 
         self._trying(speculator, ask)
         return trees
+
+    def _check_all(self, name: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]) -> None:
+        for entry, tree in zip(entries, trees, strict=True):
+            root = entry.token_ids[entry.end - 1]
+            _check(name, tree, root, entry.max_nodes, entry.max_depth, self._vocab)
 
     def _grown(self, speculator: LevelSpeculator, plan: StepPlan) -> list[TokenTree]:
         """The trees of a level speculator: level by level, wherever the policy says that it is worth it."""
@@ -189,6 +192,7 @@ class Ensemble:
             if ends:
                 trees = [speculator.tree(i) for i in ends]
                 asked = [entries[i] for i in ends]
+                self._check_all(speculator.name, asked, trees)  # a policy relies on it
                 chosen = self._policy.worth_deepening(speculator.name, asked, trees, [*ends.values()])
                 below = {i: nodes for i, nodes in zip(ends, chosen, strict=True) if nodes}
                 rows = sum(map(len, below.values()))
@@ -270,13 +274,13 @@ def _check(name: str, tree: TokenTree, root: int, max_nodes: int, max_depth: int
         fault = f"rooted at token {tokens[0]}; the last token is {root}"
     elif nodes > max_nodes:
         fault = f"of {nodes} nodes; entry.max_nodes is {max_nodes}"
-    elif nodes == 1:
+    elif nodes == 1 == len(parents):
         return
     elif not (
         len(parents) == nodes
         and parents[0] == -1
         and all(map(lt, parents, range(nodes)))
-        and min(parents[1:]) >= 0
+        and min(parents[1:], default=0) >= 0
     ):
         fault = f"whose nodes do not come after their parents, {parents}"
     elif nodes - 1 > max_depth and (depth := max(tree.depths())) > max_depth:

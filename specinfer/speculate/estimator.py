@@ -52,12 +52,10 @@ class Estimates(Lasting, Protocol):
         """
         ...
 
-    def learn_path(
-        self, below: Sequence[tuple[Sequence[Draw], int | None]], num_nodes: int, temperature: float
-    ) -> None:
-        """Learn what became of all draws below nodes of the text, from the root of a tree on.
+    def learn(self, below: Sequence[Draw], accepted: int | None, temperature: float) -> None:
+        """Learn what became of all draws below one node of the text.
 
-        Of the draws below each of them those at the node beside them became text; of None no draw did.
+        Those at node `accepted` became text; None: none did.
         """
         ...
 
@@ -118,15 +116,8 @@ class Estimator:
         """As Estimates says."""
         return rates_of_nodes(draws, self.rates(draws, temperature), num_nodes)
 
-    def learn_path(
-        self, below: Sequence[tuple[Sequence[Draw], int | None]], num_nodes: int, temperature: float
-    ) -> None:
-        """As Estimates says."""
-        for draws, accepted in below:
-            self.learn(draws, accepted, temperature)
-
     def learn(self, below: Sequence[Draw], accepted: int | None, temperature: float) -> None:
-        """Learn what became of all draws below one node of the text: those at node `accepted` became text."""
+        """As Estimates says."""
         self.outcomes += len(below)
         if self.logistics and below:
             counted = self.counts.rates(below)

@@ -30,14 +30,18 @@ _MOST_NODES: Final = 1 << 30  # of a tree; more make no difference
 
 
 class NativeWeighing:
-    """A `Weighing` by what is known; `drafts` are those whose passes have a price."""
+    """A `Weighing` by what is known; `drafts` are those whose passes have a price.
+
+    No other one learns the same `knowledge`.
+    """
 
     def __init__(self, library: Library, knowledge: NativeKnowledge, drafts: Collection[str]) -> None:
         self._library = library
         self._knowledge = knowledge
         self._drafts = drafts
         self._step = library.step_new()
-        weakref.finalize(self, library.step_free, self._step)
+        # Not at exit: a thread that nobody waits for may be in the library yet.
+        weakref.finalize(self, library.step_free, self._step).atexit = False
         self._known = KnowledgeArgs(logistics=knowledge.logistics, beside=BESIDE if drafts else 1.0)
         self._version = 0  # of what is known
         self._names: Sequence[str] = ()  # of speculators, by number
@@ -50,18 +54,21 @@ class NativeWeighing:
 
     def begin(self, entries: Sequence[PlanEntry]) -> None:
         """As Weighing says."""
-        self._entries = entries
+        self._entries, self._seen = entries, {}
+        self._library.step_begin(self._step)
 
     def show(self, trees: Sequence[TokenTree]) -> None:
         """As Weighing says."""
         self._seen = {}
-        _there(self._library.step_show(self._step, *self._told(trees), self._args[0]))
+        told = self._told(trees)
+        _there(self._library.step_show(self._step, *told, self._known_now()))
 
     def expect(self, costs: StepCosts, doubt: float) -> Expected:
         """As Weighing says."""
-        self._take(costs)
-        found = array("d", bytes(8 * (3 + 2 * len(self._entries))))
-        self._library.step_expect(self._step, *self._args, doubt, found.buffer_info()[0])
+        count = len(self._entries)
+        found = array("d", bytes(8 * (3 + 2 * count)))
+        told = self._step, count, self._known_now(), self._taken(costs)
+        _there(self._library.step_expect(*told, doubt, found.buffer_info()[0]))
         tokens, nodes, price, *of_each = found
         return Expected(tokens, int(nodes), price, of_each[::2], of_each[1::2])
 
@@ -71,6 +78,8 @@ class NativeWeighing:
         """As Weighing says."""
         numbers, integers, count = list[float](), list[int](), 0
         for number, tree, ends, rates in grown:
+            if len(ends) != len(rates):
+                raise ValueError(f"{len(rates)} rates of levels below {len(ends)} nodes")
             nodes, draws = self._seen.get(number, (1, 0))
             self._seen[number] = len(tree.token_ids), len(tree.draws)
             new = tree.draws[draws:]
@@ -83,21 +92,20 @@ class NativeWeighing:
             integers.append(len(ends))
             integers += ends
             count += len(ends)
-        self._take(costs)
         chosen = array("i", bytes(4 * (count + 1)))
-        found = self._library.step_deepen(
-            *(self._step, *_packed(numbers, integers), len(grown), *self._args),
-            *(self._draft_passes.address(passes), rows, chosen.buffer_info()[0]),
+        there = self._library.step_deepen(
+            *(self._step, *_packed(numbers, integers), len(grown), self._known_now(), self._taken(costs)),
+            *(self._draft_passes.address(passes, count), rows, chosen.buffer_info()[0]),
         )
-        _there(found >= 0)
+        _there(there)
         return [*map(bool, chosen[:count])]
 
     def choose(self, trees: Sequence[TokenTree], costs: StepCosts) -> list[TokenTree]:
         """As Weighing says."""
         told = self._told(trees)
-        self._take(costs)
         kept = array("i", bytes(4 * sum([len(tree.token_ids) + 1 for tree in trees])))
-        _there(self._library.step_choose(self._step, *told, *self._args, kept.buffer_info()[0]))
+        args = self._known_now(), self._taken(costs), kept.buffer_info()[0]
+        _there(self._library.step_choose(self._step, *told, *args))
         nodes, chosen, at = kept.tolist(), list[TokenTree](), 0
         for tree in trees:
             behind = at + 1 + nodes[at]
@@ -110,7 +118,7 @@ class NativeWeighing:
         told = self._told(trees)
         ends = [*accumulate([tree.num_nodes for tree in trees], initial=0)]
         hopes = array("d", bytes(8 * ends[-1]))
-        _there(self._library.hopes(*told, self._args[0], hopes.buffer_info()[0]))
+        _there(self._library.hopes(*told, self._known_now(), hopes.buffer_info()[0]))
         return [hopes[first:end].tolist() for first, end in pairwise(ends)]
 
     def learn(self, outcomes: Sequence[tuple[int, Outcome]]) -> list[Choice]:
@@ -122,7 +130,7 @@ class NativeWeighing:
             tokens += len(outcome.committed)
         choices, learnt = array("i", bytes(16 * tokens * len(self._drafts) + 4)), ctypes.c_int64()
         count = self._library.step_learn(
-            *(self._step, _packed((), told)[0], len(outcomes), self._args[0]),
+            *(self._step, _packed((), told)[0], len(outcomes), self._known_now()),
             *(choices.buffer_info()[0], byref(learnt)),
         )
         _there(count >= 0)
@@ -157,34 +165,38 @@ class NativeWeighing:
         *about: int,
     ) -> None:
         """Tell of one tree, as cpu/step_guesses.h has it: add it to `numbers` and `integers`."""
+        if len(parents) != len(token_ids):
+            raise ValueError(f"{len(parents)} parents of {len(token_ids)} nodes")
         numbers.append(temperature)
         if not draws:
             integers += (len(token_ids), 0, 0, 0, *about, *token_ids, *parents)
             return
         above, nodes, names, _, _, confidences, seen = zip(*draws, strict=True)
-        pieces = [*map(len, seen)]
+        pieces, evidence = [*map(len, seen)], [*chain.from_iterable(seen)]
+        if sum(pieces) != len(evidence):
+            raise ValueError(f"evidence of {sum(pieces)} numbers that are {len(evidence)}")
         speculators = self._knowledge.numbers(names, pieces)
-        if self._version != self._knowledge.version:
-            self._meet()
-        evidence = [*chain.from_iterable(seen)]
         numbers += confidences
         numbers += evidence
         integers += (len(token_ids), len(draws), len(evidence), len(firm), *about, *token_ids, *parents)
         integers += (*above, *nodes, *speculators, *pieces, *firm)
 
-    def _meet(self) -> None:
-        """Somebody new has guessed, or what is known was recalled."""
-        self._version, self._names = self._knowledge.version, self._knowledge.names
-        self._priced = array("B", [name in self._drafts for name in self._names])
-        self._known.known = self._knowledge.address
-        self._known.priced = self._priced.buffer_info()[0]
+    def _known_now(self) -> Any:
+        """What is known, for the library: somebody new may have guessed since it was last asked."""
+        if self._version != self._knowledge.version:
+            self._version, self._names = self._knowledge.version, self._knowledge.names
+            self._priced = array("B", [name in self._drafts for name in self._names])
+            self._known.known, self._known.priced = self._knowledge.address, self._priced.buffer_info()[0]
+            self._known.speculators = len(self._names)
+        return self._args[0]
 
-    def _take(self, costs: StepCosts) -> None:
-        """The costs that the next question is about."""
+    def _taken(self, costs: StepCosts) -> Any:
+        """The costs that a question is about, for the library."""
         passes, rows, last, spent, tokens = costs
         args = self._costs
-        args.passes, args.rows, args.last = self._passes.address(passes), rows, last
+        args.passes, args.rows, args.last = self._passes.address(passes, last), rows, last
         args.spent, args.tokens = spent, tokens
+        return self._args[1]
 
 
 class _Table:
@@ -194,8 +206,10 @@ class _Table:
         self._told: Sequence[float] = ()
         self._lying = array("d")
 
-    def address(self, seconds: Sequence[float]) -> int:
-        """Where they lie, until others are asked about."""
+    def address(self, seconds: Sequence[float], most: int) -> int:
+        """Where those of 0, 1, ... `most` rows lie, until others are asked about."""
+        if len(seconds) <= most:
+            raise IndexError(f"seconds of {len(seconds) - 1} rows at most, not of {most}")
         if seconds is not self._told:
             self._told, self._lying = seconds, array("d", seconds)
         return self._lying.buffer_info()[0]
@@ -206,7 +220,10 @@ def _packed(numbers: Sequence[float], integers: Sequence[int]) -> tuple[bytes, i
     form = _form(len(numbers), len(integers))
     try:
         return form(*numbers, *integers), len(numbers)
-    except (struct.error, OverflowError):  # what a speculator of one's own gave is no number
+    except (
+        struct.error,
+        OverflowError,
+    ):  # some confidence or evidence of a speculator of one's own is no number
         return form(*map(_number, numbers), *integers), len(numbers)
 
 

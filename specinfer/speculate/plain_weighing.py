@@ -91,10 +91,12 @@ class PlainWeighing:
             droppable = [node for node in range(1, tree.num_nodes) if node not in stay]
             droppable.sort(key=of_tree.__getitem__, reverse=True)
             del droppable[max(0, entry.max_nodes - 1 - len(stay)) :]
+            brings = total(map(of_tree.__getitem__, sorted(stay)))
             if has_own_size(entry):
+                brings += total(map(of_tree.__getitem__, droppable))
                 stay.update(droppable)
                 droppable = []
-            tokens += total(map(of_tree.__getitem__, sorted(stay)))
+            tokens += brings
             nodes += len(stay)
             of_droppable = [of_tree[node] for node in droppable]
             hopes += of_droppable
@@ -131,8 +133,8 @@ class PlainWeighing:
                     below[draw.parent].append(draw)
             path = [(below[node], child) for node, child in becomes.items()]
             temperature = self._entries[number].request.params.temperature
-            self._estimator.learn_path(path, tree.num_nodes, temperature)
             for level, (draws, child) in enumerate(path):
+                self._estimator.learn(draws, child, temperature)
                 for name in dict.fromkeys(draw.speculator for draw in draws):
                     if name in self._drafts:
                         own = [draw.node for draw in draws if draw.speculator == name]

@@ -74,7 +74,7 @@ class Choice(NamedTuple):
 
 
 class Weighing(Protocol):
-    """Asked in this order, in each step."""
+    """Asked in this order in each step; `show` and what comes of it once for each draft, before `choose`."""
 
     def begin(self, entries: Sequence[PlanEntry]) -> None:
         """A step of these entries begins; all have trees, and go by their numbers."""
@@ -85,7 +85,10 @@ class Weighing(Protocol):
         ...
 
     def expect(self, costs: StepCosts, doubt: float) -> Expected:
-        """The step with what was shown, if the odds of what no draft has drawn count as so much."""
+        """The step with what was shown, if the odds of what no draft has drawn count as so much.
+
+        Asked before the draft that may start has grown anything.
+        """
         ...
 
     def deepen(
@@ -109,7 +112,10 @@ class Weighing(Protocol):
         ...
 
     def hopes(self, trees: Sequence[TokenTree]) -> list[list[float]]:
-        """How likely the nodes of trees, one for each entry, are to become text, [num_nodes] each."""
+        """How likely the nodes of trees, one for each entry, are to become text, [num_nodes] each.
+
+        May be asked at any time: it changes nothing.
+        """
         ...
 
     def learn(self, outcomes: Sequence[tuple[int, Outcome]]) -> list[Choice]:

@@ -149,20 +149,23 @@ void* specinfer_step_new() { return new StepGuesses(); }
 
 void specinfer_step_free(void* step) { delete static_cast<StepGuesses*>(step); }
 
+void specinfer_step_begin(void* step) { static_cast<StepGuesses*>(step)->begin(); }
+
 int32_t specinfer_step_show(void* step, const double* told, int64_t numbers, int64_t count,
                             const Knowledge* knowledge) {
   return static_cast<StepGuesses*>(step)->show({told, numbers, count}, *knowledge) ? 1 : 0;
 }
 
-void specinfer_step_expect(const void* step, const Knowledge* knowledge, const StepCosts* costs, double part,
-                           double* out) {
-  static_cast<const StepGuesses*>(step)->expect(*costs, *knowledge, part, out);
+int32_t specinfer_step_expect(const void* step, int64_t count, const Knowledge* knowledge, const StepCosts* costs,
+                              double part, double* out) {
+  return static_cast<const StepGuesses*>(step)->expect(count, *costs, *knowledge, part, out) ? 1 : 0;
 }
 
-int64_t specinfer_step_deepen(void* step, const double* told, int64_t numbers, int64_t count,
+int32_t specinfer_step_deepen(void* step, const double* told, int64_t numbers, int64_t count,
                               const Knowledge* knowledge, const StepCosts* costs, const double* passes, double each,
                               int32_t* chosen) {
-  return static_cast<StepGuesses*>(step)->deepen({told, numbers, count}, *knowledge, *costs, passes, each, chosen);
+  const Told trees(told, numbers, count);
+  return static_cast<StepGuesses*>(step)->deepen(trees, *knowledge, *costs, passes, each, chosen) ? 1 : 0;
 }
 
 int32_t specinfer_step_choose(void* step, const double* told, int64_t numbers, int64_t count,

@@ -51,8 +51,10 @@ int64_t how_many(const std::vector<double>& bring, double tokens, Seconds second
   return count;
 }
 
-double total(const std::vector<double>& values, int64_t count) {
-  return std::accumulate(values.begin(), values.begin() + count, 0.0);
+// Whether all of these were told of.
+bool all_known(const int32_t* speculators, int64_t count, const Knowledge& knowledge) {
+  return std::all_of(speculators, speculators + count,
+                     [&](int32_t number) { return 0 <= number && number < knowledge.speculators; });
 }
 
 }  // namespace
@@ -66,6 +68,7 @@ bool Guesses::show(Told* told, const Knowledge& knowledge) {
   const Record record(told);
   const int64_t nodes = record.header[kNodes];
   if (nodes < 1 || !record.draws.within(nodes)) return false;
+  if (!all_known(record.draws.speculators, record.draws.count, knowledge)) return false;
   temperature_ = record.temperature;
   most_ = record.header[kMost];
   all_stay_ = record.header[kAllStay] != 0;
@@ -77,8 +80,7 @@ bool Guesses::show(Told* told, const Knowledge& knowledge) {
   }
   shown_ = nodes;
   firm_.assign(nodes, 0);
-  num_firm_ = record.header[kFirm];
-  for (int64_t i = 0; i < num_firm_; ++i) {
+  for (int64_t i = 0; i < record.header[kFirm]; ++i) {
     if (record.firm[i] < 1 || record.firm[i] >= nodes) return false;
     firm_[record.firm[i]] = 1;
   }
@@ -90,7 +92,6 @@ bool Guesses::show(Told* told, const Knowledge& knowledge) {
   draws_.nodes.assign(draws.nodes, draws.nodes + draws.count);
   draws_.speculators.assign(draws.speculators, draws.speculators + draws.count);
   draws_.pieces.assign(draws.pieces, draws.pieces + draws.count);
-  shown_draws_ = draws.count;
   rates_.resize(nodes);
   estimate(draws, temperature_, knowledge.logistics != 0, knowledge.known, nodes, rates_.data());
   doubt(draws_, knowledge, knowledge.beside, &rates_);
@@ -117,13 +118,13 @@ bool Guesses::grow(Told* told, const Knowledge& knowledge) {
   }
   for (int64_t i = 0; i < record.header[kFirm]; ++i) {
     if (record.firm[i] < 1 || !has_end(record.firm[i])) return false;
-    char& firm = firm_[own_[record.firm[i]]];
-    num_firm_ += firm == 0;
-    firm = 1;
+    firm_[own_[record.firm[i]]] = 1;
     samples_ = true;
   }
   const Draws& draws = record.draws;
-  if (!draws.within(static_cast<int64_t>(own_.size()))) return false;
+  if (!draws.within(static_cast<int64_t>(own_.size())) || !all_known(draws.speculators, draws.count, knowledge)) {
+    return false;
+  }
   // What others have guessed below the same nodes is less likely, or more, for what the draft has.
   Columns all;
   std::vector<char> shared(shown_, 0);
@@ -133,7 +134,7 @@ bool Guesses::grow(Told* told, const Knowledge& knowledge) {
   }
   const Draws before = draws_.view();
   const double* evidence = before.evidence;
-  for (int64_t i = 0; i < shown_draws_; evidence += before.pieces[i++]) {
+  for (int64_t i = 0; i < before.count; evidence += before.pieces[i++]) {
     if (shared[before.parents[i]]) all.add(before, i, evidence, before.parents[i], before.nodes[i]);
   }
   evidence = draws.evidence;
@@ -175,37 +176,34 @@ std::vector<double> Guesses::along_paths(const std::vector<double>& rates) const
   return hopes;
 }
 
-void Guesses::add_parts(const std::vector<double>& hopes, double* tokens, int64_t* nodes,
-                        std::vector<double>* others) const {
-  double stay = 0.0;
-  int64_t count = num_firm_;
-  std::vector<double> droppable;
-  for (size_t node = 1; node < hopes.size(); ++node) {
+Parts Guesses::parts(const std::vector<double>& hopes) const {
+  Parts parts;
+  for (int64_t node = 1; node < num_nodes(); ++node) {
     if (firm_[node]) {
-      stay += hopes[node];
+      parts.tokens += hopes[node];
+      ++parts.nodes;
     } else {
-      droppable.push_back(hopes[node]);
+      parts.droppable.push_back(static_cast<int32_t>(node));
     }
   }
-  std::sort(droppable.begin(), droppable.end(), std::greater<double>());
-  const int64_t room = std::max<int64_t>(0, most_ - 1 - num_firm_);
+  std::vector<int32_t>& droppable = parts.droppable;
+  std::stable_sort(droppable.begin(), droppable.end(), [&](int32_t a, int32_t b) { return hopes[a] > hopes[b]; });
+  const int64_t room = std::max<int64_t>(0, most_ - 1 - parts.nodes);
   if (static_cast<int64_t>(droppable.size()) > room) droppable.resize(room);
   if (all_stay_) {
-    const auto more = static_cast<int64_t>(droppable.size());
-    stay += total(droppable, more);
-    count += more;
-    droppable.clear();
+    double more = 0.0;
+    for (const int32_t node : droppable) more += hopes[node];
+    parts.tokens += more;
+    parts.nodes += static_cast<int64_t>(droppable.size());
   }
-  *tokens += stay;
-  *nodes += count;
-  others->insert(others->end(), droppable.begin(), droppable.end());
+  return parts;
 }
 
 double Guesses::left(const std::vector<double>& rates, int64_t node) const {
   if (node >= shown_) return 1.0;
   std::vector<char> held(shown_, 0);
   bool any = false;
-  for (int64_t i = 0; i < shown_draws_; ++i) {
+  for (int64_t i = 0; i < draws_.count(); ++i) {
     if (draws_.parents[i] != node) continue;
     held[draws_.nodes[i]] = 1;
     any = true;
@@ -221,24 +219,6 @@ double Guesses::left(const std::vector<double>& rates, int64_t node) const {
 double Guesses::gain(int64_t end, double first, double other, double price) const {
   const double arrives = hopes_[own_[end]] * left(rates_, own_[end]);
   return arrives * first + std::max(0.0, arrives * other - (samples_ ? 0.0 : price));
-}
-
-std::vector<int32_t> Guesses::droppable(double* tokens, int64_t* stay) const {
-  std::vector<int32_t> nodes;
-  double firm = 0.0;
-  for (int64_t node = 1; node < num_nodes(); ++node) {
-    if (firm_[node]) {
-      firm += hopes_[node];
-    } else {
-      nodes.push_back(static_cast<int32_t>(node));
-    }
-  }
-  std::stable_sort(nodes.begin(), nodes.end(), [&](int32_t a, int32_t b) { return hopes_[a] > hopes_[b]; });
-  const int64_t room = std::max<int64_t>(0, most_ - 1 - num_firm_);
-  if (static_cast<int64_t>(nodes.size()) > room) nodes.resize(room);
-  *tokens = firm;
-  *stay = num_firm_;
-  return nodes;
 }
 
 int32_t Guesses::child(int32_t parent, int32_t token) const {
@@ -265,7 +245,7 @@ int64_t Guesses::learn(const int32_t* tokens, int64_t count, const Knowledge& kn
     accepted.push_back(next);
     for (int64_t i = first; i < path.count(); ++i) {
       const int32_t speculator = path.speculators[i];
-      if (knowledge.priced[speculator] == 0) continue;
+      if (speculator >= knowledge.speculators || knowledge.priced[speculator] == 0) continue;
       int32_t own = 0, choice = -1;  // the first of its guesses tells of all
       bool told = false;
       for (int64_t j = first; j < path.count(); ++j) {
@@ -278,15 +258,20 @@ int64_t Guesses::learn(const int32_t* tokens, int64_t count, const Knowledge& kn
     }
     node = next;
   }
+  if (!all_known(path.speculators.data(), path.count(), knowledge)) return -1;
   specinfer::learn(path.view(), temperature_, knowledge.logistics != 0, groups, accepted, knowledge.known);
   return path.count();
 }
 
+void StepGuesses::begin() { num_shown_ = num_chosen_ = 0; }
+
 bool StepGuesses::show(Told told, const Knowledge& knowledge) {
-  shown_.resize(told.count);
-  for (Guesses& one : shown_) {
-    if (!one.show(&told, knowledge)) return false;
+  num_shown_ = 0;
+  if (static_cast<int64_t>(shown_.size()) < told.count) shown_.resize(told.count);
+  for (int64_t i = 0; i < told.count; ++i) {
+    if (!shown_[i].show(&told, knowledge)) return false;
   }
+  num_shown_ = told.count;
   return true;
 }
 
@@ -294,31 +279,34 @@ Expected StepGuesses::so_far(const std::vector<std::vector<double>>& hopes, cons
   double tokens = costs.tokens;
   int64_t nodes = 0;
   std::vector<double> bring;
-  for (size_t i = 0; i < shown_.size(); ++i) {
-    double brings = 0.0;
-    shown_[i].add_parts(hopes[i], &brings, &nodes, &bring);
-    tokens += brings;
+  for (int64_t i = 0; i < num_shown_; ++i) {
+    const Parts parts = shown_[i].parts(hopes[i]);
+    tokens += parts.tokens;
+    nodes += parts.nodes;
+    for (const int32_t node : parts.droppable) {
+      if (!shown_[i].stays(node)) bring.push_back(hopes[i][node]);
+    }
   }
-  if (!bring.empty()) {
-    std::sort(bring.begin(), bring.end(), std::greater<double>());
-    const int64_t kept = how_many(bring, tokens, [&](int64_t more) { return costs.seconds(nodes + more); });
-    tokens += total(bring, kept);
-    nodes += kept;
-  }
+  std::sort(bring.begin(), bring.end(), std::greater<double>());
+  const int64_t kept = how_many(bring, tokens, [&](int64_t more) { return costs.seconds(nodes + more); });
+  tokens += std::accumulate(bring.begin(), bring.begin() + kept, 0.0);
+  nodes += kept;
   return {tokens, costs.price(tokens, nodes), nodes};
 }
 
-void StepGuesses::expect(const StepCosts& costs, const Knowledge& knowledge, double part, double* out) const {
+bool StepGuesses::expect(int64_t count, const StepCosts& costs, const Knowledge& knowledge, double part,
+                         double* out) const {
+  if (count != num_shown_) return false;
   std::vector<std::vector<double>> rates, hopes;
-  for (const Guesses& one : shown_) {
-    rates.push_back(one.doubted(knowledge, part));
-    hopes.push_back(one.along_paths(rates.back()));
+  for (int64_t i = 0; i < count; ++i) {
+    rates.push_back(shown_[i].doubted(knowledge, part));
+    hopes.push_back(shown_[i].along_paths(rates.back()));
   }
   const Expected step = so_far(hopes, costs);
   *out++ = step.tokens;
   *out++ = static_cast<double>(step.nodes);
   *out++ = step.price;
-  for (size_t i = 0; i < shown_.size(); ++i) {
+  for (int64_t i = 0; i < count; ++i) {
     *out++ = shown_[i].left(rates[i], 0);
     double made = 0.0;
     for (size_t node = 1; node < hopes[i].size(); ++node) {
@@ -326,29 +314,32 @@ void StepGuesses::expect(const StepCosts& costs, const Knowledge& knowledge, dou
     }
     *out++ = 1 + made;
   }
+  return true;
 }
 
-int64_t StepGuesses::deepen(Told told, const Knowledge& knowledge, const StepCosts& costs, const double* passes,
-                            double each, int32_t* chosen) {
+bool StepGuesses::deepen(Told told, const Knowledge& knowledge, const StepCosts& costs, const double* passes,
+                         double each, int32_t* chosen) {
   struct End {
     int64_t number, node;
     double first, other;
   };
+  const int64_t shown = num_shown_;
+  num_shown_ = 0;  // as long as not all of it has grown
   std::vector<End> ends;
   for (int64_t i = 0; i < told.count; ++i) {
     const int64_t number = told.integers[kMost];
-    if (number < 0 || number >= static_cast<int64_t>(shown_.size())) return -1;
-    if (!shown_[number].grow(&told, knowledge)) return -1;
+    if (number < 0 || number >= shown || !shown_[number].grow(&told, knowledge)) return false;
     const int64_t count = *told.integers++;
     for (int64_t e = 0; e < count; ++e) {
       const int64_t node = *told.integers++;
-      if (!shown_[number].has_end(node)) return -1;
+      if (!shown_[number].has_end(node)) return false;
       ends.push_back({number, node, told.numbers[e], told.numbers[count + e]});
     }
     told.numbers += 2 * count;
   }
+  num_shown_ = shown;
   std::vector<std::vector<double>> hopes;
-  for (const Guesses& one : shown_) hopes.push_back(one.hopes());
+  for (int64_t i = 0; i < shown; ++i) hopes.push_back(shown_[i].hopes());
   const Expected step = so_far(hopes, costs);
   std::vector<double> gains;
   for (const End& end : ends) gains.push_back(shown_[end.number].gain(end.node, end.first, end.other, step.price));
@@ -363,59 +354,48 @@ int64_t StepGuesses::deepen(Told told, const Knowledge& knowledge, const StepCos
   });
   std::fill(chosen, chosen + ends.size(), 0);
   for (int64_t i = 0; i < count; ++i) chosen[order[i]] = 1;
-  return count;
+  return true;
 }
 
 bool StepGuesses::choose(Told told, const Knowledge& knowledge, const StepCosts& costs, int32_t* kept) {
-  chosen_.resize(told.count);
+  num_chosen_ = 0;
+  if (static_cast<int64_t>(chosen_.size()) < told.count) chosen_.resize(told.count);
   double tokens = costs.tokens;
   int64_t nodes = 0;
-  std::vector<double> hopes;
+  std::vector<double> hopes;  // of all nodes that may be dropped
   std::vector<std::vector<int32_t>> droppable;
-  for (Guesses& one : chosen_) {
+  for (int64_t i = 0; i < told.count; ++i) {
+    Guesses& one = chosen_[i];
     if (!one.show(&told, knowledge)) return false;
-    double brings;
-    int64_t stay;
-    droppable.push_back(one.droppable(&brings, &stay));
-    if (one.all_stay()) {
-      // All that has room, in the order of nodes.
-      std::vector<int32_t> all = droppable.back();
-      for (int64_t node = 1; node < one.num_nodes(); ++node) {
-        if (one.stays(node)) all.push_back(static_cast<int32_t>(node));
-      }
-      std::sort(all.begin(), all.end());
-      brings = 0.0;
-      for (const int32_t node : all) brings += one.hopes()[node];
-      stay = static_cast<int64_t>(all.size());
-    } else {
-      for (const int32_t node : droppable.back()) hopes.push_back(one.hopes()[node]);
+    Parts parts = one.parts(one.hopes());
+    tokens += parts.tokens;
+    nodes += parts.nodes;
+    for (const int32_t node : parts.droppable) {
+      if (!one.stays(node)) hopes.push_back(one.hopes()[node]);
     }
-    tokens += brings;
-    nodes += stay;
+    droppable.push_back(std::move(parts.droppable));
   }
+  num_chosen_ = told.count;
   std::sort(hopes.begin(), hopes.end(), std::greater<double>());
   const int64_t count = how_many(hopes, tokens, [&](int64_t more) { return costs.seconds(nodes + more); });
   const double least = count > 0 ? hopes[count - 1] : HUGE_VAL;
   // Of those as likely as the least likely one that is kept the first ones are.
   int64_t ties = count - std::count_if(hopes.begin(), hopes.end(), [&](double hope) { return hope > least; });
-  for (size_t i = 0; i < chosen_.size(); ++i) {
+  for (int64_t i = 0; i < told.count; ++i) {
     const Guesses& one = chosen_[i];
-    std::vector<char> stays(one.num_nodes(), 0);
-    stays[0] = 1;
-    for (int64_t node = 1; node < one.num_nodes(); ++node) stays[node] = one.stays(node);
+    std::vector<int32_t> stay{0};
     for (const int32_t node : droppable[i]) {
       const double hope = one.hopes()[node];
-      const bool tied = hope == least && !one.all_stay();
-      if (one.all_stay() || hope > least || (tied && ties > 0)) {
-        stays[node] = 1;
-        ties -= tied;
-      }
+      const bool tied = hope == least && !one.stays(node);
+      if (one.stays(node) || hope > least || (tied && ties > 0)) stay.push_back(node);
+      ties -= tied && ties > 0;
     }
-    int32_t* const size = kept++;
-    for (int64_t node = 0; node < one.num_nodes(); ++node) {
-      if (stays[node]) *kept++ = static_cast<int32_t>(node);
+    for (int64_t node = 1; node < one.num_nodes(); ++node) {
+      if (one.firm(node)) stay.push_back(static_cast<int32_t>(node));
     }
-    *size = static_cast<int32_t>(kept - size - 1);
+    std::sort(stay.begin(), stay.end());
+    *kept++ = static_cast<int32_t>(stay.size());
+    kept = std::copy(stay.begin(), stay.end(), kept);
   }
   return true;
 }
@@ -425,10 +405,11 @@ int64_t StepGuesses::learn(const int32_t* told, int64_t count, const Knowledge& 
   std::vector<int32_t> choices;
   *learnt = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const int32_t number = *told++;
-    const int32_t tokens = *told++;
-    if (number < 0 || number >= static_cast<int64_t>(chosen_.size())) return -1;
-    *learnt += chosen_[number].learn(told, tokens, knowledge, number, &choices);
+    const int32_t number = *told++, tokens = *told++;
+    if (number < 0 || number >= num_chosen_) return -1;
+    const int64_t guesses = chosen_[number].learn(told, tokens, knowledge, number, &choices);
+    if (guesses < 0) return -1;
+    *learnt += guesses;
     told += tokens;
   }
   std::copy(choices.begin(), choices.end(), out);

@@ -125,15 +125,15 @@ def test_deciding(script: Script, run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(module, name, fewer)
     page = run(module, "--rounds", "1", "--twins")
     head = [cell.strip() for cell in page[2].strip("|").split("|")]
-    assert head[:5] == ["requests", "with a draft", "steps", "nodes of a tree", "tokens of a step"]
+    assert head[:5] == ["requests", "a draft", "steps", "nodes of a tree", "tokens of a step"]
     rows = [dict(zip(head, row, strict=True)) for row in table(page)]
-    cells = [("1", "yes"), ("8", "yes"), ("1", "no"), ("8", "no")]
-    assert [(row["requests"], row["with a draft"]) for row in rows] == cells
+    cells = [(count, draft) for draft in ("by levels", "in one pass", "none") for count in ("1", "8")]
+    assert [(row["requests"], row["a draft"]) for row in rows] == cells
     for row in rows:
         assert float(row["nodes of a tree"]) > 1
         assert all(float(row[part]) > 0 for part in ("deciding", "merging", "ngram", "suffix"))
-        assert (float(row["draft"]) > 0) is (row["with a draft"] == "yes")
-        if row["with a draft"] == "yes":
+        assert (float(row["draft"]) > 0) is (row["a draft"] == "by levels")
+        if row["a draft"] != "none":
             assert float(row["tokens of a step"]) > 1.2, "guesses became text"
         both = float(row["deciding"]) + float(row["merging"])
         assert float(row["deciding and merging"]) == pytest.approx(both, abs=1)

@@ -60,7 +60,7 @@ void specinfer_likeliest() {}
 void specinfer_choices() {} void specinfer_grow_trees() {}
 void specinfer_step_blocks() {}
 void specinfer_decode() {}
-void specinfer_step_new() {} void specinfer_step_free() {}
+void specinfer_step_new() {} void specinfer_step_free() {} void specinfer_step_begin() {}
 void specinfer_step_show() {} void specinfer_step_expect() {}
 void specinfer_step_deepen() {} void specinfer_step_choose() {}
 void specinfer_step_learn() {} void specinfer_hopes() {}

@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 
+from specinfer.config import SpeculationConfig
 from specinfer.errors import ConfigError, SpeculatorError
 from specinfer.plan import PlanEntry, StepPlan
+from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.guarded_policy import sized_by_cost
 from specinfer.speculate.policy import FixedPolicy, StepReport
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder
 from tests import plans
+from tests.kernels import library_or_skip
+from tests.unit.speculate.priced import FREE
 
 
 class Fan:
@@ -130,20 +135,40 @@ class Wrong(Fan):
         return self._trees
 
 
+class WrongLevels(Wrong):
+    """The same, a level at a time."""
+
+    def begin(self, plan: StepPlan) -> list[int]:
+        self.asked += 1
+        return [1] * len(plan.entries)
+
+    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+        return dict.fromkeys(below, (1,))
+
+    def tree(self, entry: int) -> TokenTree:
+        return self._trees[entry]
+
+
+NO_TREES: list[tuple[list[TokenTree], str]] = [
+    ([TokenTree((6,), (-1,))], "proposed a tree rooted at token 6; the last token is 7"),
+    ([TokenTree((7,), (-1, 0))], "whose nodes do not come after their parents, (-1, 0)"),
+    ([TokenTree((7, 1, 2, 3), (-1, 0, 0, 0))], "proposed a tree of 4 nodes; entry.max_nodes is 3"),
+    ([TokenTree((7, 1, 2), (-1, 0, 1))], "proposed a tree of depth 2; entry.max_depth is 1"),
+    ([TokenTree((7, 1, 2), (-1, 2, 0))], "whose nodes do not come after their parents, (-1, 2, 0)"),
+    ([TokenTree((7, 1, 2), (-1, -1, 0))], "whose nodes do not come after their parents, (-1, -1, 0)"),
+    ([TokenTree((7, 1), (-1,))], "whose nodes do not come after their parents, (-1,)"),
+    ([TokenTree((7, 1), (-1, 1))], "whose nodes do not come after their parents, (-1, 1)"),
+    ([TokenTree((7, 1), (-1, 0, 1, 1 << 20))], "whose nodes do not come after their parents, (-1, 0,"),
+    ([TokenTree((7, 1 << 40), (-1, 0))], "proposed a tree with tokens outside the vocabulary of 99"),
+    ([TokenTree((7, 99), (-1, 0))], "proposed a tree with tokens outside the vocabulary of 99"),
+    ([TokenTree((7, -1), (-1, 0))], "proposed a tree with tokens outside the vocabulary of 99"),
+    ([TokenTree((7, 1), (-1, 0), (UNSURE,))], "with a draw whose confidence is no number"),
+]
+
+
 @pytest.mark.parametrize(
     ("trees", "complaint"),
-    [
-        ([], "gave 0 trees for 1 entries; propose returns one for each"),
-        ([TokenTree((6,), (-1,))], "proposed a tree rooted at token 6; the last token is 7"),
-        ([TokenTree((7, 1, 2, 3), (-1, 0, 0, 0))], "proposed a tree of 4 nodes; entry.max_nodes is 3"),
-        ([TokenTree((7, 1, 2), (-1, 0, 1))], "proposed a tree of depth 2; entry.max_depth is 1"),
-        ([TokenTree((7, 1, 2), (-1, 2, 0))], "whose nodes do not come after their parents, (-1, 2, 0)"),
-        ([TokenTree((7, 1, 2), (-1, -1, 0))], "whose nodes do not come after their parents, (-1, -1, 0)"),
-        ([TokenTree((7, 1), (-1,))], "whose nodes do not come after their parents, (-1,)"),
-        ([TokenTree((7, 99), (-1, 0))], "proposed a tree with tokens outside the vocabulary of 99"),
-        ([TokenTree((7, -1), (-1, 0))], "proposed a tree with tokens outside the vocabulary of 99"),
-        ([TokenTree((7, 1), (-1, 0), (UNSURE,))], "with a draw whose confidence is no number"),
-    ],
+    [([], "gave 0 trees for 1 entries; propose returns one for each"), *NO_TREES],
 )
 def test_a_speculator_that_breaks_its_contract_is_named_once_and_not_asked_again(
     trees: list[TokenTree], complaint: str, caplog: pytest.LogCaptureFixture
@@ -160,6 +185,26 @@ def test_a_speculator_that_breaks_its_contract_is_named_once_and_not_asked_again
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], SpeculatorError)
     assert complaint in str(record.exc_info[1])
+
+
+@pytest.mark.parametrize(("trees", "complaint"), NO_TREES)
+@pytest.mark.parametrize("native", [False, True])
+def test_no_policy_is_asked_about_a_level_that_makes_no_tree(
+    trees: list[TokenTree], complaint: str, native: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = library_or_skip() if native else None
+    curves = {"wrong": CostCurve((1, 1000), (0.01, 0.01))}
+    policy, _ = sized_by_cost(FREE, curves, SpeculationConfig(), measured=False, library=library)
+    wrong = WrongLevels(*trees)
+    ensemble = Ensemble([wrong], vocab=99, policy=policy)
+    for _ in range(9):  # the first steps are plain
+        (tree,) = ensemble.propose(plans.plan(entry(3, max_depth=1, room=100)))
+        assert tree.token_ids == (7,)
+        ensemble.observe(StepReport([plans.outcome(5)], {"target_forward": 1.0}))
+    assert wrong.asked == 1
+    (record,) = caplog.records
+    assert record.getMessage().startswith("speculator 'wrong' failed and is not asked again")
+    assert complaint in str(record.exc_info)
 
 
 class Raising(Fan):

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from specinfer.errors import KernelBuildError
 from specinfer.kernels.library import Library
-from specinfer.kernels.native import load_library
 from specinfer.plan import PlanEntry
 from specinfer.speculate.estimator import Estimator, Lasting
 from specinfer.speculate.level_counts import LevelRate
 from specinfer.speculate.native_knowledge import NativeKnowledge
 from specinfer.speculate.native_weighing import NativeWeighing
 from specinfer.speculate.plain_weighing import PlainWeighing
+from specinfer.speculate.policy import has_own_size
 from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.weighing import Expected, Grown, StepCosts, Weighing
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.merging import MergedTree
 from specinfer.tree.token_tree import single_node
+from tests.kernels import library_or_skip
 from tests.unit.speculate.priced import chain, entry
 
 FREE = ("ngram", "suffix", "own")
@@ -32,15 +32,12 @@ DRAFTS = ("draft", "other")
 ODD = (0.0, 1.0, -1.0, 2.0, math.nan, math.inf, -math.inf, 10**400, True)  # confidences
 HEATS = (0.0, 0.7, 1.5, 3.0)
 TOKENS = 5  # so few that speculators often agree
-RULES = (DrawRule.POINT_MASS, DrawRule.COUPLED, DrawRule.IID)
+RULES = (DrawRule.POINT_MASS, DrawRule.COUPLED, DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT)
 
 
 @pytest.fixture(scope="module")
 def library() -> Library:
-    try:
-        return load_library()
-    except KernelBuildError as error:
-        pytest.skip(f"there is no native library here: {error}")
+    return library_or_skip()
 
 
 class Pair:
@@ -65,9 +62,10 @@ class Pair:
         """They have learnt the same; and one that recalls it goes on from there."""
         assert told(self.knowledge) == told(self.estimator)
         again = NativeKnowledge(logistics=self.logistics)
+        native = NativeWeighing(self.library, again, self.drafts)
         again.recall(self.estimator.to_json())
         assert told(again) == told(self.estimator)
-        self.knowledge, self.native = again, NativeWeighing(self.library, again, self.drafts)
+        self.knowledge, self.native = again, native
 
 
 def plainly(value: Any) -> Any:
@@ -148,12 +146,13 @@ def step(pair: Pair, luck: random.Random) -> None:
         all_seconds, luck.randrange(1, 9), luck.randrange(9, 150), luck.random(), float(len(entries))
     )
     pair.begin(entries)
-    shown = [merged([guessed_by(luck, name) for name in (*FREE, "other")]) for _ in entries]
-    pair.show(shown)
-    assert isinstance(pair.expect(costs, luck.choice([0.35, 1.0])), Expected)
-    grown = grow(pair, luck, costs, entries)
-    whole = [merged([tree, draft]) for tree, draft in zip(shown, grown, strict=True)]
-    pair.hopes(whole)
+    whole = [merged([guessed_by(luck, name) for name in FREE]) for _ in entries]
+    for draft in DRAFTS:
+        pair.show(whole)
+        assert isinstance(pair.expect(costs, luck.choice([0.35, 1.0])), Expected)
+        grown = grow(pair, luck, draft, costs, entries)
+        whole = [merged([tree, own]) for tree, own in zip(whole, grown, strict=True)]
+        pair.hopes(whole)
     pair.choose(whole, costs)
     outcomes = list[tuple[int, Outcome]]()
     for number in range(len(entries)):
@@ -163,24 +162,29 @@ def step(pair: Pair, luck: random.Random) -> None:
     pair.learn(outcomes)
 
 
-def grow(pair: Pair, luck: random.Random, costs: StepCosts, entries: Sequence[PlanEntry]) -> list[TokenTree]:
-    """A draft grows trees for these by some levels."""
+def grow(
+    pair: Pair, luck: random.Random, draft: str, costs: StepCosts, entries: Sequence[PlanEntry]
+) -> list[TokenTree]:
+    """A draft grows trees for some of these by some levels; requests with a size of their own get all."""
     rule = luck.choice(RULES)
     builders = [TreeBuilder(root=7) for _ in entries]
-    ends = [[0] for _ in entries]
-    for _ in range(3):
+    ends = {number: [0] for number in range(len(entries)) if luck.random() < 0.8}
+    while ends:
         told = list[Grown]()
-        for number, (builder, below) in enumerate(zip(builders, ends, strict=True)):
-            before = len(builder.token_ids)
-            add_some(builder, luck, "draft", below, rule)
-            ends[number] = [*range(before, len(builder.token_ids))]
-            rates = [LevelRate(luck.random(), luck.random()) for _ in ends[number]]
-            told.append(Grown(number, builder.build(), ends[number], rates))
+        for number, below in ends.items():
+            before = len(builders[number].token_ids)
+            add_some(builders[number], luck, draft, below, rule)
+            ends[number] = [*range(before, len(builders[number].token_ids))]
+            weighed = [] if has_own_size(entries[number]) else ends[number]
+            rates = [LevelRate(luck.random(), luck.random()) for _ in weighed]
+            told.append(Grown(number, builders[number].build(), weighed, rates))
         luck.shuffle(told)
-        passes = [0.0, *[0.1 + 0.01 * n for n in range(sum(map(len, ends)))]]
+        passes = [0.0, *[0.1 + 0.01 * n for n in range(sum(map(len, ends.values())))]]
         goes_on = iter(pair.deepen(told, costs, passes, luck.choice([1.0, 1.5, 2.0])))
         for one in told:
-            ends[one.number] = [end for end in one.ends if next(goes_on)]
+            if one.ends:
+                ends[one.number] = [end for end in one.ends if next(goes_on)]
+        ends = {number: below for number, below in ends.items() if below and luck.random() < 0.8}
     return [builder.build() for builder in builders]
 
 
@@ -206,26 +210,94 @@ def test_what_cannot_be_recalled_changes_nothing(library: Library) -> None:
     assert told(pair.knowledge) == before
 
 
+def fan(count: int, sure: float, speculator: str = "ngram") -> TokenTree:
+    builder = TreeBuilder(root=7)
+    for token in range(count):
+        builder.add(0, token, speculator, confidence=sure)
+    return builder.build()
+
+
+def test_of_equal_ones_both_take_the_same(library: Library) -> None:
+    """Fans of nodes that are all as likely, where a row more costs something from some row on."""
+    luck, sizes = random.Random(5), (None, SpeculationParams(max_nodes=6))
+    for _ in range(500):
+        pair = Pair(library, logistics=False, drafts=("draft",))
+        entries = [
+            replace(entry(f"r{n}", overrides=luck.choice(sizes)), max_nodes=luck.choice([2, 3, 8]))
+            for n in range(luck.randrange(1, 4))
+        ]
+        dear, free = luck.choice([0.01, 0.05, 0.1, 0.2]), luck.randrange(1, 8)
+        seconds = [1 + max(0, rows - free) * dear for rows in range(80)]
+        costs = StepCosts(seconds, 1, 60, 0.0, float(len(entries)))
+        pair.begin(entries)
+        pair.show([single_node(7)] * len(entries))
+        grown = [
+            Grown(n, fan(3, luck.choice([0.5, 0.7]), "draft"), [1, 2, 3], 3 * [LevelRate(0.5, 0.25)])
+            for n in range(len(entries))
+        ]
+        pair.deepen(grown, costs, seconds, 1.0)
+        of_lookups = [chain(0.9, 0.9, 0.9), *[fan(n, sure) for n in range(6) for sure in (0.5, 0.7)]]
+        pair.choose([luck.choice(of_lookups) for _ in entries], costs)
+
+
+COSTS = StepCosts([1.0, 2.0], 1, 1, 0.0, 1.0)
+LEVEL = [LevelRate(0.5, 0.0)]
+
+
 @pytest.mark.parametrize("node", [-1, 3, 1 << 20])
-@pytest.mark.parametrize("about", ["node", "parent", "above", "end"])
+@pytest.mark.parametrize("about", ["node", "parent", "above"])
 def test_nodes_that_are_not_there_reach_no_memory(library: Library, node: int, about: str) -> None:
     native = NativeWeighing(library, NativeKnowledge(), DRAFTS)
     native.begin([entry()])
-    costs, parents = StepCosts([1.0, 2.0], 1, 1, 0.0, 1.0), (-1, 0, 1)
-    if about == "end":
+    above, of = (node, 1) if about == "parent" else (0, node)
+    lost = (Draw(above, of, "own", DrawRule.POINT_MASS),)
+    tree = TokenTree((7, 8, 9), (-1, node, 1)) if about == "above" else TokenTree((7, 8, 9), (-1, 0, 1), lost)
+
+    def deepen(trees: list[TokenTree]) -> None:
         native.show([single_node(7)])
-        with pytest.raises(IndexError, match="not there"):
-            native.deepen([Grown(0, chain(0.5, 0.5), [node], [LevelRate(0.5, 0.0)])], costs, [0.0, 1.0], 1.0)
-        return
-    lost = Draw(node, 1, "own", DrawRule.POINT_MASS) if about == "parent" else Draw(0, node, "own", RULES[0])
-    tree = (
-        TokenTree((7, 8, 9), (-1, node, 1), ())
-        if about == "above"
-        else TokenTree((7, 8, 9), parents, (lost,))
-    )
-    for ask in (native.show, native.hopes, lambda trees: native.choose(trees, costs)):
+        native.deepen([Grown(0, trees[0], [1], LEVEL)], COSTS, [0.0, 1.0], 1.0)
+
+    for ask in (native.show, native.hopes, lambda trees: native.choose(trees, COSTS), deepen):
         with pytest.raises(IndexError, match="not there"):
             ask([tree])
+        with pytest.raises(IndexError, match="not there"):  # nothing is left that could be asked about
+            native.expect(COSTS, 1.0)
+        with pytest.raises(IndexError, match="not there"):
+            native.learn([(0, Outcome("r", (8,), finished=False))])
+
+
+def test_what_is_asked_at_a_wrong_time_or_of_a_wrong_size_reaches_no_memory(library: Library) -> None:
+    native, tree = NativeWeighing(library, NativeKnowledge(), DRAFTS), chain(0.5, 0.5)
+    native.begin([entry()])
+    for grown, passes, wrong in (
+        (Grown(0, tree, [3], LEVEL), [0.0, 1.0], IndexError),
+        (Grown(1, tree, [1], LEVEL), [0.0, 1.0], IndexError),
+        (Grown(0, tree, [1], LEVEL), [0.0], IndexError),
+        (Grown(0, tree, [1], 2 * LEVEL), [0.0, 1.0], ValueError),
+        (Grown(0, replace(tree, parents=(-1, 0)), [1], LEVEL), [0.0, 1.0], ValueError),
+    ):
+        native.show([tree])
+        with pytest.raises(wrong):
+            native.deepen([grown], COSTS, passes, 1.0)
+    with pytest.raises(IndexError, match="seconds of 1 rows"):
+        native.choose([tree], COSTS._replace(last=2))
+    native.show([tree])
+    native.choose([tree], COSTS)
+    native.begin([entry()])  # another step
+    with pytest.raises(IndexError):
+        native.expect(COSTS, 1.0)
+    with pytest.raises(IndexError):
+        native.learn([(0, Outcome("r", (10,), finished=False))])
+
+
+def test_what_was_told_before_a_recall_reaches_no_memory(library: Library) -> None:
+    knowledge = NativeKnowledge()
+    native = NativeWeighing(library, knowledge, DRAFTS)
+    native.begin([entry()])
+    native.choose([chain(0.5, speculator="own")], COSTS)
+    knowledge.recall(Estimator().to_json())
+    with pytest.raises(IndexError, match="not there"):
+        native.learn([(0, Outcome("r", (10,), finished=False))])
 
 
 def test_evidence_that_is_no_number_says_nothing(library: Library) -> None:

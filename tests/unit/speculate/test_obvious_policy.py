@@ -10,16 +10,20 @@ import numpy as np
 import pytest
 
 from specinfer import SamplingParams
+from specinfer.kernels.library import Library
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.cost_policy import CostPolicy
 from specinfer.speculate.draft_costs import DraftCosts
+from specinfer.speculate.native_knowledge import NativeKnowledge
+from specinfer.speculate.native_weighing import NativeWeighing
 from specinfer.speculate.policy import StepReport
 from specinfer.speculate.shared_tree import SharedTree
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from tests import plans
+from tests.kernels import library_or_skip
 from tests.unit.speculate.obvious_policy import ObviousPolicy
 
 _Answer = TypeVar("_Answer", bool, Sequence[int])
@@ -37,12 +41,14 @@ DRAFT = CostCurve((1, 16), (0.05, 0.2))
 class Run:
     """Steps of some requests, in which both policies are asked the same; `kinds` has what they answered."""
 
-    def __init__(self, seed: int, requests: int, rule: DrawRule) -> None:
+    def __init__(self, seed: int, requests: int, rule: DrawRule, library: Library | None) -> None:
         self.chance = np.random.default_rng(seed)
         self.requests, self.rule = requests, rule
         expansion = Expansion(WIDTHS)
         target = TARGETS[seed % len(TARGETS)]
-        self.tested = CostPolicy(target, {"draft": DraftCosts(DRAFT, expansion)})
+        drafts = {"draft": DraftCosts(DRAFT, expansion)}
+        weighing = library and NativeWeighing(library, NativeKnowledge(logistics=False), drafts)
+        self.tested = CostPolicy(target, drafts, weighing)
         self.obvious = ObviousPolicy(target, DRAFT, expansion)
         self.kinds = set[str]()
 
@@ -146,10 +152,11 @@ def shape(tree: TokenTree) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("rule", [DrawRule.POINT_MASS, DrawRule.IID])
 @pytest.mark.parametrize("requests", [1, 3])
-def test_it_decides_as_the_obvious_policy_does(requests: int, rule: DrawRule) -> None:
-    kinds = set[str]()
+@pytest.mark.parametrize("native", [False, True])
+def test_it_decides_as_the_obvious_policy_does(requests: int, rule: DrawRule, native: bool) -> None:
+    kinds, library = set[str](), library_or_skip() if native else None
     for seed in range(6):
-        run = Run(seed, requests, rule)
+        run = Run(seed, requests, rule, library)
         for _ in range(25):
             run.step()
         kinds |= run.kinds
