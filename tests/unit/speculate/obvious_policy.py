@@ -210,7 +210,9 @@ class ObviousPolicy:
         tokens, nodes = self._so_far(DOUBT)
         price = self._price(tokens, nodes)
         gains, parts = np.zeros(len(entries)), np.zeros(len(entries))
-        for i, entry in enumerate(entries):
+        # Prompts first: what others leave in this step is not known when one is weighed.
+        for i in sorted(range(len(entries)), key=grows.__getitem__):
+            entry = entries[i]
             predicted, rate = bool(entry.request.prediction), self._rate(0, entry).any
             seen, made = self.left[predicted], self.made[predicted]
             if grows[i]:
