@@ -28,6 +28,10 @@ class GivenLevels(DraftCosts):
         counted = super().rates()
         return [LevelRate(hazard, 0.0) for hazard in self.given][: len(counted)] or counted
 
+    def usual(self, level: int) -> LevelRate:
+        rates = self.rates()
+        return rates[min(level, len(rates) - 1)]
+
     def rate(self, level: int, request_id: str | None = None, temperature: float | None = None) -> LevelRate:
         return super().rate(level, None, None) if self.given else super().rate(level, request_id, temperature)
 

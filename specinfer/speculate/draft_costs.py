@@ -69,6 +69,10 @@ class DraftCosts:
         """How likely guesses at each level are right where a text got there."""
         return self._counts.rates()
 
+    def usual(self, level: int) -> LevelRate:
+        """How likely guesses at one level are right for any request."""
+        return self._counts.usual(level)
+
     def width(self, level: int) -> int:
         """The samples that a node at this depth gets."""
         return self._widths[min(level, len(self._widths) - 1)]
@@ -79,9 +83,8 @@ class DraftCosts:
         What came of guesses for the request itself counts beside what came of all at about its temperature,
         and that beside what came of all.
         """
-        rates = self.rates()
-        level = min(level, len(rates) - 1)
-        usual = rates[level]
+        level = min(level, self._counts.depth - 1)
+        usual = self.usual(level)
         if temperature is not None:
             usual = self._alike[bisect_left(HEATS, temperature)].rate(level, usual, _LIKE_ALL)
         own = None if request_id is None else self._own.get(request_id)

@@ -6,7 +6,6 @@ First guesses below a node are told from others, as each of the others costs the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from specinfer.speculate import bounded
@@ -29,71 +28,66 @@ class LevelRate(NamedTuple):
         return self.first + self.other
 
 
-@dataclass(slots=True)
-class _Level:
-    """How often the guesses at one level held the next token, fading."""
-
-    firsts: float = 0.0  # as the first of them
-    others: float = 0.0  # as another
-    tries: float = 0.0
-
-    def rate(self, usual: LevelRate, thought: float) -> LevelRate:
-        """The rate, if `thought` tries before these came out as `usual` has it."""
-        missed = 1 - usual.first
-        behind = usual.other / missed if missed > 0 else 0.0
-        first = (self.firsts + thought * usual.first) / (self.tries + thought)
-        other = (self.others + thought * behind) / (self.tries - self.firsts + thought)
-        return LevelRate(first, (1 - first) * other)
-
-
 class LevelCounts:
-    """The counts of so many levels."""
+    """The counts of so many levels, fading."""
 
     def __init__(self, depth: int) -> None:
-        self._levels = [_Level() for _ in range(depth)]
-        self._rates: list[LevelRate] = []  # of the levels; empty: to be computed
+        # By level: how often the first guess held the next token, or another one, and the tries.
+        self._firsts, self._others, self._tries = ([0.0] * depth for _ in range(3))
+        self._rates: list[LevelRate] = []  # of the first levels, as far as somebody has asked
 
     @property
     def depth(self) -> int:
         """How many levels are counted."""
-        return len(self._levels)
+        return len(self._tries)
 
     def learn(self, level: int, choice: int | None) -> None:
         """Count which of the guesses at `level`, 0 being the root's children, was right; None: none was."""
         if level == 0:  # what is not tried any more is forgotten as well
-            for seen in self._levels:
-                seen.firsts *= _MEMORY
-                seen.others *= _MEMORY
-                seen.tries *= _MEMORY
-        if level < len(self._levels):
-            seen = self._levels[level]
-            seen.firsts += choice == 0
-            seen.others += bool(choice)
-            seen.tries += 1
+            self._firsts = [count * _MEMORY for count in self._firsts]
+            self._others = [count * _MEMORY for count in self._others]
+            self._tries = [count * _MEMORY for count in self._tries]
+        if level < len(self._tries):
+            self._firsts[level] += choice == 0
+            self._others[level] += bool(choice)
+            self._tries[level] += 1
         self._rates = []
 
     def rates(self) -> Sequence[LevelRate]:
         """How likely guesses at each level are right where a text got there."""
-        if not self._rates:
-            above = LevelRate(_FIRST, 0.0)
-            for level in self._levels:
-                above = level.rate(above, _THOUGHT)
-                self._rates.append(above)
-        return self._rates
+        return self._first_rates(self.depth)
+
+    def usual(self, level: int) -> LevelRate:
+        """The same of one level; of too deep ones that of the deepest."""
+        level = min(level, self.depth - 1)
+        return self._first_rates(level + 1)[level]
 
     def rate(self, level: int, usual: LevelRate, thought: float) -> LevelRate:
         """The rate of one level, if `thought` tries before those counted came out as `usual` has it."""
-        return self._levels[level].rate(usual, thought)
+        firsts, tries = self._firsts[level], self._tries[level]
+        missed = 1 - usual.first
+        behind = usual.other / missed if missed > 0 else 0.0
+        first = (firsts + thought * usual.first) / (tries + thought)
+        other = (self._others[level] + thought * behind) / (tries - firsts + thought)
+        return LevelRate(first, (1 - first) * other)
 
     def to_json(self) -> list[list[float]]:
         """How often the first guess and others were right at each level, and the tries."""
-        return [[level.firsts, level.others, level.tries] for level in self._levels]
+        return [[*level] for level in zip(self._firsts, self._others, self._tries, strict=True)]
 
     def recall(self, levels: Sequence[Sequence[float]]) -> None:
         """Take over what `to_json` gave, of as many levels as there are."""
-        for level, (firsts, others, tries) in zip(self._levels, levels, strict=False):
-            level.firsts, level.others, level.tries = firsts, others, tries
+        for level, counts in enumerate(levels[: self.depth]):
+            self._firsts[level], self._others[level], self._tries[level] = counts
         self._rates = []
+
+    def _first_rates(self, count: int) -> list[LevelRate]:
+        """Of at least so many levels; one is thought to be like the one above it."""
+        rates = self._rates
+        while len(rates) < count:
+            above = rates[-1] if rates else LevelRate(_FIRST, 0.0)
+            rates.append(self.rate(len(rates), above, _THOUGHT))
+        return rates
 
 
 def rates_of(levels: Sequence[Sequence[float]]) -> Sequence[LevelRate]:

@@ -10,7 +10,7 @@ import pytest
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate import cost_policy, draws, shared_tree
+from specinfer.speculate import draws, native_weighing, plain_weighing, shared_tree
 from specinfer.speculate.cost_policy import CostPolicy
 from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.draft_model import DraftModel
@@ -18,6 +18,8 @@ from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.growth import Shape
 from specinfer.speculate.guard import WINDOW
 from specinfer.speculate.guarded_policy import GuardedPolicy
+from specinfer.speculate.native_knowledge import NativeKnowledge
+from specinfer.speculate.native_weighing import NativeWeighing
 from specinfer.speculate.policy import LevelPass, StepReport
 from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree import TreeBuilder
@@ -26,7 +28,7 @@ from specinfer.tree.prune import keep
 from specinfer.tree.token_tree import DrawRule, single_node
 from tests import plans
 from tests.flights import flight_of
-from tests.kernels import kernels
+from tests.kernels import kernels, library_or_skip
 
 from .enumeration import Supports, distance, own_law, text_law
 from .oracles import processed_law
@@ -122,8 +124,9 @@ class Sized:
 
     learned = False  # whether trees that may have no shape have none
 
-    def __init__(self, drafts, pass_, monkeypatch, points="no", target=None, max_nodes=32):
+    def __init__(self, drafts, pass_, monkeypatch, points="no", target=None, max_nodes=32, native=False):
         self.drafts, self.pass_, self.points = drafts, pass_, points
+        self.library = library_or_skip() if native else None
         self.monkeypatch = monkeypatch
         self.target, self.max_nodes = target or TARGET, max_nodes
         self.depths = set()  # of the trees that were verified
@@ -157,7 +160,9 @@ class Sized:
 
     def policy(self, depths, text):
         """Who sizes the next tree behind `text`."""
-        return Watched(self.starts, self.parts, self.target, depths)
+        library = self.library
+        weighing = library and NativeWeighing(library, NativeKnowledge(logistics=False), depths)
+        return Watched(self.starts, self.parts, self.target, depths, weighing)
 
 
 class Guarded(Sized):
@@ -307,8 +312,9 @@ def play(drafts, pass_, monkeypatch, seed=5, sizes_by=Sized, **sizes):
 @pytest.mark.parametrize("points", ["no", "first", "last"])
 @pytest.mark.parametrize("drafts", [*DRAFTS.values(), *PRUNED.values()], ids=[*DRAFTS, *PRUNED])
 @pytest.mark.parametrize("pass_", [0.01, 0.2])  # nothing is spared, and much
-def test_the_law_of_the_text_is_the_targets(drafts, pass_, points, monkeypatch):
-    assert play(drafts, pass_, monkeypatch, points=points)[1] < EXACT
+@pytest.mark.parametrize("native", [False, True])
+def test_the_law_of_the_text_is_the_targets(drafts, pass_, points, native, monkeypatch):
+    assert play(drafts, pass_, monkeypatch, points=points, native=native)[1] < EXACT
 
 
 @pytest.mark.thorough
@@ -316,8 +322,11 @@ def test_the_law_of_the_text_is_the_targets(drafts, pass_, points, monkeypatch):
 @pytest.mark.parametrize("points", ["first", "last"])
 @pytest.mark.parametrize("target", [TARGET, DEAR], ids=["rows are cheap", "rows are dear"])
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
-def test_guesses_may_go_for_want_of_room_or_for_their_price(drafts, target, points, max_nodes, monkeypatch):
-    sizes = {"points": points, "target": target, "max_nodes": max_nodes}
+@pytest.mark.parametrize("native", [False, True])
+def test_guesses_may_go_for_want_of_room_or_for_their_price(
+    drafts, target, points, max_nodes, native, monkeypatch
+):
+    sizes = {"points": points, "target": target, "max_nodes": max_nodes, "native": native}
     assert play(drafts, 0.01, monkeypatch, **sizes)[1] < EXACT
 
 
@@ -378,11 +387,13 @@ def only_samples(tree):
     return {draw.node for draw in tree.draws if draw.rule in (IID, WITHOUT)}
 
 
-def test_dropping_a_guess_that_comes_before_samples_is_seen(monkeypatch):
+@pytest.mark.parametrize("native", [False, True])
+def test_dropping_a_guess_that_comes_before_samples_is_seen(native, monkeypatch):
     # Where both samples are one token there is room for what was guessed before them, and else there is none.
     monkeypatch.setattr(shared_tree, "any_sampled", lambda draws: False)
-    monkeypatch.setattr(cost_policy, "firm_nodes", only_samples)
-    assert play(DRAFTS["i.i.d. draws"], 0.01, monkeypatch, seed=8, points="first", max_nodes=4)[1] > SEEN
+    monkeypatch.setattr(native_weighing if native else plain_weighing, "firm_nodes", only_samples)
+    sizes = {"points": "first", "max_nodes": 4, "native": native}
+    assert play(DRAFTS["i.i.d. draws"], 0.01, monkeypatch, seed=8, **sizes)[1] > SEEN
 
 
 @pytest.mark.thorough
@@ -404,6 +415,7 @@ def test_whether_a_draft_is_run_depends_on_the_draws_of_another(monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
-def test_dropping_samples_for_their_value_is_seen(drafts, monkeypatch):
-    monkeypatch.setattr(cost_policy, "firm_nodes", lambda tree: set())
-    assert play(drafts, 0.01, monkeypatch)[1] > SEEN
+@pytest.mark.parametrize("native", [False, True])
+def test_dropping_samples_for_their_value_is_seen(drafts, native, monkeypatch):
+    monkeypatch.setattr(native_weighing if native else plain_weighing, "firm_nodes", lambda tree: set())
+    assert play(drafts, 0.01, monkeypatch, native=native)[1] > SEEN
