@@ -77,9 +77,9 @@ class DraftStarts:
         gains = dict[int, float]()
         shares = dict[int, float]()
         for i in growing:
-            gain, part = self._gain(entries[i], step)
-            if gain * without > reading[i] * part * tokens:
-                gains[i], shares[i] = gain, reading[i] * part
+            brings, part = self._gain(entries[i], step)
+            if brings * without > reading[i] * part * tokens:
+                gains[i], shares[i] = brings, reading[i] * part
         first = sorted(gains, key=gains.__getitem__, reverse=True)
         seconds, shared = list[float](), 0.0
         for more, taken in enumerate(self._draft.seconds(_USUAL_UNREAD, len(first))):

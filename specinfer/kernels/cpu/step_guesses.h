@@ -6,18 +6,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "estimates.h"
+#include "guesses.h"
 
 namespace specinfer {
-
-// What is known of speculators, by number.
-struct Knowledge {
-  Known* known;
-  const uint8_t* priced;  // whether it is a draft whose passes have a price
-  int64_t speculators;    // that there are
-  int32_t logistics;      // 0: counts alone
-  double beside;          // beside drafts the odds of what none has guessed count as so much; 1 without drafts
-};
 
 // What a step takes, by the nodes below its roots, and what it makes in any case.
 struct StepCosts {
@@ -31,79 +22,10 @@ struct StepCosts {
   double price(double made, int64_t nodes) const;
 };
 
-// Trees in one piece, one behind the other: the numbers of all, and then their integers.
-//   double temperature, confidences[draws], evidence[evidence]
-//   int32_t nodes, draws, evidence, firm, most, all_stay,
-//           tokens[nodes], node_parents[nodes], parents[draws], draw_nodes[draws], speculators[draws], pieces[draws],
-//           firm_nodes[firm]
-// A tree may have `most` nodes, the root included; firm nodes stay in any case, and all do where the request says how
-// large its trees are. What grows is told likewise, nodes and draws being new ones, firm nodes samples, and `most` the
-// number of its tree. Behind it lie the ends that it may grow below, and how likely first guesses there and others
-// are right:
-//   double firsts[ends], others[ends]
-//   int32_t ends, end_nodes[ends]
-struct Told {
-  const double* numbers;
-  const int32_t* integers;
-  int64_t count;
-
-  Told(const double* told, int64_t numbers, int64_t count)
-      : numbers(told), integers(reinterpret_cast<const int32_t*>(told + numbers)), count(count) {}
-};
-
 // What a step is expected to make, with those guesses so far that pay; `price` is that of a row more.
 struct Expected {
   double tokens, price;
   int64_t nodes;
-};
-
-// What a tree can hold: what stays in any case, and what may be dropped, likeliest first.
-struct Parts {
-  double tokens = 0.0;  // that what stays brings
-  int64_t nodes = 0;
-  std::vector<int32_t> droppable;
-};
-
-// One request's guesses.
-class Guesses {
- public:
-  // Takes the tree that is told next, and works out how likely its nodes are. False where it is no tree.
-  bool show(Told* told, const Knowledge& knowledge);
-  // Adds what a draft has grown. False where its nodes are not there.
-  bool grow(Told* told, const Knowledge& knowledge);
-  // The rates of its nodes, if the odds of what no draft has guessed count as so much.
-  std::vector<double> doubted(const Knowledge& knowledge, double part) const;
-  // The rates multiplied from below the root down to each node.
-  std::vector<double> along_paths(const std::vector<double>& rates) const;
-  // Its nodes, if they are as likely as that.
-  Parts parts(const std::vector<double>& hopes) const;
-  // How likely nobody else holds the token behind a node, by these rates.
-  double left(const std::vector<double>& rates, int64_t node) const;
-  // The tokens that children of a node of the draft's tree bring that nobody else holds.
-  double gain(int64_t end, double first, double other, double price) const;
-  // Learns what became of guesses when the text went on with these tokens, and adds what became of drafts' choices:
-  // `number`, level, speculator and choice each. How many guesses that were; -1 where they are of nobody known.
-  int64_t learn(const int32_t* tokens, int64_t count, const Knowledge& knowledge, int32_t number,
-                std::vector<int32_t>* choices) const;
-
-  const std::vector<double>& hopes() const { return hopes_; }
-  int64_t num_nodes() const { return static_cast<int64_t>(parents_.size()); }
-  bool has_end(int64_t node) const { return 0 <= node && node < static_cast<int64_t>(own_.size()); }
-  bool firm(int64_t node) const { return firm_[node] != 0; }
-  bool stays(int64_t node) const { return all_stay_ || firm(node); }  // if there is room for it
-
- private:
-  int32_t child(int32_t parent, int32_t token) const;  // the node below it that holds the token, or -1
-  void doubt(const Columns& draws, const Knowledge& knowledge, double part, std::vector<double>* rates) const;
-
-  double temperature_ = 0.0;
-  int64_t most_ = 0, shown_ = 0;  // shown: nodes that others have guessed, the root included
-  bool all_stay_ = false, samples_ = false;
-  std::vector<int32_t> tokens_, parents_;
-  std::vector<double> rates_, hopes_;
-  std::vector<char> firm_;
-  std::vector<int32_t> own_;  // where nodes of the draft's tree are
-  Columns draws_;             // of others
 };
 
 // The guesses of one step after the other. Where something is no tree it is refused, and so is what is asked of it.
