@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from specinfer import LLM, SamplingParams
 from specinfer.speculate import policy_memory
 from specinfer.speculate.estimator import Estimator
 from specinfer.speculate.guard import Guard
+from specinfer.speculate.native_weighing import NativeWeighing
 from specinfer.speculate.plain_steps import PlainSteps
+from specinfer.speculate.plain_weighing import PlainWeighing
 from specinfer.speculate.policy_memory import stored_policies
 from tests.engines import ENGINE, engine_of
+from tests.kernels import library_or_skip
 from tests.tiny_models import write_pair
 
 
@@ -76,3 +80,26 @@ def test_by_the_curves_clock_nothing_is_known_nor_kept(folder: Path) -> None:
 def test_trees_of_a_fixed_size_learn_nothing(folder: Path) -> None:
     answered(folder, tree_size="fixed")
     assert stored_policies() == []
+
+
+@pytest.mark.parametrize(("name", "by"), [("native", NativeWeighing), ("torch", PlainWeighing)])
+def test_guesses_are_weighed_and_learnt_by_the_kernels_there_are(
+    name: str, by: type[Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "native":
+        library_or_skip()
+    asked = set[tuple[type[Any], str]]()
+
+    def noting(ask: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(self: Any, *args: Any) -> Any:
+            asked.add((type(self), ask.__name__))
+            return ask(self, *args)
+
+        return noted
+
+    for weighing in (NativeWeighing, PlainWeighing):
+        for question in ("expect", "deepen", "choose", "learn"):
+            monkeypatch.setattr(weighing, question, noting(getattr(weighing, question)))
+    answered(folder, kernels=name)
+    assert asked == {(by, question) for question in ("expect", "deepen", "choose", "learn")}
+    assert learnt().outcomes > 0
