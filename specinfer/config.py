@@ -9,8 +9,8 @@ from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
 from specinfer.errors import ConfigError
+from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.token_tree import DrawRule
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 KernelChoice = Literal["auto", "native", "torch"]

@@ -284,11 +284,11 @@ def other_faults(library: Library) -> Iterator[str]:
 
 def _faults_of_hopes(library: Library) -> Iterator[str]:
     """What is wrong with one guess of which nothing is known: without weights it is as likely as not."""
-    known, hopes, priced = np.ones(11 + 2 * 13 * 2), np.empty(2), np.zeros(1, dtype=np.uint8)
+    known, hopes, levels = np.ones(11 + 2 * 13 * 2), np.empty(2), np.zeros(1, dtype=np.int32)
     known[:11] = 0
     # The temperature, and how sure its speculator is; two nodes, the second of which holds the guess.
-    told = struct.pack("=2d14i", 0.0, 0.9, 2, 1, 0, 0, 2, 0, 5, 6, -1, 0, 0, 1, 0, 0)
-    knowledge = KnowledgeArgs(known.ctypes.data, priced.ctypes.data, 1, 1, 1.0)
+    told = struct.pack("=2d16i", 0.0, 0.9, *(2, 1, 0, 0, 1, 2, 0), *(5, 6), *(-1, 0), *(0, 1), *(0, 1, 0))
+    knowledge = KnowledgeArgs(known.ctypes.data, levels.ctypes.data, 1, 1, 1.0)
     there = library.hopes(told, 2, 1, ctypes.byref(knowledge), hopes.ctypes.data)
     if not there or hopes.tolist() != [1.0, 0.5]:
         yield f"a guess as likely as not is thought to be {hopes[1]:.6g} likely"

@@ -213,7 +213,7 @@ class KnowledgeArgs(ctypes.Structure):
 
     _fields_ = (
         ("known", c_void_p),
-        ("priced", c_void_p),
+        ("levels", c_void_p),
         ("speculators", c_int64),
         ("logistics", c_int32),
         ("beside", c_double),
@@ -329,7 +329,7 @@ class Library:
             library.specinfer_step_choose, flag, address, *told, known, costs, address
         )
         self.step_learn = _function(
-            library.specinfer_step_learn, count, address, c_char_p, count, known, address, address
+            library.specinfer_step_learn, count, address, c_char_p, count, known, address
         )
         self.hopes = _function(library.specinfer_hopes, flag, *told, known, address)
         self.stream = _function(library.specinfer_stream, c_double, address, count)

@@ -34,8 +34,8 @@ from specinfer.runtime.runner import ModelRunner
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.draft_model import DraftModel
 from specinfer.speculate.growth import LIKELY_NODES, Shape
+from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.token_tree import DrawRule
 
 DEPTH: Final = 8  # levels that are recorded, at least
 WIDTH: Final = (

@@ -29,10 +29,10 @@ from specinfer.speculate.estimator import Estimator
 from specinfer.speculate.level_counts import LevelRate
 from specinfer.speculate.plain_weighing import PlainWeighing
 from specinfer.speculate.policy import StepReport, has_own_size
-from specinfer.speculate.speculator import LevelOutcome, Outcome
+from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.weighing import Grown, StepCosts, Weighing
 from specinfer.tree import TokenTree
-from specinfer.tree.prune import any_sampled
+from specinfer.tree.draw import any_sampled
 
 # When a draft is about to start, the odds of what no draft has guessed count as so much besides: its first
 # level brings more than a token. It shows which of their guesses to drop, and whether to go on.
@@ -173,10 +173,8 @@ class CostPolicy:
             if number in self._waiting:
                 self._waiting.remove(number)
                 known.append((number, outcome))
-        for number, level, name, choice in self._weighing.learn(known) if known else ():
-            request = self._entries[number].request
-            seen = LevelOutcome(request.request_id, level, choice)
-            self._drafts[name].learn(seen, request.params.temperature)
+        if known:
+            self._weighing.learn(known)
         for outcome in report.outcomes:
             if outcome.finished:
                 for draft in self._drafts.values():

@@ -51,6 +51,19 @@ class DraftCosts:
             self._own[seen.request_id] = LevelCounts(self._counts.depth)
         self._own[seen.request_id].learn(seen.level, seen.choice)
 
+    def lent(self, request_id: str, temperature: float) -> tuple[int, int, int]:
+        """Where what `learn` counts for a request lies, for a library that learns in its place."""
+        own = self._own.get(request_id)
+        if own is None:
+            own = self._own[request_id] = LevelCounts(self._counts.depth)
+        alike = self._alike[bisect_left(HEATS, temperature)]
+        return self._counts.lent(), alike.lent(), own.lent()
+
+    @property
+    def depth(self) -> int:
+        """How many levels are counted."""
+        return self._counts.depth
+
     def forget(self, request_id: str) -> None:
         """A request that ended."""
         self._own.pop(request_id, None)
@@ -88,7 +101,7 @@ class DraftCosts:
         if temperature is not None:
             usual = self._alike[bisect_left(HEATS, temperature)].rate(level, usual, _LIKE_ALL)
         own = None if request_id is None else self._own.get(request_id)
-        return usual if own is None else own.rate(level, usual, _LIKE_THESE)
+        return usual if own is None or own.untouched else own.rate(level, usual, _LIKE_THESE)
 
     def passes(self, most: int) -> Sequence[float]:
         """Seconds of passes of 0, 1, ... `most` rows."""

@@ -28,7 +28,8 @@ from specinfer.speculate.speculator import (
     Speculator,
 )
 from specinfer.tree import TokenTree
-from specinfer.tree.prune import any_sampled, likeliest, prune
+from specinfer.tree.draw import any_sampled, as_runs
+from specinfer.tree.prune import likeliest, prune
 from specinfer.tree.token_tree import single_node
 
 _LOG = logging.getLogger(__name__)
@@ -287,7 +288,11 @@ def _check(name: str, tree: TokenTree, root: int, max_nodes: int, max_depth: int
         fault = f"of depth {depth}; entry.max_depth is {max_depth}"
     elif min(tokens) < 0 or max(tokens) >= vocab:
         fault = f"with tokens outside the vocabulary of {vocab}"
-    elif not all(issubclass(kind, (int, float)) for kind in {type(draw.confidence) for draw in tree.draws}):
+    elif not all(
+        issubclass(kind, (int, float))
+        for run in as_runs(tree.draws).runs
+        for kind in {*map(type, run.confidences)}
+    ):
         fault = "with a draw whose confidence is no number"
     else:
         return

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from specinfer.speculate.level_counts import LevelRate
 from specinfer.speculate.tokens_per_second import total
 from specinfer.tree import Draw, TokenTree
-from specinfer.tree.merging import MergedTree, moved
-from specinfer.tree.prune import any_sampled, firm_nodes, sampled
+from specinfer.tree.draw import any_sampled, as_runs
+from specinfer.tree.merging import MergedTree
+from specinfer.tree.prune import firm_nodes, sampled
 
 
 class Guesses:
@@ -40,7 +41,8 @@ class Guesses:
         """
         others = self._tree.num_nodes
         self._merged.place(draft, self._nodes, others)
-        new = moved(draft.draws[len(self._drawn) :], self._nodes)
+        told = as_runs(draft.draws[len(self._drawn) :]).runs
+        new = [draw for run in told for draw in run.moved(self._nodes).draws()]
         self._drawn += new
         self._rates += [0.0] * (self.num_nodes - len(self._rates))
         if any_sampled(new):

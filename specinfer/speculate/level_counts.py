@@ -5,6 +5,7 @@ First guesses below a node are told from others, as each of the others costs the
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -32,25 +33,36 @@ class LevelCounts:
     """The counts of so many levels, fading."""
 
     def __init__(self, depth: int) -> None:
-        # By level: how often the first guess held the next token, or another one, and the tries.
-        self._firsts, self._others, self._tries = ([0.0] * depth for _ in range(3))
+        # How often the first guess of each level held the next token, how often another one, and the tries.
+        self._counts = array("d", bytes(8 * 3 * depth))
+        self._depth = depth
         self._rates: list[LevelRate] = []  # of the first levels, as far as somebody has asked
 
     @property
     def depth(self) -> int:
         """How many levels are counted."""
-        return len(self._tries)
+        return self._depth
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing was learnt."""
+        return not any(self._counts)
+
+    def lent(self) -> int:
+        """Where they lie, as cpu/level_counts.h has them, for a library that learns in their place."""
+        self._rates = []
+        return self._counts.buffer_info()[0]
 
     def learn(self, level: int, choice: int | None) -> None:
         """Count which of the guesses at `level`, 0 being the root's children, was right; None: none was."""
+        counts, depth = self._counts, self._depth
         if level == 0:  # what is not tried any more is forgotten as well
-            self._firsts = [count * _MEMORY for count in self._firsts]
-            self._others = [count * _MEMORY for count in self._others]
-            self._tries = [count * _MEMORY for count in self._tries]
-        if level < len(self._tries):
-            self._firsts[level] += choice == 0
-            self._others[level] += bool(choice)
-            self._tries[level] += 1
+            for i, count in enumerate(counts):
+                counts[i] = count * _MEMORY
+        if level < depth:
+            counts[level] += choice == 0
+            counts[depth + level] += bool(choice)
+            counts[2 * depth + level] += 1
         self._rates = []
 
     def rates(self) -> Sequence[LevelRate]:
@@ -64,21 +76,22 @@ class LevelCounts:
 
     def rate(self, level: int, usual: LevelRate, thought: float) -> LevelRate:
         """The rate of one level, if `thought` tries before those counted came out as `usual` has it."""
-        firsts, tries = self._firsts[level], self._tries[level]
+        counts, depth = self._counts, self._depth
+        firsts, others, tries = counts[level], counts[depth + level], counts[2 * depth + level]
         missed = 1 - usual.first
         behind = usual.other / missed if missed > 0 else 0.0
         first = (firsts + thought * usual.first) / (tries + thought)
-        other = (self._others[level] + thought * behind) / (tries - firsts + thought)
+        other = (others + thought * behind) / (tries - firsts + thought)
         return LevelRate(first, (1 - first) * other)
 
     def to_json(self) -> list[list[float]]:
         """How often the first guess and others were right at each level, and the tries."""
-        return [[*level] for level in zip(self._firsts, self._others, self._tries, strict=True)]
+        return [self._counts[level :: self._depth].tolist() for level in range(self._depth)]
 
     def recall(self, levels: Sequence[Sequence[float]]) -> None:
         """Take over what `to_json` gave, of as many levels as there are."""
         for level, counts in enumerate(levels[: self.depth]):
-            self._firsts[level], self._others[level], self._tries[level] = counts
+            self._counts[level :: self._depth] = array("d", counts)
         self._rates = []
 
     def _first_rates(self, count: int) -> list[LevelRate]:

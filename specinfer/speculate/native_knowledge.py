@@ -15,6 +15,7 @@ from specinfer.speculate.estimator import Estimator, Rival
 from specinfer.speculate.features import NAMES
 from specinfer.speculate.logistic import Logistic
 from specinfer.speculate.priors import prior
+from specinfer.tree.draw import Run
 
 _WEIGHTS: Final = len(NAMES)
 _LEAD, _OUTCOMES, _COUNTS = _WEIGHTS, _WEIGHTS + 1, _WEIGHTS + 2  # where they lie in a stretch
@@ -40,15 +41,15 @@ class NativeKnowledge:
         """The speculators that were met, by number."""
         return [*self._numbers]
 
-    def numbers(self, names: Sequence[str], pieces: Sequence[int]) -> list[int]:
-        """The numbers of those that have made some guesses, given how much evidence each guess has.
+    def numbers(self, runs: Sequence[Run]) -> list[int]:
+        """The numbers of those that have made some guesses.
 
         Who is new is met: what it begins with depends on what its guesses look like.
         """
-        found = [*map(self._numbers.__getitem__, names)]
+        found = [self._numbers[run.speculator] for run in runs]
         if self._numbers.new:
             for name in self._numbers.new:
-                self._begin(pieces[names.index(name)])
+                self._begin(next(run.pieces for run in runs if run.speculator == name))
             self._numbers.new.clear()
         return found
 

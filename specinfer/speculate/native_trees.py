@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import cast
 
 import numpy as np
 from torch import Tensor
@@ -17,9 +17,8 @@ from specinfer.kernels.product import FLOATS, NativeProduct, check_rows
 from specinfer.speculate.best_first import LEAST_HOPE, MOST_NODES
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.growth import Guessed
-from specinfer.tree import Draw, DrawRule, TokenTree
-
-_draw: Final = tuple.__new__  # quicker than Draw(...)
+from specinfer.tree import DrawRule, TokenTree
+from specinfer.tree.draw import Run, Runs
 
 
 class NativeTrees:
@@ -82,19 +81,10 @@ class NativeTrees:
             end = first + self._nodes[i]
             parents = self._nodes[self._room + first : self._room + end].tolist()
             tokens = self._nodes[self._room + whole + first : self._room + whole + end].tolist()
-            rule = one.site.draws_by
-            draws = [
-                _draw(Draw, (parent, node, name, rule, None, hope, (best, second)))
-                for node, parent, hope, best, second in zip(
-                    range(1, len(parents) + 1),
-                    parents,
-                    chances[first:end],
-                    chances[whole + 2 * first : whole + 2 * end : 2],
-                    chances[whole + 2 * first + 1 : whole + 2 * end : 2],
-                    strict=True,
-                )
-            ]
-            one.growth.grown = TokenTree((one.growth.builder.root, *tokens), (-1, *parents), tuple(draws))
+            hopes = chances[first:end].tolist()
+            evidence = chances[whole + 2 * first : whole + 2 * end].tolist()
+            run = Run(name, one.site.draws_by, parents, range(1, len(parents) + 1), hopes, evidence, 2)
+            one.growth.grown = TokenTree((one.growth.builder.root, *tokens), (-1, *parents), Runs((run,)))
 
     def _make_room(self, count: int) -> None:
         """Memory for the trees of so many requests, which is used again in each step."""

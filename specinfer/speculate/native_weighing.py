@@ -6,25 +6,26 @@ what became of guesses is learnt from the tokens that were committed alone.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import struct
 import weakref
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import byref
 from functools import lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final, cast
 
 from specinfer.kernels.library import KnowledgeArgs, Library, StepCostsArgs
 from specinfer.plan import PlanEntry
+from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.native_knowledge import NativeKnowledge
 from specinfer.speculate.policy import has_own_size
 from specinfer.speculate.speculator import Outcome
-from specinfer.speculate.weighing import BESIDE, Choice, Expected, Grown, StepCosts
-from specinfer.tree import Draw, TokenTree
-from specinfer.tree.prune import any_sampled, firm_nodes, keep, sampled
+from specinfer.speculate.weighing import BESIDE, Expected, Grown, StepCosts
+from specinfer.tree import TokenTree
+from specinfer.tree.draw import Run, as_runs
+from specinfer.tree.prune import firm_nodes, keep
 
 _MOST_NODES: Final = 1 << 30  # of a tree; more make no difference
 
@@ -35,7 +36,9 @@ class NativeWeighing:
     No other one learns the same `knowledge`.
     """
 
-    def __init__(self, library: Library, knowledge: NativeKnowledge, drafts: Collection[str]) -> None:
+    def __init__(
+        self, library: Library, knowledge: NativeKnowledge, drafts: Mapping[str, DraftCosts]
+    ) -> None:
         self._library = library
         self._knowledge = knowledge
         self._drafts = drafts
@@ -45,7 +48,7 @@ class NativeWeighing:
         self._known = KnowledgeArgs(logistics=knowledge.logistics, beside=BESIDE if drafts else 1.0)
         self._version = 0  # of what is known
         self._names: Sequence[str] = ()  # of speculators, by number
-        self._priced = array("B")  # of these, who is a draft that has a price
+        self._levels = array("i")  # of these, that are counted of a draft that has a price; 0: it is none
         self._costs = StepCostsArgs()
         self._passes, self._draft_passes = _Table(), _Table()
         self._args = byref(self._known), byref(self._costs)
@@ -82,8 +85,8 @@ class NativeWeighing:
                 raise ValueError(f"{len(rates)} rates of levels below {len(ends)} nodes")
             nodes, draws = self._seen.get(number, (1, 0))
             self._seen[number] = len(tree.token_ids), len(tree.draws)
-            new = tree.draws[draws:]
-            firm = [draw.node for draw in new if sampled(draw)] if any_sampled(new) else ()
+            new = as_runs(tree.draws[draws:]).runs
+            firm = [node for run in new if run.rule.is_sampled for node in run.nodes]
             self._add(
                 *(numbers, integers, 0.0, tree.token_ids[nodes:], tree.parents[nodes:], new, firm, number, 0)
             )
@@ -121,25 +124,20 @@ class NativeWeighing:
         _there(self._library.hopes(*told, self._known_now(), hopes.buffer_info()[0]))
         return [hopes[first:end].tolist() for first, end in pairwise(ends)]
 
-    def learn(self, outcomes: Sequence[tuple[int, Outcome]]) -> list[Choice]:
+    def learn(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
         """As Weighing says."""
-        told, tokens = list[int](), 0
+        told, tables, known = list[int](), list[int](), self._known_now()
+        priced = [self._drafts[name] for name in self._names if name in self._drafts]
         for number, outcome in outcomes:
             told += (number, len(outcome.committed))
             told += outcome.committed
-            tokens += len(outcome.committed)
-        choices, learnt = array("i", bytes(16 * tokens * len(self._drafts) + 4)), ctypes.c_int64()
-        count = self._library.step_learn(
-            *(self._step, _packed((), told)[0], len(outcomes), self._known_now()),
-            *(choices.buffer_info()[0], byref(learnt)),
-        )
-        _there(count >= 0)
-        self._knowledge.outcomes += learnt.value
-        found, names = choices[: 4 * count].tolist(), self._names
-        return [
-            Choice(number, level, names[speculator], None if choice < 0 else choice)
-            for number, level, speculator, choice in zip(*[iter(found)] * 4, strict=True)
-        ]
+            request = self._entries[number].request
+            for draft in priced:
+                tables += draft.lent(request.request_id, request.params.temperature)
+        lent, packed = array("Q", tables), _packed((), told)[0]
+        learnt = self._library.step_learn(self._step, packed, len(outcomes), known, lent.buffer_info()[0])
+        _there(learnt >= 0)
+        self._knowledge.outcomes += learnt
 
     def _told(self, trees: Sequence[TokenTree]) -> tuple[bytes, int, int]:
         """Whole trees, one for each entry, as the library takes them."""
@@ -148,7 +146,7 @@ class NativeWeighing:
             heat, most = entry.request.params.temperature, min(entry.max_nodes, _MOST_NODES)
             firm = sorted(firm_nodes(tree))
             self._add(
-                *(numbers, integers, heat, tree.token_ids, tree.parents, tree.draws, firm),
+                *(numbers, integers, heat, tree.token_ids, tree.parents, as_runs(tree.draws).runs, firm),
                 *(most, has_own_size(entry)),
             )
         return *_packed(numbers, integers), len(trees)
@@ -160,33 +158,47 @@ class NativeWeighing:
         temperature: float,
         token_ids: Sequence[int],
         parents: Sequence[int],
-        draws: Sequence[Draw],
+        runs: Sequence[Run],
         firm: Sequence[int],
         *about: int,
     ) -> None:
-        """Tell of one tree, as cpu/step_guesses.h has it: add it to `numbers` and `integers`."""
+        """Tell of one tree, as cpu/guesses.h has it: add it to `numbers` and `integers`."""
         if len(parents) != len(token_ids):
             raise ValueError(f"{len(parents)} parents of {len(token_ids)} nodes")
+        above, nodes, told, confidences, evidence = (
+            list[int](),
+            list[int](),
+            list[int](),
+            list[float](),
+            list[float](),
+        )
+        numbered = self._knowledge.numbers(runs)
+        for number, run in zip(numbered, runs, strict=True):
+            told += (number, len(run.nodes), run.pieces)
+            above += run.parents
+            nodes += run.nodes
+            confidences += run.confidences
+            evidence += run.evidence
+        if not len(above) == len(nodes) == len(confidences):
+            raise ValueError(f"{len(above)} parents and {len(confidences)} confidences of {len(nodes)} draws")
         numbers.append(temperature)
-        if not draws:
-            integers += (len(token_ids), 0, 0, 0, *about, *token_ids, *parents)
-            return
-        above, nodes, names, _, _, confidences, seen = zip(*draws, strict=True)
-        pieces, evidence = [*map(len, seen)], [*chain.from_iterable(seen)]
-        if sum(pieces) != len(evidence):
-            raise ValueError(f"evidence of {sum(pieces)} numbers that are {len(evidence)}")
-        speculators = self._knowledge.numbers(names, pieces)
         numbers += confidences
         numbers += evidence
-        integers += (len(token_ids), len(draws), len(evidence), len(firm), *about, *token_ids, *parents)
-        integers += (*above, *nodes, *speculators, *pieces, *firm)
+        integers += (len(token_ids), len(nodes), len(evidence), len(firm), len(runs), *about)
+        integers += token_ids
+        integers += parents
+        integers += above
+        integers += nodes
+        integers += told
+        integers += firm
 
     def _known_now(self) -> Any:
         """What is known, for the library: somebody new may have guessed since it was last asked."""
         if self._version != self._knowledge.version:
             self._version, self._names = self._knowledge.version, self._knowledge.names
-            self._priced = array("B", [name in self._drafts for name in self._names])
-            self._known.known, self._known.priced = self._knowledge.address, self._priced.buffer_info()[0]
+            drafts = self._drafts
+            self._levels = array("i", [drafts[n].depth if n in drafts else 0 for n in self._names])
+            self._known.known, self._known.levels = self._knowledge.address, self._levels.buffer_info()[0]
             self._known.speculators = len(self._names)
         return self._args[0]
 

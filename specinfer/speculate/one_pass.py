@@ -25,6 +25,7 @@ from specinfer.speculate.growth import Growth, Guessed, Shape
 from specinfer.speculate.native_trees import NativeTrees
 from specinfer.speculate.plain_trees import PlainTrees
 from specinfer.tree import TokenTree
+from specinfer.tree.draw import as_runs
 
 _FEWEST_NODES: Final = 8  # that are grown, whatever is wanted of them
 
@@ -76,7 +77,7 @@ class OnePassTrees:
         kept = grown = 0
         whole = False
         for tree, part in zip(guessed, chosen, strict=True):
-            there, here = (sum([draw.speculator == self._name for draw in t.draws]) for t in (tree, part))
+            there, here = (as_runs(t.draws).drawn_by(self._name) for t in (tree, part))
             grown, kept = max(grown, there), max(kept, here)
             whole = whole or there == here >= self._most
         if whole:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from specinfer.plan import PlanEntry
+from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.estimator import Estimates
 from specinfer.speculate.guesses import Guesses, along_paths
 from specinfer.speculate.policy import has_own_size
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import LevelOutcome, Outcome
 from specinfer.speculate.tokens_per_second import fastest, how_many, total
-from specinfer.speculate.weighing import BESIDE, Choice, Expected, Grown, StepCosts
+from specinfer.speculate.weighing import BESIDE, Expected, Grown, StepCosts
 from specinfer.tree import Draw, TokenTree
 from specinfer.tree.prune import firm_nodes, keep
 from specinfer.tree.token_tree import next_nodes
@@ -23,7 +24,7 @@ _Droppable = tuple[int, set[int], list[int], list[float]]
 class PlainWeighing:
     """A `Weighing` by an estimator; `drafts` are those whose passes have a price."""
 
-    def __init__(self, estimator: Estimates, drafts: Collection[str]) -> None:
+    def __init__(self, estimator: Estimates, drafts: Mapping[str, DraftCosts]) -> None:
         self.guesses: list[Guesses] = []  # by entry, what was shown and what a draft is adding
         self.trees: Sequence[TokenTree] = ()  # what all have guessed in the end
         self._estimator = estimator
@@ -121,9 +122,8 @@ class PlainWeighing:
             for n, tree in enumerate(trees)
         ]
 
-    def learn(self, outcomes: Sequence[tuple[int, Outcome]]) -> list[Choice]:
+    def learn(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
         """As Weighing says."""
-        choices = list[Choice]()
         for number, outcome in outcomes:
             tree = self.trees[number]
             becomes = next_nodes(tree, outcome.committed)
@@ -132,16 +132,16 @@ class PlainWeighing:
                 if draw.parent in below:
                     below[draw.parent].append(draw)
             path = [(below[node], child) for node, child in becomes.items()]
-            temperature = self._entries[number].request.params.temperature
+            request = self._entries[number].request
+            temperature = request.params.temperature
             for level, (draws, child) in enumerate(path):
                 self._estimator.learn(draws, child, temperature)
                 for name in dict.fromkeys(draw.speculator for draw in draws):
                     if name in self._drafts:
                         own = [draw.node for draw in draws if draw.speculator == name]
-                        choices.append(
-                            Choice(number, level, name, own.index(child) if child in own else None)
-                        )
-        return choices
+                        choice = own.index(child) if child in own else None
+                        seen = LevelOutcome(request.request_id, level, choice)
+                        self._drafts[name].learn(seen, temperature)
 
     def so_far(self, guesses: Sequence[Guesses], costs: StepCosts) -> tuple[float, int]:
         """The step's expected tokens and nodes below roots, with those of these guesses that pay."""

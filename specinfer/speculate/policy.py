@@ -16,8 +16,8 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.speculate.decision import Appraisal
 from specinfer.speculate.speculator import LevelOutcome, Outcome
 from specinfer.tree import TokenTree
+from specinfer.tree.draw import any_sampled
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.prune import any_sampled
 
 _LOG = logging.getLogger(__name__)
 

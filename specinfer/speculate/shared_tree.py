@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from specinfer.plan import PlanEntry
 from specinfer.tree import TokenTree, merge
+from specinfer.tree.draw import any_sampled
 from specinfer.tree.merging import MergedTree
-from specinfer.tree.prune import any_sampled
 from specinfer.tree.token_tree import single_node
 
 

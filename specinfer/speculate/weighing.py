@@ -64,15 +64,6 @@ class Grown(NamedTuple):
     rates: Sequence[LevelRate]  # of the level below each of these
 
 
-class Choice(NamedTuple):
-    """What came of a draft's guesses below one node of the text."""
-
-    number: int  # of the entry
-    level: int  # of the guesses, 0 being the root's children
-    speculator: str
-    choice: int | None  # which of them became text; None: none did
-
-
 class Weighing(Protocol):
     """Asked in this order in each step; `show` and what comes of it once for each draft, before `choose`."""
 
@@ -118,9 +109,9 @@ class Weighing(Protocol):
         """
         ...
 
-    def learn(self, outcomes: Sequence[tuple[int, Outcome]]) -> list[Choice]:
+    def learn(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
         """Learn what became of guesses: of the trees that were chosen from, by number, verified or not.
 
-        Returns what became of those of drafts that have a price.
+        And let drafts that have a price learn what became of their levels.
         """
         ...

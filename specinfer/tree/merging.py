@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specinfer.errors import IntegrityError
-from specinfer.tree.token_tree import Draw, TokenTree, child_of
+from specinfer.tree.draw import Runs, as_runs
+from specinfer.tree.token_tree import TokenTree, child_of
 
 
 class MergedTree:
@@ -18,13 +19,13 @@ class MergedTree:
     def __init__(self, tree: TokenTree) -> None:
         self.token_ids = [*tree.token_ids]
         self.parents = [*tree.parents]
-        self.draws = [*tree.draws]
+        self._runs = [*as_runs(tree.draws).runs]
 
     def graft(self, tree: TokenTree, below: int = 0) -> None:
         """Add all sequences of `tree` and its draws; node `below` holds its root's token."""
         nodes = [below]  # by node of `tree`
         self.place(tree, nodes, len(self.token_ids))
-        self.draws += moved(tree.draws, nodes)
+        self._runs += [run.moved(nodes) for run in as_runs(tree.draws).runs]
 
     def place(self, tree: TokenTree, nodes: list[int], before: int) -> None:
         """Add to `nodes`, where the first nodes of `tree` are here, where its others are; adds those missing.
@@ -44,7 +45,7 @@ class MergedTree:
 
     def build(self) -> TokenTree:
         """The tree as it stands."""
-        return TokenTree(tuple(self.token_ids), tuple(self.parents), tuple(self.draws))
+        return TokenTree(tuple(self.token_ids), tuple(self.parents), Runs(tuple(self._runs)))
 
 
 def merge(trees: Sequence[TokenTree]) -> TokenTree:
@@ -62,12 +63,3 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
     for tree in trees[1:]:
         merged.graft(tree)
     return merged.build()
-
-
-def moved(draws: Sequence[Draw], nodes: Sequence[int]) -> list[Draw]:
-    """The same draws where node n has the number nodes[n]."""
-    make = tuple.__new__  # quicker than Draw(...)
-    return [
-        make(Draw, (nodes[parent], nodes[node], name, rule, law, sure, seen))
-        for parent, node, name, rule, law, sure, seen in draws
-    ]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Collection, Container, Sequence
 
-from specinfer.tree.token_tree import Draw, DrawRule, TokenTree
-
-_POINT_MASS, _COUPLED = DrawRule.POINT_MASS, DrawRule.COUPLED
-_rule = attrgetter("rule")
+from specinfer.tree.draw import Draw, Runs, any_sampled, as_runs
+from specinfer.tree.token_tree import TokenTree
 
 
 def prune(
@@ -38,12 +35,6 @@ def prune(
 def sampled(draw: Draw) -> bool:
     """Whether a draw may never be dropped for its value, as some verifier relies on how it was drawn."""
     return draw.rule.is_sampled
-
-
-def any_sampled(draws: Iterable[Draw]) -> bool:
-    """Whether `sampled` is true of any of them."""
-    rules = [*map(_rule, draws)]  # this is asked of every draw of a step: no loop in Python
-    return rules.count(_POINT_MASS) + rules.count(_COUPLED) < len(rules)
 
 
 def firm_nodes(tree: TokenTree) -> set[int]:
@@ -90,12 +81,5 @@ def keep(tree: TokenTree, nodes: Collection[int]) -> TokenTree:
     return TokenTree(
         tuple([tokens[node] for node in nodes]),
         (-1, *[new[parents[node]] for node in nodes if node]),
-        # Before the first node that is left out all keep their numbers, and so do their parents.
-        tuple(
-            [
-                draw if number == draw[1] else draw.moved(new[draw[0]], number)
-                for draw in tree.draws
-                if (number := new[draw[1]]) >= 0
-            ]
-        ),
+        Runs(as_runs(tree.draws).runs, new),
     )

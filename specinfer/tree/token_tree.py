@@ -1,4 +1,4 @@
-"""The token tree and its draws.
+"""The token tree.
 
 Nodes merge (merging.py), draws do not: two speculators that propose the same token below the same node share
 that node (and one row of the target's forward pass), but both draws are kept, in order, because multi-step
@@ -9,62 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING
 
 from specinfer.errors import ensure
+from specinfer.tree.draw import Draw, DrawRule, as_runs, draw_of
 
 if TYPE_CHECKING:  # options name draw rules, and commands read options before they load anything large
     import numpy as np
     from numpy.typing import NDArray
 
     from specinfer.tree.distribution import Distribution
-
-
-class DrawRule(StrEnum):
-    """How a speculator came to propose a token; it decides which verifier may treat the draw."""
-
-    POINT_MASS = "point_mass"  # a function of the text so far: top-k, n-gram, suffix, prediction
-    COUPLED = "coupled"  # top-k of log q + the noise the target will use at that position
-    IID = "iid"  # sampled from q, independently of the other draws
-    WITHOUT_REPLACEMENT = "without_replacement"  # from q without this speculator's earlier draws here
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether a verifier relies on how the token was drawn, so that it is never dropped for its value."""
-        # Looked up in a set it would be hashed in Python.
-        return self is not DrawRule.POINT_MASS and self is not DrawRule.COUPLED
-
-
-class Draw(NamedTuple):
-    """One proposal of one token at one node by one speculator, with the law it was drawn from.
-
-    A tuple, as a step makes hundreds: they are made and taken apart quickest. Each equals itself alone.
-    """
-
-    parent: int  # the node below which the token was proposed
-    node: int  # the node that holds the token; several draws may share it
-    speculator: str
-    rule: DrawRule
-    law: Distribution | NDArray[np.float64] | None = None  # q, an array being [vocab]; only of sampled rules
-    confidence: float = 0.5  # the speculator's own idea of how likely the token is; no verifier reads it
-    evidence: tuple[float, ...] = ()  # what else it saw, for a policy to learn from; its module says what
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __ne__(self, other: object) -> bool:
-        return self is not other
-
-    def moved(self, parent: int, node: int) -> Draw:
-        """The same draw where its nodes have other numbers."""
-        return _tuple(Draw, (parent, node, *self[2:]))
-
-
-_tuple: Final = tuple.__new__  # quicker than Draw(...)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +32,7 @@ class TokenTree:
 
     token_ids: tuple[int, ...]  # [num_nodes]
     parents: tuple[int, ...]  # [num_nodes], parents[0] == -1, parents[i] < i
-    draws: tuple[Draw, ...] = ()  # in proposal order; duplicates kept, MSS needs them
+    draws: Sequence[Draw] = ()  # in proposal order; duplicates kept, MSS needs them
 
     @property
     def num_nodes(self) -> int:
@@ -118,10 +72,10 @@ class TokenTree:
         than its parent, whatever a speculator says.
         """
         own = [1.0, *[0.0] * (self.num_nodes - 1)]
-        for draw in self.draws:
-            node, sure = draw.node, draw.confidence
-            if sure > own[node]:
-                own[node] = sure if sure < 1.0 else 1.0
+        for run in as_runs(self.draws).runs:
+            for node, sure in zip(run.nodes, run.confidences, strict=True):
+                if sure > own[node]:
+                    own[node] = sure if sure < 1.0 else 1.0
         parents = self.parents
         for node in range(1, len(own)):
             own[node] *= own[parents[node]]
@@ -184,7 +138,7 @@ class TreeBuilder:
             self._children[parent, token] = node
             self.token_ids.append(token)
             self.parents.append(parent)
-        self.draws.append(_tuple(Draw, (parent, node, speculator, rule, law, confidence, evidence)))
+        self.draws.append(draw_of(Draw, (parent, node, speculator, rule, law, confidence, evidence)))
         return node
 
     def child(self, parent: int, token: int) -> int | None:

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from specinfer.errors import DrawRuleError, IntegrityError
 from specinfer.tree.distribution import Distribution
-from specinfer.tree.token_tree import Draw, DrawRule, TokenTree, draws_by_parent
+from specinfer.tree.draw import Draw, DrawRule
+from specinfer.tree.token_tree import TokenTree, draws_by_parent
 from specinfer.verify import noise
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.law import inverse_cdf

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from specinfer.errors import DrawRuleError
-from specinfer.tree.token_tree import DrawRule
+from specinfer.tree.draw import DrawRule
 
 
 class Verifier(StrEnum):

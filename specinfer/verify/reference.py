@@ -11,7 +11,8 @@ from fractions import Fraction
 from typing import Protocol, TypeVar
 
 from specinfer.tree.distribution import Distribution
-from specinfer.tree.token_tree import DrawRule, TokenTree
+from specinfer.tree.draw import DrawRule
+from specinfer.tree.token_tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.noise import key_of, mix64
 

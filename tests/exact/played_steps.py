@@ -15,7 +15,7 @@ from specinfer.engine import target_laws
 from specinfer.errors import RequestError
 from specinfer.speculate.draws import Site, draw_children
 from specinfer.tree import TreeBuilder, merge
-from specinfer.tree.token_tree import DrawRule
+from specinfer.tree.draw import DrawRule
 from specinfer.verify.pairs import Verifier
 from specinfer.verify.target_law import target_law
 from tests import plans

@@ -12,7 +12,8 @@ import pytest
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.draws import coupled_children
-from specinfer.tree.token_tree import DrawRule, TokenTree, TreeBuilder
+from specinfer.tree.draw import DrawRule
+from specinfer.tree.token_tree import TokenTree, TreeBuilder
 from specinfer.verify import coupled_choice, noise, reference, verify_coupled
 from specinfer.verify.target_law import target_law
 from tests.goodness import chi_square

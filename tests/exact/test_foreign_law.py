@@ -14,7 +14,8 @@ from specinfer.speculate.draws import Site, draw_children
 from specinfer.speculate.foreign_tokens import foreign_tokens
 from specinfer.speculate.retold_tree import RetoldTree
 from specinfer.tokenizer import Tokenizer
-from specinfer.tree.token_tree import DrawRule, TreeBuilder
+from specinfer.tree.draw import DrawRule
+from specinfer.tree.token_tree import TreeBuilder
 from tests.flights import flight_of
 from tests.foreign import byte_level
 

@@ -15,8 +15,8 @@ from specinfer.speculate.draft_model import DraftModel
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.growth import Shape
 from specinfer.speculate.policy import FixedPolicy, StepReport
+from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.token_tree import DrawRule
 from specinfer.verify import verify_multistep
 from tests import plans
 

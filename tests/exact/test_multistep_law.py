@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from specinfer.sampling_params import SamplingParams
-from specinfer.tree.token_tree import DrawRule, TreeBuilder
+from specinfer.tree.draw import DrawRule
+from specinfer.tree.token_tree import TreeBuilder
 from specinfer.verify import UniformCoin, reference, verify_multistep
 
 from .enumeration import (

@@ -6,7 +6,8 @@ The strict comparison has its mutant in test_multistep_law.py, where uniforms li
 import numpy as np
 import pytest
 
-from specinfer.tree.token_tree import Draw, DrawRule, TokenTree
+from specinfer.tree.draw import Draw, DrawRule
+from specinfer.tree.token_tree import TokenTree
 from specinfer.verify import multistep
 
 from .enumeration import Guesser, World, distance, own_law, step_law, text_law

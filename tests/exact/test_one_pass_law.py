@@ -24,8 +24,8 @@ from specinfer.speculate import plain_trees
 from specinfer.speculate.draft_vocabulary import named_tokens
 from specinfer.speculate.growth import Growth, Shape
 from specinfer.speculate.one_pass import OnePassTrees
+from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.token_tree import DrawRule
 from specinfer.verify import noise
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.pairs import Verifier

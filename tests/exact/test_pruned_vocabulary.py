@@ -10,7 +10,8 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import draws
 from specinfer.speculate.draft_vocabulary import DraftVocabulary, first_tokens
 from specinfer.speculate.draws import Site, draw_children
-from specinfer.tree.token_tree import DrawRule, TreeBuilder
+from specinfer.tree.draw import DrawRule
+from specinfer.tree.token_tree import TreeBuilder
 from tests.flights import flight_of
 
 from .enumeration import Supports, distance, own_law, text_law

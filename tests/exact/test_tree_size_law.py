@@ -23,9 +23,10 @@ from specinfer.speculate.native_weighing import NativeWeighing
 from specinfer.speculate.policy import LevelPass, StepReport
 from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree import TreeBuilder
+from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.prune import keep
-from specinfer.tree.token_tree import DrawRule, single_node
+from specinfer.tree.token_tree import single_node
 from tests import plans
 from tests.flights import flight_of
 from tests.kernels import kernels, library_or_skip

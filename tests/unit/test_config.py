@@ -9,8 +9,8 @@ import pytest
 
 from specinfer.config import DRAFT_DRAWS, CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from specinfer.errors import ConfigError
+from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.token_tree import DrawRule
 from specinfer.verify.pairs import ACCEPTED_RULES, Verifier
 
 

@@ -11,23 +11,59 @@ namespace {
 struct Record {
   const int32_t* header;
   double temperature;
-  const int32_t *tokens, *parents, *firm;
-  Draws draws;
+  const int32_t *tokens, *parents, *above, *nodes, *firm;
+  const double *confidences, *evidence;
+  const Run* runs;
 
-  explicit Record(Told* told) : header(told->integers) {
-    const int64_t nodes = header[kNodes], count = header[kDraws];
-    temperature = told->numbers[0];
+  explicit Record(Told* told) : header(told->integers), temperature(told->numbers[0]) {
+    const int64_t nodes_told = header[kNodes], count = header[kDraws];
     tokens = header + kHeader;
-    parents = tokens + nodes;
-    const int32_t* const columns = parents + nodes;
-    const double* const confidences = told->numbers + 1;
-    draws = {count,           confidences,         confidences + count, columns,
-             columns + count, columns + 2 * count, columns + 3 * count};
-    firm = columns + 4 * count;
-    told->numbers = draws.evidence + header[kEvidence];
+    parents = tokens + nodes_told;
+    above = parents + nodes_told;
+    nodes = above + count;
+    runs = reinterpret_cast<const Run*>(nodes + count);
+    firm = reinterpret_cast<const int32_t*>(runs + header[kRuns]);
+    confidences = told->numbers + 1;
+    evidence = confidences + count;
+    told->numbers = evidence + header[kEvidence];
     told->integers = firm + header[kFirm];
   }
+
+  // Its draws. False where runs do not hold them, or are of somebody unknown.
+  bool draws(const Knowledge& knowledge, Columns* to) const {
+    int64_t count = 0, pieces = 0;
+    for (const Run* run = runs; run != runs + header[kRuns]; ++run) {
+      if (run->speculator < 0 || run->speculator >= knowledge.speculators) return false;
+      if (run->draws < 0 || run->pieces < 0) return false;
+      count += run->draws;
+      pieces += static_cast<int64_t>(run->draws) * run->pieces;
+    }
+    if (count != header[kDraws] || pieces != header[kEvidence]) return false;
+    to->confidences.assign(confidences, confidences + count);
+    to->evidence.assign(evidence, evidence + pieces);
+    to->parents.assign(above, above + count);
+    to->nodes.assign(nodes, nodes + count);
+    to->speculators.clear();
+    to->pieces.clear();
+    for (const Run* run = runs; run != runs + header[kRuns]; ++run) {
+      to->speculators.insert(to->speculators.end(), run->draws, run->speculator);
+      to->pieces.insert(to->pieces.end(), run->draws, run->pieces);
+    }
+    return true;
+  }
 };
+
+// Counts what became of guesses at one level, as speculate/level_counts.py does; -1: none held the next token.
+void count_choice(double* table, int64_t depth, int64_t level, int32_t choice) {
+  constexpr double kMemory = 0.97;
+  if (level == 0) {
+    for (int64_t i = 0; i < 3 * depth; ++i) table[i] *= kMemory;
+  }
+  if (level >= depth) return;
+  table[level] += choice == 0 ? 1.0 : 0.0;
+  table[depth + level] += choice > 0 ? 1.0 : 0.0;
+  table[2 * depth + level] += 1.0;
+}
 
 // Whether all of these were told of.
 bool all_known(const int32_t* speculators, int64_t count, const Knowledge& knowledge) {
@@ -40,8 +76,7 @@ bool all_known(const int32_t* speculators, int64_t count, const Knowledge& knowl
 bool Guesses::show(Told* told, const Knowledge& knowledge) {
   const Record record(told);
   const int64_t nodes = record.header[kNodes];
-  if (nodes < 1 || !record.draws.within(nodes)) return false;
-  if (!all_known(record.draws.speculators, record.draws.count, knowledge)) return false;
+  if (nodes < 1 || !record.draws(knowledge, &draws_) || !draws_.view().within(nodes)) return false;
   temperature_ = record.temperature;
   most_ = record.header[kMost];
   all_stay_ = record.header[kAllStay] != 0;
@@ -58,15 +93,8 @@ bool Guesses::show(Told* told, const Knowledge& knowledge) {
     firm_[record.firm[i]] = 1;
   }
   own_.assign(1, 0);
-  const Draws& draws = record.draws;
-  draws_.confidences.assign(draws.confidences, draws.confidences + draws.count);
-  draws_.evidence.assign(draws.evidence, draws.evidence + record.header[kEvidence]);
-  draws_.parents.assign(draws.parents, draws.parents + draws.count);
-  draws_.nodes.assign(draws.nodes, draws.nodes + draws.count);
-  draws_.speculators.assign(draws.speculators, draws.speculators + draws.count);
-  draws_.pieces.assign(draws.pieces, draws.pieces + draws.count);
   rates_.resize(nodes);
-  estimate(draws, temperature_, knowledge.logistics != 0, knowledge.known, nodes, rates_.data());
+  estimate(draws_.view(), temperature_, knowledge.logistics != 0, knowledge.known, nodes, rates_.data());
   doubt(draws_, knowledge, knowledge.beside, &rates_);
   rates_[0] = 1.0;
   hopes_ = along_paths(rates_);
@@ -94,10 +122,10 @@ bool Guesses::grow(Told* told, const Knowledge& knowledge) {
     firm_[own_[record.firm[i]]] = 1;
     samples_ = true;
   }
-  const Draws& draws = record.draws;
-  if (!draws.within(static_cast<int64_t>(own_.size())) || !all_known(draws.speculators, draws.count, knowledge)) {
-    return false;
-  }
+  Columns told_draws;
+  if (!record.draws(knowledge, &told_draws)) return false;
+  const Draws draws = told_draws.view();
+  if (!draws.within(static_cast<int64_t>(own_.size()))) return false;
   // What others have guessed below the same nodes is less likely, or more, for what the draft has.
   Columns all;
   std::vector<char> shared(shown_, 0);
@@ -127,7 +155,7 @@ void Guesses::doubt(const Columns& draws, const Knowledge& knowledge, double par
   if (part == 1.0) return;
   std::vector<char> drafted(rates->size(), 0);
   for (int64_t i = 0; i < draws.count(); ++i) {
-    if (knowledge.priced[draws.speculators[i]] != 0) drafted[draws.nodes[i]] = 1;
+    if (knowledge.levels[draws.speculators[i]] != 0) drafted[draws.nodes[i]] = 1;
   }
   for (size_t node = 0; node < rates->size(); ++node) {
     double& p = (*rates)[node];
@@ -201,8 +229,9 @@ int32_t Guesses::child(int32_t parent, int32_t token) const {
   return -1;
 }
 
-int64_t Guesses::learn(const int32_t* tokens, int64_t count, const Knowledge& knowledge, int32_t number,
-                       std::vector<int32_t>* choices) const {
+int64_t Guesses::learn(const int32_t* tokens, int64_t count, const Knowledge& knowledge,
+                       double* const* tables) const {
+  if (!all_known(draws_.speculators.data(), draws_.count(), knowledge)) return -1;
   Columns path;
   std::vector<int32_t> groups, accepted;
   const Draws draws = draws_.view();
@@ -218,7 +247,7 @@ int64_t Guesses::learn(const int32_t* tokens, int64_t count, const Knowledge& kn
     accepted.push_back(next);
     for (int64_t i = first; i < path.count(); ++i) {
       const int32_t speculator = path.speculators[i];
-      if (speculator >= knowledge.speculators || knowledge.priced[speculator] == 0) continue;
+      if (knowledge.levels[speculator] == 0) continue;
       int32_t own = 0, choice = -1;  // the first of its guesses tells of all
       bool told = false;
       for (int64_t j = first; j < path.count(); ++j) {
@@ -227,11 +256,15 @@ int64_t Guesses::learn(const int32_t* tokens, int64_t count, const Knowledge& kn
         if (path.nodes[j] == next && choice < 0) choice = own;
         ++own;
       }
-      if (!told) choices->insert(choices->end(), {number, static_cast<int32_t>(level), speculator, choice});
+      if (told) continue;
+      const auto priced = [](int32_t levels) { return levels > 0; };
+      const int64_t before = std::count_if(knowledge.levels, knowledge.levels + speculator, priced);
+      for (int64_t t = kTables * before; t < kTables * (before + 1); ++t) {
+        count_choice(tables[t], knowledge.levels[speculator], level, choice);
+      }
     }
     node = next;
   }
-  if (!all_known(path.speculators.data(), path.count(), knowledge)) return -1;
   specinfer::learn(path.view(), temperature_, knowledge.logistics != 0, groups, accepted, knowledge.known);
   return path.count();
 }

@@ -12,21 +12,28 @@ namespace specinfer {
 // What is known of speculators, by number.
 struct Knowledge {
   Known* known;
-  const uint8_t* priced;  // whether it is a draft whose passes have a price
+  const int32_t* levels;  // that are counted of a draft whose passes have a price; 0: it is none
   int64_t speculators;    // that there are
   int32_t logistics;      // 0: counts alone
   double beside;          // beside drafts the odds of what none has guessed count as so much; 1 without drafts
 };
 
+// Tables that count what became of a draft's levels: of all requests, of those that are as hot, of the request. In
+// each lie of every level how often its first guess held the next token, how often another one, and the tries.
+constexpr int kTables = 3;
+
 // What the integers of a tree begin with.
-enum Header { kNodes, kDraws, kEvidence, kFirm, kMost, kAllStay, kHeader };
+enum Header { kNodes, kDraws, kEvidence, kFirm, kRuns, kMost, kAllStay, kHeader };
+
+struct Run {
+  int32_t speculator, draws, pieces;
+};
 
 // Trees in one piece, one behind the other: the numbers of all, and then their integers.
 //   double temperature, confidences[draws], evidence[evidence]
-//   int32_t nodes, draws, evidence, firm, most, all_stay,
-//           tokens[nodes], node_parents[nodes], parents[draws], draw_nodes[draws], speculators[draws], pieces[draws],
-//           firm_nodes[firm]
-// A tree may have `most` nodes, the root included; firm nodes stay in any case, and all do where the request says how
+//   int32_t nodes, draws, evidence, firm, runs, most, all_stay,
+//           tokens[nodes], node_parents[nodes], parents[draws], draw_nodes[draws], Run run[runs], firm_nodes[firm]
+// Draws of one run, which stand one behind another, are of one speculator and have as much evidence each. A tree may have `most` nodes, the root included; firm nodes stay in any case, and all do where the request says how
 // large its trees are. What grows is told likewise, nodes and draws being new ones, firm nodes samples, and `most` the
 // number of its tree. Behind it lie the ends that it may grow below, and how likely first guesses there and others
 // are right:
@@ -68,10 +75,10 @@ class Guesses {
   double left(const std::vector<double>& rates, int64_t node) const;
   // The tokens that children of a node of the draft's tree bring that nobody else holds.
   double gain(int64_t end, double first, double other, double price) const;
-  // Learns what became of guesses when the text went on with these tokens, and adds what became of drafts' choices:
-  // `number`, level, speculator and choice each. How many guesses that were; -1 where they are of nobody known.
-  int64_t learn(const int32_t* tokens, int64_t count, const Knowledge& knowledge, int32_t number,
-                std::vector<int32_t>* choices) const;
+  // Learns what became of guesses when the text went on with these tokens, and counts what became of those of drafts
+  // that have a price: each counts in `kTables` tables, those of all such drafts lying one behind another, by number.
+  // How many guesses that were; -1 where they are of nobody known.
+  int64_t learn(const int32_t* tokens, int64_t count, const Knowledge& knowledge, double* const* tables) const;
 
   const std::vector<double>& hopes() const { return hopes_; }
   int64_t num_nodes() const { return static_cast<int64_t>(parents_.size()); }

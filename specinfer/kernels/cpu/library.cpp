@@ -174,8 +174,8 @@ int32_t specinfer_step_choose(void* step, const double* told, int64_t numbers, i
 }
 
 int64_t specinfer_step_learn(const void* step, const int32_t* told, int64_t count, const Knowledge* knowledge,
-                             int32_t* out, int64_t* learnt) {
-  return static_cast<const StepGuesses*>(step)->learn(told, count, *knowledge, out, learnt);
+                             double* const* tables) {
+  return static_cast<const StepGuesses*>(step)->learn(told, count, *knowledge, tables);
 }
 
 int32_t specinfer_hopes(const double* told, int64_t numbers, int64_t count, const Knowledge* knowledge, double* out) {

@@ -171,20 +171,20 @@ bool StepGuesses::choose(Told told, const Knowledge& knowledge, const StepCosts&
   return true;
 }
 
-int64_t StepGuesses::learn(const int32_t* told, int64_t count, const Knowledge& knowledge, int32_t* out,
-                           int64_t* learnt) const {
-  std::vector<int32_t> choices;
-  *learnt = 0;
-  for (int64_t i = 0; i < count; ++i) {
+int64_t StepGuesses::learn(const int32_t* told, int64_t count, const Knowledge& knowledge,
+                           double* const* tables) const {
+  const int64_t priced = std::count_if(knowledge.levels, knowledge.levels + knowledge.speculators,
+                                       [](int32_t levels) { return levels > 0; });
+  int64_t learnt = 0;
+  for (int64_t i = 0; i < count; ++i, tables += kTables * priced) {
     const int32_t number = *told++, tokens = *told++;
     if (number < 0 || number >= num_chosen_) return -1;
-    const int64_t guesses = chosen_[number].learn(told, tokens, knowledge, number, &choices);
+    const int64_t guesses = chosen_[number].learn(told, tokens, knowledge, tables);
     if (guesses < 0) return -1;
-    *learnt += guesses;
+    learnt += guesses;
     told += tokens;
   }
-  std::copy(choices.begin(), choices.end(), out);
-  return static_cast<int64_t>(choices.size()) / 4;
+  return learnt;
 }
 
 bool hopes_of(Told told, const Knowledge& knowledge, double* out) {

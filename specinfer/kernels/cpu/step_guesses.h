@@ -46,9 +46,9 @@ class StepGuesses {
   // The nodes that make the step faster out of these trees: of each their count and the nodes, ascending.
   bool choose(Told told, const Knowledge& knowledge, const StepCosts& costs, int32_t* kept);
   // Learns what became of trees that were chosen from; of each `told` holds its number, how many tokens were
-  // committed, and these. `out` gets drafts' choices, -1 for none; returns how many, or -1, and how many guesses were
-  // learnt from.
-  int64_t learn(const int32_t* told, int64_t count, const Knowledge& knowledge, int32_t* out, int64_t* learnt) const;
+  // committed, and these, and `tables` where the levels of drafts that have a price are counted (Guesses::learn).
+  // Returns how many guesses were learnt from, or -1.
+  int64_t learn(const int32_t* told, int64_t count, const Knowledge& knowledge, double* const* tables) const;
 
  private:
   Expected so_far(const std::vector<std::vector<double>>& hopes, const StepCosts& costs) const;

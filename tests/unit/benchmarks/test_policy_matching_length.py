@@ -26,8 +26,8 @@ from specinfer.speculate.calibration import Calibration
 from specinfer.speculate.growth import Shape
 from specinfer.speculate.policy import FixedPolicy
 from specinfer.tree import Draw, TokenTree
+from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.token_tree import DrawRule
 from tests.unit.benchmarks.conftest import Run
 from tests.unit.benchmarks.test_scripts import table
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -176,7 +176,10 @@ def test_a_drafts_level_is_charged_what_it_takes() -> None:
 
 def test_after_a_shift_few_steps_are_lost_to_a_draft_that_is_right_no_more() -> None:
     costs = DraftCosts(CostCurve((1, 1000), (0.3, 0.3)), Expansion((1, 1, 1, 1)))
-    policy, asked = CostPolicy(FREE, {"draft": costs}, PlainWeighing(Estimator(), {"draft"})), [entry()]
+    policy, asked = (
+        CostPolicy(FREE, {"draft": costs}, PlainWeighing(Estimator(), {"draft": costs})),
+        [entry()],
+    )
     teach(policy, 4, steps=500)
 
     def passes() -> int:
@@ -204,18 +207,18 @@ def test_what_came_of_a_requests_guesses_is_forgotten_with_it() -> None:
     assert costs.rate(0, told) == costs.rate(0), "with what its last step has taught"
 
 
-@pytest.mark.parametrize(("native", "least", "of_a_node"), [(False, 1700, 62), (True, 1100, 4)])
+@pytest.mark.parametrize(("native", "least", "of_a_node"), [(False, 1850, 62), (True, 1100, 4)])
 def test_deciding_runs_few_lines_of_python(native: bool, least: int, of_a_node: int) -> None:
-    def weighing() -> Weighing | None:
+    def weighing(drafts: Mapping[str, DraftCosts]) -> Weighing | None:
         if not native:
             return None
-        return NativeWeighing(library_or_skip(), NativeKnowledge(logistics=False), {"draft"})
+        return NativeWeighing(library_or_skip(), NativeKnowledge(logistics=False), drafts)
 
     def lines(nodes: int, requests: int = 1) -> int:
         """Those of a step with a draft that grows three levels beside n-grams of so many nodes."""
         costs = [CostModel(name, curve) for name, curve in (("target", FREE), ("draft", QUICK))]
         drafts = {"draft": DraftCosts(costs[1], Expansion((1, 1, 1, 1)))}
-        policy = CostPolicy(costs[0], drafts, weighing())
+        policy = CostPolicy(costs[0], drafts, weighing(drafts))
         asked = [entry(str(i)) for i in range(requests)]
         known = chain(*nodes * [0.5], speculator="ngram")
         drawn = [chain(*depth * [0.9], speculator="draft") for depth in range(1, 4)]

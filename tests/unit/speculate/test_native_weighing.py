@@ -6,12 +6,16 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 
 from specinfer.kernels.library import Library
 from specinfer.plan import PlanEntry
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.runtime.cost_model import CostModel
+from specinfer.speculate.draft_costs import DraftCosts
 from specinfer.speculate.estimator import Estimator, Lasting
 from specinfer.speculate.level_counts import LevelRate
 from specinfer.speculate.native_knowledge import NativeKnowledge
@@ -22,6 +26,7 @@ from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.weighing import Expected, Grown, StepCosts, Weighing
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder
+from specinfer.tree.expansion import Expansion
 from specinfer.tree.merging import MergedTree
 from specinfer.tree.token_tree import single_node
 from tests.kernels import library_or_skip
@@ -44,11 +49,12 @@ class Pair:
     """The two, asked the same; what they say must be the same."""
 
     def __init__(self, library: Library, *, logistics: bool, drafts: Sequence[str]) -> None:
-        self.library, self.logistics, self.drafts = library, logistics, drafts
+        self.library, self.logistics = library, logistics
         self.estimator: Lasting = Estimator(logistics=logistics)
         self.knowledge = NativeKnowledge(logistics=logistics)
-        self.plain: Weighing = PlainWeighing(self.estimator, drafts)  # type: ignore[arg-type]
-        self.native = NativeWeighing(library, self.knowledge, drafts)
+        self.of_plain, self.of_native = priced(drafts), priced(drafts)
+        self.plain: Weighing = PlainWeighing(self.estimator, self.of_plain)  # type: ignore[arg-type]
+        self.native = NativeWeighing(library, self.knowledge, self.of_native)
 
     def __getattr__(self, name: str) -> Any:
         def ask(*args: Any) -> Any:
@@ -61,11 +67,23 @@ class Pair:
     def compare(self) -> None:
         """They have learnt the same; and one that recalls it goes on from there."""
         assert told(self.knowledge) == told(self.estimator)
+        for name, draft in self.of_plain.items():
+            assert self.of_native[name].to_json() == draft.to_json()
+            for level, request in product(range(4), ("r0", "r1", "r2", "r3", "nobody")):
+                assert self.of_native[name].rate(level, request, 0.7) == draft.rate(level, request, 0.7)
         again = NativeKnowledge(logistics=self.logistics)
-        native = NativeWeighing(self.library, again, self.drafts)
+        native = NativeWeighing(self.library, again, self.of_native)
         again.recall(self.estimator.to_json())
         assert told(again) == told(self.estimator)
         self.knowledge, self.native = again, native
+
+
+def priced(names: Sequence[str]) -> dict[str, DraftCosts]:
+    """Drafts whose passes have a price."""
+    return {
+        name: DraftCosts(CostModel(name, CostCurve((1, 2), (0.1, 0.2))), Expansion((1, 1, 1)))
+        for name in names
+    }
 
 
 def plainly(value: Any) -> Any:
@@ -247,7 +265,7 @@ LEVEL = [LevelRate(0.5, 0.0)]
 @pytest.mark.parametrize("node", [-1, 3, 1 << 20])
 @pytest.mark.parametrize("about", ["node", "parent", "above"])
 def test_nodes_that_are_not_there_reach_no_memory(library: Library, node: int, about: str) -> None:
-    native = NativeWeighing(library, NativeKnowledge(), DRAFTS)
+    native = NativeWeighing(library, NativeKnowledge(), priced(DRAFTS))
     native.begin([entry()])
     above, of = (node, 1) if about == "parent" else (0, node)
     lost = (Draw(above, of, "own", DrawRule.POINT_MASS),)
@@ -267,7 +285,7 @@ def test_nodes_that_are_not_there_reach_no_memory(library: Library, node: int, a
 
 
 def test_what_is_asked_at_a_wrong_time_or_of_a_wrong_size_reaches_no_memory(library: Library) -> None:
-    native, tree = NativeWeighing(library, NativeKnowledge(), DRAFTS), chain(0.5, 0.5)
+    native, tree = NativeWeighing(library, NativeKnowledge(), priced(DRAFTS)), chain(0.5, 0.5)
     native.begin([entry()])
     for grown, passes, wrong in (
         (Grown(0, tree, [3], LEVEL), [0.0, 1.0], IndexError),
@@ -292,7 +310,7 @@ def test_what_is_asked_at_a_wrong_time_or_of_a_wrong_size_reaches_no_memory(libr
 
 def test_what_was_told_before_a_recall_reaches_no_memory(library: Library) -> None:
     knowledge = NativeKnowledge()
-    native = NativeWeighing(library, knowledge, DRAFTS)
+    native = NativeWeighing(library, knowledge, priced(DRAFTS))
     native.begin([entry()])
     native.choose([chain(0.5, speculator="own")], COSTS)
     knowledge.recall(Estimator().to_json())

@@ -101,9 +101,6 @@ def test_a_draw_equals_itself_alone() -> None:
     assert [one, other].index(other) == 1
     assert one != other
     assert len({one, other, one}) == 2
-    moved = one.moved(3, 4)
-    assert (moved.parent, moved.node) == (3, 4)
-    assert all(new is old for new, old in zip(moved[2:], one[2:], strict=True))
 
 
 @pytest.mark.parametrize("parent", [-1, 1])

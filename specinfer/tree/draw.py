@@ -1,0 +1,198 @@
+"""Draws: who proposed which token below which node, with the law it came from.
+
+A step makes hundreds. So those of one speculator by one rule, which most come as, are kept as columns, a
+*run*; a Draw is made of a run's when somebody asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from itertools import chain, compress, groupby
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
+
+if TYPE_CHECKING:  # options name draw rules, and commands read options before they load anything large
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from specinfer.tree.distribution import Distribution
+
+
+class DrawRule(StrEnum):
+    """How a speculator came to propose a token; it decides which verifier may treat the draw."""
+
+    POINT_MASS = "point_mass"  # a function of the text so far: top-k, n-gram, suffix, prediction
+    COUPLED = "coupled"  # top-k of log q + the noise the target will use at that position
+    IID = "iid"  # sampled from q, independently of the other draws
+    WITHOUT_REPLACEMENT = "without_replacement"  # from q without this speculator's earlier draws here
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether a verifier relies on how the token was drawn, so that it is never dropped for its value."""
+        # Looked up in a set it would be hashed in Python.
+        return self is not DrawRule.POINT_MASS and self is not DrawRule.COUPLED
+
+
+class Draw(NamedTuple):
+    """One proposal of one token at one node by one speculator, with the law it was drawn from.
+
+    A tuple, as a step makes hundreds: they are made and taken apart quickest. Each equals itself alone.
+    """
+
+    parent: int  # the node below which the token was proposed
+    node: int  # the node that holds the token; several draws may share it
+    speculator: str
+    rule: DrawRule
+    law: Distribution | NDArray[np.float64] | None = None  # q, an array being [vocab]; only of sampled rules
+    confidence: float = 0.5  # the speculator's own idea of how likely the token is; no verifier reads it
+    evidence: tuple[float, ...] = ()  # what else it saw, for a policy to learn from; its module says what
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+
+draw_of: Final = tuple.__new__  # draw_of(Draw, fields) is quicker than Draw(*fields)
+
+
+class Run(NamedTuple):
+    """Draws of one speculator by one rule, one behind another, with as much evidence each: columns."""
+
+    speculator: str
+    rule: DrawRule
+    parents: Sequence[int]
+    nodes: Sequence[int]
+    confidences: Sequence[float]
+    evidence: Sequence[float]  # of all, `pieces` of each
+    pieces: int
+    laws: Sequence[Distribution | NDArray[np.float64] | None] | None = None  # None: none has one
+
+    def moved(self, nodes: Sequence[int]) -> Run:
+        """The same where node n has the number nodes[n]."""
+        number = nodes.__getitem__
+        return self._replace(parents=[*map(number, self.parents)], nodes=[*map(number, self.nodes)])
+
+    def draws(self) -> Iterator[Draw]:
+        """Each of them."""
+        pieces = self.pieces
+        seen = zip(*[iter(self.evidence)] * pieces, strict=True) if pieces else iter([()] * len(self.nodes))
+        for i, (parent, node, sure, evidence) in enumerate(
+            zip(self.parents, self.nodes, self.confidences, seen, strict=True)
+        ):
+            law = None if self.laws is None else self.laws[i]
+            yield draw_of(Draw, (parent, node, self.speculator, self.rule, law, sure, evidence))
+
+    def kept(self, numbers: Sequence[int]) -> Run:
+        """Those at nodes n that have a number, numbers[n] >= 0, which is theirs then."""
+        stay = [numbers[node] >= 0 for node in self.nodes]
+        pieces, laws, number = self.pieces, self.laws, numbers.__getitem__
+        of_each = stay if pieces == 1 else [one for one in stay for _ in range(pieces)]
+        return Run(
+            self.speculator,
+            self.rule,
+            [*map(number, compress(self.parents, stay))],
+            [*map(number, compress(self.nodes, stay))],
+            [*compress(self.confidences, stay)],
+            [*compress(self.evidence, of_each)],
+            pieces,
+            None if laws is None else [*compress(laws, stay)],
+        )
+
+
+class Runs(Sequence[Draw]):
+    """Draws in order, as runs; what nobody asks for is not made.
+
+    With `numbers` those at nodes n with numbers[n] >= 0 alone, which is their number then.
+    """
+
+    __slots__ = ("_draws", "_numbers", "_runs")
+
+    def __init__(self, runs: Sequence[Run], numbers: Sequence[int] | None = None) -> None:
+        self._runs = runs
+        self._numbers = numbers
+        self._draws: tuple[Draw, ...] | None = None
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        """The runs; some may have no draws."""
+        if self._numbers is not None:
+            self._runs = [run.kept(self._numbers) for run in self._runs]
+            self._numbers = None
+        return self._runs
+
+    def drawn_by(self, speculator: str) -> int:
+        """How many are of one speculator."""
+        own = [run.nodes for run in self._runs if run.speculator == speculator]
+        if self._numbers is None:
+            return sum(map(len, own))
+        return sum(self._numbers[node] >= 0 for nodes in own for node in nodes)
+
+    def __len__(self) -> int:
+        return sum([len(run.nodes) for run in self.runs])
+
+    @overload
+    def __getitem__(self, index: int) -> Draw: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Draw, ...]: ...
+    def __getitem__(self, index: int | slice) -> Draw | tuple[Draw, ...]:
+        return self._each()[index]
+
+    def __iter__(self) -> Iterator[Draw]:
+        return iter(self._each())
+
+    def __eq__(self, other: object) -> bool:
+        """Of the same draws, in the same order."""
+        if isinstance(other, Runs):
+            other = other._each()
+        return self._each() == other
+
+    def __hash__(self) -> int:
+        return hash(self._each())
+
+    def __repr__(self) -> str:
+        return repr(self._each())
+
+    def _each(self) -> tuple[Draw, ...]:
+        if self._draws is None:
+            self._draws = tuple(chain.from_iterable(run.draws() for run in self.runs))
+        return self._draws
+
+
+def as_runs(draws: Sequence[Draw]) -> Runs:
+    """Draws as runs; those of a TreeBuilder, which come one by one, are looked through."""
+    if isinstance(draws, Runs):
+        return draws
+    if not draws:
+        return Runs(())
+    columns = tuple(zip(*draws, strict=True))
+    speculators, rules, evidence = columns[2], columns[3], columns[6]
+    alike = speculators.count(speculators[0]) == rules.count(rules[0]) == len(draws)
+    if alike and len({*map(len, evidence)}) == 1 and not rules[0].is_sampled:  # as a rule
+        return Runs((_run(columns),))
+    return Runs([_run(tuple(zip(*each, strict=True))) for _, each in groupby(draws, _kind)])
+
+
+def any_sampled(draws: Sequence[Draw]) -> bool:
+    """Whether a verifier relies on how any of them was drawn (DrawRule.is_sampled)."""
+    if isinstance(draws, Runs):
+        return any(run.rule.is_sampled for run in draws.runs)
+    rules = [draw.rule for draw in draws]  # this is asked of every draw of a step: no property is called
+    return rules.count(DrawRule.POINT_MASS) + rules.count(DrawRule.COUPLED) < len(rules)
+
+
+def _kind(draw: Draw) -> tuple[str, DrawRule, int, bool]:
+    """What draws of a run have in common."""
+    return draw.speculator, draw.rule, len(draw.evidence), draw.law is None
+
+
+def _run(columns: tuple[Any, ...]) -> Run:
+    """Draws of one kind, at least one, as a run."""
+    parents, nodes, speculators, rules, laws, confidences, evidence = columns
+    told, pieces = [*chain.from_iterable(evidence)], len(evidence[0])
+    known = None if laws[0] is None else laws
+    return Run(speculators[0], rules[0], parents, nodes, confidences, told, pieces, known)

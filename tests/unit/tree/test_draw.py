@@ -1,0 +1,108 @@
+"""Draws as columns: the same draws as one by one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from specinfer.tree.draw import Draw, DrawRule, Run, Runs, any_sampled, as_runs
+
+LAW = np.array([0.5, 0.5])
+MIXED = (
+    Draw(0, 1, "a", DrawRule.POINT_MASS, None, 0.9, (1.0, 2.0)),
+    Draw(1, 2, "a", DrawRule.POINT_MASS, None, 0.8, (3.0, 4.0)),
+    Draw(1, 3, "a", DrawRule.POINT_MASS, None, 0.7, ()),
+    Draw(0, 1, "b", DrawRule.IID, LAW, 0.6, (5.0,)),
+    Draw(0, 4, "b", DrawRule.IID, LAW, 0.5, (6.0,)),
+    Draw(0, 1, "a", DrawRule.COUPLED, None, 0.4, (7.0, 8.0)),
+)
+
+
+def told(draws: Sequence[Draw]) -> list[tuple[object, ...]]:
+    return [tuple(draw) for draw in draws]
+
+
+def test_runs_are_of_one_speculator_rule_and_number_of_pieces() -> None:
+    runs = as_runs(MIXED).runs
+    assert [(run.speculator, run.rule, run.pieces, [*run.nodes]) for run in runs] == [
+        ("a", DrawRule.POINT_MASS, 2, [1, 2]),
+        ("a", DrawRule.POINT_MASS, 0, [3]),
+        ("b", DrawRule.IID, 1, [1, 4]),
+        ("a", DrawRule.COUPLED, 2, [1]),
+    ]
+    assert [*runs[0].evidence] == [1.0, 2.0, 3.0, 4.0]
+    assert [run.laws is None for run in runs] == [True, True, False, True]
+
+
+def test_runs_hold_the_same_draws_in_the_same_order() -> None:
+    runs = as_runs(MIXED)
+    assert as_runs(runs) is runs
+    assert len(runs) == len(MIXED)
+    assert told(runs) == told(MIXED)
+    assert tuple(runs[3]) == tuple(MIXED[3])
+    assert told(runs[2:4]) == told(MIXED[2:4])
+
+
+def test_a_draw_of_a_run_is_made_once() -> None:
+    runs = as_runs(MIXED)
+    assert [*runs] == [*runs], "each equals itself alone"
+    assert runs[3] is [*runs][3]
+
+
+def test_there_may_be_no_draws() -> None:
+    assert (len(as_runs(())), [*as_runs(())], any_sampled(Runs(()))) == (0, [], False)
+
+
+def test_a_run_moves_to_other_nodes() -> None:
+    (run,) = as_runs(MIXED[:2]).runs
+    assert [(d.parent, d.node, d.evidence) for d in run.moved([0, 5, 9]).draws()] == [
+        (0, 5, (1.0, 2.0)),
+        (5, 9, (3.0, 4.0)),
+    ]
+
+
+@pytest.mark.parametrize("asked", ["draws", "counts"])
+def test_draws_at_nodes_that_are_kept_get_their_numbers(asked: str) -> None:
+    numbers = [0, -1, -1, -1, 1]  # of nodes 0, 1, ...
+    kept = Runs(as_runs(MIXED).runs, numbers)
+    if asked == "counts":
+        assert (kept.drawn_by("a"), kept.drawn_by("b")) == (0, 1)
+    assert told(kept) == [(0, 1, "b", DrawRule.IID, LAW, 0.5, (6.0,))]
+    assert (kept.drawn_by("a"), kept.drawn_by("b"), len(kept)) == (0, 1, 1)
+
+
+def test_random_draws_are_kept_as_one_by_one() -> None:
+    chance = random.Random(5)
+    for _ in range(200):
+        nodes = chance.randint(2, 9)
+        draws = [
+            Draw(
+                chance.randrange(node),
+                node,
+                chance.choice("ab"),
+                chance.choice([DrawRule.POINT_MASS, DrawRule.COUPLED]),
+                None,
+                chance.random(),
+                tuple(chance.random() for _ in range(chance.choice([0, 1, 2]))),
+            )
+            for node in (chance.randrange(1, nodes) for _ in range(chance.randint(0, 12)))
+        ]
+        numbers = [0, *(chance.choice([-1, node]) for node in range(1, nodes))]
+        kept = Runs(as_runs(draws).runs, numbers)
+        obvious = [d._replace(parent=numbers[d.parent]) for d in draws if numbers[d.node] >= 0]
+        assert told(kept) == told(obvious)
+        assert told(as_runs(draws)) == told(draws)
+
+
+@pytest.mark.parametrize("rule", DrawRule)
+def test_sampled_draws_are_seen_in_runs_as_one_by_one(rule: DrawRule) -> None:
+    draws = [MIXED[0], Draw(0, 4, "b", rule, LAW if rule.is_sampled else None)]
+    assert any_sampled(draws) == any_sampled(as_runs(draws)) == rule.is_sampled
+
+
+def test_runs_name_what_they_hold() -> None:
+    run = Run("a", DrawRule.POINT_MASS, [0], [1], [0.5], [], 0)
+    assert "speculator='a'" in repr(Runs((run,)))
