@@ -20,6 +20,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from specinfer.speculate.policy import StepReport
 from specinfer.speculate.speculator import LevelSpeculator, Outcome, Speculator
 from specinfer.speculate.table import build_speculators
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
+from specinfer.tree.draw import Runs, as_runs
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import single_node
 
@@ -191,7 +193,8 @@ class Play:
                 for node in level:
                     self._add(builder, int(entry.request.request_id), node, entry.end + depth, width)
                 level = [*range(before, len(builder.token_ids))]
-            trees.append(builder.build())
+            tree = builder.build()
+            trees.append(replace(tree, draws=Runs(as_runs(tree.draws).runs)))  # as the library's trees are
         return trees
 
     def _add(self, builder: TreeBuilder, n: int, node: int, at: int, width: int) -> None:

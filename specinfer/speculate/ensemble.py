@@ -288,15 +288,15 @@ def _check(name: str, tree: TokenTree, root: int, max_nodes: int, max_depth: int
         fault = f"of depth {depth}; entry.max_depth is {max_depth}"
     elif min(tokens) < 0 or max(tokens) >= vocab:
         fault = f"with tokens outside the vocabulary of {vocab}"
-    elif not all(
-        issubclass(kind, (int, float))
-        for run in as_runs(tree.draws).runs
-        for kind in {*map(type, run.confidences)}
-    ):
+    elif not all(_is_number(of) for run in as_runs(tree.draws).runs for of in {*map(type, run.confidences)}):
         fault = "with a draw whose confidence is no number"
     else:
         return
     raise SpeculatorError(f"speculator {name!r} proposed a tree {fault}; see docs/add_a_speculator.md")
+
+
+def _is_number(kind: type) -> bool:
+    return kind is float or issubclass(kind, (int, float))
 
 
 def _possible(tree: TokenTree, entry: PlanEntry, path: tuple[int, ...] = ()) -> TokenTree:

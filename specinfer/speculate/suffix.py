@@ -21,6 +21,7 @@ from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.suffix_store import SuffixStore
 from specinfer.speculate.text_index import TextIndex
 from specinfer.tree import Draw, DrawRule, TokenTree
+from specinfer.tree.draw import as_runs
 from specinfer.tree.token_tree import single_node
 
 LONGEST_MATCH = 32  # tokens; a longer match is no better a guess
@@ -209,7 +210,7 @@ class SuffixSpeculator:
                 break
             _, _, parent, depth, token, matched, share, through = heapq.heappop(waiting)
             node = draw(parent, token, matched, len(through), share)
-        return TokenTree(tuple(token_ids), tuple(parents), tuple(draws))
+        return TokenTree(tuple(token_ids), tuple(parents), as_runs(draws))
 
 
 def _loop(tokens: array[int], reach: int) -> None:

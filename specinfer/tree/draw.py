@@ -74,8 +74,9 @@ class Run(NamedTuple):
 
     def moved(self, nodes: Sequence[int]) -> Run:
         """The same where node n has the number nodes[n]."""
-        number = nodes.__getitem__
-        return self._replace(parents=[*map(number, self.parents)], nodes=[*map(number, self.nodes)])
+        speculator, rule, parents, own, confidences, evidence, pieces, laws = self
+        above, at = [nodes[parent] for parent in parents], [nodes[node] for node in own]
+        return Run(speculator, rule, above, at, confidences, evidence, pieces, laws)
 
     def draws(self) -> Iterator[Draw]:
         """Each of them."""
@@ -105,35 +106,49 @@ class Run(NamedTuple):
 
 
 class Runs(Sequence[Draw]):
-    """Draws in order, as runs; what nobody asks for is not made.
-
-    With `numbers` those at nodes n with numbers[n] >= 0 alone, which is their number then.
-    """
+    """Draws in order, as runs, one by one, or both: what nobody asks for is not made, and nothing twice."""
 
     __slots__ = ("_draws", "_numbers", "_runs")
 
-    def __init__(self, runs: Sequence[Run], numbers: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, runs: Sequence[Run], numbers: Sequence[int] | None = None, draws: tuple[Draw, ...] | None = None
+    ) -> None:
+        """With `numbers` those at nodes n with numbers[n] >= 0 alone, which is their number then.
+
+        With `draws` there are no runs yet, but these.
+        """
         self._runs = runs
         self._numbers = numbers
-        self._draws: tuple[Draw, ...] | None = None
+        self._draws = draws
 
     @property
     def runs(self) -> Sequence[Run]:
-        """The runs; some may have no draws."""
+        """The runs, none of which is empty."""
         if self._numbers is not None:
-            self._runs = [run.kept(self._numbers) for run in self._runs]
-            self._numbers = None
+            kept = [run.kept(self._numbers) for run in self._runs]
+            self._runs, self._numbers = [run for run in kept if run.nodes], None
+        elif self._draws and not self._runs:
+            self._runs = _runs_of(self._draws)
         return self._runs
+
+    @property
+    def rules(self) -> list[DrawRule]:
+        """The rules of all, in no order, and maybe several times."""
+        if self._draws is not None and not self._runs:
+            return [draw.rule for draw in self._draws]
+        return [run.rule for run in self.runs]
 
     def drawn_by(self, speculator: str) -> int:
         """How many are of one speculator."""
-        own = [run.nodes for run in self._runs if run.speculator == speculator]
-        if self._numbers is None:
+        numbers = self._numbers
+        runs = self.runs if numbers is None else self._runs
+        own = [run.nodes for run in runs if run.speculator == speculator]
+        if numbers is None:
             return sum(map(len, own))
-        return sum(self._numbers[node] >= 0 for nodes in own for node in nodes)
+        return sum([numbers[node] >= 0 for nodes in own for node in nodes])
 
     def __len__(self) -> int:
-        return sum([len(run.nodes) for run in self.runs])
+        return sum([len(run.nodes) for run in self.runs]) if self._draws is None else len(self._draws)
 
     @overload
     def __getitem__(self, index: int) -> Draw: ...
@@ -164,24 +179,23 @@ class Runs(Sequence[Draw]):
 
 
 def as_runs(draws: Sequence[Draw]) -> Runs:
-    """Draws as runs; those of a TreeBuilder, which come one by one, are looked through."""
-    if isinstance(draws, Runs):
-        return draws
-    if not draws:
-        return Runs(())
+    """Draws that may be asked for as runs."""
+    return draws if isinstance(draws, Runs) else Runs((), draws=tuple(draws))
+
+
+def _runs_of(draws: Sequence[Draw]) -> Sequence[Run]:
+    """Draws, at least one, as runs."""
     columns = tuple(zip(*draws, strict=True))
     speculators, rules, evidence = columns[2], columns[3], columns[6]
     alike = speculators.count(speculators[0]) == rules.count(rules[0]) == len(draws)
     if alike and len({*map(len, evidence)}) == 1 and not rules[0].is_sampled:  # as a rule
-        return Runs((_run(columns),))
-    return Runs([_run(tuple(zip(*each, strict=True))) for _, each in groupby(draws, _kind)])
+        return (_run(columns),)
+    return [_run(tuple(zip(*each, strict=True))) for _, each in groupby(draws, _kind)]
 
 
 def any_sampled(draws: Sequence[Draw]) -> bool:
     """Whether a verifier relies on how any of them was drawn (DrawRule.is_sampled)."""
-    if isinstance(draws, Runs):
-        return any(run.rule.is_sampled for run in draws.runs)
-    rules = [draw.rule for draw in draws]  # this is asked of every draw of a step: no property is called
+    rules = as_runs(draws).rules  # this is asked of every tree of a step: no property of a rule's is called
     return rules.count(DrawRule.POINT_MASS) + rules.count(DrawRule.COUPLED) < len(rules)
 
 

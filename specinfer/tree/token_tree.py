@@ -160,7 +160,7 @@ class TreeBuilder:
 
     def build(self) -> TokenTree:
         """The tree as it stands."""
-        return TokenTree(tuple(self.token_ids), tuple(self.parents), tuple(self.draws))
+        return TokenTree(tuple(self.token_ids), tuple(self.parents), as_runs(self.draws))
 
 
 def single_node(token: int) -> TokenTree:

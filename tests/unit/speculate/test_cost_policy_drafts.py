@@ -207,7 +207,7 @@ def test_what_came_of_a_requests_guesses_is_forgotten_with_it() -> None:
     assert costs.rate(0, told) == costs.rate(0), "with what its last step has taught"
 
 
-@pytest.mark.parametrize(("native", "least", "of_a_node"), [(False, 1850, 62), (True, 1100, 4)])
+@pytest.mark.parametrize(("native", "least", "of_a_node"), [(False, 1900, 62), (True, 1100, 4)])
 def test_deciding_runs_few_lines_of_python(native: bool, least: int, of_a_node: int) -> None:
     def weighing(drafts: Mapping[str, DraftCosts]) -> Weighing | None:
         if not native:
