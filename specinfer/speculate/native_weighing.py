@@ -24,7 +24,7 @@ from specinfer.speculate.policy import has_own_size
 from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.weighing import BESIDE, Expected, Grown, StepCosts
 from specinfer.tree import TokenTree
-from specinfer.tree.draw import Run, as_runs
+from specinfer.tree.draw import Run, any_sampled, as_runs
 from specinfer.tree.prune import firm_nodes, keep
 
 _MOST_NODES: Final = 1 << 30  # of a tree; more make no difference
@@ -53,11 +53,16 @@ class NativeWeighing:
         self._passes, self._draft_passes = _Table(), _Table()
         self._args = byref(self._known), byref(self._costs)
         self._entries: Sequence[PlanEntry] = ()
+        self._about: Sequence[tuple[float, int, bool]] = ()  # them: temperature, most nodes, whether all stay
         self._seen: dict[int, tuple[int, int]] = {}  # of a draft's trees, by number: nodes and draws
 
     def begin(self, entries: Sequence[PlanEntry]) -> None:
         """As Weighing says."""
         self._entries, self._seen = entries, {}
+        self._about = [
+            (entry.request.params.temperature, min(entry.max_nodes, _MOST_NODES), has_own_size(entry))
+            for entry in entries
+        ]
         self._library.step_begin(self._step)
 
     def show(self, trees: Sequence[TokenTree]) -> None:
@@ -142,12 +147,11 @@ class NativeWeighing:
     def _told(self, trees: Sequence[TokenTree]) -> tuple[bytes, int, int]:
         """Whole trees, one for each entry, as the library takes them."""
         numbers, integers = list[float](), list[int]()
-        for entry, tree in zip(self._entries, trees, strict=True):
-            heat, most = entry.request.params.temperature, min(entry.max_nodes, _MOST_NODES)
-            firm = sorted(firm_nodes(tree))
+        for (heat, most, all_stay), tree in zip(self._about, trees, strict=True):
+            firm = sorted(firm_nodes(tree)) if any_sampled(tree.draws) else ()
             self._add(
                 *(numbers, integers, heat, tree.token_ids, tree.parents, as_runs(tree.draws).runs, firm),
-                *(most, has_own_size(entry)),
+                *(most, all_stay),
             )
         return *_packed(numbers, integers), len(trees)
 
@@ -165,13 +169,8 @@ class NativeWeighing:
         """Tell of one tree, as cpu/guesses.h has it: add it to `numbers` and `integers`."""
         if len(parents) != len(token_ids):
             raise ValueError(f"{len(parents)} parents of {len(token_ids)} nodes")
-        above, nodes, told, confidences, evidence = (
-            list[int](),
-            list[int](),
-            list[int](),
-            list[float](),
-            list[float](),
-        )
+        above, nodes, told = list[int](), list[int](), list[int]()
+        confidences, evidence = list[float](), list[float]()
         numbered = self._knowledge.numbers(runs)
         for number, run in zip(numbered, runs, strict=True):
             told += (number, len(run.nodes), run.pieces)
