@@ -109,7 +109,7 @@ class Play:
         params = SamplingParams(temperature=0.0)
         self._requests = [Request(str(n), tuple(t), params, n) for n, t in enumerate(self._written)]
         config = SpeculationConfig(ngram=True, suffix=True, expansion=EXPANSION)
-        looking_up = build_speculators(config)
+        looking_up = build_speculators(config, library)
         by_levels = DraftModel(
             "draft",
             NoModel(16, 1 << 20),

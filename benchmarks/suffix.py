@@ -20,6 +20,7 @@ from study import REQUIRED, Study, ask, digest, in_turn, parser, row, run, setti
 
 from specinfer import LLM, SamplingParams
 from specinfer.errors import DatasetError
+from specinfer.kernels.library import Library
 from specinfer.report.dataset import Conversation, read_dataset
 from specinfer.speculate.ngram import NgramSpeculator
 from specinfer.speculate.speculator import Speculator
@@ -71,7 +72,9 @@ def main() -> None:
                 max_context=4096,
                 tree_size="fixed",
             )
-            llm = LLM.from_models(base.config, base.models, speculators_named(name))
+            llm = LLM.from_models(
+                base.config, base.models, speculators_named(name, base.models.target.kernels.library)
+            )
             ask(llm, ["Hi"], SamplingParams(temperature=0, max_tokens=4, cache_salt="warm-up"))
             for asked in rounds:
                 cell = measure(llm, asked)
@@ -118,10 +121,10 @@ def traffic(heads: Sequence[str], max_tokens: int, temperature: float) -> list[R
     ]
 
 
-def speculators_named(name: str) -> list[Speculator]:
+def speculators_named(name: str, library: Library | None) -> list[Speculator]:
     if name == "ngram":
-        return [NgramSpeculator(shortest=1, longest=4, branches=2, depth=15)]
-    return [SuffixSpeculator()] if name == "suffix" else []
+        return [NgramSpeculator(shortest=1, longest=4, branches=2, depth=15, library=library)]
+    return [SuffixSpeculator(library=library)] if name == "suffix" else []
 
 
 def measure(llm: LLM, asked: Round) -> dict[str, Any]:

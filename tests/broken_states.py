@@ -26,8 +26,8 @@ from specinfer.request import Request
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.alignment import Alignment
+from specinfer.speculate.plain_text_index import PlainTextIndex
 from specinfer.speculate.suffix_store import SuffixStore
-from specinfer.speculate.text_index import TextIndex
 from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder
 from specinfer.verify.law import Law
 from tests.engines import engine_of, write_tiny
@@ -158,7 +158,7 @@ def law_without_its_likeliest_token() -> None:
 
 
 def index_that_forgot_a_token() -> None:
-    index = TextIndex()
+    index = PlainTextIndex()
     index.extend([1, 2, 3])
     heads = index._stretches[0].heads[0]
     heads[:] = array("i", [0]) * len(heads)
@@ -166,14 +166,14 @@ def index_that_forgot_a_token() -> None:
 
 
 def text_without_a_stretch() -> None:
-    index = TextIndex()
+    index = PlainTextIndex()
     index.extend([1, 2, 3])
     index._stretches.clear()
     index.check_integrity()
 
 
 def text_that_ends_where_no_separator_is() -> None:
-    index = TextIndex()
+    index = PlainTextIndex()
     index.extend([1, 2, 3])
     index._text_ends.append(3)
     index.check_integrity()

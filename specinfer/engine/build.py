@@ -205,7 +205,7 @@ def build_engine(
             kept = PolicyMemory(_learned_of(config, models), learned)
             kept.recall()
     speculators: list[Speculator | LevelSpeculator] = [
-        *build_speculators(speculation),
+        *build_speculators(speculation, models.target.kernels.library),
         *(draft for _, draft in drafting.values()),
         *extra,
     ]

@@ -232,6 +232,31 @@ class StepCostsArgs(ctypes.Structure):
     )
 
 
+class LookupRules(ctypes.Structure):
+    """How guesses are looked up in texts, as cpu/lookups.h has it."""
+
+    _fields_ = (
+        ("longest", c_int64),
+        ("surest", c_int64),
+        ("places", c_int64),
+        ("depth_factor", c_double),
+        ("min_probability", c_double),
+    )
+
+
+class LookedUpArgs(ctypes.Structure):
+    """Where trees that were looked up go, as cpu/lookups.h has it."""
+
+    _fields_ = (
+        ("room", c_int64),
+        ("counts", c_void_p),
+        ("parents", c_void_p),
+        ("tokens", c_void_p),
+        ("confidences", c_void_p),
+        ("evidence", c_void_p),
+    )
+
+
 class Library:
     """A loaded library; its functions are called with addresses of memory that is there and large enough."""
 
@@ -332,6 +357,21 @@ class Library:
             library.specinfer_step_learn, count, address, c_char_p, count, known, address
         )
         self.hopes = _function(library.specinfer_hopes, flag, *told, known, address)
+        self.index_new = _function(library.specinfer_index_new, c_void_p, address, count, count, address)
+        self.index_free = _function(library.specinfer_index_free, None, address)
+        self.index_extend = _function(library.specinfer_index_extend, flag, address, address, count)
+        self.index_close = _function(library.specinfer_index_close, flag, address)
+        self.index_drop_oldest = _function(library.specinfer_index_drop_oldest, count, address)
+        self.index_figures = _function(library.specinfer_index_figures, None, address, address)
+        self.index_sound = _function(library.specinfer_index_sound, flag, address)
+        self.index_bytes_with = _function(library.specinfer_index_bytes_with, count, address, count)
+        self.index_tokens = _function(library.specinfer_index_tokens, count, address, count, count, address)
+        looked, numbers = (count, address, address), (count, count)
+        self.index_places = _function(library.specinfer_index_places, *looked, *numbers, count, address)
+        self.index_occurrences = _function(library.specinfer_index_occurrences, *looked, *numbers, address)
+        asks = POINTER(LookupRules), address, count, address, count, POINTER(LookedUpArgs)
+        self.suffix_trees = _function(library.specinfer_suffix_trees, flag, *asks)
+        self.ngram_trees = _function(library.specinfer_ngram_trees, flag, *asks)
         self.stream = _function(library.specinfer_stream, c_double, address, count)
         self.profile = _function(library.specinfer_profile, None, flag, address)
 

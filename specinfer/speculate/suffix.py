@@ -6,28 +6,25 @@ The votes make a tree: its likeliest nodes are added one by one (SuffixDecoding,
 
 from __future__ import annotations
 
-import heapq
 import math
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from specinfer.errors import ConfigError
+from specinfer.kernels.library import Library
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
-from specinfer.speculate.calibration import SUREST_MATCH, match_confidence
+from specinfer.speculate.lookups import LONGEST_MATCH, Ask, Lookups
+from specinfer.speculate.native_lookups import NativeLookups
+from specinfer.speculate.plain_lookups import PlainLookups
 from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.suffix_store import SuffixStore
 from specinfer.speculate.text_index import TextIndex
-from specinfer.tree import Draw, DrawRule, TokenTree
-from specinfer.tree.draw import as_runs
-from specinfer.tree.token_tree import single_node
+from specinfer.tree import TokenTree
 
-LONGEST_MATCH = 32  # tokens; a longer match is no better a guess
-VOTERS = 16  # places looked at, in the own text and in the store each
-EXTENSION_VOTERS = 4  # and for what follows a guess of another: it may not be asked for
-_SURE: Final = [match_confidence(tokens) for tokens in range(SUREST_MATCH + 1)]
+VOTERS: Final = 16  # places looked at, in the own text and in the store each
+EXTENSION_VOTERS: Final = 4  # and for what follows a guess of another: it may not be asked for
 
 
 @dataclass(slots=True)
@@ -36,15 +33,8 @@ class _Running:
 
     key: str | None
     prompt: int  # tokens of the prompt
-    text: TextIndex = field(default_factory=TextIndex)
-
-
-class _Vote(NamedTuple):
-    """What followed at one place, as far as its match supports a guess."""
-
-    tokens: Sequence[int]
-    matched: int  # tokens before the place
-    weight: int
+    text: TextIndex
+    unread: list[int] = field(default_factory=list)  # committed tokens that the index comes to read
 
 
 class SuffixSpeculator:
@@ -73,7 +63,9 @@ class SuffixSpeculator:
         depth_factor: float = 4.0,
         memory: int = 16 << 20,
         name: str = "suffix",
+        library: Library | None = None,
     ) -> None:
+        """`library` looks guesses up, plain Python without one."""
         for option, value, good, allowed in (
             ("max_depth", max_depth, max_depth >= 1, "1 or more"),
             ("max_nodes", max_nodes, max_nodes >= 1, "1 or more, the root included"),
@@ -88,7 +80,8 @@ class SuffixSpeculator:
         self._max_nodes = max_nodes
         self._min_probability = min_probability
         self._depth_factor = depth_factor
-        self._store = SuffixStore(memory)
+        self._lookups: Lookups = PlainLookups(name) if library is None else NativeLookups(name, library)
+        self._store = SuffixStore(memory, self._lookups.new_index)
         self._running: dict[str, _Running] = {}
 
     def most_nodes(self, request: Request) -> int:
@@ -100,18 +93,18 @@ class SuffixSpeculator:
 
         A draw's evidence is how many tokens matched before it, how many places vote for it, and their share.
         """
-        for entry in plan.entries:
-            self._read(entry)
-        return [self._tree(entry) for entry in plan.tree_entries]
+        trees = self._look_up([self._ask(entry) for entry in plan.entries])
+        if len(plan.tree_entries) == len(trees):
+            return trees
+        return [tree for entry, tree in zip(plan.entries, trees, strict=True) if entry.has_tree]
 
     def extend(self, entry: PlanEntry, path: Sequence[int], most: int) -> TokenTree:
         """As `propose`, by the votes of fewer places."""
         running = self._running[entry.request.request_id]
-        tail = running.text.tail(LONGEST_MATCH)
-        tail.extend(path)
-        depth = min(self._max_depth, most - 1)
-        votes = self._votes(running, tail[-LONGEST_MATCH:], depth, EXTENSION_VOTERS, path)
-        return self._grow(votes, path[-1], min(most, self._max_nodes))
+        depth, nodes = min(self._max_depth, most - 1), min(most, self._max_nodes)
+        kept = self._store.of(running.key)
+        ask = Ask(running.text, entry.token_ids, entry.end, path, depth, nodes, EXTENSION_VOTERS, kept)
+        return self._look_up([ask])[0]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Add what was committed to the texts; the answers of requests that ended go to the store."""
@@ -119,10 +112,11 @@ class SuffixSpeculator:
             running = self._running.get(outcome.request_id)
             if running is None:
                 continue  # never asked about it, so its text and key are not known
-            running.text.extend(outcome.committed)
+            running.unread += outcome.committed
             if outcome.finished:
                 del self._running[outcome.request_id]
                 text = running.text.newest_text()
+                text.extend(running.unread)
                 if len(text) > running.prompt:
                     self._store.add(running.key, text[max(0, running.prompt - LONGEST_MATCH) :])
 
@@ -132,89 +126,20 @@ class SuffixSpeculator:
         for running in self._running.values():
             running.text.check_integrity()
 
-    def _read(self, entry: PlanEntry) -> None:
-        """Index the text of this step and before."""
-        request = entry.request
+    def _ask(self, entry: PlanEntry) -> Ask:
+        """What follows the text of this step."""
+        request, end = entry.request, entry.end
         running = self._running.get(request.request_id)
         if running is None:
-            running = _Running(request.params.cache_salt, len(request.prompt_token_ids))
-            self._running[request.request_id] = running
-        if running.text.num_tokens < entry.end:
-            running.text.extend(entry.token_ids[running.text.num_tokens : entry.end])
+            key, prompt = request.params.cache_salt, len(request.prompt_token_ids)
+            running = self._running[request.request_id] = _Running(key, prompt, self._lookups.new_index())
+        if running.unread and running.text.num_tokens < end:
+            del running.unread[: end - running.text.num_tokens]
+        depth, nodes = min(self._max_depth, entry.max_depth), min(self._max_nodes, entry.max_nodes)
+        kept = self._store.of(running.key)
+        return Ask(running.text, entry.token_ids, end, (), depth, nodes, VOTERS, kept)
 
-    def _tree(self, entry: PlanEntry) -> TokenTree:
-        text, end = entry.token_ids, entry.end
-        running = self._running[entry.request.request_id]
-        depth = min(self._max_depth, entry.max_depth)
-        max_nodes = min(self._max_nodes, entry.max_nodes)
-        if depth < 1 or max_nodes < 2:
-            return single_node(text[end - 1])
-        tail = running.text.tail(LONGEST_MATCH)
-        return self._grow(self._votes(running, tail, depth, VOTERS), text[end - 1], max_nodes)
-
-    def _votes(
-        self, running: _Running, tail: array[int], depth: int, voters: int, path: Sequence[int] = ()
-    ) -> list[_Vote]:
-        """What followed `tail`, the end of the text with `path`, in the own text and in the store."""
-        votes: list[_Vote] = []
-        for index in (running.text, self._store.of(running.key)):
-            if index is None:
-                continue
-            for position, matched in index.occurrences(tail, voters):
-                reach = min(depth, max(1, int(self._depth_factor * matched)))
-                tokens = index.following(position, reach)
-                if index is running.text and len(tokens) < reach:
-                    tokens.extend(path[: reach - len(tokens)])
-                    _loop(tokens, reach)
-                votes.append(_Vote(tokens, matched, matched**2))
-        return votes
-
-    def _grow(self, votes: list[_Vote], root: int, max_nodes: int) -> TokenTree:
-        """The nodes most votes go through, best first; the earlier voter is better when votes are equal."""
-        token_ids, parents, draws = [root], [-1], list[Draw]()
-
-        def draw(parent: int, token: int, matched: int, voters: int, share: float) -> int:
-            node = len(token_ids)
-            token_ids.append(token)
-            parents.append(parent)
-            sure, seen = share * _SURE[min(matched, SUREST_MATCH)], (float(matched), float(voters), share)
-            draws.append(Draw(parent, node, self.name, DrawRule.POINT_MASS, None, sure, seen))
-            return node
-
-        least = self._min_probability * sum([vote.weight for vote in votes])
-        # Likeliest first, then oldest: -weight, number, parent, depth, token, longest match, share, voters.
-        waiting: list[tuple[int, int, int, int, int, int, float, list[_Vote]]] = []
-        made = 0
-        node, depth, through = 0, 0, votes
-        while len(token_ids) < max_nodes:
-            if len(through) == 1 and not waiting:  # and so it stays: one place alone says what follows
-                tokens, matched, _ = through[0]
-                for token in tokens[depth : depth + max_nodes - len(token_ids)]:
-                    node = draw(node, token, matched + depth, 1, 1.0)
-                    depth += 1
-                break
-            below: dict[int, list[_Vote]] = {}
-            for vote in through:
-                if depth < len(vote.tokens):
-                    below.setdefault(vote.tokens[depth], []).append(vote)
-            total = sum([vote.weight for vote in through])
-            for token, voters in below.items():
-                weight = sum([vote.weight for vote in voters])
-                if weight >= least:
-                    made += 1
-                    matched = max([vote.matched for vote in voters]) + depth
-                    heapq.heappush(
-                        waiting, (-weight, made, node, depth + 1, token, matched, weight / total, voters)
-                    )
-            if not waiting:
-                break
-            _, _, parent, depth, token, matched, share, through = heapq.heappop(waiting)
-            node = draw(parent, token, matched, len(through), share)
-        return TokenTree(tuple(token_ids), tuple(parents), as_runs(draws))
-
-
-def _loop(tokens: array[int], reach: int) -> None:
-    """A guess that runs into the end of the text it comes from goes on into itself."""
-    period = len(tokens)
-    while len(tokens) < reach:
-        tokens.append(tokens[len(tokens) - period])
+    def _look_up(self, asks: Sequence[Ask]) -> list[TokenTree]:
+        return self._lookups.suffix_trees(
+            asks, depth_factor=self._depth_factor, min_probability=self._min_probability
+        )

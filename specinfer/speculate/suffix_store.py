@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from specinfer.errors import ensure
-from specinfer.speculate.text_index import TextIndex
+from specinfer.speculate.plain_text_index import PlainTextIndex
+from specinfer.speculate.text_index import NewIndex, TextIndex
 
 _KEY_BYTES: Final = 256  # of the tables, for each key; a key's own bytes come on top
 _TEXT_BYTES: Final = 16  # of the tables, for each text
@@ -36,8 +37,9 @@ class SuffixStore:
     made before a text is added, so the bound holds at every moment.
     """
 
-    def __init__(self, memory: int) -> None:
+    def __init__(self, memory: int, new_index: NewIndex = PlainTextIndex) -> None:
         self._memory = memory  # bytes of all keys together
+        self._make = new_index
         self._num_bytes = 0
         self._longest_stretch = memory // (_STRETCHES * _TOKEN_BYTES)
         self._shelves: dict[str | None, _Shelf] = {}
@@ -84,7 +86,7 @@ class SuffixStore:
         ensure(set(self._ages) == set(self._shelves.values()), "each key has texts, each text has a key")
 
     def _new_index(self) -> TextIndex:
-        return TextIndex(longest_stretch=self._longest_stretch)
+        return self._make(longest_stretch=self._longest_stretch)
 
     def _bytes_with(self, key: str | None, count: int) -> int:
         """The bytes at most of all keys when a text of `count` tokens is added to this one."""

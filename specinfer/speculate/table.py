@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from specinfer.config import SpeculationConfig
+from specinfer.kernels.library import Library
 from specinfer.speculate.grammar import GrammarSpeculator
 from specinfer.speculate.ngram import NgramSpeculator
 from specinfer.speculate.prediction import PredictionSpeculator
@@ -22,30 +23,34 @@ from specinfer.speculate.suffix import SuffixSpeculator
 class Row:
     """One kind of speculator."""
 
-    build: Callable[[SpeculationConfig], Speculator]
+    build: Callable[[SpeculationConfig, Library | None], Speculator]  # the library looks guesses up
     switch: str | None  # the option that asks for it; None: there for every request that brings what it needs
 
 
-def _grammar(config: SpeculationConfig) -> Speculator:
+def _grammar(config: SpeculationConfig, _: Library | None) -> Speculator:
     return GrammarSpeculator(depth=config.forced_depth)
 
 
-def _prediction(config: SpeculationConfig) -> Speculator:
+def _prediction(config: SpeculationConfig, _: Library | None) -> Speculator:
     return PredictionSpeculator(depth=config.prediction_depth, branches=config.prediction_branches)
 
 
-def _suffix(config: SpeculationConfig) -> Speculator:
+def _suffix(config: SpeculationConfig, library: Library | None) -> Speculator:
     return SuffixSpeculator(
-        max_depth=config.suffix_depth, max_nodes=config.suffix_nodes, memory=config.suffix_memory
+        max_depth=config.suffix_depth,
+        max_nodes=config.suffix_nodes,
+        memory=config.suffix_memory,
+        library=library,
     )
 
 
-def _ngram(config: SpeculationConfig) -> Speculator:
+def _ngram(config: SpeculationConfig, library: Library | None) -> Speculator:
     return NgramSpeculator(
         shortest=config.ngram_min,
         longest=config.ngram_max,
         branches=config.ngram_branches,
         depth=config.ngram_depth,
+        library=library,
     )
 
 
@@ -59,6 +64,9 @@ TABLE: Final = (
 )
 
 
-def build_speculators(config: SpeculationConfig) -> list[Speculator]:
-    """Those of the table that the config asks for, in their order."""
-    return [row.build(config) for row in TABLE if row.switch is None or getattr(config, row.switch)]
+def build_speculators(config: SpeculationConfig, library: Library | None = None) -> list[Speculator]:
+    """Those of the table that the config asks for, in their order.
+
+    `library` looks up guesses where there is one.
+    """
+    return [row.build(config, library) for row in TABLE if row.switch is None or getattr(config, row.switch)]

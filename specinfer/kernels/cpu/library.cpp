@@ -1,10 +1,14 @@
 // What the library offers; kernels/library.py declares the same. Shapes are checked there.
 
+#include <algorithm>
+#include <iterator>
+
 #include "best_first.h"
 #include "block_head.h"
 #include "decoder.h"
 #include "layers.h"
 #include "layout.h"
+#include "lookups.h"
 #include "memory.h"
 #include "sampling.h"
 #include "step_guesses.h"
@@ -180,6 +184,81 @@ int64_t specinfer_step_learn(const void* step, const int32_t* told, int64_t coun
 
 int32_t specinfer_hopes(const double* told, int64_t numbers, int64_t count, const Knowledge* knowledge, double* out) {
   return hopes_of({told, numbers, count}, *knowledge, out) ? 1 : 0;
+}
+
+// An index of texts, as text_index.h says; null where no n-gram can have one of these lengths.
+void* specinfer_index_new(const int64_t* lengths, int64_t count, int64_t longest_stretch, const uint64_t* secret) {
+  return TextIndex::make(lengths, count, longest_stretch, secret);
+}
+
+void specinfer_index_free(void* index) { delete static_cast<TextIndex*>(index); }
+
+int32_t specinfer_index_extend(void* index, const int32_t* tokens, int64_t count) {
+  return static_cast<TextIndex*>(index)->extend(tokens, count) ? 1 : 0;
+}
+
+int32_t specinfer_index_close(void* index) { return static_cast<TextIndex*>(index)->close_text() ? 1 : 0; }
+
+int64_t specinfer_index_drop_oldest(void* index) { return static_cast<TextIndex*>(index)->drop_oldest_text(); }
+
+// Its first position that is alive, where the newest text begins, where it ends; closed texts, bytes.
+void specinfer_index_figures(const void* index, int64_t* out) {
+  const auto& texts = *static_cast<const TextIndex*>(index);
+  const int64_t figures[] = {texts.base(), texts.text_start(), texts.end(), texts.num_texts(), texts.num_bytes()};
+  std::copy(std::begin(figures), std::end(figures), out);
+}
+
+int32_t specinfer_index_sound(const void* index) { return static_cast<const TextIndex*>(index)->sound() ? 1 : 0; }
+
+int64_t specinfer_index_bytes_with(const void* index, int64_t count) {
+  return static_cast<const TextIndex*>(index)->bytes_with(count);
+}
+
+// The tokens from a position on, at most `count` and none that is not there; returns how many.
+int64_t specinfer_index_tokens(const void* index, int64_t position, int64_t count, int32_t* out) {
+  const auto& texts = *static_cast<const TextIndex*>(index);
+  if (position < texts.base() || position > texts.end() || count < 0) return 0;
+  const int64_t there = std::min(count, texts.end() - position);
+  std::copy_n(texts.at(position), there, out);
+  return there;
+}
+
+// Where the last `length` of these tokens end, newest first, at most `most`; returns how many, -1 where n-grams of this
+// length are not looked up.
+int64_t specinfer_index_places(const void* index, const int32_t* tail, int64_t size, int64_t length, int64_t most,
+                               int64_t* out) {
+  const auto& texts = *static_cast<const TextIndex*>(index);
+  const auto& lengths = texts.lengths();
+  const auto which = std::find(lengths.begin(), lengths.end(), length);
+  if (which == lengths.end()) return -1;
+  if (length > size) return 0;
+  Places places(texts, which - lengths.begin(), tail + size - length);
+  int64_t count = 0;
+  for (; count < most; ++count) {
+    out[count] = places.next();
+    if (out[count] < 0) break;
+  }
+  return count;
+}
+
+// Pairs of a place and the tokens matched, at most `limit`; returns how many.
+int64_t specinfer_index_occurrences(const void* index, const int32_t* tail, int64_t size, int64_t limit, int64_t* out) {
+  const auto found = occurrences(*static_cast<const TextIndex*>(index), tail, size, limit);
+  for (const auto& [place, matched] : found) {
+    *out++ = place;
+    *out++ = matched;
+  }
+  return static_cast<int64_t>(found.size());
+}
+
+int32_t specinfer_suffix_trees(const LookupRules* rules, const LookupAsk* asks, int64_t count, const int32_t* tokens,
+                               int64_t num_tokens, const LookedUp* to) {
+  return suffix_trees(*rules, asks, count, tokens, num_tokens, *to) ? 1 : 0;
+}
+
+int32_t specinfer_ngram_trees(const LookupRules* rules, const LookupAsk* asks, int64_t count, const int32_t* tokens,
+                              int64_t num_tokens, const LookedUp* to) {
+  return ngram_trees(*rules, asks, count, tokens, num_tokens, *to) ? 1 : 0;
 }
 
 // Bytes per second at which `bytes` of memory are read once by all threads.

@@ -7,11 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.speculate.calibration import match_confidence
-from specinfer.speculate.ngram import PLACES, NgramSpeculator
+from specinfer.speculate.lookups import PLACES
+from specinfer.speculate.ngram import NgramSpeculator
 from specinfer.tree import DrawRule
 from tests.letters import letters, spelled
 from tests.operations import lines_run
 from tests.plans import entry, outcome, plan
+
+pytestmark = pytest.mark.usefixtures("looking_up")
 
 
 def guess(

@@ -24,6 +24,8 @@ from tests.lone_speculator import expected
 from tests.operations import lines_run
 from tests.plans import entry, outcome, plan
 
+pytestmark = pytest.mark.usefixtures("looking_up")
+
 
 def salted(key: str | None) -> SamplingParams:
     return SamplingParams(cache_salt=key)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.speculate.text_index import LENGTHS, TextIndex
+from specinfer.speculate.plain_text_index import PlainTextIndex
+from specinfer.speculate.text_index import LENGTHS, NewIndex, TextIndex
 from tests.sizes import bytes_of
 
 
@@ -18,8 +19,8 @@ def letters(text: str) -> array[int]:
     return array("i", [ord(c) for c in text])
 
 
-def index_of(*closed: str, growing: str = "") -> TextIndex:
-    index = TextIndex()
+def index_of(new_index: NewIndex, *closed: str, growing: str = "") -> TextIndex:
+    index = new_index()
     for text in closed:
         index.extend(letters(text))
         index.close_text()
@@ -34,40 +35,40 @@ def found(index: TextIndex, tail: str, limit: int = 10) -> list[tuple[str, int]]
     return [("".join(map(chr, index.following(place, 3))), matched) for place, matched in places]
 
 
-def test_newer_places_come_first() -> None:
-    assert found(index_of(growing="ab1ab2ab3ab"), "b") == [("3ab", 1), ("2ab", 1), ("1ab", 1)]
+def test_newer_places_come_first(new_index: NewIndex) -> None:
+    assert found(index_of(new_index, growing="ab1ab2ab3ab"), "b") == [("3ab", 1), ("2ab", 1), ("1ab", 1)]
 
 
-def test_longer_ngrams_come_first_and_matches_are_counted_to_the_end_of_the_tail() -> None:
-    index = index_of(growing="xyzab1--ab2--zab3--b4--")
+def test_longer_ngrams_come_first_and_matches_are_counted_to_the_end_of_the_tail(new_index: NewIndex) -> None:
+    index = index_of(new_index, growing="xyzab1--ab2--zab3--b4--")
     assert found(index, "yzab") == [("1--", 4), ("3--", 3), ("2--", 2), ("4--", 1)]
 
 
-def test_at_most_limit_places_are_named() -> None:
-    assert found(index_of(growing="ab1ab2ab3ab"), "b", limit=2) == [("3ab", 1), ("2ab", 1)]
+def test_at_most_limit_places_are_named(new_index: NewIndex) -> None:
+    assert found(index_of(new_index, growing="ab1ab2ab3ab"), "b", limit=2) == [("3ab", 1), ("2ab", 1)]
 
 
-def test_the_end_of_a_text_is_no_place_since_nothing_follows() -> None:
-    assert found(index_of("ab"), "b") == []
-    assert found(index_of(growing="ab"), "b") == []
+def test_the_end_of_a_text_is_no_place_since_nothing_follows(new_index: NewIndex) -> None:
+    assert found(index_of(new_index, "ab"), "b") == []
+    assert found(index_of(new_index, growing="ab"), "b") == []
 
 
-def test_neither_matches_nor_guesses_cross_from_one_text_into_the_next() -> None:
-    index = index_of("1a", "b2", growing="ab3")
+def test_neither_matches_nor_guesses_cross_from_one_text_into_the_next(new_index: NewIndex) -> None:
+    index = index_of(new_index, "1a", "b2", growing="ab3")
     assert found(index, "ab") == [("3", 2), ("2", 1)]
     assert found(index, "a") == [("b3", 1)]
 
 
-def test_tail_and_newest_text_are_those_of_the_growing_text() -> None:
-    index = index_of("abc", growing="defg")
+def test_tail_and_newest_text_are_those_of_the_growing_text(new_index: NewIndex) -> None:
+    index = index_of(new_index, "abc", growing="defg")
     assert index.tail(2) == letters("fg")
     assert index.tail(99) == letters("defg")
     assert index.newest_text() == letters("defg")
     assert (index.num_tokens, index.num_texts) == (8, 1)
 
 
-def test_a_dropped_text_leaves_nothing_and_younger_texts_stay() -> None:
-    index = index_of("ab1", "ab2", "cd3")
+def test_a_dropped_text_leaves_nothing_and_younger_texts_stay(new_index: NewIndex) -> None:
+    index = index_of(new_index, "ab1", "ab2", "cd3")
     assert index.drop_oldest_text() == 4
     index.check_integrity()
     assert found(index, "ab") == [("2", 2)]
@@ -78,16 +79,16 @@ def test_a_dropped_text_leaves_nothing_and_younger_texts_stay() -> None:
     assert (index.num_tokens, index.num_texts) == (4, 1)
 
 
-def test_at_most_so_many_places_are_visited_the_ends_of_texts_among_them() -> None:
-    index = index_of("xa", "ya", growing="a1a2a3")
+def test_at_most_so_many_places_are_visited_the_ends_of_texts_among_them(new_index: NewIndex) -> None:
+    index = index_of(new_index, "xa", "ya", growing="a1a2a3")
     assert list(index.places(letters("a"), 1, 10)) == [11, 9, 7, 5, 2]
     assert list(index.places(letters("a"), 1, 4)) == [11, 9, 7, 5]
     assert list(index.places(letters("a"), 2, 4)) == [], "longer than what is looked for"
     assert list(index.places(letters("xa"), 2, 0)) == []
 
 
-def test_the_lengths_that_are_looked_up_can_be_chosen() -> None:
-    index = TextIndex((3, 1))
+def test_the_lengths_that_are_looked_up_can_be_chosen(new_index: NewIndex) -> None:
+    index = new_index((3, 1))
     index.extend(letters("xab1yab2zb3xab"))
     assert found(index, "xab") == [("1ya", 3), ("3xa", 1), ("2zb", 2)]
 
@@ -100,9 +101,14 @@ TEXTS = st.lists(st.lists(LETTERS, max_size=60), max_size=6)  # of several stret
     TEXTS, st.integers(0, 5), st.lists(LETTERS, max_size=12), st.integers(1, 6), st.sampled_from([None, 1])
 )
 def test_it_finds_what_looking_everywhere_finds(
-    texts: list[list[int]], drops: int, tail: list[int], limit: int, longest_stretch: int | None
+    new_index: NewIndex,
+    texts: list[list[int]],
+    drops: int,
+    tail: list[int],
+    limit: int,
+    longest_stretch: int | None,
 ) -> None:
-    index = TextIndex(longest_stretch=longest_stretch)
+    index = new_index(longest_stretch=longest_stretch)
     for text in texts:
         for half in (text[: len(text) // 3], text[len(text) // 3 :]):
             index.extend(half)
@@ -124,9 +130,9 @@ def test_it_finds_what_looking_everywhere_finds(
     st.sampled_from([None, 1, 40]),
 )
 def test_bytes_are_known_before_a_text_is_added(
-    happenings: list[list[int] | None], longest_stretch: int | None
+    new_index: NewIndex, happenings: list[list[int] | None], longest_stretch: int | None
 ) -> None:
-    index = TextIndex(longest_stretch=longest_stretch)
+    index = new_index(longest_stretch=longest_stretch)
     for text in happenings:  # a text is added and closed, or the oldest is dropped
         if text is not None:
             most = index.bytes_with(len(text))
@@ -143,9 +149,9 @@ def test_bytes_are_known_before_a_text_is_added(
 @pytest.mark.parametrize(("texts", "tokens"), [(200, 0), (200, 3), (50, 100), (5, 1000), (1, 5000)])
 def test_bytes_are_those_that_python_takes(texts: int, tokens: int) -> None:
     said = [array("i", [(i * i + j * j) % 1009 for j in range(tokens)]) for i in range(texts)]
-    together, alone = TextIndex(), []
+    together, alone = PlainTextIndex(), []
     for text in said:
-        index = TextIndex()
+        index = PlainTextIndex()
         for one in (together, index):
             one.extend(text)
             one.close_text()
@@ -160,7 +166,7 @@ def test_bytes_are_those_that_python_takes(texts: int, tokens: int) -> None:
 @pytest.mark.parametrize("alphabet", [1, 50, 100_000])
 def test_a_long_text_takes_as_much_whatever_it_says(alphabet: int) -> None:
     said = random.Random(0)
-    index = TextIndex()
+    index = PlainTextIndex()
     index.extend([said.randrange(alphabet) for _ in range(30_000)])  # a prompt
     assert 52 * 30_000 < bytes_of(index) <= 53 * 30_000
     for number in range(200):  # and an answer, for which a stretch as long as the prompt begins
@@ -168,8 +174,8 @@ def test_a_long_text_takes_as_much_whatever_it_says(alphabet: int) -> None:
         assert bytes_of(index) <= index.num_bytes <= 101 * 30_000
 
 
-def test_a_text_that_has_left_leaves_its_memory() -> None:
-    index = TextIndex(longest_stretch=100)
+def test_a_text_that_has_left_leaves_its_memory(new_index: NewIndex) -> None:
+    index = new_index(longest_stretch=100)
     sizes = []
     for number in range(200):
         index.extend([(number + i) % 7 for i in range(50)])

@@ -1,0 +1,55 @@
+// Guesses that are looked up in texts, for all requests of a step in one call: what speculate/plain_lookups.py does,
+// its twin and oracle.
+
+#pragma once
+
+#include "text_index.h"
+
+namespace specinfer {
+
+// How it is looked up, whatever the text; as kernels/library.py has it.
+struct LookupRules {
+  int64_t longest;         // tokens that a match is counted up to
+  int64_t surest;          // tokens; more make a guess no surer
+  int64_t places;          // of n-grams: that are looked at, of each length
+  double depth_factor;     // of suffixes: a match of n tokens is guessed so many times n deep
+  double min_probability;  // of suffixes: of a node
+};
+
+// One request's question.
+struct LookupAsk {
+  TextIndex* own;         // of its text
+  const TextIndex* kept;  // of earlier answers; null: there are none
+  int64_t read;           // tokens that its text has grown by: they are read first
+  int64_t behind;         // tokens behind these, which are not read
+  int64_t depth;          // of its tree at most
+  int64_t nodes;          // the same, the root included
+  int64_t most;           // of suffixes: places in each index that vote; of n-grams: branches
+};
+
+// Where trees go, one request's behind the other's. Node i + 1 of a tree is drawn by draw i.
+struct LookedUp {
+  int64_t room;         // nodes below roots, of all requests
+  int32_t* counts;      // [requests]: nodes below the root
+  int32_t* parents;     // [room]: the root is 0
+  int32_t* tokens;      // [room]
+  double* confidences;  // [room]
+  double* evidence;     // [room, 3] of suffixes: tokens matched, places that vote, their share
+                        // [room] of n-grams: tokens matched
+};
+
+// `tokens` are those of all asks, what is read of each and then what stands behind it. Trees that do not fit into the
+// room are cut. False, and nothing read, where an ask leads out of the tokens or there are none to go on from; false
+// also where memory is full.
+bool suffix_trees(const LookupRules& rules, const LookupAsk* asks, int64_t count, const int32_t* tokens,
+                  int64_t num_tokens, const LookedUp& to);
+bool ngram_trees(const LookupRules& rules, const LookupAsk* asks, int64_t count, const int32_t* tokens,
+                 int64_t num_tokens, const LookedUp& to);
+
+// Where the end of a tail stands and something follows, at most `limit` places; as TextIndex.occurrences has them.
+struct Occurrence {
+  int64_t place, matched;
+};
+std::vector<Occurrence> occurrences(const TextIndex& index, const int32_t* tail, int64_t size, int64_t limit);
+
+}  // namespace specinfer
