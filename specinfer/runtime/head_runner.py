@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specinfer.attention.backend import Paths
 from specinfer.attention.native import NativeCache
 from specinfer.errors import ensure
 from specinfer.heads.block_model import BlockModel
@@ -50,6 +51,7 @@ class BlockText:
     states: Sequence[TappedRows] = ()  # the target's hidden states of what is read
     count: int = 0  # rows of it
     rows: int = 0  # of the block; 0: none
+    members: int = 0  # of the head's that have a block each, of as many rows, behind that one
     anchor: int = 0  # its first token
     last: Tensor | None = None  # what was made of the token before the anchor, where it is not read now
 
@@ -58,7 +60,7 @@ class BlockGuesses(NamedTuple):
     """What a block head has made in a step."""
 
     last: list[Tensor | None]  # of the last row that was read of each text, [D]; None: nothing was
-    read_RD: Tensor  # what the output layer read of all rows that guess, text by text
+    read_RD: Tensor  # what the output layer read of all rows that guess, text by text and block by block
     logits_RU: Tensor  # and made of it
 
 
@@ -183,11 +185,11 @@ class BlockRunner:
         for text in texts:
             last = 0 if text.last is None else text.last.data_ptr()
             numbers += (len(tables), len(text.table), text.shift, text.begin, text.count, text.rows)
-            numbers += (text.anchor, last)
+            numbers += (text.members, text.anchor, last)
             tables += text.table
             for part in text.states:
                 taps += part.addresses()
-            guesses += max(0, text.rows - skipped)
+            guesses += (1 + text.members) * max(0, text.rows - skipped)
         last_ND, *guessed = native.step(
             *(numbers, taps, tables, guesses), block_size=self.block_size, cache=cache
         )
@@ -216,29 +218,29 @@ class BlockRunner:
         model, head = self.model, self.model.head
         if not texts:
             return torch.empty(0, model.config.hidden_size), torch.empty(0, len(model.ids))
-        parts: list[HeadRows] = []
+        positions: list[int] = []
         chosen: list[int] = []
-        row = 0
         for text in texts:
-            ids = [text.anchor, *[head.mask_token_id] * (text.rows - 1)]
-            parts.append(HeadRows(Rows(ids, text.begin + text.count, text.table, 0), text.shift))
-            chosen += range(row + head.skipped, row + text.rows)
-            row += text.rows
-        batch = self._cached.batch(parts, model.device)
-        if not head.causal:  # each row sees all of its block
-            requests = batch.paths.requests_R4
-            batch.paths.shared_T[:] = np.repeat(requests[:, 3], requests[:, 1] - requests[:, 0])
-        attend = self._cached.attention.bind(batch.paths)
-        positions_T = _positions(batch, parts)
+            first = text.shift + text.begin + text.count
+            for _ in range(1 + text.members):
+                chosen += range(len(positions) + head.skipped, len(positions) + text.rows)
+                positions += range(first, first + text.rows)
+        attend = self._cached.attention.bind(_block_paths(texts, self.block_size, causal=head.causal))
+        positions_T = torch.tensor(positions, device=model.device)
         if head.reads_last:
-            counts = [text.rows for text in texts]
-            firsts_B = torch.tensor([0, *accumulate(counts[:-1])], device=model.device)
-            anchors_BD = model.embedded(batch.token_ids_T[firsts_B], positions_T[firsts_B])
+            anchors = [text.anchor for text in texts]
+            places = [text.shift + text.begin + text.count for text in texts]
+            anchors_BD = model.embedded(*torch.tensor([anchors, places], device=model.device))
             entered_BRD = model.entered(torch.stack([one for one in last if one is not None]), anchors_BD)
-            rows = [rows_RD[:count] for rows_RD, count in zip(entered_BRD, counts, strict=True)]
-            begun_TD = torch.cat(rows)
+            blocks = zip(texts, entered_BRD, strict=True)
+            begun_TD = torch.cat(
+                [model.begun(rows_RD[: text.rows], text.members) for text, rows_RD in blocks]
+            )
         else:
-            begun_TD = model.embedded(batch.token_ids_T, positions_T)
+            ids = [
+                token for text in texts for token in (text.anchor, *[head.mask_token_id] * (text.rows - 1))
+            ]
+            begun_TD = model.embedded(torch.tensor(ids, device=model.device), positions_T)
         read_TD = model.run(begun_TD, positions_T, attend)
         read_RD = read_TD.index_select(0, torch.tensor(chosen, device=model.device))
         return read_RD, model.logits(read_RD)
@@ -255,9 +257,37 @@ class BlockRunner:
         taps = torch.zeros(2, len(head.taps), head.target_hidden_size, dtype=self.model.dtype)
         states = [TappedRows(taps.to(device), range(2))]
         # All in the same slots, as a small cache has no others: it takes as long.
-        table = range(-(-(2 + head.block_size) // self.block_size))
+        table = range(-(-(2 + (1 + head.members) * head.block_size) // self.block_size))
         text = BlockText(table, 0, begin=0, states=states, count=2, rows=head.block_size, anchor=0)
+        text.members = head.members
         self.step([text] * texts).logits_RU[0].cpu()
+
+
+def _block_paths(texts: Sequence[BlockText], block_size: int, *, causal: bool) -> Paths:
+    """What rows of blocks see: the text, and of their own block the rows up to theirs, or all of it.
+
+    A member's block lies behind those before it, so its rows are a tail of its own.
+    """
+    requests: list[int] = []
+    shared: list[int] = []
+    tails: list[int] = []
+    tail_ends = [0]
+    num_blocks = 0
+    for text in texts:
+        first, begin = len(shared), text.begin + text.count
+        shared += [begin + (row + 1 if causal else text.rows) for row in range(text.rows)]
+        tail_ends += [len(tails)] * text.rows
+        for member in range(1, 1 + text.members):
+            own = begin + member * text.rows
+            shared += [begin] * text.rows
+            for row in range(text.rows):
+                tails += range(own, own + row + 1)
+                tail_ends.append(len(tails))
+        requests += (first, len(shared), num_blocks, begin + (1 + text.members) * text.rows)
+        num_blocks += len(text.table)
+    return Paths.of(
+        *(requests, shared, tail_ends, tails), tables=[text.table for text in texts], block_size=block_size
+    )
 
 
 class MedusaRunner:

@@ -3,6 +3,10 @@
 What each level guesses depends on the token before it by the Markov term alone, if there is one. So point
 masses and coupled draws are grown best first (best_first.py). Samples, requests with a shape of their own and
 those whose processors or filters look at whole rows are drawn level by level as a draft model's.
+
+Members on a block head's trunk guess beside it only what is grown best first: any tree is right there, so
+the likeliest nodes of all their trees are one. Samples are the trunk's alone: how many are drawn below a
+node, and from which law, must not depend on what others drew.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from specinfer.heads.load import HeadModel
 from specinfer.request import Request
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.inference import inference
-from specinfer.speculate.best_first import MOST_NODES
+from specinfer.speculate.best_first import MOST_NODES, likeliest_of
 from specinfer.speculate.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.draws import Site, draw_children
 from specinfer.speculate.growth import Growth, Guessed, Shape
@@ -62,11 +66,29 @@ class OnePassTrees:
         own = request.params.speculation.expansion
         return max(MOST_NODES, self._shape.expansion.num_nodes - 1) if own is None else own.num_nodes - 1
 
-    def guessed(self, growth: Growth, first: int, levels: int) -> Guessed:
-        """A tree that is about to grow out of the pass's rows first..first+levels-1 of all that guess."""
+    def members(self, growth: Growth) -> int:
+        """How many members on the head's trunk guess beside it for a tree that is about to grow."""
+        if self._block is None or not self._block.head.members:
+            return 0
+        (root,) = growth.sites(self._shape)
+        return self._block.head.members if _is_best_first(growth, root) else 0
+
+    def guessed(self, growth: Growth, first: int, levels: int, members: int = 0) -> Guessed:
+        """A tree that is about to grow out of the pass's rows first..first+levels-1 of all that guess.
+
+        Of so many members there are as many rows each behind these.
+        """
         growth.limit = min(growth.limit, levels)
         (root,) = growth.sites(self._shape)
-        return Guessed(growth, first, growth.limit, root)
+        beside = [
+            Guessed(
+                Growth.of(growth.entry, self._name, growth.limit),
+                first + member * levels,
+                *(growth.limit, root, member),
+            )
+            for member in range(1, 1 + members)
+        ]
+        return Guessed(growth, first, growth.limit, root, beside=beside)
 
     def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
         """Grow as many nodes as before, twice as many, or a half, by how many of them are verified.
@@ -91,14 +113,17 @@ class OnePassTrees:
         by_level: list[Guessed] = []
         best_first: list[Guessed] = []
         for one in guessed:
-            request = one.growth.entry.request
-            if one.site.candidates and request.params.speculation.expansion is None:
-                best_first.append(one)
+            if _is_best_first(one.growth, one.site):
+                best_first += (one, *one.beside)
             else:
-                one.growth.limit = min(one.growth.limit, self._shape.depth(request))
+                one.growth.limit = min(one.growth.limit, self._shape.depth(one.growth.entry.request))
                 by_level.append(one)
         if best_first:
             self._best_first.grow(best_first, read_TD, logits_TU, self._most)
+        for one in guessed:
+            if one.beside:
+                trees = [part.growth.tree() for part in (one, *one.beside)]
+                one.growth.grown = likeliest_of(trees, min(self._most, one.growth.builder.max_nodes - 1))
         while by_level:
             by_level = self._grow_a_level(by_level, logits_TU)
 
@@ -124,3 +149,8 @@ class OnePassTrees:
                 one.growth.choose(ends)
                 goes_on.append(one)
         return goes_on
+
+
+def _is_best_first(growth: Growth, root: Site) -> bool:
+    """Whether a tree is grown best first; else it is drawn level by level."""
+    return bool(root.candidates) and growth.entry.request.params.speculation.expansion is None

@@ -53,6 +53,7 @@ class Tree {
         size_(size),
         rank_(guesser.markov.weight == nullptr ? 0 : guesser.markov.inner),
         read_(static_cast<const T*>(read)),
+        before_tokens_(static_cast<const T*>(guesser.before) + ask.member * guesser.tokens * rank_),
         count_(to.counts[at]),
         parents_(to.parents + at * to.room),
         tokens_(to.tokens + at * to.room),
@@ -118,7 +119,7 @@ class Tree {
   }
 
   void add_known(int64_t token, float weight, float* to) const {
-    const T* const row = static_cast<const T*>(guesser_.before) + token * rank_;
+    const T* const row = before_tokens_ + token * rank_;
     for (int64_t i = 0; i < rank_; i += kLanes) {
       store(to + i, load(to + i, rank_ - i) + load(row + i, rank_ - i) * weight, rank_ - i);
     }
@@ -137,7 +138,7 @@ class Tree {
       std::vector<double> chances;
       for (const Candidate& c : best) {
         level.tokens.push_back(guesser_.ids == nullptr ? c.id : guesser_.ids[c.id]);
-        fetch(guesser_.before, level.tokens.back());  // all of them, before the first is waited for
+        fetch(before_tokens_, level.tokens.back());  // all of them, before the first is waited for
         fetch(guesser_.named, c.id);
       }
       for (const Candidate& c : best) {
@@ -253,7 +254,7 @@ class Tree {
     const int64_t width = guesser_.width;
     float odds = dot(guesser_.confidence, read_ + (ask_.first + level) * width, width);
     if (guesser_.reads_token != 0) {
-      odds += dot(guesser_.confidence + width, static_cast<const T*>(guesser_.before) + before * rank_, rank_);
+      odds += dot(guesser_.confidence + width, before_tokens_ + before * rank_, rank_);
     }
     return 1 / (1 + std::exp(-static_cast<double>(odds + guesser_.bias)));
   }
@@ -262,6 +263,7 @@ class Tree {
   const TreeAsk& ask_;
   const int64_t size_, rank_;
   const T* const read_;
+  const T* const before_tokens_;  // the member's own table
   int64_t& count_;
   int64_t *const parents_, *const tokens_;
   double *const confidences_, *const evidence_;
@@ -319,6 +321,7 @@ bool grow_trees(const Guesser& guesser, const LogitBlock& logits, const void* re
     const TreeAsk& ask = asks[i];
     if (ask.first < 0 || ask.levels < 1 || ask.first + ask.levels > logits.rows || ask.most > to.room) return false;
     if (markov && (ask.anchor < 0 || ask.anchor >= guesser.tokens)) return false;
+    if (markov && (ask.member < 0 || ask.member > guesser.members)) return false;
   }
   if (guesser.type == Type::kBFloat16) {
     grow_all<BFloat16>(guesser, logits, read, asks, count, to);
