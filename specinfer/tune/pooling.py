@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import draft_names
 from specinfer.engine.pass_costs import PassCosts
@@ -24,6 +26,7 @@ from specinfer.version import VERSION
 
 Costs = Callable[[EngineConfig, Sequence[Path], Progress], PassCosts]
 _MS: Final = 1e3
+_NOTHING: Final = CostCurve((1, 2), (0.0, 0.0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,23 +36,44 @@ class Trained:
     folder: Path
     draft: Draft
     along: Along  # held-out answers
+    on_trunk: Sequence[Along] = ()  # the same of members on it
 
 
 def candidates_of(members: Sequence[Trained], costs: PassCosts) -> list[Candidate]:
-    """Members with what their passes cost, which are named as an engine names its drafts."""
+    """Members with what their passes cost, which are named as an engine names its drafts.
+
+    Members on a trunk follow it: its pass is theirs.
+    """
     names = draft_names(tuple(str(member.folder) for member in members))
     return [
-        Candidate(member.folder.name, member.along, costs.drafts[name], member.draft.one_pass)
+        Candidate(member.folder.name, along, curve, member.draft.one_pass)
         for member, name in zip(members, names, strict=True)
+        for along, curve in [
+            (member.along, costs.drafts[name]),
+            *((one, _NOTHING) for one in member.on_trunk),
+        ]
+    ]
+
+
+def candidates_on_trunk(trunk: Trained, alone: CostCurve, whole: CostCurve) -> list[Candidate]:
+    """A trunk and the members on it; each costs as much of what its pass takes longer with all of them."""
+    count = len(trunk.on_trunk)
+    longer = np.maximum(0.0, np.array(whole.at_rows) - alone.seconds(whole.rows)) / count
+    each = CostCurve(whole.rows, tuple(longer.tolist()))
+    of_members = [(f"member{2 + i}", along, each) for i, along in enumerate(trunk.on_trunk)]
+    return [
+        Candidate(name, along, curve, trunk.draft.one_pass)
+        for name, along, curve in [("member1", trunk.along, alone), *of_members]
     ]
 
 
 class Selection:
     """What selecting among candidates found."""
 
-    def __init__(self, candidates: Sequence[Candidate], target: CostCurve) -> None:
+    def __init__(self, candidates: Sequence[Candidate], target: CostCurve, *, trunk: bool = False) -> None:
+        """With `trunk` the first candidate is in every pool."""
         self.candidates = candidates
-        self.pools = selected(candidates, target)  # by their size, from one member on
+        self.pools = selected(candidates, target, trunk=trunk)  # by their size, from one member on
         self._target = target
 
     @property
@@ -114,12 +138,35 @@ def make_pool(
     write_pool(out, Pool(target.name, fingerprint(target.model), tuple(listed), figures))
 
 
-def _card(selection: Selection, members: Sequence[Trained], kind: str, material: Material) -> str:
+def members_card(selection: Selection) -> str:
+    """What a head's card says of the members that were trained on it."""
+    left = ", ".join(selection.dropped)
+    return f"""
+## Members on its trunk
+
+member1 is the trunk, the others are rows of its pass that have a vector and a table of tokens before of their
+own. Trees of all, merged, along the same answers, at what passes took on the machine that tuned them:
+
+{_table(selection)}
+
+{f"Left out, as they do not pay: {left}." if left else "Every member pays and is in the head."}
+"""
+
+
+def _table(selection: Selection) -> str:
+    """What each size is worth."""
     rows = [
         f"| {selection.names(pool)} | {pool.tokens_per_step:.3f} | {_MS * pool.step_seconds:.2f} | "
         f"{selection.ratio(pool):.3f} | {' '.join(_shown(widths) for widths in pool.widths)} |"
         for pool in selection.pools
     ]
+    header = (
+        "| members | tokens a step | ms a step | over no speculation | guesses a level, member by member |"
+    )
+    return "\n".join((header, "|---|---|---|---|---|", *rows))
+
+
+def _card(selection: Selection, members: Sequence[Trained], kind: str, material: Material) -> str:
     left = ", ".join(selection.dropped)
     verdict = f"Left out, as they do not pay: {left}." if left else "Every member pays and is in the pool."
     places = len(members[0].along.texts_P)
@@ -136,9 +183,7 @@ tags: [speculative-decoding, draft-pool]
 Trees of these members, merged, along {material.held_out} held-out greedy answers ({places} places), at what
 passes took on the machine that tuned them:
 
-| members | tokens a step | ms a step | over no speculation | guesses a level, member by member |
-|---|---|---|---|---|
-{chr(10).join(rows)}
+{_table(selection)}
 
 {verdict} Each member's folder has a card of its own.
 Made {datetime.now(UTC):%Y-%m-%d} by specinfer {VERSION}.

@@ -36,6 +36,7 @@ class Place:
 
     folder: Path  # of the best draft so far
     checkpoint: Path
+    member: int = 0  # on the trunk of the head in that folder; 0: the draft itself
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,7 +169,8 @@ class Training:
         state, folder = self.trainer.state, self._place.folder
         if not state.history or not (folder / "config.json").exists():
             return
-        exported = read_draft(folder, self._target, self.trainer.draft.depth)
+        depth = self.trainer.draft.depth
+        exported = read_draft(folder, self._target, depth, self._place.member)
         figures = measure(exported, self._texts, self._earlier)
         new_places = figures.places != state.places
         if new_places or self._earlier:  # the members before it may have learnt more since

@@ -10,49 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specinfer.heads.block import BlockHead
-from specinfer.heads.layers import initialise
-from specinfer.tune.head_draft import BlockHeadDraft
-from tests.heads import IDS, SIZE, block_config
 from tests.tiny_models import write_tiny_llama
-
-OWN = {
-    "vector",
-    *(f"entry.parametrizations.weight.0.{part}" for part in "ab"),
-    *(
-        f"layers.{layer}.{name}.parametrizations.weight.0.{part}"
-        for layer in (0, 1)
-        for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
-        for part in "ab"
-    ),
-    "markov_head.markov_w1.weight",
-}
-
-
-def trunk() -> BlockHead:
-    head = BlockHead(block_config(reads_last=True, confidence=False, confidence_reads_token=False), IDS)
-    initialise(head, torch.Generator().manual_seed(0))
-    return head
-
-
-def test_a_member_begins_as_its_trunk_and_learns_with_weights_of_its_own(script: Any) -> None:
-    module, head = script("shared_trunk"), trunk()
-    member = module.Member(head, 4, seed=1)
-    taps = torch.randn(1, 6, 2, SIZE, generator=torch.Generator().manual_seed(2))
-    where = torch.tensor([[3]]), torch.tensor([[4]])
-    assert {name for name, p in member.named_parameters() if p.requires_grad} == OWN
-    with torch.no_grad():
-        assert not torch.equal(member(taps, *where), head(taps, *where)), "the vector tells them apart"
-        member.vector.zero_()
-        assert torch.equal(member(taps, *where), head(taps, *where))
-    copied = module.MemberDraft(member, torch.ones(2, SIZE), 8).copy()
-    with torch.no_grad():
-        copied.head.vector.add_(1.0)
-        assert torch.equal(member(taps, *where), head(taps, *where)), "a copy has weights of its own"
-    member(taps, *where).square().sum().backward()
-    assert member.vector.grad is not None
-    assert all(p.grad is None for name, p in member.named_parameters() if name not in OWN)
-    assert isinstance(copied, BlockHeadDraft)
 
 
 @pytest.mark.thorough
@@ -76,7 +34,7 @@ def test_members_are_counted_beside_trees_of_the_trunk(
     asked = ("--prompts", prompts, "--work", work, "--out", tmp_path / "boosting.md")
     run("boosting", *asked, *minutes, "--only", "1 block")
     known = ("--head", work / "1-block", "--corpus", work / "corpus" / "work" / "shards")
-    run("shared_trunk", *known, "--work", tmp_path / "on", "--minutes", 0.005, "--rank", 2, "--out", out)
+    run("shared_trunk", *known, "--work", tmp_path / "on", "--minutes", 0.005, "--out", out)
     rows = [line.strip("| ").split(" | ") for line in out.read_text().splitlines() if line.startswith("| ")]
     header, _, *forms = rows
     assert header[0] == "boosted by"

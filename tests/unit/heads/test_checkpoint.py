@@ -41,6 +41,10 @@ CONFIGS = {
     "P-EAGLE": eagle_config(body=tiny_body(num_layers=4), mask_token_id=7, depth=8),
     "DSpark": block_config(),
     "behind the last state": block_config(reads_last=True, own_head=False),
+    "members on a trunk": block_config(reads_last=True, members=2),
+    "members without pairs": block_config(
+        reads_last=True, members=1, markov_rank=0, confidence_reads_token=False
+    ),
     "bidirectional": block_config(causal=False, confidence_reads_token=False),
     "DFlash": block_config(
         causal=False,
