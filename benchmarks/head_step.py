@@ -151,7 +151,8 @@ def matrix_bytes(model: BlockModel, kind: Quantization) -> int:
     shapes = {name: shape for name, shape in head_shapes(model.head).items() if len(shape) == 2}
     shapes["lm_head.weight"] = (model.head.draft_vocab_size, model.config.hidden_size)
     both = [name for name in shapes if name.endswith(("k_proj.weight", "v_proj.weight"))]
-    read = [name for name in shapes if not name.endswith(("embed_tokens.weight", "markov_w1.weight"))]
+    looked_up = ("embed_tokens.weight", "markov_w1.weight", ".vector")
+    read = [name for name in shapes if not name.endswith(looked_up)]
     sizes = [shapes[name] for name in (*read, *both)]  # of the text's rows, and of the block's
     if kind == "int8":
         return sum(int8_bytes(*size) for size in sizes)

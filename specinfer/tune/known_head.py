@@ -38,6 +38,11 @@ def known_head(
         )
     opened = HeadFolder(files, target.config)
     config = wanted = replace(wanted, draft_vocab_size=opened.config.draft_vocab_size)
+    if isinstance(opened.config, BlockConfig) and opened.config.members:
+        raise TuneError(
+            f"the head {name} has {opened.config.members} member(s) on its trunk; a tuning goes on from a "
+            "head that has none"
+        )
     if isinstance(wanted, BlockConfig) and isinstance(opened.config, BlockConfig):
         silent = not opened.config.confidence
         config = replace(wanted, confidence=False, confidence_reads_token=False) if silent else wanted

@@ -409,8 +409,38 @@ def test_factors_that_cannot_be_are_refused(
 def test_a_quantized_head_takes_less_and_its_tables_do_not(
     target_config: ModelConfig, tmp_path: Path
 ) -> None:
-    write_tiny_head(tiny_head(block_config(reads_last=True)), tmp_path / "head")
+    write_tiny_head(tiny_head(block_config(reads_last=True, members=1)), tmp_path / "head")
     folder = HeadFolder(tmp_path / "head", target_config)
     floats, int8, int4 = (head_bytes(folder, torch.float32, kind) for kind in ("none", "int8", "int4"))
-    tables = VOCAB * 6 * 4  # the Markov term's, of rank 6
+    tables = (2 * VOCAB * 6 + 5 * SIZE) * 4  # the Markov term's, of rank 6; the member's and its vector
     assert tables < int4 < int8 < floats / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"members": 8, "reads_last": True}, "members is 8; allowed: 0 to 7"),
+        ({"members": -1, "reads_last": True}, "members is -1; allowed: 0 to 7"),
+        ({"members": 1}, "members is 1, of a block head that is not causal or does not read the last"),
+        (
+            {"members": 2, "reads_last": True, "causal": False},
+            "members is 2, of a block head that is not causal",
+        ),
+    ],
+    ids=str,
+)
+def test_a_trunk_has_few_members_and_reads_the_last_state(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        block_config(**changes)
+
+
+@pytest.mark.parametrize("members", [8, "2", True])
+def test_members_that_a_file_cannot_have_are_refused(
+    members: object, target_config: ModelConfig, tmp_path: Path
+) -> None:
+    write_tiny_head(tiny_head(block_config(reads_last=True, members=2)), tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    assert described["members"] == 2
+    (tmp_path / "config.json").write_text(json.dumps({**described, "members": members}))
+    with pytest.raises(ModelError, match="members is"):
+        HeadFolder(tmp_path, target_config)

@@ -169,6 +169,14 @@ def test_a_head_with_members_is_held_against_what_replaces_it(
     assert any(f"{old} stays" in line for line in lines)
 
 
+def test_no_tuning_begins_as_a_head_with_members(
+    tuned: tuple[Path, list[str]], target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    config = tuning_of(target, tmp_path / "new", kind=BLOCK, init=str(tuned[0] / "work" / "joined"))
+    with pytest.raises(TuneError, match=r"has 2 member\(s\) on its trunk"):
+        run(config, prompts)
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
