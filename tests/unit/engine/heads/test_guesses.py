@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from specinfer.heads.checkpoint import HeadFolder
 from specinfer.heads.load import HeadModel, load_head
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.models.weights import open_model
+from specinfer.runtime.head_runner import BlockGuesses, BlockRunner, BlockText
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree.distribution import Distribution
 from specinfer.tree.token_tree import draws_by_parent
@@ -206,3 +208,28 @@ def test_a_tree_has_guesses_of_the_trunk_and_its_members(tiny: Tiny, folder: Pat
         assert not found or {ids[int(law.argmax())] for law in laws} <= found.keys()
         end += 1 + len(event.acceptance.path)
     assert by_members > 5
+
+
+@pytest.mark.parametrize(("room", "guessing_members"), [(9, 0), (10, 1), (14, 1), (15, 2), (32, 2)])
+def test_as_many_members_guess_as_there_is_room_for(
+    tiny: Tiny, folder: Path, monkeypatch: pytest.MonkeyPatch, room: int, guessing_members: int
+) -> None:
+    """A block has five rows, and a request room for as many as its tree may have nodes."""
+    target = open_model(folder / "target")
+    written = HeadFolder(write_tiny_head(head_with(2), folder / "room"), target.config)
+    loaded = load_head(written, target, tiny.target, kernels=guessing(choose_kernels("auto", CPU)[0]))
+    asked: list[BlockText] = []
+    step = BlockRunner.step
+
+    def seen(self: BlockRunner, texts: Sequence[BlockText]) -> BlockGuesses:
+        asked.extend(text for text in texts if text.rows)
+        return step(self, texts)
+
+    monkeypatch.setattr(BlockRunner, "step", seen)
+    params = SamplingParams(max_tokens=16, temperature=0, speculation=SpeculationParams(max_nodes=room))
+    with engine(tiny, loaded) as llm, engine(tiny, None) as plain:
+        asked.clear()
+        texts = [one.generate(PROMPTS, params)[0].token_ids for one in (plain, llm)]
+    assert texts[0] == texts[1]
+    assert {text.members for text in asked if text.rows == 5} == {guessing_members}
+    assert all((1 + text.members) * text.rows <= room for text in asked)
