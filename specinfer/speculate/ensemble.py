@@ -288,7 +288,7 @@ def _check(name: str, tree: TokenTree, root: int, max_nodes: int, max_depth: int
         fault = f"of depth {depth}; entry.max_depth is {max_depth}"
     elif min(tokens) < 0 or max(tokens) >= vocab:
         fault = f"with tokens outside the vocabulary of {vocab}"
-    elif not all(_is_number(of) for run in as_runs(tree.draws).runs for of in {*map(type, run.confidences)}):
+    elif not all(map(_is_number, {*map(type, as_runs(tree.draws).confidences)})):
         fault = "with a draw whose confidence is no number"
     else:
         return

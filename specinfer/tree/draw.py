@@ -6,7 +6,7 @@ A step makes hundreds. So those of one speculator by one rule, which most come a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import chain, compress, groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
@@ -137,6 +137,13 @@ class Runs(Sequence[Draw]):
         if self._draws is not None and not self._runs:
             return [draw.rule for draw in self._draws]
         return [run.rule for run in self.runs]
+
+    @property
+    def confidences(self) -> Iterable[float]:
+        """The confidences of all, in order."""
+        if self._draws is not None and not self._runs:
+            return [draw.confidence for draw in self._draws]
+        return chain.from_iterable([run.confidences for run in self.runs])
 
     def drawn_by(self, speculator: str) -> int:
         """How many are of one speculator."""
