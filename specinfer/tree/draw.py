@@ -108,51 +108,58 @@ class Run(NamedTuple):
 class Runs(Sequence[Draw]):
     """Draws in order, as runs, one by one, or both: what nobody asks for is not made, and nothing twice."""
 
-    __slots__ = ("_draws", "_numbers", "_runs")
+    __slots__ = ("_draws", "_numbers", "_runs", "_source")
 
     def __init__(
-        self, runs: Sequence[Run], numbers: Sequence[int] | None = None, draws: tuple[Draw, ...] | None = None
+        self,
+        runs: Sequence[Run] = (),
+        numbers: Sequence[int] | None = None,
+        draws: tuple[Draw, ...] | None = None,
     ) -> None:
         """With `numbers` those at nodes n with numbers[n] >= 0 alone, which is their number then.
 
-        With `draws` there are no runs yet, but these.
+        With `draws` these, and no runs are given.
         """
-        self._runs = runs
+        self._source = runs
         self._numbers = numbers
         self._draws = draws
+        # Set once, when whole: several threads may look at a tree.
+        self._runs: Sequence[Run] | None = runs if numbers is None and draws is None else None
 
     @property
     def runs(self) -> Sequence[Run]:
         """The runs, none of which is empty."""
-        if self._numbers is not None:
-            kept = [run.kept(self._numbers) for run in self._runs]
-            self._runs, self._numbers = [run for run in kept if run.nodes], None
-        elif self._draws and not self._runs:
-            self._runs = _runs_of(self._draws)
-        return self._runs
+        made = self._runs
+        if made is None:
+            if self._numbers is not None:
+                kept = [run.kept(self._numbers) for run in self._source]
+                made = [run for run in kept if run.nodes]
+            else:
+                made = _runs_of(self._draws or ())
+            self._runs = made
+        return made
 
     @property
     def rules(self) -> list[DrawRule]:
         """The rules of all, in no order, and maybe several times."""
-        if self._draws is not None and not self._runs:
+        if self._runs is None and self._draws is not None:
             return [draw.rule for draw in self._draws]
         return [run.rule for run in self.runs]
 
     @property
     def confidences(self) -> Iterable[float]:
         """The confidences of all, in order."""
-        if self._draws is not None and not self._runs:
+        if self._runs is None and self._draws is not None:
             return [draw.confidence for draw in self._draws]
         return chain.from_iterable([run.confidences for run in self.runs])
 
     def drawn_by(self, speculator: str) -> int:
         """How many are of one speculator."""
         numbers = self._numbers
-        runs = self.runs if numbers is None else self._runs
-        own = [run.nodes for run in runs if run.speculator == speculator]
-        if numbers is None:
-            return sum(map(len, own))
-        return sum([numbers[node] >= 0 for nodes in own for node in nodes])
+        if self._runs is None and numbers is not None:
+            nodes = [run.nodes for run in self._source if run.speculator == speculator]
+            return sum([numbers[node] >= 0 for of_run in nodes for node in of_run])
+        return sum([len(run.nodes) for run in self.runs if run.speculator == speculator])
 
     def __len__(self) -> int:
         return sum([len(run.nodes) for run in self.runs]) if self._draws is None else len(self._draws)
@@ -187,11 +194,13 @@ class Runs(Sequence[Draw]):
 
 def as_runs(draws: Sequence[Draw]) -> Runs:
     """Draws that may be asked for as runs."""
-    return draws if isinstance(draws, Runs) else Runs((), draws=tuple(draws))
+    return draws if isinstance(draws, Runs) else Runs(draws=tuple(draws))
 
 
 def _runs_of(draws: Sequence[Draw]) -> Sequence[Run]:
-    """Draws, at least one, as runs."""
+    """Draws as runs."""
+    if not draws:
+        return ()
     columns = tuple(zip(*draws, strict=True))
     speculators, rules, evidence = columns[2], columns[3], columns[6]
     alike = speculators.count(speculators[0]) == rules.count(rules[0]) == len(draws)
