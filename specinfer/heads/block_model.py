@@ -53,8 +53,8 @@ class BlockModel:
             self._entry = weights.linear("entry")
         self._vectors_PRD: Tensor | None = None  # of members, which the native call adds, too
         if head.members:
-            vectors = [weights.tensor(f"members.{number}.vector") for number in range(head.members)]
-            self._vectors_PRD = torch.stack(vectors)
+            vectors = weights.tensor(*(f"members.{number}.vector" for number in range(head.members)))
+            self._vectors_PRD = vectors.view(head.members, head.block_size, -1)
         # Keys and values of a text are products of all layers with the same rows: one product makes them.
         of_layers = [[f"layers.{i}.self_attn.{x}_proj" for x in "kv"] for i in range(body.num_layers)]
         self._context = weights.linear(*chain(*of_layers), bias=body.qkv_bias)
@@ -75,9 +75,8 @@ class BlockModel:
         self.markov_UM: Tensor | None = None  # W2: a row for each token it can name
         if head.markov_rank:
             tables = ["markov_head", *(f"members.{number}" for number in range(head.members))]
-            self.markov_SVM = self._looked_up(
-                torch.stack([weights.tensor(f"{table}.markov_w1.weight") for table in tables])
-            )
+            knows = self._looked_up(weights.tensor(*(f"{table}.markov_w1.weight" for table in tables)))
+            self.markov_SVM = knows.view(len(tables), -1, head.markov_rank)
             self.markov_UM = self._looked_up(weights.tensor("markov_head.markov_w2.weight"))
             self.markov = weights.linear("markov_head.markov_w2", loaded=self.markov_UM)
         self.confidence_1W: Tensor | None = None  # float32

@@ -162,16 +162,20 @@ class Ensemble:
                     f"speculator {speculator.name!r} gave {len(proposed)} trees for {len(entries)} entries; "
                     "propose returns one for each"
                 )
-            self._check_all(speculator.name, entries, proposed)
-            trees.extend(_possible(tree, entry) for entry, tree in zip(entries, proposed, strict=True))
+            checked = self._checked(speculator.name, entries, proposed)
+            trees.extend(_possible(tree, entry) for entry, tree in zip(entries, checked, strict=True))
 
         self._trying(speculator, ask)
         return trees
 
-    def _check_all(self, name: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]) -> None:
-        for entry, tree in zip(entries, trees, strict=True):
-            root = entry.token_ids[entry.end - 1]
-            _check(name, tree, root, entry.max_nodes, entry.max_depth, self._vocab)
+    def _checked(
+        self, name: str, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]
+    ) -> list[TokenTree]:
+        roots = [entry.token_ids[entry.end - 1] for entry in entries]
+        return [
+            _checked(name, tree, root, entry.max_nodes, entry.max_depth, self._vocab)
+            for entry, tree, root in zip(entries, trees, roots, strict=True)
+        ]
 
     def _grown(self, speculator: LevelSpeculator, plan: StepPlan) -> list[TokenTree]:
         """The trees of a level speculator: level by level, wherever the policy says that it is worth it."""
@@ -191,9 +195,9 @@ class Ensemble:
                 self._hindsight[speculator.name] = cast(HasHindsight, speculator).hindsight()
             below, rows = {}, 0
             if ends:
-                trees = [speculator.tree(i) for i in ends]
                 asked = [entries[i] for i in ends]
-                self._check_all(speculator.name, asked, trees)  # a policy relies on it
+                # A policy relies on it.
+                trees = self._checked(speculator.name, asked, [speculator.tree(i) for i in ends])
                 chosen = self._policy.worth_deepening(speculator.name, asked, trees, [*ends.values()])
                 below = {i: nodes for i, nodes in zip(ends, chosen, strict=True) if nodes}
                 rows = sum(map(len, below.values()))
@@ -228,7 +232,7 @@ class Ensemble:
             if deepest < 1:
                 continue
             tree = cast(ExtendsGuesses, speculator).extend(entry, path, deepest + 1)
-            _check(speculator.name, tree, path[-1], deepest + 1, deepest, self._vocab)
+            tree = _checked(speculator.name, tree, path[-1], deepest + 1, deepest, self._vocab)
             if any_sampled(tree.draws):
                 raise SpeculatorError(f"speculator {speculator.name!r} extends by samples, not point masses")
             tree = _possible(tree, entry, path)
@@ -268,15 +272,19 @@ def _offer(name: str, plan: StepPlan, shared: Sequence[SharedTree]) -> tuple[lis
     return asked, plan if whole else StepPlan(tuple(entries))
 
 
-def _check(name: str, tree: TokenTree, root: int, max_nodes: int, max_depth: int, vocab: int) -> None:
-    """Raise SpeculatorError unless the tree is one the target may be asked about."""
+def _checked(name: str, tree: TokenTree, root: int, max_nodes: int, max_depth: int, vocab: int) -> TokenTree:
+    """The tree, its draws as runs; raises SpeculatorError unless it is one the target may be asked about.
+
+    And where its draws cannot become runs, whatever that raises: from here on they are relied on.
+    """
     tokens, parents, nodes = tree.token_ids, tree.parents, tree.num_nodes
+    runs = as_runs(tree.draws)
     if tokens[0] != root:
         fault = f"rooted at token {tokens[0]}; the last token is {root}"
     elif nodes > max_nodes:
         fault = f"of {nodes} nodes; entry.max_nodes is {max_nodes}"
     elif nodes == 1 == len(parents):
-        return
+        return single_node(root)
     elif not (
         len(parents) == nodes
         and parents[0] == -1
@@ -288,15 +296,11 @@ def _check(name: str, tree: TokenTree, root: int, max_nodes: int, max_depth: int
         fault = f"of depth {depth}; entry.max_depth is {max_depth}"
     elif min(tokens) < 0 or max(tokens) >= vocab:
         fault = f"with tokens outside the vocabulary of {vocab}"
-    elif not all(map(_is_number, {*map(type, as_runs(tree.draws).confidences)})):
-        fault = "with a draw whose confidence is no number"
+    elif faults := [found for run in runs.runs if (found := run.fault(nodes))]:
+        fault = faults[0]
     else:
-        return
+        return tree if runs is tree.draws else replace(tree, draws=runs)
     raise SpeculatorError(f"speculator {name!r} proposed a tree {fault}; see docs/add_a_speculator.md")
-
-
-def _is_number(kind: type) -> bool:
-    return kind is float or issubclass(kind, (int, float))
 
 
 def _possible(tree: TokenTree, entry: PlanEntry, path: tuple[int, ...] = ()) -> TokenTree:

@@ -49,7 +49,7 @@ class LevelCounts:
         return not any(self._counts)
 
     def lent(self) -> int:
-        """Where they lie, as cpu/level_counts.h has them, for a library that learns in their place."""
+        """Where they lie, as cpu/guesses.h has them, for a library that learns in their place."""
         self._rates = []
         return self._counts.buffer_info()[0]
 
@@ -90,8 +90,10 @@ class LevelCounts:
 
     def recall(self, levels: Sequence[Sequence[float]]) -> None:
         """Take over what `to_json` gave, of as many levels as there are."""
-        for level, counts in enumerate(levels[: self.depth]):
-            self._counts[level :: self._depth] = array("d", counts)
+        depth = self._depth
+        for level, (firsts, others, tries) in enumerate(levels[:depth]):
+            for at, count in ((level, firsts), (depth + level, others), (2 * depth + level, tries)):
+                self._counts[at] = count
         self._rates = []
 
     def _first_rates(self, count: int) -> list[LevelRate]:

@@ -72,6 +72,8 @@ class NativeLookups:
         lying, numbers = array("i", tokens), array("q", told)
         to, at, behind = self._to, numbers.buffer_info()[0], lying.buffer_info()[0]
         if not look_up(rules, at, len(asks), behind, len(lying), to):
+            for own, _ in grown:
+                own.recount()  # some may have been read before memory was full
             refuse(lying)
         for own, stop in grown:
             own.num_tokens = stop

@@ -126,6 +126,11 @@ class NativeTextIndex:
         held = self._tokens(figures.base, figures.end)
         check_chains(self, self.lengths, held, figures.base)
 
+    def recount(self) -> None:
+        """See how many tokens are held, where the library may have read some."""
+        figures = self._figures()
+        self.num_tokens = figures.end - figures.base
+
     def _figures(self) -> _Figures:
         figures = array("q", bytes(8 * len(_Figures._fields)))
         self._library.index_figures(self.address, figures.buffer_info()[0])

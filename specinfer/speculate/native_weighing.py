@@ -132,7 +132,8 @@ class NativeWeighing:
     def learn(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
         """As Weighing says."""
         told, tables, known = list[int](), list[int](), self._known_now()
-        priced = [self._drafts[name] for name in self._names if name in self._drafts]
+        levels = zip(self._names, self._levels, strict=True)
+        priced = [self._drafts[name] for name, count in levels if count]
         for number, outcome in outcomes:
             told += (number, len(outcome.committed))
             told += outcome.committed
@@ -174,10 +175,10 @@ class NativeWeighing:
         numbered = self._knowledge.numbers(runs)
         for number, run in zip(numbered, runs, strict=True):
             told += (number, len(run.nodes), run.pieces)
-            above += run.parents
-            nodes += run.nodes
-            confidences += run.confidences
-            evidence += run.evidence
+            above.extend(run.parents)
+            nodes.extend(run.nodes)
+            confidences.extend(run.confidences)
+            evidence.extend(run.evidence)
         if not len(above) == len(nodes) == len(confidences):
             raise ValueError(f"{len(above)} parents and {len(confidences)} confidences of {len(nodes)} draws")
         numbers.append(temperature)

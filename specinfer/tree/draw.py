@@ -6,7 +6,7 @@ A step makes hundreds. So those of one speculator by one rule, which most come a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from itertools import chain, compress, groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
@@ -57,6 +57,7 @@ class Draw(NamedTuple):
         return self is not other
 
 
+_UNSAMPLED: Final = (DrawRule.POINT_MASS, DrawRule.COUPLED)
 draw_of: Final = tuple.__new__  # draw_of(Draw, fields) is quicker than Draw(*fields)
 
 
@@ -77,6 +78,24 @@ class Run(NamedTuple):
         speculator, rule, parents, own, confidences, evidence, pieces, laws = self
         above, at = [nodes[parent] for parent in parents], [nodes[node] for node in own]
         return Run(speculator, rule, above, at, confidences, evidence, pieces, laws)
+
+    def fault(self, num_nodes: int) -> str | None:
+        """What is wrong with it in a tree of so many nodes, None where nothing is."""
+        parents, nodes, confidences, count = self.parents, self.nodes, self.confidences, len(self.nodes)
+        lengths = len(parents), len(confidences), count if self.laws is None else len(self.laws)
+        if lengths != (count, count, count) or len(self.evidence) != self.pieces * count:
+            return f"with draws in columns of {(count, *lengths)}, and evidence of {len(self.evidence)}"
+        if not count:
+            return "with a run of no draws"
+        if not isinstance(self.rule, DrawRule):
+            return f"with a draw by {self.rule!r}, which is no DrawRule"
+        if not all(issubclass(kind, int) for kind in {*map(type, parents), *map(type, nodes)}):
+            return "with a draw whose nodes are no int"
+        if min(parents) < 0 or max(parents) >= num_nodes or min(nodes) < 1 or max(nodes) >= num_nodes:
+            return f"with a draw at none of its {num_nodes} nodes"
+        if not all(issubclass(kind, (int, float)) for kind in {*map(type, confidences)}):
+            return "with a draw whose confidence is no number"
+        return None
 
     def draws(self) -> Iterator[Draw]:
         """Each of them."""
@@ -146,13 +165,6 @@ class Runs(Sequence[Draw]):
             return [draw.rule for draw in self._draws]
         return [run.rule for run in self.runs]
 
-    @property
-    def confidences(self) -> Iterable[float]:
-        """The confidences of all, in order."""
-        if self._runs is None and self._draws is not None:
-            return [draw.confidence for draw in self._draws]
-        return chain.from_iterable([run.confidences for run in self.runs])
-
     def drawn_by(self, speculator: str) -> int:
         """How many are of one speculator."""
         numbers = self._numbers
@@ -204,7 +216,7 @@ def _runs_of(draws: Sequence[Draw]) -> Sequence[Run]:
     columns = tuple(zip(*draws, strict=True))
     speculators, rules, evidence = columns[2], columns[3], columns[6]
     alike = speculators.count(speculators[0]) == rules.count(rules[0]) == len(draws)
-    if alike and len({*map(len, evidence)}) == 1 and not rules[0].is_sampled:  # as a rule
+    if alike and len({*map(len, evidence)}) == 1 and rules[0] in _UNSAMPLED:  # as a rule
         return (_run(columns),)
     return [_run(tuple(zip(*each, strict=True))) for _, each in groupby(draws, _kind)]
 
@@ -212,7 +224,7 @@ def _runs_of(draws: Sequence[Draw]) -> Sequence[Run]:
 def any_sampled(draws: Sequence[Draw]) -> bool:
     """Whether a verifier relies on how any of them was drawn (DrawRule.is_sampled)."""
     rules = as_runs(draws).rules  # this is asked of every tree of a step: no property of a rule's is called
-    return rules.count(DrawRule.POINT_MASS) + rules.count(DrawRule.COUPLED) < len(rules)
+    return sum(map(rules.count, _UNSAMPLED)) < len(rules)
 
 
 def _kind(draw: Draw) -> tuple[str, DrawRule, int, bool]:

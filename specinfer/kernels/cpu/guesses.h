@@ -33,10 +33,10 @@ struct Run {
 //   double temperature, confidences[draws], evidence[evidence]
 //   int32_t nodes, draws, evidence, firm, runs, most, all_stay,
 //           tokens[nodes], node_parents[nodes], parents[draws], draw_nodes[draws], Run run[runs], firm_nodes[firm]
-// Draws of one run, which stand one behind another, are of one speculator and have as much evidence each. A tree may have `most` nodes, the root included; firm nodes stay in any case, and all do where the request says how
-// large its trees are. What grows is told likewise, nodes and draws being new ones, firm nodes samples, and `most` the
-// number of its tree. Behind it lie the ends that it may grow below, and how likely first guesses there and others
-// are right:
+// Draws of one run, which stand one behind another, are of one speculator and have as much evidence each. A tree may
+// have `most` nodes, the root included; firm nodes stay in any case, and all do where the request says how large its
+// trees are. What grows is told likewise, nodes and draws being new ones, firm nodes samples, and `most` the number of
+// its tree. Behind it lie the ends that it may grow below, and how likely first guesses there and others are right:
 //   double firsts[ends], others[ends]
 //   int32_t ends, end_nodes[ends]
 struct Told {

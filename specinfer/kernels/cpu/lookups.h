@@ -40,7 +40,7 @@ struct LookedUp {
 
 // `tokens` are those of all asks, what is read of each and then what stands behind it. Trees that do not fit into the
 // room are cut. False, and nothing read, where an ask leads out of the tokens or there are none to go on from; false
-// also where memory is full.
+// also where memory is full, when the texts of earlier asks have been read.
 bool suffix_trees(const LookupRules& rules, const LookupAsk* asks, int64_t count, const int32_t* tokens,
                   int64_t num_tokens, const LookedUp& to);
 bool ngram_trees(const LookupRules& rules, const LookupAsk* asks, int64_t count, const int32_t* tokens,

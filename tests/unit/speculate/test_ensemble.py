@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specinfer.config import SpeculationConfig
@@ -16,6 +17,7 @@ from specinfer.speculate.guarded_policy import sized_by_cost
 from specinfer.speculate.policy import FixedPolicy, StepReport
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder
+from specinfer.tree.draw import Run, Runs
 from tests import plans
 from tests.kernels import library_or_skip
 from tests.unit.speculate.priced import FREE
@@ -149,6 +151,18 @@ class WrongLevels(Wrong):
         return self._trees[entry]
 
 
+def drawn(**odd: Any) -> TokenTree:
+    """A tree with one draw, something of which is odd."""
+    fields: dict[str, Any] = {"parent": 0, "node": 1, "speculator": "wrong", "rule": DrawRule.POINT_MASS}
+    return TokenTree((7, 1), (-1, 0), (Draw(**fields | odd),))
+
+
+def columns(**odd: Any) -> TokenTree:
+    """The same as a run."""
+    whole = Run("wrong", DrawRule.POINT_MASS, [0], [1], [0.5], [1.0], 1)
+    return TokenTree((7, 1), (-1, 0), Runs((whole._replace(**odd),)))
+
+
 NO_TREES: list[tuple[list[TokenTree], str]] = [
     ([TokenTree((6,), (-1,))], "proposed a tree rooted at token 6; the last token is 7"),
     ([TokenTree((7,), (-1, 0))], "whose nodes do not come after their parents, (-1, 0)"),
@@ -163,6 +177,18 @@ NO_TREES: list[tuple[list[TokenTree], str]] = [
     ([TokenTree((7, 99), (-1, 0))], "proposed a tree with tokens outside the vocabulary of 99"),
     ([TokenTree((7, -1), (-1, 0))], "proposed a tree with tokens outside the vocabulary of 99"),
     ([TokenTree((7, 1), (-1, 0), (UNSURE,))], "with a draw whose confidence is no number"),
+    ([drawn(rule="point_mass")], "with a draw by 'point_mass', which is no DrawRule"),
+    ([drawn(node=2)], "with a draw at none of its 2 nodes"),
+    ([drawn(node=0)], "with a draw at none of its 2 nodes"),
+    ([drawn(parent=2)], "with a draw at none of its 2 nodes"),
+    ([drawn(parent=-1)], "with a draw at none of its 2 nodes"),
+    ([drawn(node=1.0)], "with a draw whose nodes are no int"),
+    ([columns(nodes=[1, 1])], "with draws in columns of (2, 1, 1, 2), and evidence of 1"),
+    ([columns(confidences=[])], "with draws in columns of (1, 1, 0, 1), and evidence of 1"),
+    ([columns(evidence=[])], "with draws in columns of (1, 1, 1, 1), and evidence of 0"),
+    ([columns(laws=[])], "with draws in columns of (1, 1, 1, 0), and evidence of 1"),
+    ([columns(nodes=np.array([1]))], "with a draw whose nodes are no int"),
+    ([columns(parents=[], nodes=[], confidences=[], evidence=[])], "with a run of no draws"),
 ]
 
 

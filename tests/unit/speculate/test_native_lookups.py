@@ -180,7 +180,7 @@ class Raw:
         self.tokens = array("i", [2, 1, 2])
         self.room = 4
         self.nodes, self.chances = array("i", [-7] * 16), array("d", bytes(8 * 4 * self.room))
-        self._calls = library.suffix_trees, library.ngram_trees
+        self.calls = [library.suffix_trees, library.ngram_trees]
 
     def there(self, *asks: tuple[int, ...], **rules: Any) -> list[bool]:
         """Whether each of the calls answers."""
@@ -191,7 +191,7 @@ class Raw:
         rule = LookupRules(**{**settled, **rules})
         return [
             bool(call(byref(rule), told.buffer_info()[0], len(asks), tokens, len(self.tokens), byref(to)))
-            for call in self._calls
+            for call in self.calls
         ]
 
 
@@ -224,6 +224,19 @@ def test_no_number_leads_out_of_the_room(library: Library, depth: int, nodes: in
     else:
         assert 0 <= raw.nodes[0] <= max(0, min(nodes - 1, raw.room if depth > 0 else 0))
     assert [*raw.nodes[12:]] == [-7] * 4, "what lies behind the room"
+    raw.index.check_integrity()
+
+
+def test_no_more_places_vote_than_there_are_bits_for(library: Library) -> None:
+    votes = list[list[float]]()
+    for most in (32, 33, 64, 100, MOST):
+        raw = Raw(library)
+        raw.index.extend([1, 2] * 100)
+        del raw.calls[1]  # n-grams have branches
+        assert raw.there((raw.index.address, 0, 0, 3, 2, 5, most)) == [True]
+        assert raw.chances[raw.room + 1] == 32.0, "they vote for the first node"
+        votes.append(raw.chances.tolist())
+    assert all(vote == votes[0] for vote in votes)
     raw.index.check_integrity()
 
 

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -79,10 +79,11 @@ class Pair:
 
 
 def priced(names: Sequence[str]) -> dict[str, DraftCosts]:
-    """Drafts whose passes have a price."""
+    """Drafts whose passes have a price, and of which other numbers of levels are counted."""
+    curve = CostCurve((1, 2), (0.1, 0.2))
+    shapes = cycle([Expansion((1,)), Expansion((1, 1, 1, 1))])
     return {
-        name: DraftCosts(CostModel(name, CostCurve((1, 2), (0.1, 0.2))), Expansion((1, 1, 1)))
-        for name in names
+        name: DraftCosts(CostModel(name, curve), shape) for name, shape in zip(names, shapes, strict=False)
     }
 
 

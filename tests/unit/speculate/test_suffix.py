@@ -128,6 +128,17 @@ def test_an_answer_is_guessed_again_for_a_later_request() -> None:
     assert guess(speculator, "do wor", request_id="2") == ["ld"]
 
 
+def test_an_answer_of_several_steps_is_kept_once() -> None:
+    speculator = suffix(max_depth=9)
+    said = ""
+    for part in ("w", "or", "ld"):
+        speculator.propose(plan(entry(letters("say:" + said), request_id="past")))
+        said += part
+        speculator.observe([outcome(*letters(part), request_id="past", finished=said == "world")])
+    assert guess(speculator, "say:") == ["world"]
+    speculator.check_integrity()
+
+
 def test_of_the_prompt_only_its_end_is_kept() -> None:
     speculator = suffix()
     answer(speculator, "secret" + "-" * 40, "x")

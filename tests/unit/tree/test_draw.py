@@ -10,13 +10,13 @@ import pytest
 
 from specinfer.tree.draw import Draw, DrawRule, Run, Runs, any_sampled, as_runs
 
-LAW = np.array([0.5, 0.5])
+LAW, OTHER_LAW = np.array([0.5, 0.5]), np.array([0.25, 0.75])
 MIXED = (
     Draw(0, 1, "a", DrawRule.POINT_MASS, None, 0.9, (1.0, 2.0)),
     Draw(1, 2, "a", DrawRule.POINT_MASS, None, 0.8, (3.0, 4.0)),
     Draw(1, 3, "a", DrawRule.POINT_MASS, None, 0.7, ()),
     Draw(0, 1, "b", DrawRule.IID, LAW, 0.6, (5.0,)),
-    Draw(0, 4, "b", DrawRule.IID, LAW, 0.5, (6.0,)),
+    Draw(0, 4, "b", DrawRule.IID, OTHER_LAW, 0.5, (6.0,)),
     Draw(0, 1, "a", DrawRule.COUPLED, None, 0.4, (7.0, 8.0)),
 )
 
@@ -70,7 +70,15 @@ def test_draws_at_nodes_that_are_kept_get_their_numbers(asked: str) -> None:
     kept = Runs(as_runs(MIXED).runs, numbers)
     if asked == "counts":
         assert (kept.drawn_by("a"), kept.drawn_by("b")) == (0, 1)
-    assert told(kept) == [(0, 1, "b", DrawRule.IID, LAW, 0.5, (6.0,))]
+    [draw] = kept
+    assert (draw.parent, draw.node, draw.speculator, draw.rule, draw.evidence) == (
+        0,
+        1,
+        "b",
+        DrawRule.IID,
+        (6.0,),
+    )
+    assert draw.law is OTHER_LAW, "its own, not that of a draw before it"
     assert (kept.drawn_by("a"), kept.drawn_by("b"), len(kept)) == (0, 1, 1)
 
 
@@ -78,13 +86,13 @@ def test_random_draws_are_kept_as_one_by_one() -> None:
     chance = random.Random(5)
     for _ in range(200):
         nodes = chance.randint(2, 9)
+        sampled = [(DrawRule.IID, np.array([chance.random()])) for _ in range(2)]
         draws = [
             Draw(
                 chance.randrange(node),
                 node,
                 chance.choice("ab"),
-                chance.choice([DrawRule.POINT_MASS, DrawRule.COUPLED]),
-                None,
+                *chance.choice([(DrawRule.POINT_MASS, None), (DrawRule.COUPLED, None), *sampled]),
                 chance.random(),
                 tuple(chance.random() for _ in range(chance.choice([0, 1, 2]))),
             )

@@ -29,6 +29,7 @@ from specinfer.tune.checkpoint import read_checkpoint
 from specinfer.tune.config import TuneConfig
 from specinfer.tune.eagle_kind import EagleKind
 from specinfer.tune.member_kind import MemberKind
+from specinfer.tune.read_draft import read_draft
 from specinfer.tune.shards import Corpus
 from specinfer.tune.trainer import TrainConfig, Trainer
 from tests.unit.tune.conftest import Clock, beginning_of, engine, ticking, tuning_of
@@ -95,6 +96,16 @@ def test_a_member_learns_with_weights_of_its_own_alone(tuned: tuple[Path, list[s
     assert torch.equal(before["members.0.markov_w1.weight"], before["markov_head.markov_w1.weight"])
     again = kind.new(str(tuned[0] / "work" / "member2"), beginning).head
     assert again.get_parameter("members.0.vector").any(), "it begins as the member before it"
+
+
+def test_a_member_is_measured_as_itself(tuned: tuple[Path, list[str]], target: Path) -> None:
+    of = beginning_of(target, Corpus(tuned[0] / "work" / "shards", [0])).target
+    drafts = [read_draft(tuned[0] / "work" / "joined", of, 2, member) for member in range(3)]
+    h, before = torch.zeros(1, 1, open_model(target).config.hidden_size), torch.tensor([[5]])
+    trunk, *members = [draft.logits(h, before) for draft in drafts]
+    assert not any(torch.equal(trunk, member) for member in members), (
+        "each has its own table of tokens before"
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
