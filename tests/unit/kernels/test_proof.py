@@ -46,28 +46,13 @@ void specinfer_multiply(const Product* product, int32_t type, const void* x, int
   %(multiply)s;
 }
 int32_t specinfer_int4_is_exact() { return 1; }
-void specinfer_lay_out() {} void specinfer_set_threads() {}
 int32_t specinfer_threads() { return 1; }
-void specinfer_want_huge_pages() {} void specinfer_add_rms_norm() {}
-void specinfer_gate() {} void specinfer_embed() {}
 int32_t specinfer_fault_of_paths() { return 0; }
-void specinfer_rope_and_store() {}
-void specinfer_tree_attention() {}
-void specinfer_layers() {}
-void specinfer_most_likely() {} void specinfer_mass() {}
-void specinfer_racers() {}
-void specinfer_likeliest() {}
-void specinfer_choices() {} void specinfer_grow_trees() {}
-void specinfer_step_blocks() {}
-void specinfer_decode() {}
-void specinfer_step_new() {} void specinfer_step_free() {} void specinfer_step_begin() {}
-void specinfer_step_show() {} void specinfer_step_expect() {}
-void specinfer_step_deepen() {} void specinfer_step_choose() {}
-void specinfer_step_learn() {} void specinfer_hopes() {}
-void specinfer_stream() {}
-void specinfer_profile() {}
+%(others)s
 }
 """
+DECLARED: Final = Path(native.__file__).with_name("library.py").read_text("ascii")
+OTHERS: Final = {*re.findall(r"library\.(specinfer_\w+)", DECLARED)} - {*re.findall(r"specinfer_\w+", FAKE)}
 WAIT: Final = "for (volatile int forever = 1; forever;) {}"
 ZEROS: Final = "for (int64_t i = 0; i < rows * product->channels * (type == 0 ? 4 : 2); ++i) out[i] = 0"
 FAKES: Final = {  # what it does, and why it is refused
@@ -133,7 +118,8 @@ def compiled(folder: Path, fake: str) -> Path:
         except KernelBuildError as error:
             pytest.skip(str(error))
         source = library.with_suffix(".cpp")
-        source.write_text(FAKE % {"ready": "", "multiply": "", **FAKES[fake][0]})
+        empty = " ".join(f"void {name}() {{}}" for name in sorted(OTHERS))
+        source.write_text(FAKE % {"ready": "", "multiply": "", "others": empty, **FAKES[fake][0]})
         subprocess.run([*compiler, "-shared", "-fPIC", "-w", str(source), "-o", str(library)], check=True)
     return library
 
