@@ -89,11 +89,11 @@ class Run(NamedTuple):
             return "with a run of no draws"
         if not isinstance(self.rule, DrawRule):
             return f"with a draw by {self.rule!r}, which is no DrawRule"
-        if not all(issubclass(kind, int) for kind in {*map(type, parents), *map(type, nodes)}):
+        if not (_all_are(int, parents) and _all_are(int, nodes)):
             return "with a draw whose nodes are no int"
         if min(parents) < 0 or max(parents) >= num_nodes or min(nodes) < 1 or max(nodes) >= num_nodes:
             return f"with a draw at none of its {num_nodes} nodes"
-        if not all(issubclass(kind, (int, float)) for kind in {*map(type, confidences)}):
+        if not (_all_are(float, confidences) or all(isinstance(sure, (int, float)) for sure in confidences)):
             return "with a draw whose confidence is no number"
         return None
 
@@ -207,6 +207,11 @@ class Runs(Sequence[Draw]):
 def as_runs(draws: Sequence[Draw]) -> Runs:
     """Draws that may be asked for as runs."""
     return draws if isinstance(draws, Runs) else Runs(draws=tuple(draws))
+
+
+def _all_are(kind: type, values: Sequence[object]) -> bool:
+    """Whether all are of that kind; this is asked of every run, so first without a loop in Python."""
+    return {kind}.issuperset(map(type, values)) or all(isinstance(value, kind) for value in values)
 
 
 def _runs_of(draws: Sequence[Draw]) -> Sequence[Run]:
