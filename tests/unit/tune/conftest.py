@@ -70,3 +70,19 @@ def ticking(seconds: float = 1.0) -> Clock:
     """A clock on which so much time passes whenever somebody looks."""
     ticks = count()
     return lambda: seconds * next(ticks)
+
+
+class KilledError(Exception):
+    """The process is gone."""
+
+
+def dies_at(steps: int) -> Clock:
+    """A clock whose process is killed when it has been looked at so often."""
+    clock, left = ticking(), iter(range(steps))
+
+    def tick() -> float:
+        if next(left, None) is None:
+            raise KilledError
+        return clock()
+
+    return tick

@@ -15,6 +15,7 @@ from specinfer.config import EngineConfig
 from specinfer.engine.drafts import draft_names
 from specinfer.engine.pass_costs import PassCosts
 from specinfer.errors import TuneError
+from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.heads.config import BlockConfig
 from specinfer.hub.pool import is_pool
@@ -32,8 +33,9 @@ from specinfer.tune.member_kind import MemberKind
 from specinfer.tune.read_draft import read_draft
 from specinfer.tune.shards import Corpus
 from specinfer.tune.trainer import TrainConfig, Trainer
-from tests.unit.tune.conftest import Clock, beginning_of, engine, ticking, tuning_of
-from tests.unit.tune.test_pools import KilledError, free, run
+from tests.heads import IDS, block_config
+from tests.unit.tune.conftest import KilledError, beginning_of, dies_at, engine, ticking, tuning_of
+from tests.unit.tune.test_pools import free, run
 
 BLOCK = BlockKind(depth=3, vocabulary=48, markov_rank=8, anchors=8)
 
@@ -98,6 +100,14 @@ def test_a_member_learns_with_weights_of_its_own_alone(tuned: tuple[Path, list[s
     assert again.get_parameter("members.0.vector").any(), "it begins as the member before it"
 
 
+def test_a_member_s_confidence_reads_its_own_table() -> None:
+    head = BlockHead(block_config(members=1, reads_last=True), [*IDS]).eval()
+    h, tokens = torch.ones(1, head.config.body.hidden_size), torch.tensor([5])
+    own = head.get_parameter("members.0.markov_w1.weight")[5]
+    assert torch.equal(head.known(h, tokens, 1)[0, -len(own) :], own)
+    assert not torch.equal(head.known(h, tokens, 1), head.known(h, tokens))
+
+
 def test_a_member_is_measured_as_itself(tuned: tuple[Path, list[str]], target: Path) -> None:
     of = beginning_of(target, Corpus(tuned[0] / "work" / "shards", [0])).target
     drafts = [read_draft(tuned[0] / "work" / "joined", of, 2, member) for member in range(3)]
@@ -134,16 +144,6 @@ def test_members_that_do_not_pay_are_left_out(target: Path, prompts: Path, tmp_p
 
 def test_who_is_killed_goes_on_with_the_member_he_was_at(target: Path, prompts: Path, tmp_path: Path) -> None:
     config = on_trunk(target, tmp_path / "head", members=2, minutes=4.0)
-
-    def dies_at(steps: int) -> Clock:
-        clock, left = ticking(), iter(range(steps))
-
-        def tick() -> float:
-            if next(left, None) is None:
-                raise KilledError
-            return clock()
-
-        return tick
 
     again, seconds = config, list[int]()
     for steps in (110, 90, 60):

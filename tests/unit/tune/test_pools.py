@@ -34,7 +34,7 @@ from specinfer.tune.prompts import read_prompts
 from specinfer.tune.read_draft import read_draft
 from specinfer.tune.ssm_kind import SsmKind
 from specinfer.tune.tuning import Tuning
-from tests.unit.tune.conftest import Clock, engine, ticking, tuning_of
+from tests.unit.tune.conftest import Clock, KilledError, dies_at, engine, ticking, tuning_of
 
 SSM = SsmKind(layers=1, depth=3)
 BLOCK = BlockKind(depth=3, vocabulary=48, markov_rank=8, anchors=8)
@@ -53,10 +53,6 @@ def cheap(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> P
     """Drafts that cost a tenth of their target."""
     names = draft_names(tuple(str(draft) for draft in drafts))
     return PassCosts(TARGET, dict.fromkeys(names, CostCurve((1, 16), (0.001, 0.0012))))
-
-
-class KilledError(Exception):
-    """Stands for a process that is killed."""
 
 
 def run(
@@ -148,16 +144,6 @@ def test_the_text_is_the_same_with_it(pool: Path, target: Path, temperature: flo
 
 def test_who_is_killed_goes_on_with_the_member_he_was_at(target: Path, prompts: Path, tmp_path: Path) -> None:
     config = replace(pool_of(target, tmp_path / "pool", SSM, "residual"), minutes=4.0)
-
-    def dies_at(steps: int) -> Clock:
-        clock, left = ticking(), iter(range(steps))
-
-        def tick() -> float:
-            if next(left, None) is None:
-                raise KilledError
-            return clock()
-
-        return tick
 
     again = config
     states: list[list[int]] = []

@@ -32,13 +32,9 @@ from specinfer.tune.prompts import read_prompts
 from specinfer.tune.trainer import TrainConfig
 from specinfer.tune.tuning import Tuning
 from tests.tiny_models import write_tiny_llama
-from tests.unit.tune.conftest import Clock, engine, ticking, tuning_of, write_prompts
+from tests.unit.tune.conftest import Clock, KilledError, dies_at, engine, ticking, tuning_of, write_prompts
 
 _CHECKPOINT = "work/checkpoint.safetensors"
-
-
-class KilledError(Exception):
-    """Stands for a process that is killed."""
 
 
 def run(
@@ -217,16 +213,6 @@ def test_the_text_is_the_same_with_it(tuned: Path, target: Path, temperature: fl
 def test_who_is_killed_goes_on_from_the_last_checkpoint(target: Path, prompts: Path, tmp_path: Path) -> None:
     config = tuning_of(target, tmp_path / "head", minutes=3.0, max_tokens=24)
     many = write_prompts(tmp_path, [f"{n} * {n}" for n in range(100)])
-
-    def dies_at(steps: int) -> Clock:
-        clock, left = ticking(), iter(range(steps))
-
-        def tick() -> float:
-            if next(left, None) is None:
-                raise KilledError
-            return clock()
-
-        return tick
 
     with pytest.raises(KilledError):
         run(config, many, dies_at(45))  # while it collects
