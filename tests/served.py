@@ -51,6 +51,8 @@ class Served:
                 self.process.kill()
                 self.process.wait()
         self._reader.join(10)
+        if error is not None:
+            print("".join(self.log))  # for whoever looks for why a test fails
 
     def _read(self) -> None:
         assert self.process.stderr is not None

@@ -44,6 +44,7 @@ _NO_HTTP: Final = (
     b"connection: close\r\n\r\n%b"
 )
 _MOST_QUEUED: Final = 16  # requests of one connection; of others nothing is read before one is answered
+_ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 _FAREWELL_SECONDS: Final = 0.2  # for a load balancer to see that the server is not ready
 
 
@@ -181,15 +182,17 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C drain, and the process ends with 0; uvicorn's own would raise them again."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
+        """SIGTERM and Ctrl-C drain, and the process ends with 0; uvicorn's own would raise them again.
+
+        The event loop does not watch for them: it loses a signal while the pipe that wakes it is full, as it
+        is where an engine has told of hundreds of steps since the loop last looked.
+        """
+        earlier = {number: signal.signal(number, self.handle_exit) for number in _ENDING}
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
