@@ -37,13 +37,13 @@ from specinfer.replay.simulated_engine import path_along
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.speculate.draft_model import DraftModel
-from specinfer.speculate.draws import Site
+from specinfer.speculate.drafts.draft_model import DraftModel
+from specinfer.speculate.drafts.draws import Site
+from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.growth import Shape
-from specinfer.speculate.guarded_policy import sized_by_cost
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.policy import StepReport
+from specinfer.speculate.policy.guarded_policy import sized_by_cost
+from specinfer.speculate.policy.policy import StepReport
 from specinfer.speculate.speculator import LevelSpeculator, Outcome, Speculator
 from specinfer.speculate.table import build_speculators
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder

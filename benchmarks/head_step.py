@@ -31,7 +31,7 @@ from specinfer.kernels.quantized import int8_bytes
 from specinfer.report.dataset import read_dataset
 from specinfer.runtime.head_runner import BlockRunner
 from specinfer.runtime.runner import ModelRunner
-from specinfer.speculate.block import BlockDraft
+from specinfer.speculate.drafts.block import BlockDraft
 from specinfer.speculate.ensemble import Ensemble
 
 KINDS: tuple[Quantization, ...] = ("int8", "none")

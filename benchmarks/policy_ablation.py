@@ -30,19 +30,11 @@ from specinfer.replay import simulated_engine
 from specinfer.replay.replay import Part, Played, cost_policy, counting_policy, play, play_without
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace
-from specinfer.speculate import (
-    cost_policy as deciding,
-)
-from specinfer.speculate import (
-    draft_costs,
-    draft_starts,
-    ensemble,
-    estimator,
-    features,
-    plain_weighing,
-)
-from specinfer.speculate.guard import Guard
-from specinfer.speculate.plain_steps import PlainSteps
+from specinfer.speculate import ensemble
+from specinfer.speculate.policy import cost_policy as deciding
+from specinfer.speculate.policy import draft_costs, draft_starts, estimator, features, plain_weighing
+from specinfer.speculate.policy.guard import Guard
+from specinfer.speculate.policy.plain_steps import PlainSteps
 from specinfer.tree.expansion import Expansion
 
 ALWAYS: Final = 1e300  # tries: what no outcomes can change

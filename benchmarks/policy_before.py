@@ -28,12 +28,13 @@ from specinfer.replay.simulated_engine import SimulatedEngine, speculators_of
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace
 from specinfer.runtime.cost_model import CostModel, PassCosts
-from specinfer.speculate.calibration import Calibration
-from specinfer.speculate.draft_costs import DraftCosts
-from specinfer.speculate.level_counts import LevelRate
-from specinfer.speculate.policy import FixedPolicy, StepReport
+from specinfer.speculate.policy.calibration import Calibration
+from specinfer.speculate.policy.draft_costs import DraftCosts
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.level_counts import LevelRate
+from specinfer.speculate.policy.policy import StepReport
+from specinfer.speculate.policy.tokens_per_second import fastest
 from specinfer.speculate.speculator import LevelOutcome
-from specinfer.speculate.tokens_per_second import fastest
 from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.prune import keep

@@ -37,14 +37,14 @@ from specinfer.replay.replay import Part, counting_policy
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace
 from specinfer.runtime.cost_model import CostModel, PassCosts
-from specinfer.speculate.cost_policy import CostPolicy
-from specinfer.speculate.decision import Appraisal
-from specinfer.speculate.draft_costs import DraftCosts
-from specinfer.speculate.estimator import Estimator
-from specinfer.speculate.guarded_policy import GuardedPolicy
-from specinfer.speculate.level_counts import LevelRate
-from specinfer.speculate.plain_weighing import PlainWeighing
-from specinfer.speculate.policy import StepReport
+from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculate.policy.decision import Appraisal
+from specinfer.speculate.policy.draft_costs import DraftCosts
+from specinfer.speculate.policy.estimator import Estimator
+from specinfer.speculate.policy.guarded_policy import GuardedPolicy
+from specinfer.speculate.policy.level_counts import LevelRate
+from specinfer.speculate.policy.plain_weighing import PlainWeighing
+from specinfer.speculate.policy.policy import StepReport
 from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree import Draw, TokenTree
 from specinfer.tree.expansion import Expansion

@@ -42,7 +42,8 @@ from specinfer.replay.paired import speedup
 from specinfer.replay.replay import Part, counting_policy, play
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace
-from specinfer.speculate.policy import FixedPolicy, SpeculationPolicy
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.policy import SpeculationPolicy
 
 SIZES: Final[dict[str, tuple[int, ...]]] = {
     "linear": (),

@@ -48,7 +48,7 @@ from specinfer.replay.trace_store import read_trace, write_trace
 from specinfer.replay.workloads import disturbed, mixed, ramp, whole
 from specinfer.report.dataset import Dataset, read_dataset
 from specinfer.request import Request
-from specinfer.speculate.growth import Shape
+from specinfer.speculate.drafts.growth import Shape
 from specinfer.tree.expansion import Expansion
 
 PART: Final = 8  # texts of a file

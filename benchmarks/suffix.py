@@ -22,9 +22,9 @@ from specinfer import LLM, SamplingParams
 from specinfer.errors import DatasetError
 from specinfer.kernels.library import Library
 from specinfer.report.dataset import Conversation, read_dataset
-from specinfer.speculate.ngram import NgramSpeculator
+from specinfer.speculate.lookups.ngram import NgramSpeculator
+from specinfer.speculate.lookups.suffix import SuffixSpeculator
 from specinfer.speculate.speculator import Speculator
-from specinfer.speculate.suffix import SuffixSpeculator
 
 CHANGES = (  # one edit each, in turn
     "Rename the first parameter of the function to `value`, everywhere.",

@@ -25,9 +25,9 @@ from specinfer.kernels.sampling import NativeScan
 from specinfer.request import Request
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.alignment import Alignment
-from specinfer.speculate.plain_text_index import PlainTextIndex
-from specinfer.speculate.suffix_store import SuffixStore
+from specinfer.speculate.lookups.alignment import Alignment
+from specinfer.speculate.lookups.plain_text_index import PlainTextIndex
+from specinfer.speculate.lookups.suffix_store import SuffixStore
 from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder
 from specinfer.verify.law import Law
 from tests.engines import engine_of, write_tiny

@@ -22,8 +22,8 @@ from specinfer.replay.trace_store import read_trace
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.runner import ModelRunner
-from specinfer.speculate.calibration import Calibration
-from specinfer.speculate.level_counts import LevelCounts
+from specinfer.speculate.policy.calibration import Calibration
+from specinfer.speculate.policy.level_counts import LevelCounts
 from specinfer.tree import Draw, TokenTree
 from specinfer.tree.token_tree import draws_by_parent
 

@@ -10,12 +10,12 @@ from matching_length.places import LEVELS, Floats
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.replay.trace import Trace
 from specinfer.runtime.cost_model import CostModel
-from specinfer.speculate.cost_policy import CostPolicy
-from specinfer.speculate.draft_costs import DraftCosts
-from specinfer.speculate.estimator import Estimator
-from specinfer.speculate.guarded_policy import GuardedPolicy
-from specinfer.speculate.level_counts import LevelRate
-from specinfer.speculate.plain_weighing import PlainWeighing
+from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculate.policy.draft_costs import DraftCosts
+from specinfer.speculate.policy.estimator import Estimator
+from specinfer.speculate.policy.guarded_policy import GuardedPolicy
+from specinfer.speculate.policy.level_counts import LevelRate
+from specinfer.speculate.policy.plain_weighing import PlainWeighing
 from specinfer.tree import Draw, TokenTree
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from specinfer.speculate.decision import Decision, Turn, Why
+from specinfer.speculate.policy.decision import Decision, Turn, Why
 
 if TYPE_CHECKING:
     from specinfer.engine.trace import TreeEvent

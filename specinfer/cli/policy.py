@@ -14,7 +14,7 @@ import click
 if TYPE_CHECKING:
     from specinfer.config import SpeculationConfig
     from specinfer.replay.replay import Part, Played
-    from specinfer.speculate.policy_memory import StoredPolicy
+    from specinfer.speculate.policy.policy_memory import StoredPolicy
 
 _NAMES: Final = ("off", "fixed", "counts", "cost", "best-fixed", "oracle")
 
@@ -30,7 +30,7 @@ def show(json_output: bool) -> None:
     """Print what speculation has learnt on this machine, of each target with its drafts: where it is, how
     much it is, how often guesses became text, and what weights their features have.
     """
-    from specinfer.speculate.policy_memory import policies_dir, stored_policies
+    from specinfer.speculate.policy.policy_memory import policies_dir, stored_policies
 
     found = stored_policies()
     if json_output:
@@ -56,7 +56,7 @@ def reset(target: str | None) -> None:
 
     Files that cannot be used go as well. A process that runs keeps what it knows, and may write it again.
     """
-    from specinfer.speculate.policy_memory import stored_policies
+    from specinfer.speculate.policy.policy_memory import stored_policies
 
     removed = 0
     for file, stored, _ in stored_policies():
@@ -70,11 +70,11 @@ def reset(target: str | None) -> None:
 
 def _lines(stored: StoredPolicy) -> list[str]:
     """What one file holds, as text."""
-    from specinfer.speculate.bounded import mapping
-    from specinfer.speculate.calibration import rate_of_level
-    from specinfer.speculate.draft_costs import HEATS, checked_draft
-    from specinfer.speculate.estimator import Estimator
-    from specinfer.speculate.level_counts import rates_of
+    from specinfer.speculate.policy.bounded import mapping
+    from specinfer.speculate.policy.calibration import rate_of_level
+    from specinfer.speculate.policy.draft_costs import HEATS, checked_draft
+    from specinfer.speculate.policy.estimator import Estimator
+    from specinfer.speculate.policy.level_counts import rates_of
 
     estimator = Estimator()
     try:

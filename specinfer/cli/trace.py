@@ -60,7 +60,7 @@ def record(
     from specinfer.report.dataset import built_in, read_dataset
     from specinfer.report.json_file import check_writable
     from specinfer.sampling_params import SamplingParams
-    from specinfer.speculate.growth import Shape
+    from specinfer.speculate.drafts.growth import Shape
 
     dataset = (built_in() if prompts is None else read_dataset(prompts)).head(limit)
     asked = [conversation.turns[0] for conversation in dataset.conversations]

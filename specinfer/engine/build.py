@@ -45,13 +45,14 @@ from specinfer.progress import NoProgress, Progress
 from specinfer.runtime import memory
 from specinfer.runtime.cost_curve import device_name
 from specinfer.runtime.runner import ModelRunner
-from specinfer.speculate.draft_vocabulary import DraftVocabulary, draft_vocabulary
+from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary, draft_vocabulary
+from specinfer.speculate.drafts.foreign_tokens import ForeignTokens
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.foreign_tokens import ForeignTokens
-from specinfer.speculate.guarded_policy import GuardedPolicy, fixed_policy, sized_by_cost
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.policy import FixedPolicy, TrustedPolicy
-from specinfer.speculate.policy_memory import PolicyMemory
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.guarded_policy import GuardedPolicy, fixed_policy, sized_by_cost
+from specinfer.speculate.policy.policy_memory import PolicyMemory
+from specinfer.speculate.policy.trusted_policy import TrustedPolicy
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.speculate.table import build_speculators
 from specinfer.tokenizer import Tokenizer

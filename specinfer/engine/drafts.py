@@ -24,15 +24,15 @@ from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import Timed
 from specinfer.runtime.head_runner import BlockRunner, EagleRunner, MedusaRunner
 from specinfer.runtime.runner import ModelRunner
-from specinfer.speculate.block import BlockDraft
-from specinfer.speculate.draft_model import DraftModel
-from specinfer.speculate.draft_vocabulary import DraftVocabulary, first_tokens, named_tokens
-from specinfer.speculate.eagle import EagleDraft
-from specinfer.speculate.foreign_draft import ForeignDraft
-from specinfer.speculate.foreign_tokens import ForeignTokens, foreign_tokens
-from specinfer.speculate.growth import Shape
-from specinfer.speculate.medusa import MedusaDraft
-from specinfer.speculate.parallel_eagle import ParallelEagleDraft
+from specinfer.speculate.drafts.block import BlockDraft
+from specinfer.speculate.drafts.draft_model import DraftModel
+from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary, first_tokens, named_tokens
+from specinfer.speculate.drafts.eagle import EagleDraft
+from specinfer.speculate.drafts.foreign_draft import ForeignDraft
+from specinfer.speculate.drafts.foreign_tokens import ForeignTokens, foreign_tokens
+from specinfer.speculate.drafts.growth import Shape
+from specinfer.speculate.drafts.medusa import MedusaDraft
+from specinfer.speculate.drafts.parallel_eagle import ParallelEagleDraft
 from specinfer.speculate.speculator import LevelSpeculator
 from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.vocabulary import Vocabulary

@@ -30,11 +30,11 @@ from specinfer.runtime.features import text_rows
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.inference import inference
 from specinfer.runtime.runner import ModelRunner, Move
-from specinfer.speculate.decision import Decision
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.guarded_policy import GuardedPolicy
-from specinfer.speculate.policy import StepReport
-from specinfer.speculate.policy_memory import PolicyMemory
+from specinfer.speculate.policy.decision import Decision
+from specinfer.speculate.policy.guarded_policy import GuardedPolicy
+from specinfer.speculate.policy.policy import StepReport
+from specinfer.speculate.policy.policy_memory import PolicyMemory
 from specinfer.speculate.speculator import Outcome
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree

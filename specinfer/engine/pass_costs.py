@@ -10,7 +10,7 @@ from specinfer.engine.drafts import AnyDraft, what_is_timed
 from specinfer.heads.load import HeadModel
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve
-from specinfer.speculate.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True, slots=True)

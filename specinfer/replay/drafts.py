@@ -17,8 +17,8 @@ from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import ModelRunner, Move
-from specinfer.speculate.draft_vocabulary import DraftVocabulary
-from specinfer.speculate.draws import Site, draw_children
+from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.drafts.draws import Site, draw_children
 
 
 @dataclass(slots=True)

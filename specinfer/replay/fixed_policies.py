@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from specinfer.plan import PlanEntry
-from specinfer.speculate.policy import FixedPolicy
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.tree import TokenTree
 from specinfer.tree.prune import likeliest
 from specinfer.tree.token_tree import single_node

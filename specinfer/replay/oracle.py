@@ -22,8 +22,8 @@ from specinfer.replay.fixed_policies import LookingOn
 from specinfer.replay.replay import Part, play
 from specinfer.replay.simulated_engine import path_along
 from specinfer.replay.trace import Trace
-from specinfer.speculate.growth import DEEPEST
-from specinfer.speculate.policy import FixedPolicy
+from specinfer.speculate.drafts.growth import DEEPEST
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.tree import TokenTree
 from specinfer.tree.prune import firm_nodes, keep
 from specinfer.tree.token_tree import draws_by_parent

@@ -32,8 +32,8 @@ from specinfer.request import Request, RequestOutput
 from specinfer.runtime.cost_curve import CostCurve, cost_curve
 from specinfer.runtime.runner import ModelRunner
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.draft_model import DraftModel
-from specinfer.speculate.growth import LIKELY_NODES, Shape
+from specinfer.speculate.drafts.draft_model import DraftModel
+from specinfer.speculate.drafts.growth import LIKELY_NODES, Shape
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
 

@@ -11,9 +11,10 @@ from specinfer.errors import ConfigError
 from specinfer.replay.drafts import CostTable, ReplayedPasses
 from specinfer.replay.simulated_engine import PlayedStep, SimulatedEngine, speculators_of
 from specinfer.replay.trace import Trace
-from specinfer.speculate.estimator import Estimates, Estimator
-from specinfer.speculate.guarded_policy import sized_by_cost
-from specinfer.speculate.policy import FixedPolicy, SpeculationPolicy
+from specinfer.speculate.policy.estimator import Estimates, Estimator
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.guarded_policy import sized_by_cost
+from specinfer.speculate.policy.policy import SpeculationPolicy
 
 MakePolicy = Callable[[Trace, SpeculationConfig], SpeculationPolicy]
 

@@ -22,11 +22,11 @@ from specinfer.processors.pipeline import Processors
 from specinfer.replay.drafts import CostTable, NoModel, ReplayedPasses
 from specinfer.replay.trace import EngineFacts, RecordedText, Trace
 from specinfer.request import Request
-from specinfer.speculate.draft_model import DraftModel, Pass
+from specinfer.speculate.drafts.draft_model import DraftModel, Pass
+from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import AnySpeculator, Ensemble
-from specinfer.speculate.growth import Shape
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.policy import SpeculationPolicy, StepReport
+from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport
 from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.table import build_speculators
 from specinfer.tree import TokenTree

@@ -13,10 +13,10 @@ from typing import Final
 from specinfer.config import SpeculationConfig
 from specinfer.kernels.library import Library
 from specinfer.speculate.grammar import GrammarSpeculator
-from specinfer.speculate.ngram import NgramSpeculator
-from specinfer.speculate.prediction import PredictionSpeculator
+from specinfer.speculate.lookups.ngram import NgramSpeculator
+from specinfer.speculate.lookups.prediction import PredictionSpeculator
+from specinfer.speculate.lookups.suffix import SuffixSpeculator
 from specinfer.speculate.speculator import Speculator
-from specinfer.speculate.suffix import SuffixSpeculator
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import numpy as np
 import specinfer.tree.prune
 from specinfer.engine import target_laws
 from specinfer.errors import RequestError
-from specinfer.speculate.draws import Site, draw_children
+from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.tree import TreeBuilder, merge
 from specinfer.tree.draw import DrawRule
 from specinfer.verify.pairs import Verifier
@@ -47,7 +47,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Careful(Guesser):
-    """A Guesser that draws nothing where nothing is left to draw, as speculate/draws.py does."""
+    """A Guesser that draws nothing where nothing is left to draw, as speculate/drafts/draws.py does."""
 
     def draw(self, law, width, chance):
         return super().draw(law, width, chance) if law.any() else []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.draws import coupled_children
+from specinfer.speculate.drafts.draws import coupled_children
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TokenTree, TreeBuilder
 from specinfer.verify import coupled_choice, noise, reference, verify_coupled

@@ -9,10 +9,10 @@ import pytest
 
 from specinfer.config import SpeculationConfig
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate import draws
-from specinfer.speculate.draws import Site, draw_children
-from specinfer.speculate.foreign_tokens import foreign_tokens
-from specinfer.speculate.retold_tree import RetoldTree
+from specinfer.speculate.drafts import draws
+from specinfer.speculate.drafts.draws import Site, draw_children
+from specinfer.speculate.drafts.foreign_tokens import foreign_tokens
+from specinfer.speculate.drafts.retold_tree import RetoldTree
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TreeBuilder

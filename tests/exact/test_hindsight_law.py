@@ -10,11 +10,12 @@ from functools import cache
 import pytest
 
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate import draws
-from specinfer.speculate.draft_model import DraftModel
+from specinfer.speculate.drafts import draws
+from specinfer.speculate.drafts.draft_model import DraftModel
+from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.growth import Shape
-from specinfer.speculate.policy import FixedPolicy, StepReport
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.policy import StepReport
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
 from specinfer.verify import verify_multistep

@@ -20,10 +20,10 @@ from specinfer.heads.load import load_head
 from specinfer.heads.medusa_model import MedusaModel
 from specinfer.models.weights import load_model, open_model
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate import plain_trees
-from specinfer.speculate.draft_vocabulary import named_tokens
-from specinfer.speculate.growth import Growth, Shape
-from specinfer.speculate.one_pass import OnePassTrees
+from specinfer.speculate.drafts import plain_trees
+from specinfer.speculate.drafts.draft_vocabulary import named_tokens
+from specinfer.speculate.drafts.growth import Growth, Shape
+from specinfer.speculate.drafts.one_pass import OnePassTrees
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
 from specinfer.verify import noise

@@ -1,15 +1,16 @@
 """A draft that can name only some tokens leaves the law of the text as it is, by exact enumeration.
 
-The production code draws (speculate/draws.py): its choice by cumulated weights is asked of the enumeration.
+The production code draws (speculate/drafts/draws.py): its choice by cumulated weights is asked of the
+enumeration.
 """
 
 import numpy as np
 import pytest
 
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate import draws
-from specinfer.speculate.draft_vocabulary import DraftVocabulary, first_tokens
-from specinfer.speculate.draws import Site, draw_children
+from specinfer.speculate.drafts import draws
+from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary, first_tokens
+from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TreeBuilder
 from tests.flights import flight_of
@@ -71,7 +72,7 @@ def test_the_law_of_the_text_is_the_targets(rule, kept, params, monkeypatch):
 
 @pytest.mark.parametrize("rule", [IID, WITHOUT, POINT])
 def test_a_draft_that_lacks_an_id_of_the_text_leaves_its_law(rule, monkeypatch):
-    # As where a target has logits for more ids than its draft (speculate/draft_model.py).
+    # As where a target has logits for more ids than its draft (speculate/drafts/draft_model.py).
     world = Supports(vocab=VOCAB, params=PARAMS["temperature"], seed=5)
     vocabulary = first_tokens(VOCAB - 1, VOCAB)
     draft = PrunedDraft("a", rule, (2, 1), vocabulary.ids, monkeypatch, reads=VOCAB - 1)

@@ -10,17 +10,19 @@ import pytest
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate import draws, native_weighing, plain_weighing, shared_tree
-from specinfer.speculate.cost_policy import CostPolicy
-from specinfer.speculate.draft_costs import DraftCosts
-from specinfer.speculate.draft_model import DraftModel
+from specinfer.speculate import shared_tree
+from specinfer.speculate.drafts import draws
+from specinfer.speculate.drafts.draft_model import DraftModel
+from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.growth import Shape
-from specinfer.speculate.guard import WINDOW
-from specinfer.speculate.guarded_policy import GuardedPolicy
-from specinfer.speculate.native_knowledge import NativeKnowledge
-from specinfer.speculate.native_weighing import NativeWeighing
-from specinfer.speculate.policy import LevelPass, StepReport
+from specinfer.speculate.policy import native_weighing, plain_weighing
+from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculate.policy.draft_costs import DraftCosts
+from specinfer.speculate.policy.guard import WINDOW
+from specinfer.speculate.policy.guarded_policy import GuardedPolicy
+from specinfer.speculate.policy.native_knowledge import NativeKnowledge
+from specinfer.speculate.policy.native_weighing import NativeWeighing
+from specinfer.speculate.policy.policy import LevelPass, StepReport
 from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree import TreeBuilder
 from specinfer.tree.draw import DrawRule

@@ -131,7 +131,7 @@ def test_int4_drafts_leave_the_law_alone_whose_rows_depend_on_how_many_there_are
 
 def test_the_same_count_catches_a_biased_engine(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     # The classic mistake: the draft's top-k, verified as if it had been sampled.
-    from specinfer.speculate import draft_model, draws
+    from specinfer.speculate.drafts import draft_model, draws
     from specinfer.verify.law import most_likely
     from specinfer.verify.target_law import target_law
 

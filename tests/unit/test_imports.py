@@ -24,6 +24,9 @@ ORDER: list[set[str]] = [
     {"models", "report"},
     {"heads"},
     {"runtime"},
+    {"speculate.speculator"},
+    {"speculate.lookups", "speculate.drafts"},
+    {"speculate.policy"},
     {"speculate"},
     {"engine", "speculators"},
     {"llm"},
@@ -106,14 +109,14 @@ def read_package() -> dict[str, list[Import]]:
     return modules
 
 
-def group_of(module: str) -> int | None:
-    """The place in ORDER; None for the package itself."""
-    parts = module.split(".")
-    if len(parts) == 1:
-        return None
-    for place, names in enumerate(ORDER):
-        if parts[1] in names:
-            return place
+def room_of(module: str) -> tuple[int, str]:
+    """The place in ORDER and the room; what is not a room of its own is in that of the folder around it."""
+    parts = module.split(".")[1:]
+    for count in range(len(parts), 0, -1):
+        room = ".".join(parts[:count])
+        for place, names in enumerate(ORDER):
+            if room in names:
+                return place, room
     raise AssertionError(f"{module} has no place in the import order of this test: give it one")
 
 
@@ -133,13 +136,10 @@ def against_the_order(modules: dict[str, list[Import]]) -> list[str]:
                 # All rooms stand behind the package's face, so whoever imports it imports from the right.
                 found.append(f"{where}, the package or a name of it; name the module")
                 continue
-            own, other = group_of(module), group_of(imported.target)
-            assert own is not None
-            assert other is not None
-            rooms = {module.split(".")[1], parts[1]}
+            (own, room), (other, its) = room_of(module), room_of(imported.target)
             if other > own:
                 found.append(f"{where}, which is to its right")
-            elif other == own and len(rooms) > 1 and rooms != TWINS:
+            elif other == own and room != its and {room, its} != TWINS:
                 found.append(f"{where}, which is on its own floor")
     return found
 
@@ -229,6 +229,21 @@ def test_rooms_of_one_floor_do_not_know_each_other() -> None:
     )
     assert against_the_order(modules) == [
         "specinfer.verify.law:1 imports specinfer.plan, which is on its own floor"
+    ]
+
+
+def test_a_room_within_a_folder_has_a_floor_of_its_own() -> None:
+    modules = made_up(
+        speculate__lookups__ngram="from specinfer.speculate.policy import guard\n",
+        speculate__drafts__eagle="import specinfer.speculate.lookups.ngram\n",
+        speculate__policy__guard="import specinfer.speculate.speculator\n",
+        speculate__speculator="",
+        speculate__ensemble="from specinfer.speculate.policy.guard import Guard\n",
+    )
+    assert against_the_order(modules) == [
+        "specinfer.speculate.lookups.ngram:1 imports specinfer.speculate.policy.guard, which is to its right",
+        "specinfer.speculate.drafts.eagle:1 imports specinfer.speculate.lookups.ngram, which is on its own "
+        "floor",
     ]
 
 

@@ -22,7 +22,7 @@ from specinfer.engine.trace import TreeEvent
 from specinfer.engine.variant import models_for
 from specinfer.errors import ClosedError, ConfigError, RequestError, UserError
 from specinfer.llm import LLM
-from specinfer.speculate.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import single_node

@@ -1,5 +1,5 @@
 // Trees grown best first from one pass of a head, for all requests of a step in one call: what
-// speculate/best_first.py and one_pass.py do in NumPy, its twin and oracle.
+// speculate/drafts/best_first.py and one_pass.py do in NumPy, its twin and oracle.
 
 #pragma once
 

@@ -7,7 +7,7 @@
 namespace specinfer {
 namespace {
 
-// As in speculate/calibration.py, features.py, logistic.py and estimator.py: the same sums in the same order, so that
+// As in speculate/policy/calibration.py, features.py, logistic.py and estimator.py: the same sums in the same order, so that
 // a replay without this library decides as the engine does.
 constexpr int kHighest = 6;       // level of a confidence
 constexpr double kMemory = 0.995;  // of a count

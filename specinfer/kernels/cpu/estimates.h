@@ -1,4 +1,4 @@
-// How likely guesses are: what speculate/estimator.py does for a tree's guesses; its twin and oracle.
+// How likely guesses are: what speculate/policy/estimator.py does for a tree's guesses; its twin and oracle.
 
 #pragma once
 

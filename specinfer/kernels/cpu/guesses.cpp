@@ -5,7 +5,7 @@
 namespace specinfer {
 namespace {
 
-// As in speculate/plain_weighing.py and guesses.py: the same sums in the same order.
+// As in speculate/policy/plain_weighing.py and guesses.py: the same sums in the same order.
 
 // One tree out of what is told.
 struct Record {
@@ -53,7 +53,7 @@ struct Record {
   }
 };
 
-// Counts what became of guesses at one level, as speculate/level_counts.py does; -1: none held the next token.
+// Counts what became of guesses at one level, as speculate/policy/level_counts.py does; -1: none held the next token.
 void count_choice(double* table, int64_t depth, int64_t level, int32_t choice) {
   constexpr double kMemory = 0.97;
   if (level == 0) {

@@ -6,7 +6,7 @@
 namespace specinfer {
 namespace {
 
-// As in speculate/plain_lookups.py: the same places in the same order, the same sums.
+// As in speculate/lookups/plain_lookups.py: the same places in the same order, the same sums.
 constexpr int64_t kMostVoters = 32;  // of an index: those of two have a bit each
 constexpr int64_t kLongest = 1 << 20;  // of a match: all weights are whole numbers, also in a double
 constexpr int64_t kSurest = 1000;      // of a match: a power of two that is a double

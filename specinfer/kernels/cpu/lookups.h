@@ -1,4 +1,4 @@
-// Guesses that are looked up in texts, for all requests of a step in one call: what speculate/plain_lookups.py does,
+// Guesses that are looked up in texts, for all requests of a step in one call: what speculate/lookups/plain_lookups.py does,
 // its twin and oracle.
 
 #pragma once

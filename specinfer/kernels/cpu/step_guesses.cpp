@@ -8,7 +8,7 @@
 namespace specinfer {
 namespace {
 
-// As in speculate/plain_weighing.py and tokens_per_second.py: the same sums in the same order.
+// As in speculate/policy/plain_weighing.py and tokens_per_second.py: the same sums in the same order.
 constexpr int64_t kMoreRows = 4;
 
 // How many of some candidates, likeliest first, make a step's tokens per second highest.

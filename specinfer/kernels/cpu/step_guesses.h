@@ -1,4 +1,4 @@
-// What is hoped of a step's guesses, for all its requests: what speculate/plain_weighing.py works out, in a call a
+// What is hoped of a step's guesses, for all its requests: what speculate/policy/plain_weighing.py works out, in a call a
 // question; its twin and oracle.
 
 #pragma once

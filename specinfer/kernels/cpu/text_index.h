@@ -1,4 +1,4 @@
-// Where the n-grams of some texts end, newest first: what speculate/plain_text_index.py has, its twin and oracle.
+// Where the n-grams of some texts end, newest first: what speculate/lookups/plain_text_index.py has, its twin and oracle.
 
 #pragma once
 

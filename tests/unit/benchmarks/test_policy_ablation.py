@@ -14,23 +14,18 @@ from specinfer.replay.replay import simulated_engine
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace, write_trace
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate import (
-    cost_policy,
-    draft_starts,
-    ensemble,
-    estimator,
-    features,
-    plain_weighing,
-)
-from specinfer.speculate.draft_costs import DraftCosts
-from specinfer.speculate.estimator import Estimator
-from specinfer.speculate.guard import Guard
-from specinfer.speculate.plain_steps import PlainSteps
-from specinfer.speculate.policy import FixedPolicy, StepReport
+from specinfer.speculate import ensemble
+from specinfer.speculate.policy import cost_policy, draft_starts, estimator, features, plain_weighing
+from specinfer.speculate.policy.draft_costs import DraftCosts
+from specinfer.speculate.policy.estimator import Estimator
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.guard import Guard
+from specinfer.speculate.policy.plain_steps import PlainSteps
+from specinfer.speculate.policy.policy import StepReport
 from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree.expansion import Expansion
 from tests.engines import write_tiny
-from tests.unit.speculate.priced import FREE
+from tests.unit.speculate.policy.priced import FREE
 
 # What is seen of each piece, by what is left out.
 SEEN: dict[str, Callable[[], object]] = {

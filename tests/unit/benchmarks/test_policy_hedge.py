@@ -16,7 +16,7 @@ from specinfer.replay.replay import Part, counting_policy, play
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import write_trace
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.speculate.growth import Shape
+from specinfer.speculate.drafts.growth import Shape
 from tests.unit.benchmarks.conftest import Run
 from tests.unit.benchmarks.test_scripts import table
 

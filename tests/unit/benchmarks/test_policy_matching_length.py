@@ -22,9 +22,9 @@ from specinfer.replay.simulated_engine import PlayedStep
 from specinfer.replay.trace import EngineFacts, RecordedDraft, RecordedText, Trace
 from specinfer.replay.trace_store import read_trace, write_trace
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.speculate.calibration import Calibration
-from specinfer.speculate.growth import Shape
-from specinfer.speculate.policy import FixedPolicy
+from specinfer.speculate.drafts.growth import Shape
+from specinfer.speculate.policy.calibration import Calibration
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.tree import Draw, TokenTree
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion

@@ -10,7 +10,7 @@ import pytest
 from specinfer.check.promise import Effort, check_bookkeeping, check_promise, with_verifier
 from specinfer.config import SpeculationConfig
 from specinfer.engine import engine as engine_module
-from specinfer.speculate import draft_model
+from specinfer.speculate.drafts import draft_model
 from specinfer.tree import DrawRule
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.law import most_likely

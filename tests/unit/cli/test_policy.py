@@ -14,8 +14,8 @@ from specinfer.engine.metrics import Stage
 from specinfer.errors import UserError
 from specinfer.replay.trace_store import read_trace, write_trace
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.speculate.estimator import Estimator
-from specinfer.speculate.policy_memory import policies_dir, read_policy, write_policy
+from specinfer.speculate.policy.estimator import Estimator
+from specinfer.speculate.policy.policy_memory import policies_dir, read_policy, write_policy
 from specinfer.tree import Draw, DrawRule
 from tests.tiny_models import write_pair
 

@@ -11,7 +11,7 @@ import pytest
 from specinfer import LLM, SamplingParams
 from specinfer.errors import ConfigError
 from specinfer.replay.recorder import check
-from specinfer.speculate.foreign_draft import ForeignDraft
+from specinfer.speculate.drafts.foreign_draft import ForeignDraft
 from tests.engines import ENGINE, assert_idle, engine_of
 from tests.foreign import write_foreign_llama
 from tests.tiny_models import write_similar_llama, write_tiny_llama

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from specinfer import LLM, SamplingParams
-from specinfer.speculate import policy_memory
-from specinfer.speculate.estimator import Estimator
-from specinfer.speculate.guard import Guard
-from specinfer.speculate.native_weighing import NativeWeighing
-from specinfer.speculate.plain_steps import PlainSteps
-from specinfer.speculate.plain_weighing import PlainWeighing
-from specinfer.speculate.policy_memory import stored_policies
+from specinfer.speculate.policy import policy_memory
+from specinfer.speculate.policy.estimator import Estimator
+from specinfer.speculate.policy.guard import Guard
+from specinfer.speculate.policy.native_weighing import NativeWeighing
+from specinfer.speculate.policy.plain_steps import PlainSteps
+from specinfer.speculate.policy.plain_weighing import PlainWeighing
+from specinfer.speculate.policy.policy_memory import stored_policies
 from tests.engines import ENGINE, engine_of
 from tests.kernels import library_or_skip
 from tests.tiny_models import write_pair

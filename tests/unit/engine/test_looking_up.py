@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from specinfer import LLM, SamplingParams
-from specinfer.speculate.native_lookups import NativeLookups
-from specinfer.speculate.plain_lookups import PlainLookups
+from specinfer.speculate.lookups.native_lookups import NativeLookups
+from specinfer.speculate.lookups.plain_lookups import PlainLookups
 from tests.engines import ENGINE
 from tests.kernels import library_or_skip
 from tests.tiny_models import write_pair

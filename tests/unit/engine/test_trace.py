@@ -9,7 +9,7 @@ import pytest
 
 from specinfer.engine.trace import TreeEvent
 from specinfer.engine.trace_file import complaint
-from specinfer.speculate.decision import Decision, Turn, Why
+from specinfer.speculate.policy.decision import Decision, Turn, Why
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TreeBuilder
 from specinfer.verify.acceptance import Acceptance

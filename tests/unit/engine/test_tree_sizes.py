@@ -17,8 +17,8 @@ from specinfer.llm import LLM
 from specinfer.request import RequestOutput
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.runner import ModelRunner
-from specinfer.speculate.cost_policy import CostPolicy
-from specinfer.speculate.guarded_policy import GuardedPolicy
+from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculate.policy.guarded_policy import GuardedPolicy
 from tests.engines import Tiny, write_tiny
 
 PROMPTS = [list(range(i, i + 9)) * 2 for i in range(6)]

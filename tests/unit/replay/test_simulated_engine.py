@@ -14,8 +14,8 @@ from specinfer.replay.simulated_engine import PlayedStep, path_along
 from specinfer.replay.trace import Trace
 from specinfer.replay.workloads import disturbed, mixed, ramp, whole
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.growth import LIKELY_NODES, Shape
-from specinfer.speculate.policy import FixedPolicy
+from specinfer.speculate.drafts.growth import LIKELY_NODES, Shape
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
 from tests import plans

@@ -8,11 +8,11 @@ from typing import Literal, cast
 
 import pytest
 
-from specinfer.speculate import ngram, suffix
-from specinfer.speculate.native_lookups import NativeLookups
-from specinfer.speculate.native_text_index import NativeTextIndex
-from specinfer.speculate.plain_text_index import PlainTextIndex
-from specinfer.speculate.text_index import NewIndex
+from specinfer.speculate.lookups import ngram, suffix
+from specinfer.speculate.lookups.native_lookups import NativeLookups
+from specinfer.speculate.lookups.native_text_index import NativeTextIndex
+from specinfer.speculate.lookups.plain_text_index import PlainTextIndex
+from specinfer.speculate.lookups.text_index import NewIndex
 from tests.engines import Tiny, write_tiny
 from tests.kernels import library_or_skip
 

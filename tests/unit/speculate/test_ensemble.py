@@ -13,14 +13,15 @@ from specinfer.errors import ConfigError, SpeculatorError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.guarded_policy import sized_by_cost
-from specinfer.speculate.policy import FixedPolicy, StepReport
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.guarded_policy import sized_by_cost
+from specinfer.speculate.policy.policy import StepReport
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import Draw, DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.draw import Run, Runs
 from tests import plans
 from tests.kernels import library_or_skip
-from tests.unit.speculate.priced import FREE
+from tests.unit.speculate.policy.priced import FREE
 
 
 class Fan:

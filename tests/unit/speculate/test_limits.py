@@ -13,10 +13,10 @@ from specinfer.config import SpeculationConfig
 from specinfer.errors import RequestError
 from specinfer.plan import StepPlan
 from specinfer.request import Request
-from specinfer.speculate.alignment import SIDE_DEPTH
-from specinfer.speculate.draft_model import DraftModel
-from specinfer.speculate.growth import Shape
+from specinfer.speculate.drafts.draft_model import DraftModel
+from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.limits import SpeculationLimits
+from specinfer.speculate.lookups.alignment import SIDE_DEPTH
 from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.table import build_speculators
 from specinfer.tree import TokenTree

@@ -13,7 +13,7 @@ from specinfer.heads.medusa_model import MedusaModel
 from specinfer.plan import StepPlan
 from specinfer.runtime.features import TappedRows
 from specinfer.runtime.head_runner import MedusaRunner
-from specinfer.speculate.medusa import MedusaDraft
+from specinfer.speculate.drafts.medusa import MedusaDraft
 from tests.engines import Tiny, engine_of
 from tests.unit.engine.heads.head_engines import (
     PROMPTS,

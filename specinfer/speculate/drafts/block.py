@@ -1,0 +1,159 @@
+"""A block head as a speculator: all levels of a tree from one pass.
+
+    text      t0 .. t(end-2)     root          |
+    cache     K, V made of the   the block's rows: the anchor, which is the root, and mask tokens
+              target's states    at positions end - 1, end, ...
+
+The text's keys and values are made of the target's hidden states when they are there, once. The block's own
+are overwritten in every step. Members on the head's trunk have blocks like it in the same pass, one behind
+the other in the cache, where there is room for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from specinfer.heads.block_model import BlockModel
+from specinfer.plan import StepPlan
+from specinfer.request import Request
+from specinfer.runtime.features import TextFeatures
+from specinfer.runtime.head_runner import BlockGuesses, BlockText
+from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.drafts.growth import Growth, Guessed, Shape, trees_first
+from specinfer.speculate.drafts.head_texts import HeadText, HeadTexts
+from specinfer.speculate.drafts.one_pass import OnePassTrees
+from specinfer.speculate.speculator import Outcome
+from specinfer.tree import TokenTree
+
+
+class BlockHeadRunner(Protocol):
+    """A block head with its cache (runtime/head_runner.py)."""
+
+    @property
+    def block_size(self) -> int:
+        """Cache positions of a block of the cache."""
+        ...
+
+    @property
+    def model(self) -> BlockModel:
+        """The head."""
+        ...
+
+    def step(self, texts: Sequence[BlockText]) -> BlockGuesses:
+        """Read these texts, and one pass over the blocks behind them; writes K and V of all their rows."""
+        ...
+
+
+class BlockDraft:
+    """A level speculator that is a block head: its trees are whole after their first level.
+
+    `shape` is of trees that are not grown best first, and says how it draws.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        runner: BlockHeadRunner,
+        shape: Shape,
+        *,
+        taps: tuple[int, ...],
+        max_rows: int,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
+        """`max_rows` of texts are read in one step, and kept of each text until they are."""
+        self.name = name
+        self.taps = taps
+        self._runner = runner
+        self._model = runner.model
+        self._trees = OnePassTrees(name, runner.model, shape, vocabulary)
+        self._max_rows = max_rows
+        self._texts = HeadTexts(block_size=runner.block_size, most_unread=max_rows)
+        self._growths: list[Growth] = []  # of the step that is open, one per entry of its plan
+        self._seen: list[HeadText] = []  # of the same
+
+    def most_nodes(self, request: Request) -> int:
+        """A full tree of the request's expansion, or the most that is grown of any."""
+        return self._trees.most_nodes(request)
+
+    def begin(self, plan: StepPlan) -> list[int]:
+        """Open a step; the tokens of each text that wait to be read."""
+        self._seen = [self._texts.of(entry) for entry in plan.entries]
+        self._growths = [
+            Growth.of(entry, self.name, min(entry.max_depth, self._model.head.depth))
+            for entry in plan.entries
+        ]
+        return [text.unread.end - text.cached for text in self._seen]
+
+    def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
+        """Guess about as much as is verified."""
+        self._trees.see_choices(guessed, chosen)
+
+    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+        """Read these entries' texts, and grow the whole tree of each that has one; none has room for more."""
+        texts: list[BlockText] = []
+        known: list[HeadText] = []
+        guessed: list[Guessed] = []
+        left, first, skipped = self._max_rows, 0, self._model.head.skipped
+        for i in trees_first(self._growths, below):
+            text, growth = self._seen[i], self._growths[i]
+            part = self._part(text, growth, left)
+            if not (part.count or part.rows):
+                continue
+            left -= part.count
+            texts.append(part)
+            known.append(text)
+            if part.rows:
+                levels = part.rows - skipped
+                guessed.append(self._trees.guessed(growth, first, levels, part.members))
+                first += (1 + part.members) * levels
+        if not texts:
+            return {}
+        made = self._runner.step(texts)
+        for text, last_D in zip(known, made.last, strict=True):
+            if last_D is not None:
+                text.last_D = last_D
+        if guessed:
+            self._trees.grow(guessed, made.read_RD, made.logits_RU)
+        return {}
+
+    def tree(self, entry: int) -> TokenTree:
+        """The tree of the plan's entry of that number."""
+        return self._growths[entry].tree()
+
+    def hear(self, texts: Sequence[TextFeatures]) -> None:
+        """Keep the target's hidden states of these texts until they are read."""
+        for features in texts:
+            self._texts.hear(features)
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Forget requests that ended."""
+        for outcome in outcomes:
+            if outcome.finished:
+                self._texts.forget(outcome.request_id)
+
+    def _part(self, text: HeadText, growth: Growth, most: int) -> BlockText:
+        """At most so many of the rows that wait to be read, and the block behind them."""
+        entry = growth.entry
+        table = entry.block_table[text.origin // self._runner.block_size :]
+        part = BlockText(table, text.origin, begin=text.cached - text.origin, last=text.last_D)
+        if (count := min(text.unread.end - text.cached, most)) > 0:
+            self._texts.claim(text, entry)
+            part.states, part.count = text.unread.take(count), count
+            text.cached += count
+        part.rows = self._rows(text, growth, read=count > 0)
+        if part.rows:  # members have their rows where there is room behind the trunk's
+            part.members = min(self._trees.members(growth), growth.entry.max_nodes // part.rows - 1)
+        part.anchor = entry.token_ids[entry.end - 1]
+        return part
+
+    def _rows(self, text: HeadText, growth: Growth, *, read: bool) -> int:
+        """The rows of an entry's block; 0 where it has no tree, or its text is not read to the end."""
+        entry, head = growth.entry, self._model.head
+        if growth.limit < 1 or text.cached != entry.end - 1:
+            return 0
+        if head.reads_last and not read and text.last_D is None:
+            return 0  # the token before the root was read for another request: only its K and V are there
+        wanted = growth.limit + head.skipped if head.causal else head.block_size
+        count = min(wanted, entry.max_nodes)  # for so many positions there are blocks
+        return count if count > head.skipped else 0

@@ -1,0 +1,129 @@
+"""Best-first trees of one pass in PyTorch and NumPy: what native_trees.py does in one call, and its oracle.
+
+What a level guesses depends on the token before it by the Markov term alone, if there is one. A level's
+candidates are the likeliest tokens behind the mean of the tokens that may stand before it; behind each of
+these the candidates have logits of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specinfer.heads.block_model import BlockModel
+from specinfer.heads.load import HeadModel
+from specinfer.runtime.flight import Flight
+from specinfer.speculate.drafts.best_first import Level, Race, grow
+from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.drafts.growth import Guessed
+from specinfer.tree import DrawRule
+from specinfer.verify.scan import Likeliest
+
+_CANDIDATES: Final = 16  # of a level where the likeliest are wanted
+_RACERS: Final = 32  # where noise decides among them
+
+
+class PlainTrees:
+    """A `BestFirstTrees` that runs everywhere."""
+
+    def __init__(self, name: str, model: HeadModel, vocabulary: DraftVocabulary | None) -> None:
+        self._name = name
+        self._scan = model.kernels.scan
+        self._block = model if isinstance(model, BlockModel) else None
+        self._markov_UM = None if self._block is None else self._block.markov_UM
+        self._vocabulary = vocabulary
+
+    def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
+        """As BestFirstTrees says."""
+        racing = any(one.site.draws_by is DrawRule.COUPLED for one in guessed)
+        candidates = _RACERS if racing else _CANDIDATES
+        grown = [_Levels(one, self._block) for one in guessed]
+        if self._markov_UM is None:
+            flight = Flight(logits_TU, lambda logits: logits, logits_TU.shape[1], self._scan)
+            rows = [one.first + level for one in guessed for level in range(one.levels)]
+            temperatures = [one.site.temperature for one in guessed for _ in range(one.levels)]
+            likeliest = flight.likeliest(rows, candidates, temperatures)
+            levels = iter(range(len(rows)))
+            for one in grown:
+                for _ in range(one.wanted):
+                    self._add_level(one, read_TD, likeliest, next(levels))
+        else:
+            while growing := [one for one in grown if one.wanted > len(one.levels)]:
+                self._grow_level_of_pairs(growing, read_TD, logits_TU, candidates)
+        for one in grown:
+            site = one.guessed.site
+            race = Race(site.seed, site.position) if site.draws_by is DrawRule.COUPLED else None
+            if one.levels:
+                grow(one.guessed.growth.builder, one.levels, most, self._name, race)
+
+    def _grow_level_of_pairs(
+        self, grown: Sequence[_Levels], read_TD: Tensor, logits_TU: Tensor, candidates: int
+    ) -> None:
+        """Add the next level to these, whose likeliest tokens depend on what may stand before it.
+
+        They are found behind the mean of the tokens that may, as likely as these are: behind the anchor, and
+        wherever one token is all but sure, that is the token itself.
+        """
+        assert self._block is not None
+        rows = torch.tensor([one.row for one in grown], device=logits_TU.device)
+        mean_RM = torch.stack([one.mean_M for one in grown])
+        made_RU = logits_TU.index_select(0, rows).float() + self._block.pair_logits(mean_RM)
+        flight = Flight(made_RU, lambda logits: logits, made_RU.shape[1], self._scan)
+        temperatures = [one.guessed.site.temperature for one in grown]
+        likeliest = flight.likeliest(range(len(grown)), candidates, temperatures)
+        for row, one in enumerate(grown):
+            self._add_level(one, read_TD, likeliest, row)
+
+    def _add_level(self, one: _Levels, read_TD: Tensor, likeliest: Likeliest, row: int) -> None:
+        """What the next level guesses behind each token that may stand before it, of a row of `likeliest`."""
+        site = one.guessed.site
+        raced = site.draws_by is DrawRule.COUPLED
+        count = min(_RACERS if raced else _CANDIDATES, int(likeliest.found[row]))
+        if not count:
+            one.wanted = len(one.levels)
+            return
+        block, temperature, markov_UM = self._block, site.temperature, self._markov_UM
+        entries_C, values_C = likeliest.ids[row, :count], likeliest.values[row, :count]
+        tokens_C = entries_C if self._vocabulary is None else self._vocabulary.ids[entries_C]
+        # Logits and masses count from the largest logit of their row.
+        scaled_C = (values_C.astype(np.float64) - values_C[0]) / temperature
+        rest = max(0.0, float(likeliest.masses[row]) - float(np.exp(scaled_C).sum()))
+        logits_AC = np.repeat(scaled_C[None], len(one.before_A), axis=0)
+        known_AM: Tensor | None = None
+        right_A = None
+        if block is not None and markov_UM is not None:
+            known_AM = block.before(one.before_A.tolist(), one.guessed.member)
+            named_CM = markov_UM[torch.from_numpy(entries_C).to(markov_UM.device)].float()
+            apart_AC = (known_AM - one.mean_M) @ named_CM.T
+            logits_AC += apart_AC.double().cpu().numpy() / temperature
+            chances_C = np.exp(scaled_C)
+            weights_C = torch.from_numpy(chances_C / chances_C.sum()).to(named_CM)
+            one.mean_M = weights_C @ block.before(tokens_C.tolist(), one.guessed.member)
+        if block is not None and block.head.confidence:
+            read_AD = read_TD[one.row].expand(len(one.before_A), -1)
+            right_A = block.confidence(read_AD, known_AM).double().cpu().numpy()
+        one.levels.append(Level(tokens_C, logits_AC, rest, right_A))
+        one.before_A = tokens_C
+
+
+class _Levels:
+    """One request's levels so far, and what may stand before the next."""
+
+    def __init__(self, guessed: Guessed, block: BlockModel | None) -> None:
+        self.guessed = guessed
+        self.wanted = guessed.levels
+        self.levels: list[Level] = []
+        self.before_A: NDArray[np.int64] = np.array([guessed.growth.builder.root])
+        self.mean_M = torch.zeros(0)  # what is known of the token before, on average
+        if block is not None and block.markov_UM is not None:
+            self.mean_M = block.before(self.before_A.tolist(), guessed.member)[0]
+
+    @property
+    def row(self) -> int:
+        """The next level's, of all that guess."""
+        return self.guessed.first + len(self.levels)

@@ -1,0 +1,1 @@
+"""Who guesses in a step, how deep, and what of it is verified."""

@@ -1,0 +1,130 @@
+"""Trees grown best first against all paths, counted one by one."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from specinfer.speculate.drafts.best_first import WIDTH, Level, Race, grow, likeliest_of
+from specinfer.tree import DrawRule, TreeBuilder
+from specinfer.verify.noise import exponentials
+
+TOKENS = np.array([[10, 11, 12], [20, 21, 22], [30, 31, 32]])
+
+
+def levels(seed: int, *, rest: float = 0.5, right: float | None = None) -> list[Level]:
+    """Three levels of three candidates, each with logits of its own behind each token before."""
+    random = np.random.default_rng(seed)
+    made = []
+    for number in range(3):
+        before = 1 if number == 0 else 3
+        sure = None if right is None else np.full(before, right)
+        made.append(Level(TOKENS[number], random.normal(size=(before, 3)), rest, sure))
+    return made
+
+
+def all_paths(made: list[Level]) -> dict[tuple[int, ...], float]:
+    """How likely each path is, by its tokens."""
+    found: dict[tuple[int, ...], float] = {}
+    for depth in (1, 2, 3):
+        for places in product(range(3), repeat=depth):
+            likely, before = 1.0, 0
+            for level, place in zip(made, places, strict=False):
+                weights = np.exp(level.logits_AC[before])
+                likely *= weights[place] / (weights.sum() + level.rest)
+                before = place
+            found[tuple(int(TOKENS[d, p]) for d, p in enumerate(places))] = float(likely)
+    return found
+
+
+def grown(made: list[Level], most: int, race: Race | None = None, room: int = 1 << 30) -> TreeBuilder:
+    builder = TreeBuilder(5, room)
+    grow(builder, made, most, "head", race)
+    return builder
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("most", [1, 2, 5, 9])
+def test_the_nodes_are_the_likeliest_paths_of_all(seed: int, most: int) -> None:
+    made = levels(seed)
+    tree = grown(made, most).build()
+    tree.check_integrity()
+    expected = sorted(all_paths(made).items(), key=lambda item: -item[1])[:most]
+    assert {tree.path_tokens(node) for node in range(1, tree.num_nodes)} == {path for path, _ in expected}
+    likelihoods = tree.likelihoods()
+    for node in range(1, tree.num_nodes):
+        assert likelihoods[node] == pytest.approx(all_paths(made)[tree.path_tokens(node)])
+
+
+def test_no_more_nodes_are_added_than_there_is_room() -> None:
+    assert len(grown(levels(0), 9, room=4).parents) == 4
+
+
+def test_paths_that_are_hardly_likely_are_left_out() -> None:
+    tree = grown(levels(0, rest=1e6), 9).build()
+    assert tree.num_nodes == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_children_of_a_race_come_as_the_noise_has_them(seed: int) -> None:
+    made = levels(seed)
+    tree = grown(made, 100, Race(seed=3, position=7)).build()
+    assert {draw.rule for draw in tree.draws} == {DrawRule.COUPLED}
+    assert tree.num_nodes > 8
+    for node, children in enumerate(tree.children()):
+        path = tree.path_tokens(node)
+        if not children:
+            continue
+        level = made[len(path)]
+        before = 0 if not path else int(np.flatnonzero(TOKENS[len(path) - 1] == path[-1])[0])
+        noise = exponentials(3, 7 + len(path), level.tokens_C)
+        order = np.argsort(noise / np.exp(level.logits_AC[before]))
+        assert list(children) == level.tokens_C[order][: len(children)].tolist()
+
+
+def test_the_first_child_of_a_race_is_as_likely_as_the_head_says() -> None:
+    tree = grown(levels(1, right=0.75), 12, Race(seed=3, position=7)).build()
+    below_root = [draw.confidence for draw in tree.draws if draw.parent == 0]
+    assert below_root == pytest.approx([0.75 * 0.25**rank for rank in range(len(below_root))])
+
+
+def test_a_node_has_not_more_than_so_many_children() -> None:
+    wide = Level(np.arange(40), np.zeros((1, 40)), 0.0)
+    assert grown([wide], 100).build().num_nodes == 1 + WIDTH
+
+
+def test_large_logits_do_not_overflow() -> None:
+    made = [Level(TOKENS[0], np.array([[0.0, -900.0, -2000.0]]), 0.0)]
+    (draw,) = grown(made, 4).draws
+    assert draw.confidence == 1.0
+
+
+@pytest.mark.parametrize("most", [1, 4, 9, 40])
+def test_of_several_trees_the_likeliest_paths_are_one(most: int) -> None:
+    made = [levels(seed) for seed in (1, 2, 3)]
+    trees = []
+    for one in made:
+        builder = TreeBuilder(5)
+        grow(builder, one, 32, "head", None)
+        trees.append(builder.build())
+    surest: dict[tuple[int, ...], float] = {}
+    for tree in trees:
+        for node, hope in enumerate(tree.likelihoods()[1:], start=1):
+            path = tree.path_tokens(node)
+            surest[path] = max(hope, surest.get(path, 0.0))
+    tree = likeliest_of(trees, most)
+    tree.check_integrity()
+    expected = sorted(surest, key=lambda path: -surest[path])[:most]
+    assert {tree.path_tokens(draw.node) for draw in tree.draws} == {*expected}
+    assert len(tree.draws) == tree.num_nodes - 1 == min(most, len(surest))
+    by_path = {tree.path_tokens(draw.node): draw for draw in tree.draws}
+    for path in expected:
+        known = [
+            draw.confidence
+            for of in trees
+            for draw in of.draws
+            if of.path_tokens(draw.node) == path and of.likelihoods()[draw.node] == surest[path]
+        ]
+        assert by_path[path].confidence in known

@@ -1,0 +1,372 @@
+"""What a draft model keeps in its own cache: a wrong position there costs guesses, never the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.plan import PlanEntry
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.flight import Flight
+from specinfer.runtime.runner import ModelRunner
+from specinfer.speculate.drafts.draft_model import DraftModel
+from specinfer.speculate.drafts.growth import Shape
+from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.policy import SpeculationPolicy
+from specinfer.tree import DrawRule, TokenTree
+from specinfer.tree.expansion import Expansion
+from tests import plans
+from tests.engines import Tiny, write_tiny
+from tests.plans import outcome
+
+TEXT = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
+
+
+def draft(tiny: Tiny, *widths: int, max_rows: int = 96) -> DraftModel:
+    return shaped(tiny, Shape(Expansion(widths), DrawRule.POINT_MASS), max_rows)
+
+
+def shaped(tiny: Tiny, shape: Shape, max_rows: int = 96) -> DraftModel:
+    runner = ModelRunner(tiny.similar, num_blocks=60, block_size=4)
+    return DraftModel("draft", runner, shape, max_rows=max_rows)
+
+
+def entry(text: list[int], *, blocks: int = 0, max_depth: int = 9, **fields: Any) -> PlanEntry:
+    """A decode step after `text`, whose blocks are 30 in a row from number `blocks` on."""
+    table = tuple(range(blocks, blocks + 30))
+    return plans.entry(list(text), params=GREEDY, max_depth=max_depth, block_table=table, **fields)
+
+
+def guesses(model: DraftModel, step: PlanEntry, policy: SpeculationPolicy | None = None) -> TokenTree:
+    (tree,) = propose(model, step, policy=policy)
+    return tree
+
+
+def propose(
+    model: DraftModel, *entries: PlanEntry, policy: SpeculationPolicy | None = None
+) -> list[TokenTree]:
+    return Ensemble([model], vocab=64, policy=policy or FixedPolicy()).propose(plans.plan(*entries))
+
+
+def test_a_path_through_later_siblings_leaves_a_cache_as_good_as_new(tiny: Tiny) -> None:
+    model = draft(tiny, 3, 2, 2)
+    #      0
+    #    / | \
+    #   1  2  3
+    #      ..  \\
+    #     .. . 8 9       committed: node 3, then its second child 9, then a bonus token of another's
+    tree = guesses(model, entry(TEXT))
+    assert tree.parents[:10] == (-1, 0, 0, 0, 1, 1, 2, 2, 3, 3)
+    committed = (tree.token_ids[3], tree.token_ids[9], 17)
+    model.observe([outcome(*committed)])
+    text = [*TEXT, *committed]
+    assert guesses(model, entry(text)).token_ids == guesses(draft(tiny, 3, 2, 2), entry(text)).token_ids
+
+
+class Choosing(FixedPolicy):
+    """Goes on below these of the ends, by their place among all: a row for each level."""
+
+    def __init__(self, *places: tuple[int, ...]) -> None:
+        self.places = [*places]
+        self.asked: list[tuple[int, ...]] = []
+
+    def worth_deepening(
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
+        [nodes] = ends
+        self.asked.append(tuple(nodes))
+        return [[nodes[place] for place in self.places.pop(0)] if self.places else ()]
+
+
+LEARNED = Shape(Expansion((1, 1)), DrawRule.POINT_MASS, learned=True, least=0.0, least_path=0.0)
+
+
+def test_a_learned_tree_grows_below_any_of_its_nodes(tiny: Tiny) -> None:
+    #        0
+    #     / / \  \
+    #    1 2   3  4       first below 2 and 4, then below 1, which had been left, and 2's last child, 8
+    #    . ....   ....
+    model, policy = shaped(tiny, LEARNED), Choosing((1, 3), (0, 5))
+    tree = guesses(model, entry(TEXT), policy)
+    assert policy.asked == [
+        (1, 2, 3, 4),
+        (1, 3, *range(5, 13)),
+        (3, *range(5, 8), *range(9, 21)),
+    ]
+    assert tree.parents == (-1, *[0] * 4, *[2] * 4, *[4] * 4, *[1] * 4, *[8] * 4)
+    for node in (0, 2, 4, 1, 8):
+        alone = guesses(draft(tiny, 4), entry([*TEXT, *tree.path_tokens(node)]))
+        assert [*tree.children()[node]] == [*alone.token_ids[1:]]
+
+
+def test_without_a_policy_a_learned_tree_runs_as_many_nodes_as_a_usual_one(tiny: Tiny) -> None:
+    # The root is run, its likeliest child, and two of that one's children.
+    tree = guesses(shaped(tiny, LEARNED), entry(TEXT), FixedPolicy(Expansion((1, 2, 1))))
+    likely, depths = tree.likelihoods(), tree.depths()
+    run = sorted({draw.parent for draw in tree.draws})
+    assert [depths[node] for node in run] == [0, 1, 2, 2]
+    assert tree.num_nodes == 1 + 4 * len(run)
+    for depth, count in ((1, 1), (2, 2)):
+        level = [node for node in range(tree.num_nodes) if depths[node] == depth]
+        best = sorted(level, key=likely.__getitem__, reverse=True)[:count]
+        assert {node for node in run if depths[node] == depth} == {*best}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, speculation={"expansion": (2, 2)}),
+        SamplingParams(temperature=0, speculation={"max_nodes": 30}),
+        SamplingParams(temperature=1.0, speculation={"verifier": "mss"}),
+    ],
+)
+def test_without_a_policy_trees_with_a_shape_have_all_of_it(tiny: Tiny, params: SamplingParams) -> None:
+    shape = LEARNED._replace(expansion=Expansion((2, 2)), rule=DrawRule.COUPLED)
+    one = plans.entry(list(TEXT), params=params, block_table=tuple(range(30)))
+    tree = guesses(shaped(tiny, shape), one, FixedPolicy(Expansion((1, 1))))
+    assert len({draw.parent for draw in tree.draws}) == len({*tree.token_ids[1:3]}) + 1
+    assert max(tree.depths()) == 2
+
+
+def test_a_path_through_nodes_that_were_run_in_turns_leaves_a_cache_as_good_as_new(tiny: Tiny) -> None:
+    model = shaped(tiny, LEARNED)
+    tree = guesses(model, entry(TEXT), Choosing((1, 3), (0, 5)))
+    committed = (*tree.path_tokens(20), 17)  # 2, 8 and 20, of which the last was not run
+    model.observe([outcome(*committed)])
+    text = [*TEXT, *committed]
+    assert model.begin(plans.plan(entry(text))) == [2]
+    assert guesses(model, entry(text)).token_ids == guesses(shaped(tiny, LEARNED), entry(text)).token_ids
+
+
+def test_a_learned_tree_keeps_likely_children_and_the_first(tiny: Tiny) -> None:
+    confidences = [draw.confidence for draw in guesses(draft(tiny, 4), entry(TEXT)).draws]
+    for kept, least in enumerate([1.0, *confidences[1:]]):
+        shape = LEARNED._replace(least=least)
+        assert guesses(shaped(tiny, shape), entry(TEXT), Choosing()).num_nodes == 1 + max(1, kept + 1)
+
+
+@pytest.mark.parametrize(
+    ("params", "shape"),
+    [
+        (SamplingParams(temperature=0), 8),
+        (SamplingParams(temperature=1.0), 8),
+        (SamplingParams(temperature=1.0, speculation={"verifier": "mss"}), 2),  # samples have a shape
+        (SamplingParams(temperature=0, speculation={"verifier": "mss"}), 8),
+        (SamplingParams(temperature=0, speculation={"expansion": (2, 2, 2)}), 3),
+        (SamplingParams(temperature=0, speculation={"max_nodes": 8}), 2),  # of which all is drawn
+    ],
+)
+def test_who_may_have_a_learned_tree(params: SamplingParams, shape: int) -> None:
+    one = plans.entry(TEXT, params=params).request
+    learned = Shape(Expansion((1, 1)), DrawRule.COUPLED, learned=True)
+    assert learned.depth(one) == shape
+    assert learned._replace(learned=False).depth(one) == (shape if shape < 8 else 2)
+
+
+def test_only_what_the_cache_lacks_is_read_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = draft(tiny, 1, 1, 1)
+    first = guesses(model, entry(TEXT))
+    committed = (*first.token_ids[1:], 17)  # the third guess was never run, the bonus token not guessed
+    model.observe([outcome(*committed)])
+    passes: list[list[Rows]] = []
+    launch = model._runner.launch
+
+    def counted(rows: list[Rows]) -> Flight:
+        passes.append(list(rows))
+        return launch(rows)
+
+    monkeypatch.setattr(model._runner, "launch", counted)
+    guesses(model, entry([*TEXT, *committed]))
+    assert [list(part.token_ids) for part in passes[0]] == [[first.token_ids[3], 17]]
+
+
+def test_a_preempted_request_is_read_anew_into_its_new_blocks(tiny: Tiny) -> None:
+    model = draft(tiny, 2, 2)
+    guesses(model, entry(TEXT))
+    model.observe([outcome(17)])
+    text = [*TEXT, 17]
+    moved = guesses(model, entry(text, blocks=30, incarnation=1))
+    assert moved.token_ids == guesses(draft(tiny, 2, 2), entry(text)).token_ids
+
+
+def lengths_of_passes(model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The rows each request has in each pass that follows, as they come."""
+    launch, lengths = model._runner.launch, list[list[int]]()
+
+    def measured(rows: list[Rows]) -> Flight:
+        lengths.append([len(part.token_ids) for part in rows])
+        return launch(rows)
+
+    monkeypatch.setattr(model._runner, "launch", measured)
+    return lengths
+
+
+def test_a_prompt_is_read_in_step_with_the_target(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = draft(tiny, 2, 2)
+    lengths = lengths_of_passes(model, monkeypatch)
+    for start, end in [(0, 5), (5, 10), (10, 12)]:  # the last chunk ends in the root alone
+        nodes = int(end == len(TEXT))
+        assert propose(model, entry(TEXT, start=start, end=end, max_nodes=nodes, max_depth=0)) == nodes * [
+            TokenTree((TEXT[-1],), (-1,))
+        ]
+    assert lengths == [[5], [5], [2]]
+    text = [*TEXT, 17]
+    assert guesses(model, entry(text)).token_ids == guesses(draft(tiny, 2, 2), entry(text)).token_ids
+    assert lengths[3:] == [[1], [2]]
+
+
+@pytest.mark.parametrize(("max_rows", "passes"), [(1, 12), (5, 3), (11, 2), (12, 1)])
+def test_a_long_text_is_read_over_several_steps(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, max_rows: int, passes: int
+) -> None:
+    model = draft(tiny, 2, 2, max_rows=max_rows)
+    lengths = lengths_of_passes(model, monkeypatch)
+    trees = [guesses(model, entry(TEXT)) for _ in range(passes)]
+    assert max(length for length, *_ in lengths[:-1]) == max_rows  # the last pass is the frontier
+    assert [tree.num_nodes for tree in trees[:-1]] == [1] * (passes - 1)
+    assert trees[-1].token_ids == guesses(draft(tiny, 2, 2), entry(TEXT)).token_ids
+
+
+def test_prompts_are_read_with_the_rows_that_trees_leave(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = draft(tiny, 2, 2, max_rows=15)
+    lengths = lengths_of_passes(model, monkeypatch)
+    prompt = entry(TEXT, request_id="p", blocks=30, start=0, end=9, max_nodes=0, max_depth=0)
+    (tree,) = propose(model, prompt, entry(TEXT))
+    assert lengths == [[12, 3], [2]]
+    assert tree.num_nodes == 7
+    propose(model, prompt)
+    assert lengths[2:] == [[6]]
+
+
+def test_a_tree_is_no_deeper_than_the_step_and_the_drafts_context_allow(tiny: Tiny) -> None:
+    assert max(guesses(draft(tiny, 1, 1, 1), entry(TEXT, max_depth=2)).depths()) == 2
+    long = [t % 64 for t in range(94)]  # the draft's context is 96
+    assert max(guesses(draft(tiny, 1, 1, 1), entry(long)).depths()) == 2
+    assert guesses(draft(tiny, 1, 1, 1), entry([*long, 1, 2])).num_nodes == 1
+
+
+def test_a_request_that_ended_is_forgotten_and_its_id_may_come_again(tiny: Tiny) -> None:
+    model = draft(tiny, 2, 2)
+    guesses(model, entry(TEXT))
+    model.observe([outcome(finished=True)])
+    other = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
+    assert guesses(model, entry(other)).token_ids == guesses(draft(tiny, 2, 2), entry(other)).token_ids
+
+
+A, B, C = b"98 76", b"98 76 54 32", b"98 76 54 32 10 11 12"  # hashes of TEXT's blocks of 4
+
+
+def read(model: DraftModel, monkeypatch: pytest.MonkeyPatch, step: PlanEntry) -> list[int]:
+    """What the first pass of a step runs; its guesses are those of a draft that runs everything."""
+    passes: list[list[int]] = []
+    launch = model._runner.launch
+    with monkeypatch.context() as patch:
+        patch.setattr(model._runner, "launch", lambda r: (passes.append(r[0].token_ids), launch(r))[1])
+        tree = guesses(model, step)
+    assert tree.token_ids == guesses(draft_of(model), step).token_ids
+    return list(passes[0])
+
+
+def draft_of(model: DraftModel) -> DraftModel:
+    runner = ModelRunner(model._runner.model, num_blocks=60, block_size=4)
+    return DraftModel("draft", runner, Shape(Expansion((2, 2)), DrawRule.POINT_MASS), max_rows=64)
+
+
+def test_a_new_request_starts_behind_the_blocks_whose_text_the_draft_has(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = draft(tiny, 2, 2)
+    for text in (TEXT[:9], TEXT[:10]):  # blocks count once the text has gone past them
+        guesses(model, entry(text, block_hashes=(A, B)))
+        model.observe([outcome(text[-1])])
+    model.observe([outcome(finished=True)])
+    for name, text, hashes, expected in [
+        ("same", TEXT[:10], (A, B), [1, 0]),
+        ("longer", [*TEXT, 13], (A, B, C), [1, 0, 11, 12, 13]),
+        ("ends with a block", TEXT[:8], (A, B), [5, 4, 3, 2]),  # the root is always run
+        ("parts in block 1", [*TEXT[:6], 3, 3, 3], (A, b"other"), [5, 4, 3, 3, 3]),
+        ("reuse is off", TEXT[:10], (), TEXT[:10]),
+    ]:
+        assert read(model, monkeypatch, entry(text, request_id=name, block_hashes=hashes)) == expected, name
+
+
+def test_a_block_that_got_another_text_is_not_taken_for_the_old_one(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = draft(tiny, 2, 2)
+    for text in (TEXT[:9], TEXT[:10]):
+        guesses(model, entry(text, block_hashes=(A, B)))
+        model.observe([outcome(text[-1])])
+    model.observe([outcome(finished=True)])
+    other = [3, 1, 4, 1, 5, 9]
+    assert read(model, monkeypatch, entry(other, request_id="o", block_hashes=(b"3 1 4 1",))) == other
+    model.observe([outcome(request_id="o", finished=True)])
+    assert read(model, monkeypatch, entry(TEXT[:10], request_id="again", block_hashes=(A, B))) == TEXT[:10]
+
+
+class Watching(FixedPolicy):
+    """Lets a draft model guess as many levels as it is told, and remembers what it was to read."""
+
+    def __init__(self) -> None:
+        self.unread: list[int] = []
+        self.asked: list[int] = []  # how deep the tree was that might have gone deeper
+        self.deepest = 3
+
+    def worth_starting(
+        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+    ) -> list[bool]:
+        self.unread.extend(unread)
+        return [self.deepest > 0] * len(entries)
+
+    def worth_deepening(
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
+        self.asked.extend(max(tree.depths()) for tree in trees)
+        return [
+            of_tree if max(tree.depths()) < self.deepest else ()
+            for tree, of_tree in zip(trees, ends, strict=True)
+        ]
+
+
+def test_what_it_has_yet_to_read_is_said_beforehand(tiny: Tiny) -> None:
+    policy = Watching()
+    model = draft(tiny, 1, 1, 1)
+    tree = guesses(model, entry(TEXT), policy)
+    model.observe([outcome(*tree.token_ids[1:3], 17)])
+    text = [*TEXT, *tree.token_ids[1:3], 17]
+    policy.deepest = 0  # a draft that is not run reads nothing
+    for later in (
+        entry(text),
+        entry([*text, 3, 4]),
+        entry(text, incarnation=1),
+        entry(text, request_id="another"),
+    ):
+        assert guesses(model, later, policy).num_nodes == 1
+    #  both guesses were run, so the root is left
+    assert policy.unread == [len(TEXT), 1, 3, len(text), len(text)]
+
+
+@pytest.mark.parametrize(("deepest", "asked"), [(3, [1, 2]), (2, [1, 2]), (1, [1]), (0, [])])
+def test_it_goes_as_deep_as_it_may(tiny: Tiny, deepest: int, asked: list[int]) -> None:
+    policy = Watching()
+    policy.deepest = deepest
+    assert max(guesses(draft(tiny, 1, 2, 1), entry(TEXT), policy).depths()) == deepest
+    assert policy.asked == asked

@@ -1,0 +1,142 @@
+"""What each draw rule adds to a tree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.drafts.draws import Site, coupled_children, draw_children, probabilities
+from specinfer.tree import DrawRule, TreeBuilder
+from specinfer.tree.distribution import Distribution
+from specinfer.verify.coupled import coupled_choice
+from specinfer.verify.law import most_likely
+from specinfer.verify.target_law import target_law
+from tests.flights import flight_of
+
+LOGITS = np.log(np.array([[0.05, 0.4, 0.3, 0.2, 0.05]], dtype=np.float32))
+
+
+def draw(
+    rule: DrawRule, width: int, uniforms: list[float] | None = None, *, max_nodes: int = 99, seed: int = 0,
+    temperature: float = 1.0,
+) -> TreeBuilder:  # fmt: skip
+    builder = TreeBuilder(root=0, max_nodes=max_nodes)
+    source = iter(uniforms or [])
+    params = SamplingParams(temperature=temperature)
+    site = Site(builder, 0, width, params, seed, 17, lambda: next(source), rule)
+    draw_children(flight_of(LOGITS), [site], "draft")
+    return builder
+
+
+def drawn(builder: TreeBuilder) -> list[int]:
+    return [builder.token_ids[d.node] for d in builder.draws]
+
+
+def test_top_k_is_a_point_mass() -> None:
+    builder = draw(DrawRule.POINT_MASS, 3)
+    assert drawn(builder) == [1, 2, 3]
+    assert {d.rule for d in builder.draws} == {DrawRule.POINT_MASS}
+
+
+@pytest.mark.parametrize("rule", list(DrawRule))
+def test_greedy_is_top_k_whatever_the_rule(rule: DrawRule) -> None:
+    builder = draw(rule, 2, temperature=0.0)
+    assert drawn(builder) == [1, 2]
+    assert {d.rule for d in builder.draws} == {DrawRule.POINT_MASS}
+
+
+def test_iid_draws_may_repeat_and_keep_their_law() -> None:
+    builder = draw(DrawRule.IID, 3, [0.06, 0.44, 0.99])  # cumulated: .05 .45 .75 .95 1
+    assert drawn(builder) == [1, 1, 4]
+    assert builder.token_ids == [0, 1, 4]  # two draws share a node
+    for d in builder.draws:
+        assert isinstance(d.law, Distribution)
+        np.testing.assert_allclose(d.law.dense(), [0.05, 0.4, 0.3, 0.2, 0.05], atol=1e-7)
+
+
+def test_draws_without_replacement_take_from_what_is_left() -> None:
+    # Without 1 the masses cumulate to .05 .05 .35 .55 .6 of .6: a uniform of .9 is .54, token 3.
+    assert drawn(draw(DrawRule.WITHOUT_REPLACEMENT, 3, [0.2, 0.9, 0.0])) == [1, 3, 0]
+    assert sorted(drawn(draw(DrawRule.WITHOUT_REPLACEMENT, 9, [0.5] * 5))) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("rule", [DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT])
+def test_a_full_tree_stops_sampling_before_it_draws(rule: DrawRule) -> None:
+    # The budget is asked before the uniform is: a third one would be a StopIteration.
+    assert len(drawn(draw(rule, 5, [0.2, 0.6], max_nodes=3))) == 2
+
+
+def test_a_coupled_draw_of_the_right_law_is_the_targets_choice() -> None:
+    law = target_law(LOGITS[0], SamplingParams(temperature=1.0))
+    for seed in range(50):
+        assert drawn(draw(DrawRule.COUPLED, 2, seed=seed))[0] == coupled_choice(law, seed, 17)
+
+
+def test_greedy_children_are_the_most_likely_tokens() -> None:
+    logits = np.array([0, 4, 2, 3, 1], dtype=np.float32)
+    assert coupled_children(logits, SamplingParams(temperature=0), 1, 1, 3).tolist() == [1, 3, 2]
+
+
+def test_a_narrow_law_is_filled_up_with_the_next_most_likely_tokens() -> None:
+    logits = np.random.default_rng(6).normal(size=500).astype(np.float32)
+    ranked = most_likely(logits, 5).tolist()
+    for seed in range(30):
+        children = coupled_children(logits, SamplingParams(top_k=3), seed, 2, 5).tolist()
+        assert sorted(children[:3]) == sorted(ranked[:3])
+        assert children[3:] == ranked[3:]
+        law = target_law(logits, SamplingParams(top_k=3))
+        assert children[0] == coupled_choice(law, seed, 2), "the target's choice, were it the target"
+    assert len(coupled_children(logits[:3], SamplingParams(), 0, 0, 5)) == 3
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature", "confidences"),
+    [
+        (DrawRule.POINT_MASS, 0.0, [0.4, 0.3]),
+        (DrawRule.POINT_MASS, 0.5, [0.4, 0.3]),  # the top-k of the model, whatever the temperature
+        (DrawRule.COUPLED, 1.0, [0.4, 0.3, 0.2, 0.05, 0.05]),
+        (DrawRule.COUPLED, 0.5, [0.16, 0.09, 0.04, 0.0025, 0.0025]),  # of 0.295
+    ],
+)
+def test_a_draw_says_how_likely_the_draft_thinks_it(
+    rule: DrawRule, temperature: float, confidences: list[float]
+) -> None:
+    builder = draw(rule, len(confidences), temperature=temperature)
+    scale = sum(confidences) if rule is DrawRule.COUPLED else 1
+    by_token = {builder.token_ids[d.node]: d.confidence for d in builder.draws}
+    expected = dict(zip([1, 2, 3, 0, 4], [c / scale for c in confidences], strict=False))
+    assert by_token == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("rule", [DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT])
+def test_a_sampled_draw_says_its_laws_probability(rule: DrawRule) -> None:
+    builder = draw(rule, 2, [0.2, 0.9])
+    assert [d.confidence for d in builder.draws] == pytest.approx([0.4, 0.2])
+
+
+def test_a_pruned_vocabulary_is_asked_by_its_own_entries() -> None:
+    kept = DraftVocabulary(np.array([3, 5, 8, 9, 11]), 12)
+    tokens = np.array([9, 3])
+    found = probabilities(LOGITS[0], tokens, 1.0, kept)
+    np.testing.assert_allclose(found, [0.2, 0.05], rtol=1e-5)
+
+
+def test_draws_do_not_depend_on_what_a_neighbour_wants() -> None:
+    rows = np.random.default_rng(1).normal(size=(2, 500)).astype(np.float32) / 4
+    params = SamplingParams(temperature=1.0)
+
+    def drawn_beside(others: list[int]) -> list[list[int]]:
+        widths = [2, *others]
+        builders = [TreeBuilder(root=0) for _ in widths]
+        sites = [
+            Site(builder, 0, width, params, seed, 9, lambda: 0.0, DrawRule.COUPLED)
+            for builder, width, seed in zip(builders, widths, range(len(widths)), strict=True)
+        ]
+        draw_children(flight_of(rows[: len(widths)]), sites, "draft")
+        return [drawn(builder) for builder in builders]
+
+    for seed in range(30):
+        params = SamplingParams(temperature=1.0 + seed / 10)
+        assert drawn_beside([400])[0] == drawn_beside([])[0]

@@ -1,0 +1,303 @@
+"""What a draft with tokens of its own keeps in its cache: a wrong place there costs guesses alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specinfer import SamplingParams
+from specinfer.config import SpeculationConfig
+from specinfer.errors import ConfigError
+from specinfer.models.weights import load_model
+from specinfer.plan import PlanEntry
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.flight import Flight
+from specinfer.runtime.runner import ModelRunner
+from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.drafts.foreign_draft import ForeignDraft
+from specinfer.speculate.drafts.foreign_tokens import ForeignTokens, foreign_tokens
+from specinfer.speculate.drafts.growth import Shape
+from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.tokenizer import Tokenizer
+from specinfer.tree import DrawRule, TokenTree
+from specinfer.tree.expansion import Expansion
+from tests import plans
+from tests.engines import CPU
+from tests.foreign import byte_level, write_foreign_llama
+from tests.plans import outcome
+from tests.tiny_models import write_tiny_llama
+
+TEXT = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+WORDS = ["\x01\x00", "\x0b\x0c\x07", "12"]  # so TEXT is ten tokens to the draft
+LACKS = [30, 60]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("foreign")
+    target = write_tiny_llama(folder / "target", vocab_size=64, max_context=96, tokenizer=True)
+    write_foreign_llama(target, folder / "draft", words=WORDS, lacks=LACKS)
+    return folder
+
+
+def exchange(folder: Path, how: str = "shared", kept: DraftVocabulary | None = None) -> ForeignTokens:
+    ours, theirs = (Tokenizer.load(folder / name) for name in ("target", "draft"))
+    config = SpeculationConfig(draft_tokens=how)  # type: ignore[arg-type]
+    return foreign_tokens(ours, theirs, (64, theirs.vocab_size), config, kept, draft="d")
+
+
+def draft(
+    folder: Path, *widths: int, how: str = "shared", max_rows: int = 96, blocks: int = 60
+) -> ForeignDraft:
+    tokens = exchange(folder, how)
+    model = load_model(folder / "draft", dtype=torch.float32, device=CPU, logit_ids=tokens.logit_ids.tolist())
+    runner = ModelRunner(model, num_blocks=blocks, block_size=4)
+    expansion = Expansion(widths)
+    return ForeignDraft(
+        "draft",
+        runner,
+        Shape(expansion, DrawRule.POINT_MASS),
+        max_rows=max_rows,
+        num_blocks=blocks,
+        tokens=tokens,
+    )
+
+
+def entry(text: list[int], *, max_depth: int = 9, **fields: Any) -> PlanEntry:
+    return plans.entry(list(text), params=GREEDY, max_depth=max_depth, **fields)
+
+
+def guesses(model: ForeignDraft, *entries: PlanEntry) -> list[TokenTree]:
+    trees = Ensemble([model], vocab=64, policy=FixedPolicy()).propose(plans.plan(*entries))
+    model.check_integrity()
+    for tree in trees:
+        tree.check_integrity()
+    return trees
+
+
+def read(model: ForeignDraft, monkeypatch: pytest.MonkeyPatch, *entries: PlanEntry) -> list[list[int]]:
+    """What the first pass of a step reads, as bytes."""
+    passes: list[list[Rows]] = []
+    launch, table = model._runner.launch, model._tokens.theirs.token_bytes
+
+    def counted(rows: list[Rows]) -> Flight:
+        passes.append(list(rows))
+        return launch(rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model._runner, "launch", counted)
+        guesses(model, *entries)
+    return [[*b"".join(table[i] for i in part.token_ids)] for part in passes[0]]
+
+
+HOW = pytest.mark.parametrize("how", ["shared", "text"])
+
+
+class Last(FixedPolicy):
+    """Goes on below the last of the ends alone."""
+
+    def worth_deepening(
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
+        return [nodes[-1:] for nodes in ends]
+
+
+@HOW
+def test_only_ends_that_are_chosen_are_run(folder: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = draft(folder, 3, 2, 1, how=how), list[int]()
+    launch = model._runner.launch
+    monkeypatch.setattr(
+        model._runner, "launch", lambda parts: (rows.append(len(parts[0].token_ids)), launch(parts))[1]
+    )
+    Ensemble([model], vocab=64, policy=Last()).propose(plans.plan(entry(TEXT)))
+    assert rows[1:] == [1] * 9
+
+
+@HOW
+@pytest.mark.parametrize("node", range(1, 13))
+def test_after_any_path_the_cache_is_as_good_as_new(folder: Path, how: str, node: int) -> None:
+    model = draft(folder, 3, 2, 2, how=how)
+    [tree] = guesses(model, entry(TEXT))
+    assert tree.num_nodes > node
+    committed = (*tree.path_tokens(node), 17)
+    model.observe([outcome(*committed)])
+    text = [*TEXT, *committed]
+    [again], [new] = guesses(model, entry(text)), guesses(draft(folder, 3, 2, 2, how=how), entry(text))
+    assert (again.token_ids, again.parents) == (new.token_ids, new.parents)
+
+
+def test_only_what_the_cache_lacks_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = draft(folder, 1, 1, 1)
+    [first] = guesses(model, entry(TEXT))
+    committed = (*first.token_ids[1:], 17)  # the third guess was never run, the bonus token not guessed
+    model.observe([outcome(*committed)])
+    assert read(model, monkeypatch, entry([*TEXT, *committed])) == [[first.token_ids[3], 17]]
+
+
+def test_an_end_that_is_spelled_otherwise_is_read_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = draft(folder, 1)
+    guesses(model, entry([*TEXT[:8], 1]))
+    model.observe([outcome(0)])  # 1 and 0 are one token to the draft
+    assert read(model, monkeypatch, entry([*TEXT[:8], 1, 0])) == [[1, 0]]
+    [tree], [new] = (
+        guesses(model, entry([*TEXT[:8], 1, 0])),
+        guesses(draft(folder, 1), entry([*TEXT[:8], 1, 0])),
+    )
+    assert tree.token_ids == new.token_ids
+
+
+def test_what_the_draft_has_no_token_for_is_never_guessed(folder: Path) -> None:
+    shared = exchange(folder)
+    assert set(range(64)) - set(shared.vocabulary.ids.tolist()) == set(LACKS)
+    [word] = shared.theirs.encode("12")
+    assert shared.name(word) == -1
+    kept = exchange(folder, kept=DraftVocabulary(np.array([3, 9, 30]), 64))
+    assert kept.vocabulary.ids.tolist() == [3, 9]
+    assert kept.spelled([3, 9]) == [kept.theirs.encode("\x03")[0], kept.theirs.encode("\t")[0]]
+
+
+@pytest.mark.parametrize(("max_rows", "passes"), [(1, 10), (4, 3), (9, 2), (10, 1)])
+def test_a_long_text_is_read_over_several_steps(folder: Path, max_rows: int, passes: int) -> None:
+    model = draft(folder, 2, 2, max_rows=max_rows)
+    trees = [guesses(model, entry(TEXT))[0] for _ in range(passes)]
+    assert [tree.num_nodes for tree in trees[:-1]] == [1] * (passes - 1)
+    assert trees[-1].token_ids == guesses(draft(folder, 2, 2), entry(TEXT))[0].token_ids
+
+
+def test_a_prompt_is_read_in_step_with_the_target(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = draft(folder, 2, 2)
+    chunk = entry(TEXT, start=0, end=9, max_nodes=0, max_depth=0)
+    assert read(model, monkeypatch, chunk) == [TEXT[:9]]
+    assert read(model, monkeypatch, entry(TEXT)) == [TEXT[8:]]  # 1 and 0 are one token, now that 0 is there
+    [tree] = guesses(model, entry(TEXT))
+    assert tree.token_ids == guesses(draft(folder, 2, 2), entry(TEXT))[0].token_ids
+
+
+def test_it_says_how_much_it_has_yet_to_read(folder: Path) -> None:
+    model = draft(folder, 1, 1)
+    assert model.begin(plans.plan(entry(TEXT))) == [12]
+    [tree] = guesses(model, entry(TEXT))
+    model.observe([outcome(*tree.token_ids[1:2], 17)])
+    text = [*TEXT, tree.token_ids[1], 17]
+    assert model.begin(plans.plan(entry(text), entry([*text, 4]), entry(TEXT, request_id="n"))) == [1, 2, 12]
+
+
+A, B = b"hash of block 0", b"another"
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "reads"),
+    [
+        (A, [*TEXT, 13], [13]),
+        (A, [*TEXT[:6], 5, 5], [5, 5]),
+        (A, TEXT, TEXT[10:]),  # the root is always run: a token of two bytes
+        (B, TEXT, TEXT),  # begins otherwise, or is of another salt
+        (b"", TEXT, TEXT),  # reuse is off
+    ],
+)
+def test_a_new_text_goes_on_from_one_that_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, key: bytes, text: list[int], reads: list[int]
+) -> None:
+    model = draft(folder, 1)
+    guesses(model, entry(TEXT, block_hashes=(A,)))
+    model.observe([outcome(finished=True)])
+    model.check_integrity()
+    hashes = (key,) if key else ()
+    new = entry(text, request_id="new", block_hashes=hashes)
+    assert read(model, monkeypatch, new) == [reads]
+    [tree], [expected] = guesses(model, new), guesses(draft(folder, 1), new)
+    assert tree.token_ids == expected.token_ids
+
+
+def test_few_texts_are_kept_when_they_have_ended(folder: Path) -> None:
+    model = draft(folder, 1, blocks=400)
+    for number in range(18):
+        guesses(model, entry(TEXT[number % 9 :], request_id=str(number), block_hashes=(b"%d" % number,)))
+        model.observe([outcome(request_id=str(number), finished=True)])
+        model.check_integrity()
+    assert len(model._ended) == 16
+
+
+def test_short_blocks_are_taken_from_those_who_do_not_run_and_then_nobody_guesses(folder: Path) -> None:
+    model = draft(folder, 1, blocks=4)
+    guesses(model, entry(TEXT, max_nodes=2))
+    [tree] = guesses(model, entry(TEXT[::-1], request_id="b", max_nodes=2))
+    assert tree.num_nodes == 2
+    assert model._texts["r"].cached == 0
+    [one, other] = guesses(model, entry(TEXT, max_nodes=2), entry(TEXT[::-1], request_id="b", max_nodes=2))
+    assert sorted([one.num_nodes, other.num_nodes]) == [1, 2]
+    model.observe([outcome(finished=True), outcome(request_id="b", finished=True)])
+    [tree] = guesses(model, entry(TEXT, request_id="c", max_nodes=2))
+    assert tree.token_ids == guesses(draft(folder, 1), entry(TEXT, max_nodes=2))[0].token_ids
+
+
+def test_a_text_that_fills_the_drafts_context_is_not_guessed_for(folder: Path) -> None:
+    long = [t % 59 for t in range(120)]
+    assert guesses(draft(folder, 1, 1), entry(long))[0].num_nodes == 1
+
+
+def test_text_may_use_what_the_target_spells_otherwise(folder: Path) -> None:
+    tokens = exchange(folder, "text")
+    two = tokens.name(tokens.theirs.encode("12")[0])
+    assert two >= 64
+    assert tokens.spelled([two]) == tokens.theirs.encode("12")
+    assert len(tokens.vocabulary.ids) == tokens.theirs.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "line"),
+    [
+        ({"draft_tokens": "text"}, True, "draft_vocabulary counts tokens of the target, and draft d writes"),
+        (
+            {"draft_tokens": "text", "verifier": "mss", "draw": "iid"},
+            False,
+            "draw is 'iid', and what draft d",
+        ),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    folder: Path, options: dict[str, Any], kept: bool, line: str
+) -> None:
+    ours, theirs = (Tokenizer.load(folder / name) for name in ("target", "draft"))
+    some = exchange(folder).vocabulary if kept else None
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        foreign_tokens(ours, theirs, (64, 65), SpeculationConfig(**options), some, draft="d")
+
+
+def test_a_draft_that_shares_no_token_is_refused() -> None:
+    one, other = (Tokenizer(byte_level(singles, []), eos_token_ids=[]) for singles in ([65], [66]))
+    with pytest.raises(ConfigError, match=r"^draft d and the target have no token in common"):
+        foreign_tokens(one, other, (1, 1), SpeculationConfig(draft_tokens="shared"), draft="d")
+    assert foreign_tokens(one, other, (1, 1), SpeculationConfig(), draft="d").by_text
+
+
+@pytest.mark.parametrize(
+    ("options", "cut", "by_text"),
+    [
+        ({}, False, True),
+        ({"draw": "top_k"}, False, True),
+        ({"verifier": "mss"}, False, False),
+        ({"verifier": "mss", "draw": "iid"}, False, False),
+        ({}, True, False),
+    ],
+)
+def test_where_nobody_says_it_is_text_unless_something_needs_a_law(
+    folder: Path, options: dict[str, Any], cut: bool, by_text: bool
+) -> None:
+    ours, theirs = (Tokenizer.load(folder / name) for name in ("target", "draft"))
+    kept = DraftVocabulary(np.array([3, 9, 30]), 64) if cut else None
+    made = foreign_tokens(ours, theirs, (64, 65), SpeculationConfig(**options), kept, draft="d")
+    assert made.by_text is by_text

@@ -1,0 +1,106 @@
+"""How far a head has read texts: gaps, bounds, shared blocks and requests that begin anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from specinfer.plan import PlanEntry
+from specinfer.runtime.features import TappedRows, TextFeatures
+from specinfer.speculate.drafts.head_texts import HeadText, HeadTexts
+from tests import plans
+
+TEXT = [*range(40)]
+HASHES = [bytes([i]) for i in range(10)]
+
+
+def entry(name: str = "a", start: int = 0, **fields: Any) -> PlanEntry:
+    settled: dict[str, Any] = {"block_table": range(10), "block_hashes": HASHES, "start": start, "end": 40}
+    return plans.entry(TEXT, request_id=name, **{**settled, **fields})
+
+
+def heard(texts: HeadTexts, start: int, count: int, **fields: Any) -> HeadText:
+    """The text after `count` hidden states from `start` on came; each tells its position."""
+    step = entry(start=start, **fields)
+    states = torch.arange(start, start + count, dtype=torch.float32)[:, None, None]
+    texts.hear(TextFeatures(step, start, TappedRows(states, range(count))))
+    return texts.of(step)
+
+
+def read(texts: HeadTexts, text: HeadText, step: PlanEntry) -> list[int]:
+    """Read all that waits, as a head does; the positions that were read."""
+    texts.claim(text, step)
+    count = text.unread.end - text.cached
+    positions = [int(p) for part in text.unread.take(count) for p in part.copied().flatten()] if count else []
+    text.cached += count
+    return positions
+
+
+def test_what_follows_is_read_in_order() -> None:
+    texts = HeadTexts(block_size=4, most_unread=100)
+    text = heard(texts, 0, 5)
+    assert read(texts, text, entry()) == [0, 1, 2, 3, 4]
+    heard(texts, 5, 2)
+    assert read(texts, heard(texts, 7, 1), entry()) == [5, 6, 7]
+    assert (text.origin, text.cached) == (0, 8)
+
+
+def test_behind_a_gap_it_goes_on_with_the_next_block() -> None:
+    texts = HeadTexts(block_size=4, most_unread=100)
+    read(texts, heard(texts, 0, 3), entry())
+    text = heard(texts, 5, 2)  # 3 and 4 are missing; so are 5 to 7, whose block has begun
+    assert (text.origin, text.cached, text.unread.end) == (8, 8, 8)
+    heard(texts, 7, 3)
+    assert read(texts, text, entry()) == [8, 9]
+    assert (text.origin, text.cached) == (8, 10)
+
+
+def test_no_more_waits_than_so_many() -> None:
+    texts = HeadTexts(block_size=4, most_unread=6)
+    text = heard(texts, 0, 5)
+    heard(texts, 5, 4)
+    assert (text.origin, text.unread.first, text.unread.end) == (4, 4, 9)
+    assert read(texts, text, entry()) == [4, 5, 6, 7, 8]
+
+
+def test_blocks_that_it_read_for_another_are_not_read_again() -> None:
+    texts = HeadTexts(block_size=4, most_unread=100)
+    text = heard(texts, 0, 10)
+    read(texts, text, entry())
+    texts.claim(text, entry())  # as the next step does
+    other = heard(texts, 8, 3, name="b")
+    assert (other.origin, other.cached, other.unread.end) == (0, 8, 11)
+    # Nothing but what the target has found, too: the third block is computed anew.
+    assert heard(texts, 4, 3, name="c").cached == 4
+    changed = [HASHES[0], b"other", *HASHES[2:]]
+    assert heard(texts, 8, 3, name="d", block_hashes=changed).origin == 8
+    texts.forget("a")
+    assert heard(texts, 8, 3, name="e").cached == 8
+
+
+def test_blocks_that_are_written_to_hold_nothing_for_others() -> None:
+    texts = HeadTexts(block_size=4, most_unread=100)
+    text = heard(texts, 0, 12)
+    read(texts, text, entry())
+    texts.claim(text, entry())
+    thief = heard(texts, 0, 4, name="b", block_table=[2, 1, 7], block_hashes=[b"x", b"y", b"z"])
+    read(texts, thief, entry("b", block_table=[2, 1, 7], block_hashes=[b"x", b"y", b"z"]))
+    assert heard(texts, 12, 1, name="c").origin == 12, "the second block is gone"
+    assert heard(texts, 4, 1, name="d").cached == 4, "the first is not"
+
+
+def test_what_is_not_made_of_the_whole_text_is_for_nobody_else() -> None:
+    texts = HeadTexts(block_size=4, most_unread=100)
+    text = heard(texts, 5, 20)
+    assert text.origin == 8
+    read(texts, text, entry())
+    texts.claim(text, entry())
+    assert heard(texts, 16, 3, name="b").origin == 16
+
+
+def test_a_preempted_request_begins_anew() -> None:
+    texts = HeadTexts(block_size=4, most_unread=100)
+    read(texts, heard(texts, 0, 6), entry())
+    text = heard(texts, 0, 3, incarnation=1, block_table=range(20, 30))
+    assert (text.cached, text.unread.end) == (0, 3)

@@ -1,0 +1,117 @@
+"""How large best-first trees become: about as large as is verified of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specinfer.config import SpeculationConfig
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.drafts.growth import Growth, Shape
+from specinfer.speculate.drafts.one_pass import OnePassTrees
+from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.tree import DrawRule, TokenTree, TreeBuilder
+from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import single_node
+from tests import plans
+from tests.heads import SIZE
+from tests.unit.speculate.drafts.test_native_trees import loaded
+
+LEVELS = 4
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> OnePassTrees:
+    folder = tmp_path_factory.mktemp("trees")
+    head, vocabulary = loaded(folder, "pairs alone", torch.float32, "none")
+    return OnePassTrees("head", head, Shape(Expansion((1,) * LEVELS), DrawRule.COUPLED), vocabulary)
+
+
+def grown(trees: OnePassTrees) -> int:
+    """The nodes of a tree that is grown now."""
+    entry = plans.entry([3, 7], params=SamplingParams(temperature=0))
+    growth = Growth.of(entry, "head", LEVELS)
+    read_TD = torch.randn(LEVELS, SIZE, generator=torch.Generator().manual_seed(1))
+    head = trees._head
+    trees.grow([trees.guessed(growth, 0, LEVELS)], read_TD, head.logits(read_TD))
+    return growth.tree().num_nodes - 1
+
+
+def chain(nodes: int, name: str = "head") -> TokenTree:
+    builder = TreeBuilder(1)
+    for node in range(nodes):
+        builder.add(node, 5, name)
+    return builder.build()
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.9, "temperature": 1.0}, {"temperature": 0}])
+def test_what_is_drawn_by_levels_has_a_shape(trees: OnePassTrees, params: dict[str, Any]) -> None:
+    head, vocabulary = trees._head, trees._vocabulary
+    learned = Shape(Expansion((1, 2, 1)), DrawRule.COUPLED, learned=True)
+    entry = plans.entry([3, 7], params=SamplingParams(seed=1, **params))
+    growth = Growth.of(entry, "head", LEVELS)
+    read_TD = torch.randn(LEVELS, SIZE, generator=torch.Generator().manual_seed(1))
+    mine = OnePassTrees("head", head, learned, vocabulary)
+    mine.grow([mine.guessed(growth, 0, LEVELS)], read_TD, head.logits(read_TD))
+    by_levels = "top_p" in params
+    assert (growth.tree().parents == (-1, 0, 1, 1, 2, 3)) == by_levels
+
+
+def test_trees_are_as_large_as_is_verified_of_them(trees: OnePassTrees) -> None:
+    others = chain(30, "ngram")
+    assert grown(trees) == 32
+    trees.see_choices([chain(32)], [chain(11)])
+    assert grown(trees) == 32
+    trees.see_choices([others], [single_node(1)])  # nothing of its own
+    assert grown(trees) == 32
+    trees.see_choices([chain(32), others], [chain(10), others])
+    assert grown(trees) == 16
+    for _ in range(3):
+        trees.see_choices([chain(16)], [single_node(1)])
+    assert grown(trees) == 8
+    trees.see_choices([chain(8), chain(8)], [chain(3), chain(8)])
+    assert grown(trees) == 16
+    for _ in range(3):
+        trees.see_choices([chain(16)], [chain(16)])
+    assert grown(trees) == 32
+
+
+class Halving(FixedPolicy):
+    """Verifies half of what is guessed."""
+
+    def choose_nodes(self, guessed: list[TokenTree]) -> list[TokenTree]:  # type: ignore[override]
+        return [chain((tree.num_nodes - 1) // 2) for tree in guessed]
+
+
+class Chain:
+    """Guesses a chain of eight, and keeps what it is told."""
+
+    name = "head"
+    fails = False
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def propose(self, plan: object) -> list[TokenTree]:
+        return [chain(8)]
+
+    def observe(self, outcomes: object) -> None:
+        """Nothing."""
+
+    def see_choices(self, guessed: list[TokenTree], chosen: list[TokenTree]) -> None:
+        assert not self.fails
+        self.seen += [(tree.num_nodes, part.num_nodes) for tree, part in zip(guessed, chosen, strict=True)]
+
+
+def test_who_wants_to_know_is_told_what_will_be_verified() -> None:
+    speculator = Chain()
+    ensemble = Ensemble([speculator], vocab=64, policy=Halving())
+    step = plans.plan(plans.entry([3, 1], max_nodes=SpeculationConfig().max_nodes))
+    assert [tree.num_nodes for tree in ensemble.propose(step)] == [5]
+    assert speculator.seen == [(9, 5)]
+    speculator.fails = True
+    assert [tree.num_nodes for tree in ensemble.propose(step)] == [5]
+    assert [tree.num_nodes for tree in ensemble.propose(step)] == [1]  # it is not asked again

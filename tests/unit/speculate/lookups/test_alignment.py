@@ -1,0 +1,183 @@
+"""Re-alignment of an answer with its prediction; each letter is a token."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specinfer.speculate.lookups.alignment import LOST, SIDE_DEPTH, Alignment
+from tests.letters import letters
+
+
+def after(prediction: str, said: str, *, depth: int = 6, branches: int = 4) -> list[str]:
+    """The guesses after an answer that has said this much."""
+    alignment = Alignment(letters(prediction))
+    for token in letters(said):
+        alignment.advance([token])
+        alignment.check_integrity()
+    return ["".join(map(chr, guess)) for guess in alignment.guesses(depth, branches)]
+
+
+@pytest.mark.parametrize(
+    ("said", "guessed"),
+    [
+        ("", "abcdef"),
+        ("a", "bcdefg"),
+        ("abcde", "fghijk"),
+        ("abcdefghijklmno", "pq"),
+    ],
+)
+def test_while_the_two_agree_the_prediction_is_the_guess(said: str, guessed: str) -> None:
+    assert after("abcdefghijklmnopq", said) == [guessed]
+
+
+def test_after_the_end_of_the_prediction_there_is_nothing_to_guess() -> None:
+    assert after("abcdef", "abcdef") == []
+    assert after("abcdef", "abcdefxyz") == []
+
+
+@pytest.mark.parametrize(
+    ("difference", "said", "guessed"),
+    [
+        # What the prediction says: abcd efgh ijkl mnop
+        ("inserted: stay", "abcdX", ["efghij", "fghi"]),
+        ("replaced one: skip one", "abcdX", ["efghij", "fghi"]),
+        ("replaced three: skip three", "abcdXYZ", ["efghij", "hijk"]),
+        ("deleted: where the last token stands", "abcdh", ["ijklmn", "efgh", "fghi"]),
+        ("at the beginning", "#", ["abcdef", "bcde"]),
+    ],
+)
+def test_right_after_a_difference_every_way_back_is_guessed(
+    difference: str, said: str, guessed: list[str]
+) -> None:
+    assert after("abcdefghijklmnop", said) == guessed, difference
+
+
+@pytest.mark.parametrize(
+    ("difference", "said"),
+    [
+        ("inserted", "abcdXYefgh"),
+        ("deleted", "abcdgh"),
+        ("replaced", "abcdXYZgh"),
+        ("replaced by less", "abcXgh"),
+        ("replaced by more", "abcdXYZWVUgh"),
+        ("a header in front", "###abcdefgh"),
+        ("begins later", "efgh"),
+        ("two differences", "aXcdeYfgh"),
+    ],
+)
+def test_the_guess_goes_on_where_the_text_meets_it_again(difference: str, said: str) -> None:
+    [first, *_] = after("abcdefghijklmnop", said)
+    assert first == "ijklmn", difference
+
+
+def test_a_place_that_four_tokens_confirm_is_the_only_guess() -> None:
+    assert after("abcdefghijklmnop", "abcdXefg")[0] == "hijklm"
+    assert len(after("abcdefghijklmnop", "abcdXefg")) > 1
+    assert after("abcdefghijklmnop", "abcdXefgh") == ["ijklmn"]
+
+
+def test_of_equal_matches_the_nearest_at_or_after_the_difference_is_best() -> None:
+    #   the answer left here |
+    #   v                    v
+    prediction = "=1 a;=2 b;wxyz  =3 c;   =4 d;"
+    assert after(prediction, "=1 a;=2 b;wxyz#=")[0] == "3 c;  "
+
+
+def test_a_longer_match_is_better_than_a_nearer_one() -> None:
+    prediction = "abcd=1 ;;;;; xy=2 "
+    assert after(prediction, "abcd#xy=")[0] == "2 "
+
+
+def test_a_place_behind_is_found_when_the_answer_goes_back() -> None:
+    prediction = "abcdefghijklmnop"
+    assert after(prediction, "abcdefghijkl#bcde") == ["fghijk"]
+
+
+def test_a_false_meeting_does_not_lose_the_place() -> None:
+    # After "#" the answer inserts "bc", which stands behind, and then goes on where it left.
+    prediction = "abcdefghijklmnop"
+    assert "ijkl" in after(prediction, "abcdefgh#bc")
+    assert after(prediction, "abcdefgh#bcij")[0] == "klmnop"
+
+
+def test_branches_begin_with_different_tokens_and_are_few() -> None:
+    prediction = "wxyz.a.b.c.d.e.f"
+    assert after(prediction, "wxyz#.", branches=9) == ["a.b.c.", "b.c.", ".a.b", "c.d.", "d.e.", "e.f", "f"]
+    assert after(prediction, "wxyz#.", branches=3) == ["a.b.c.", "b.c.", ".a.b"]
+    assert after(prediction, "wxyz#.", branches=1) == ["a.b.c."]
+
+
+def test_what_was_replaced_is_expected_to_be_replaced_again() -> None:
+    #             old is called new from the second line on
+    prediction = "use old 1; and old 2; or old 3; end"
+    said = "use new 1; "
+    assert after(prediction, said, depth=16) == ["and new 2; or ne", "and old "]
+
+
+def test_what_was_kept_once_is_no_longer_expected_to_be_replaced() -> None:
+    prediction = "use old 1; and old 2; or old 3; end"
+    assert after(prediction, "use new 1; and old 2", depth=12) == ["; or old 3; "]
+
+
+def test_the_replacement_and_what_it_replaces_are_both_guessed_within_the_branches() -> None:
+    prediction = "use old 1; and old 2; or old 3; end"
+    assert after(prediction, "use new 1; and ") == ["new 2;", "old "]
+    assert after(prediction, "use new 1; and ", branches=1) == ["new 2;"]
+
+
+def test_a_long_replaced_stretch_is_not_expected_again() -> None:
+    prediction = "1 abcdefghijk 22 abcdefghijk 3"
+    assert after(prediction, "1 ABCDEFGHIJK 22 ") == ["abcdef"]
+
+
+def test_it_follows_in_any_portions() -> None:
+    prediction, said = letters("abcdefghijklmnop"), letters("abXdefcdYZefg")
+    at_once, one_by_one = Alignment(prediction), Alignment(prediction)
+    at_once.advance(said)
+    for token in said:
+        one_by_one.advance([token])
+        one_by_one.guesses(5, 4)
+    assert at_once.read == one_by_one.read == 13
+    assert at_once.guesses(5, 4) == one_by_one.guesses(5, 4)
+
+
+TEXT = st.lists(st.integers(0, 3), max_size=40)
+
+
+@given(TEXT, TEXT, st.integers(1, 9), st.integers(1, 5))
+def test_guesses_keep_their_limits_and_the_place_agrees_with_the_answer(
+    prediction: list[int], said: list[int], depth: int, branches: int
+) -> None:
+    alignment = Alignment(prediction)
+    for token in said:
+        alignment.advance([token])
+        alignment.check_integrity()
+    guesses = alignment.guesses(depth, branches)
+    assert len(guesses) <= branches
+    assert all(1 <= len(guess) <= depth for guess in guesses)
+    nodes = {tuple(guess[:n]) for guess in guesses for n in range(1, len(guess) + 1)}
+    assert len(nodes) <= depth + (branches - 1) * SIDE_DEPTH
+
+
+@given(st.permutations(list(range(30))), st.data())
+def test_one_edit_is_always_found_back_from(prediction: list[int], data: st.DataObject) -> None:
+    """In a text of distinct tokens, four tokens after any edit the rest of the prediction is the guess."""
+    first = data.draw(st.integers(0, 20), label="first changed token")
+    old = data.draw(st.integers(0, 26 - first), label="tokens replaced")
+    new = data.draw(st.integers(0, 12), label="by so many new ones")
+    resumed = first + old
+    alignment = Alignment(prediction)
+    alignment.advance([*prediction[:first], *range(100, 100 + new), *prediction[resumed : resumed + 4]])
+    rest = prediction[resumed + 4 :]
+    assert alignment.guesses(40, 4) == ([rest] if rest else [])
+
+
+def test_an_answer_that_stays_away_gets_one_short_guess_until_it_comes_back() -> None:
+    prediction = "abcdefghijklmnopqrstuvwxyz"
+    near, far = "abcd" + "#" * LOST, "abcd" + "#" * (LOST + 1)
+    assert [len(guess) for guess in after(prediction, near)] == [6]
+    assert [len(guess) for guess in after(prediction, far)] == [SIDE_DEPTH]
+    assert after(prediction, far + "m") == ["nopq"]
+    assert after(prediction, far + "mnop") == ["qrstuv"]

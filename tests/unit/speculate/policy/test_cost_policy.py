@@ -1,0 +1,235 @@
+"""Which nodes are worth their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from specinfer.plan import PlanEntry
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.speculate.policy.calibration import Calibration
+from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculate.policy.policy import StepReport
+from specinfer.speculate.policy.tokens_per_second import fastest
+from specinfer.speculation_params import SpeculationParams
+from specinfer.tree import DrawRule, TokenTree, TreeBuilder, merge
+from specinfer.tree.expansion import Expansion
+from specinfer.tree.prune import keep
+from specinfer.tree.token_tree import single_node
+from tests.operations import lines_run
+from tests.plans import outcome, plan
+from tests.unit.speculate.policy.priced import DEAR, FREE, HALF, chain, entry
+
+
+def fitted(curve: CostCurve, trees: Sequence[TokenTree], *entries: PlanEntry) -> list[int]:
+    """The nodes left of each tree, the root included."""
+    policy = CostPolicy(curve, {})
+    policy.begin_step(plan(*(entries or (entry(str(i)) for i in range(len(trees))))))
+    return [tree.num_nodes for tree in policy.choose_nodes(trees)]
+
+
+SURE, UNSURE = (
+    chain(*6 * [0.9]),
+    chain(*6 * [0.5]),
+)  # probabilities .88 .78 .68 .60 .53 .47 and .50 .25 .13 ...
+
+
+@pytest.mark.parametrize(
+    ("curve", "trees", "left"),
+    [
+        (FREE, [SURE, UNSURE], [7, 7]),
+        (DEAR, [SURE, UNSURE], [1, 1]),  # a row costs a token's time and brings less than a token
+        (HALF, [SURE], [4]),  # 3.34 tokens in 2.5 s; with another row 3.94 in 3 s
+        (HALF, [UNSURE], [1]),  # 1.5 tokens in 1.5 s are no faster than 1 in 1 s
+        (HALF, [SURE, UNSURE], [3, 1]),  # 3.66 tokens in 2.5 s; with the next best, .68, 4.34 in 3 s
+        (HALF, [UNSURE, SURE], [1, 3]),
+        (HALF, [single_node(7), single_node(7)], [1, 1]),
+    ],
+)
+def test_a_node_has_to_bring_what_its_row_costs(
+    curve: CostCurve, trees: list[TokenTree], left: list[int]
+) -> None:
+    assert fitted(curve, trees) == left
+
+
+@pytest.mark.parametrize(("rows", "left"), [(1, 7), (5, 4), (8, 1)])
+def test_rows_of_prompts_count(rows: int, left: int) -> None:
+    curve = CostCurve((1, 8, 9), (1.0, 1.0, 9.0))  # 8 rows are free, the ninth is dear
+    assert fitted(curve, [SURE], entry(rows=rows)) == [left]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 50])
+def test_a_step_that_is_long_anyway_makes_no_guess_worth_more(rows: int) -> None:
+    assert fitted(DEAR, [SURE, SURE], entry("a", rows=rows), entry("b")) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "overrides", [SpeculationParams(max_nodes=7), SpeculationParams(expansion=Expansion((1, 1, 1)))]
+)
+def test_who_asks_for_a_size_gets_it(overrides: SpeculationParams) -> None:
+    curve = CostCurve((1, 7, 8), (1.0, 1.0, 9.0))
+    assert fitted(curve, [UNSURE, UNSURE], entry("a", overrides=overrides), entry("b")) == [7, 1]
+
+
+@pytest.mark.parametrize(
+    ("rule", "left"),
+    [
+        (DrawRule.POINT_MASS, 1),
+        (DrawRule.COUPLED, 1),
+        (DrawRule.IID, 7),
+        (DrawRule.WITHOUT_REPLACEMENT, 7),
+    ],
+)
+def test_sampled_draws_are_never_dropped_for_their_value(rule: DrawRule, left: int) -> None:
+    assert fitted(DEAR, [chain(*6 * [0.5], rule=rule)]) == [left]
+
+
+def test_every_guess_whose_parent_became_text_is_learnt_from_verified_or_not() -> None:
+    policy = CostPolicy(HALF, {})
+
+    def step(*committed: int) -> int:
+        policy.begin_step(plan(entry()))
+        (tree,) = policy.choose_nodes([UNSURE])
+        policy.observe(StepReport([outcome(*committed)]))
+        return tree.num_nodes
+
+    assert step(10) == 1, "the first guess was right, and was not verified"
+    assert step(10, 11, 99) == 2, "so the next time it is"
+    assert [step(99) for _ in range(50)][-1] == 1
+    assert [step(*range(10, 16), 99) for _ in range(200)][-1] == 7
+
+
+def test_a_step_that_was_cut_short_teaches_nothing() -> None:
+    policy = CostPolicy(HALF, {})
+    for _ in range(50):
+        policy.begin_step(plan(entry()))
+        policy.choose_nodes([UNSURE])
+    policy.observe(StepReport([outcome(finished=True), outcome(1, 2, request_id="another")]))
+    policy.begin_step(plan(entry()))
+    assert policy.choose_nodes([UNSURE])[0].num_nodes == 1
+
+
+def best_subset(
+    probabilities: Sequence[float], parents: Sequence[int], tokens: float, seconds: Sequence[float]
+) -> float:
+    """The highest tokens per second of any set of nodes that has every node's parent."""
+    rates = [tokens / seconds[0]]
+    for n in range(1, len(probabilities) + 1):
+        rates.extend(
+            (tokens + sum(probabilities[i] for i in nodes)) / seconds[n]
+            for nodes in combinations(range(len(probabilities)), n)
+            if all(parents[node] == -1 or parents[node] in nodes for node in nodes)
+        )
+    return max(rates)
+
+
+def test_no_other_choice_of_nodes_would_be_faster() -> None:
+    random = np.random.default_rng(5)
+    parents = [-1, 0, 0, -1, 3, 4, 4]
+    for _, curve in product(range(40), (FREE, DEAR, HALF, CostCurve((1, 4, 12), (1.0, 1.1, 3.0)))):
+        probabilities: list[float] = []
+        for parent in parents:
+            probabilities.append(float(random.uniform(0, 1 if parent < 0 else probabilities[parent])))
+        seconds = 0.2 + curve.seconds(2 + np.arange(len(probabilities) + 1))
+        kept = np.array(fastest(probabilities, 2.0, seconds.tolist()))
+        assert all(kept[parents[i]] for i in np.flatnonzero(kept) if parents[i] >= 0), (
+            "what is kept are trees"
+        )
+        rate = (2.0 + float(np.array(probabilities)[kept].sum())) / seconds[kept.sum()]
+        assert rate == pytest.approx(best_subset(probabilities, parents, 2.0, seconds.tolist()))
+
+
+def test_choosing_among_many_nodes_runs_no_more_python_than_among_few() -> None:
+    def lines(nodes: int) -> int:
+        probabilities = np.random.default_rng(0).uniform(size=nodes).tolist()
+        return lines_run(lambda: fastest(probabilities, 8.0, np.linspace(1, 20, nodes + 1).tolist()))
+
+    assert lines(8 * 32) == lines(4)
+
+
+def test_nodes_beyond_a_requests_own_are_the_least_likely_ones() -> None:
+    policy = CostPolicy(FREE, {})
+    asked = [replace(entry("a"), max_nodes=4), replace(entry("b"), max_nodes=2), entry("c")]
+    crowded = merge([chain(0.5, 0.5, 0.5), other_way(0.9, 0.1, 0.9)])
+    policy.begin_step(plan(*asked))
+    few, one, all_of_them = policy.choose_nodes([crowded] * 3)
+    assert sorted(few.token_ids) == [7, 10, 11, 20]
+    assert one.token_ids == (7, 20)
+    assert all_of_them is crowded
+
+
+@pytest.mark.parametrize("max_nodes", [2, 3, 5])
+def test_who_asks_for_a_size_gets_the_best_of_all_guesses(max_nodes: int) -> None:
+    policy = CostPolicy(DEAR, {})
+    wish = SpeculationParams(max_nodes=max_nodes)
+    policy.begin_step(plan(replace(entry(overrides=wish), max_nodes=max_nodes)))
+    (tree,) = policy.choose_nodes([merge([chain(0.5, 0.5, 0.5), other_way(0.9, 0.1, 0.9)])])
+    assert sorted(tree.token_ids) == sorted([7, 20, 10, 11, 12][:max_nodes])
+
+
+def other_way(*confidences: float) -> TokenTree:
+    builder = TreeBuilder(root=7)
+    for node, confidence in enumerate(confidences):
+        builder.add(node, 20 + node, "other", confidence=confidence)
+    return builder.build()
+
+
+def test_guesses_beside_samples_are_dropped_where_they_do_not_pay() -> None:
+    samples, guess = chain(0.5, rule=DrawRule.IID), other_way(0.5)
+    policy = CostPolicy(DEAR, {})
+    policy.begin_step(plan(entry("a"), entry("b")))
+    after, before = policy.choose_nodes([merge([samples, guess]), merge([guess, samples])])
+    assert after.token_ids == (7, 10)
+    assert sorted(before.token_ids) == [7, 10, 20], "what a sample was drawn after has to stay"
+
+
+def test_of_all_trees_within_the_requests_nodes_the_fastest_are_chosen() -> None:
+    random = np.random.default_rng(3)
+    for curve in (FREE, DEAR, HALF, CostCurve((1, 3, 12), (1.0, 1.1, 3.0))):
+        for _ in range(10):
+            asked = [replace(entry(str(i)), max_nodes=int(random.integers(1, 5))) for i in range(2)]
+            trees = [wild(random, int(random.integers(0, 5))) for _ in asked]
+            policy = CostPolicy(curve, {})
+            policy.begin_step(plan(*asked))
+            chosen = policy.choose_nodes(trees)
+            assert rate(curve, chosen) == pytest.approx(
+                max(
+                    rate(curve, parts)
+                    for parts in product(
+                        *(subtrees(t, e.max_nodes) for t, e in zip(trees, asked, strict=True))
+                    )
+                )
+            )
+            for tree, one in zip(chosen, asked, strict=True):
+                tree.check_integrity()
+                assert tree.num_nodes <= one.max_nodes
+
+
+def wild(random: np.random.Generator, nodes: int) -> TokenTree:
+    builder = TreeBuilder(root=7)
+    for node in range(nodes):
+        name = f"s{random.integers(2)}"
+        builder.add(
+            int(random.integers(node + 1)), 10 + node, name, confidence=float(random.uniform(0.05, 0.95))
+        )
+    return builder.build()
+
+
+def subtrees(tree: TokenTree, most: int) -> list[TokenTree]:
+    nodes = range(1, tree.num_nodes)
+    return [
+        keep(tree, [0, *chosen])
+        for count in range(min(most, tree.num_nodes))
+        for chosen in combinations(nodes, count)
+        if all(tree.parents[node] in (0, *chosen) for node in chosen)
+    ]
+
+
+def rate(curve: CostCurve, trees: Sequence[TokenTree]) -> float:
+    """Tokens per second, each node hoped for as it is believed at first, by the tokens it was given."""
+    tokens = sum(sum(Calibration().probabilities(tree)) for tree in trees)
+    return tokens / float(curve.seconds([sum(tree.num_nodes for tree in trees)])[0])

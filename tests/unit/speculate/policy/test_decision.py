@@ -1,0 +1,217 @@
+"""What is told of a step's guesses: who has guessed, who has not and why, and what was expected."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.runtime.cost_model import CostModel
+from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculate.policy.decision import Appraisal, Decision, Turn, Why
+from specinfer.speculate.policy.draft_costs import DraftCosts
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.guarded_policy import GuardedPolicy
+from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport
+from specinfer.speculate.speculator import Outcome
+from specinfer.tree import TokenTree, TreeBuilder
+from specinfer.tree.expansion import Expansion
+from tests import plans
+
+HALF = CostCurve((1, 3), (1.0, 2.0))  # a row more takes half of what the first takes
+
+
+class Chain:
+    """Guesses these tokens, one below the other, each as sure as 0.9."""
+
+    def __init__(self, name: str, *tokens: int) -> None:
+        self.name = name
+        self._tokens = tokens
+
+    def propose(self, plan: StepPlan) -> list[TokenTree]:
+        return [self._tree(entry, len(self._tokens)) for entry in plan.tree_entries]
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        pass
+
+    def _tree(self, entry: PlanEntry, levels: int) -> TokenTree:
+        builder = TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes)
+        node: int | None = 0
+        for token in self._tokens[:levels]:
+            node = None if node is None else builder.add(node, token, self.name, confidence=0.9)
+        return builder.build()
+
+
+class Levels(Chain):
+    """The same, a level at a time."""
+
+    def begin(self, plan: StepPlan) -> list[int]:
+        self._entries, self._level = plan.entries, 0
+        return [1] * len(plan.entries)
+
+    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+        self._level += 1
+        return dict.fromkeys(below, (self._level,)) if self._level < len(self._tokens) else {}
+
+    def tree(self, entry: int) -> TokenTree:
+        return self._tree(self._entries[entry], self._level)
+
+
+class Broken(Chain):
+    """Raises when it is asked."""
+
+    def propose(self, plan: StepPlan) -> list[TokenTree]:
+        raise ZeroDivisionError
+
+
+class NotWorthIt(FixedPolicy):
+    """Starts nobody."""
+
+    def worth_starting(
+        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+    ) -> list[bool]:
+        return [False] * len(entries)
+
+
+def entry(**fields: Any) -> PlanEntry:
+    return plans.entry([3, 7], **{"max_nodes": 9, "max_depth": 5} | fields)
+
+
+def decided(
+    *speculators: Chain, policy: SpeculationPolicy | None = None, **fields: Any
+) -> tuple[Decision, TokenTree]:
+    """What is told of a step of one request, and its tree."""
+    ensemble = Ensemble(speculators, vocab=99, policy=policy or FixedPolicy(), clock=lambda: 0.0)
+    [tree] = ensemble.propose(plans.plan(entry(**fields)))
+    [decision] = ensemble.explain()
+    return decision, tree
+
+
+def test_all_are_named_in_their_order_with_what_was_kept_of_their_guesses() -> None:
+    decision, tree = decided(Chain("a", 10, 11), Chain("none"), Levels("b", 10, 12, 13), max_nodes=4)
+    assert tree.token_ids == (7, 10, 11, 12)
+    assert decision.turns == (
+        Turn("a", Why.GUESSED, drawn=2, kept=2, levels=2),
+        Turn("none", Why.NO_GUESS),
+        Turn("b", Why.GUESSED, drawn=3, kept=2, levels=3),
+    )
+    assert (decision.hope, decision.price, decision.seconds, decision.requests) == (None, None, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "policy", "why"),
+    [
+        ({"speculators": ("free",)}, FixedPolicy(), Why.REQUEST),
+        ({"max_nodes": 1}, FixedPolicy(), Why.ROOM),
+        ({}, NotWorthIt(), Why.PRICE),
+        ({}, FixedPolicy(), Why.GUESSED),
+    ],
+)
+def test_why_a_draft_has_not_guessed(fields: dict[str, Any], policy: FixedPolicy, why: Why) -> None:
+    decision, _ = decided(Chain("free"), Levels("draft", 10), policy=policy, **fields)
+    assert decision.turns[1].why is why
+
+
+def test_who_has_failed_is_told_of() -> None:
+    ensemble = Ensemble([Broken("bad"), Chain("good", 5)], vocab=99, policy=FixedPolicy())
+    for _ in range(2):
+        ensemble.propose(plans.plan(entry()))
+        [decision] = ensemble.explain()
+        assert [turn.why for turn in decision.turns] == [Why.FAILED, Why.GUESSED]
+
+
+def test_hopes_and_seconds_are_those_that_nodes_were_chosen_by() -> None:
+    decision, tree = decided(Chain("a", 10, 11, 12, 13, 14), policy=CostPolicy(HALF, {}))
+    # As test_cost_policy has it: of probabilities .88 .78 .68 .60 ... three nodes pay.
+    assert tree.num_nodes == 4
+    assert decision.hopes == pytest.approx((1, 0.881, 0.776, 0.683), abs=1e-3)
+    assert decision.hope == pytest.approx(3.34, abs=0.01)
+    assert (decision.price, decision.seconds) == (pytest.approx(1.5), pytest.approx(2.5))
+
+
+def test_passes_of_drafts_are_in_the_price() -> None:
+    draft = DraftCosts(CostCurve((1, 9), (0.125, 0.125)), Expansion((1, 1)))
+    free = CostCurve((1, 9), (1.0, 1.0))
+    decision, tree = decided(Levels("draft", 10, 11), policy=CostPolicy(free, {"draft": draft}))
+    assert tree.num_nodes == 3
+    assert (decision.price, decision.seconds) == (pytest.approx(0.25), pytest.approx(1.25))
+
+
+def test_prompts_are_in_the_seconds_and_not_in_the_price() -> None:
+    text = [*range(9), 7]
+    ensemble = Ensemble([Chain("a", 10)], vocab=99, policy=CostPolicy(HALF, {}))
+    ensemble.propose(plans.plan(plans.entry(text, rows=3, max_nodes=9, max_depth=5)))
+    [decision] = ensemble.explain()
+    assert (decision.price, decision.seconds) == (pytest.approx(0.5), pytest.approx(2.5))
+
+
+class Hopeful(FixedPolicy):
+    """Thinks that all guesses are right."""
+
+    def appraise(self, trees: Sequence[TokenTree]) -> Appraisal:
+        return Appraisal([[1.0] * tree.num_nodes for tree in trees], 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "off"), [(Hopeful(), (Why.PLAIN, Why.GUARD)), (FixedPolicy(), (Why.HELD, Why.HELD))]
+)
+def test_why_the_guard_lets_nobody_guess(policy: FixedPolicy, off: tuple[Why, Why]) -> None:
+    guard = GuardedPolicy(policy, CostModel("target", HALF), {})
+    ensemble = Ensemble([Chain("a", 10)], vocab=99, policy=guard, clock=lambda: 0.0)
+    told = []
+    for _ in range(200):
+        ensemble.propose(plans.plan(entry()))
+        [decision] = ensemble.explain()
+        told.append(decision.turns[0].why)
+        seconds = 3.0 if told[-1] is Why.GUESSED else 1.0  # guesses lose, and none is right
+        ensemble.observe(StepReport([plans.outcome(5)], {"target_forward": seconds}))
+    assert told[:6] == [off[0]] * 5 + [Why.GUESSED]
+    assert told[-1] is off[1]
+
+
+def test_a_step_takes_what_plain_ones_take_besides_their_pass() -> None:
+    costs = CostModel("target", HALF)
+    policy = GuardedPolicy(CostPolicy(costs, {}), costs, {})
+    ensemble = Ensemble([Chain("a", 10)], vocab=99, policy=policy, clock=lambda: 0.0)
+    for _ in range(5):  # plain ones: a pass of 1 s, and 0.5 s of other things
+        ensemble.propose(plans.plan(entry()))
+        ensemble.observe(StepReport([plans.outcome(5)], {"target_forward": 1.0, "schedule": 0.5}))
+    ensemble.propose(plans.plan(entry()))
+    [decision] = ensemble.explain()
+    assert decision.seconds is not None
+    assert decision.price is not None
+    assert decision.seconds - decision.price == pytest.approx(1.5, rel=0.02)
+
+
+class Careless(FixedPolicy):
+    """Weighs other trees than there are."""
+
+    def appraise(self, trees: Sequence[TokenTree]) -> Appraisal:
+        return Appraisal([[1.0]] * len(trees), 0.0, 1.0)
+
+
+def test_a_policy_that_does_not_weigh_every_node_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        decision, _ = decided(Chain("a", 10), policy=Careless())
+    assert decision.hopes == ()
+    assert "the speculation policy Careless failed" in caplog.text
+
+
+def test_a_decision_as_json() -> None:
+    decision, _ = decided(Chain("a", 10), Chain("b"), policy=CostPolicy(HALF, {}))
+    assert decision.to_json() == {
+        "speculators": [
+            {"name": "a", "why": "guessed", "drawn": 1, "kept": 1, "levels": 1},
+            {"name": "b", "why": "no guess", "drawn": 0, "kept": 0, "levels": 0},
+        ],
+        "hope": 1.8808,
+        "hopes": [1.0, 0.8808],
+        "price": 0.5,
+        "expected_seconds": 1.5,
+        "requests": 1,
+    }

@@ -1,0 +1,216 @@
+"""The guard's bound, whatever speculation does; and what it does for speculation that gains."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+
+from specinfer.speculate.policy.guard import CREDIT, LONGEST_PAUSE, LOSS, WINDOW, Guard
+
+Step = tuple[float, float]  # what guesses took and what they saved, in plain steps
+
+
+@dataclass
+class Driven:
+    """A guard that is told of steps of one plain step's time, and of what guesses made of them."""
+
+    guard: Guard = field(default_factory=Guard)
+    seconds: float = 0.0
+    lost: float = 0.0
+    guessed: list[int] = field(default_factory=list)  # numbers of the steps in which somebody could guess
+    steps: int = 0
+
+    def step(
+        self,
+        spent: float,
+        saved: float,
+        *,
+        plain: float = 1.0,
+        read: float = 0.0,
+        requests: int = 1,
+        new: bool = False,
+    ) -> bool:
+        """One step, in which guesses would take and save so many seconds."""
+        self.steps += 1
+        allowed = self.guard.allows(requests, plain, new=new)
+        if allowed:
+            self.guessed.append(self.steps)
+            self.lost += spent + read - saved
+            self.seconds += plain + spent + read
+            self.guard.guessed(plain + spent + read, plain, spent, saved, read)
+        else:
+            self.seconds += plain
+            self.guard.held(plain)
+        return allowed
+
+    def bound(self, plain: float = 1.0) -> float:
+        return LOSS * self.seconds + 2 * CREDIT * plain
+
+
+CHANCE = random.Random(5)
+WORKLOADS: dict[str, Callable[[int], Step]] = {
+    "never right": lambda step: (1.0, 0.0),
+    "never right, and dear": lambda step: (20.0, 0.0),
+    "a little slower": lambda step: (0.05, 0.0),
+    "slower by less than is noticed": lambda step: (0.0149, 0.0),
+    "as it comes": lambda step: (0.5, CHANCE.choice((0.0, 0.0, 1.0))),
+    "wildly": lambda step: (CHANCE.expovariate(1), CHANCE.expovariate(1.1)),
+    "right until it is trusted": lambda step: (0.5, 2.0 if step % 400 < 100 else 0.0),
+    "right for a window": lambda step: (0.5, 0.6 if step // 64 % 2 else 0.0),
+    "right at each trial": lambda step: (1.0, 2.0 if step % 65 == 0 else 0.0),
+    "pauses of the machine": lambda step: (1000.0 if step % 5000 == 0 else 0.2, 0.3),
+}
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_no_workload_loses_more_than_the_bound(workload: str) -> None:
+    driven = Driven()
+    for step in range(6000):
+        spent, saved = WORKLOADS[workload](step)
+        if spent < CREDIT:
+            driven.step(spent, saved)
+            assert driven.lost <= driven.bound()
+        else:
+            driven.step(spent, saved)
+            driven.lost = 0.0  # a pause of the machine, of which the guard is not to blame
+
+
+def test_nor_does_any_that_knows_the_guard() -> None:
+    """An adversary who gains as long as it takes to be let in, and loses as long as it is let."""
+    driven = Driven()
+    for _ in range(20_000):
+        gains = driven.guard.guessing and driven.guard.allowance < 8
+        driven.step(0.5 if gains else 1.5, 1.0 if gains else 0.0, new=True)
+        assert driven.lost <= driven.bound()
+
+
+def test_nor_does_reading_that_is_never_paid_back() -> None:
+    driven = Driven()
+    for step in range(20_000):
+        driven.step(0.0, 0.0, read=2.0 if step % 3 == 0 else 0.0, new=step % 3 == 0)
+    assert driven.lost <= driven.bound() + WINDOW  # what was read stands to its debit until it is earned back
+    assert driven.seconds < 1.03 * 20_000
+
+
+def test_plain_steps_of_any_length_keep_the_bound() -> None:
+    driven, chance = Driven(), random.Random(2)
+    for _ in range(5000):
+        plain = chance.choice((0.01, 0.1, 1.0))
+        driven.step(0.7 * plain, 0.0, plain=plain, requests=chance.choice((1, 4, 16)))
+        assert driven.lost <= driven.bound()
+
+
+@pytest.mark.parametrize(("requests", "steps"), [(1, 32), (4, 16), (8, 12), (16, 8), (32, 6)])
+def test_the_more_requests_the_fewer_steps_may_be_lost(requests: int, steps: int) -> None:
+    driven = Driven()
+    for _ in range(40):
+        driven.step(1.04, 0.0, requests=requests)
+    assert driven.guessed == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize("requests", [4, 16, 32])
+def test_many_requests_that_gain_are_left_alone(requests: int) -> None:
+    """Guesses take .5 of a step and save .6 on average; the first steps of any run may be unlucky."""
+    chance = random.Random(3)
+    for _ in range(20):
+        driven = Driven()
+        for _ in range(1000):
+            hits = sum(chance.random() < 0.6 for _ in range(requests))
+            driven.step(0.5, hits / requests, requests=requests)
+        assert len(driven.guessed) >= 950
+
+
+@pytest.mark.parametrize(
+    ("spent", "hits", "least"),
+    [(0.3, 0.9, 0.99), (0.5, 0.8, 0.98), (0.5, 0.6, 0.9)],  # gains of 60%, 30% and 10% of a step
+)
+def test_speculation_that_gains_is_left_alone(spent: float, hits: float, least: float) -> None:
+    driven, chance = Driven(), random.Random(1)
+    for _ in range(5000):
+        driven.step(spent, float(chance.random() < hits))
+    assert len(driven.guessed) >= least * 5000
+
+
+def test_one_pause_of_the_machine_is_no_reason() -> None:
+    driven = Driven()
+    for step in range(1000):
+        driven.step(1000.0 if step == 500 else 0.3, 1.0)
+    assert driven.guessed[-1] == 1000
+    assert len(driven.guessed) > 800
+
+
+def test_what_loses_is_off_after_a_window_and_pauses_double(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    driven = Driven()
+    for _ in range(20_000):
+        driven.step(0.3, 0.0)
+    guessed = driven.guessed
+    assert guessed[:WINDOW] == list(range(1, WINDOW + 1)), "a window is looked at first"
+    pauses = [later - step - 1 for step, later in pairwise(guessed) if later - step > 1]
+    assert pauses[:4] == [64, 128, 256, 512]
+    assert max(pauses) == LONGEST_PAUSE
+    (record,) = caplog.records
+    assert "speculation is off for 64 steps" in record.getMessage()
+    assert "in 64 steps it has lost the time of 19.2" in record.getMessage()
+
+
+def test_what_loses_much_is_off_much_sooner() -> None:
+    driven = Driven()
+    while driven.step(4.0, 0.0):
+        pass
+    assert driven.steps == 10  # 32 plain steps at 3.9 each
+
+
+def test_trials_take_a_hundredth_of_the_time() -> None:
+    driven = Driven()
+    for _ in range(200):
+        driven.step(2.0, 0.0, new=True)
+    lost, seconds = driven.lost, driven.seconds
+    for _ in range(30_000):
+        driven.step(2.0, 0.0, new=True)
+    assert 0.5 < (driven.lost - lost) / (0.01 * (driven.seconds - seconds)) <= 1.05
+
+
+@pytest.mark.parametrize(("what", "steps"), [("nothing", 4096), ("batch", 64), ("request", 1)])
+def test_a_change_is_a_reason_to_try_again(what: str, steps: int) -> None:
+    driven = Driven()
+    for _ in range(30_000):
+        driven.step(0.3, 0.0)
+    while not driven.step(0.3, 0.0):
+        pass
+    while driven.step(0.3, 0.0):  # into a pause, the longest by now
+        pass
+    tried = driven.steps
+    driven.step(0.0, 0.5, requests=8 if what == "batch" else 1, new=what == "request")
+    while driven.guessed[-1] <= tried:
+        driven.step(0.0, 0.5, requests=8 if what == "batch" else 1)
+    assert steps - 3 <= driven.guessed[-1] - tried <= steps + 3
+    before = len(driven.guessed)
+    for _ in range(1000):
+        driven.step(0.0, 0.5, requests=8 if what == "batch" else 1)
+    assert len(driven.guessed) == before + 1000, "what gains by now is on for good"
+
+
+def test_a_clock_of_no_use_ends_in_no_speculation() -> None:
+    guard, guessed = Guard(), 0
+    for _ in range(5000):
+        if guard.allows(1, 1.0, new=True):
+            guessed += 1
+            guard.guessed(0.0, 1.0, 0.5, 0.0)
+        else:
+            guard.held(0.0)
+    assert guessed <= 2 * WINDOW
+
+
+def test_the_allowance_is_a_number_whatever_happens() -> None:
+    guard = Guard()
+    for step in range(500):
+        guard.allows(step % 17, 1e-6 if step % 2 else 10.0, new=False)
+        guard.guessed(1e9, 1e-6, 1e9, 0.0)
+        assert math.isfinite(guard.allowance)

@@ -1,0 +1,189 @@
+"""No lie of a clock or a curve, and no draft, makes an engine slower than it is without, but by the bound.
+
+The engine is simulated (tests/simulated_engine.py): its machine's own time is known, and what it would have
+been without guesses; the clock that is told may lie. Inside is a policy that always guesses, the worst there
+is, or the one that is used.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final
+
+import pytest
+
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.runtime.cost_model import CostModel
+from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculate.policy.draft_costs import DraftCosts
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.guard import CREDIT, LOSS, TRIALS
+from specinfer.speculate.policy.guarded_policy import GuardedPolicy
+from specinfer.speculate.policy.policy import SpeculationPolicy
+from specinfer.tree.expansion import Expansion
+from tests.simulated_engine import Guesser, Machine, Simulation
+
+TARGET = CostCurve((1, 4, 16, 64), (1.0, 1.1, 1.8, 5.0))
+DRAFT = CostCurve((1, 64), (0.25, 1.0))
+FLAT, STEEP = CostCurve((1, 64), (1.0, 1.0)), CostCurve((1, 2), (1.0, 4.0))
+STEPS: Final = 800
+BOUND: Final = 1 + LOSS + TRIALS + 2 * CREDIT / STEPS
+NEVER, POOR, GOOD = 0.0, 0.3, 0.85  # how often a guess is right; .43 is what this draft needs
+_slow = random.Random(3)
+NEIGHBOUR = [_slow.choice((1.0, 1.0, 2.0, 3.0)) for _ in range(1000)]  # how slow the machine is, in turn
+
+
+def stalls(every: float, seconds: float) -> Callable[[float], float]:
+    """A clock that jumps ahead now and then."""
+    return lambda now: now + seconds * math.floor(now / every)
+
+
+CLOCKS: dict[str, Callable[[float], float]] = {
+    "backwards": lambda now: -now,
+    "zero": lambda now: 0.0,
+    "nan": lambda now: math.nan,
+    "infinite": lambda now: math.inf,
+    "nan now and then": lambda now: math.nan if int(now) % 7 == 0 else now,
+    "back and forth": lambda now: now if int(now) % 10 else now - 5,
+    "stalled": stalls(400, 10_000),
+    "four times too quick": lambda now: 4 * now,
+}
+CURVES = {
+    "four times": {"target": 4.0, "draft": 1.0},
+    "a quarter": {"target": 0.25, "draft": 1.0},
+    "both a quarter": {"target": 0.25, "draft": 0.25},
+    "the draft's a quarter": {"target": 1.0, "draft": 0.25},
+    "the draft's four times": {"target": 1.0, "draft": 4.0},
+}
+
+
+def scaled(curve: CostCurve, factor: float) -> CostCurve:
+    return CostCurve(curve.rows, tuple(factor * seconds for seconds in curve.at_rows))
+
+
+def takes(curve: CostCurve) -> Callable[[int], float]:
+    return cache(lambda rows: float(curve.seconds([rows])[0]))
+
+
+def simulation(
+    hits: float | Callable[[int], float],
+    *,
+    curve: CostCurve = TARGET,
+    draft_curve: CostCurve = DRAFT,
+    slowness: Callable[[float], float] = lambda now: 1.0,
+    careful: bool = False,
+    guarded: bool = True,
+    gone_at: int | None = None,
+    **options: Any,
+) -> Simulation:
+    """An engine whose passes take TARGET's and DRAFT's seconds, and that was told of other curves."""
+    machine = Machine(takes(TARGET), takes(DRAFT), slowness)
+    guesser = Guesser(machine, hits if callable(hits) else lambda step: hits, gone_at=gone_at)
+    target, draft = CostModel("target", curve), CostModel("draft", draft_curve)
+    policy: SpeculationPolicy = FixedPolicy()
+    if careful:
+        policy = CostPolicy(target, {"draft": DraftCosts(draft, Expansion((1, 1, 1, 1)))})
+    if guarded:
+        policy = GuardedPolicy(policy, target, {"draft": draft})
+    return Simulation(machine, policy, [guesser], **options)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("hits", [NEVER, POOR, GOOD])
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_clocks_that_lie(clock: str, hits: float) -> None:
+    assert simulation(hits, told=CLOCKS[clock]).run(STEPS) < BOUND
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize("hits", [NEVER, POOR, GOOD])
+@pytest.mark.parametrize("curve", CURVES)
+def test_curves_that_are_off(curve: str, hits: float, careful: bool) -> None:
+    factors = CURVES[curve]
+    told = {
+        "curve": scaled(TARGET, factors["target"]),
+        "draft_curve": scaled(DRAFT, factors["draft"]),
+    }
+    assert simulation(hits, careful=careful, **told).run(STEPS) < BOUND
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("hits", [NEVER, POOR, GOOD])
+@pytest.mark.parametrize("curve", [FLAT, STEEP], ids=["rows are free", "rows are dear"])
+def test_curves_of_another_shape(curve: CostCurve, hits: float, batch: int) -> None:
+    assert simulation(hits, curve=curve, batch=lambda step: batch, careful=True).run(STEPS) < BOUND
+
+
+DRAFTS: dict[str, float | Callable[[int], float]] = {
+    "never": NEVER,
+    "poor": POOR,
+    "always": 1.0,
+    "no more": lambda step: float(step < 400),
+    "suddenly": lambda step: float(step > 400),
+    "by turns": lambda step: float(step // 50 % 2),
+    "for a window": lambda step: float(step // 64 % 4 == 0),
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_drafts_of_all_kinds(draft: str) -> None:
+    assert simulation(DRAFTS[draft]).run(STEPS) < BOUND
+
+
+TRAFFIC: dict[str, dict[str, Any]] = {
+    "short requests": {"length": 20},
+    "answers of one token": {"length": 1, "prompt": 300},
+    "long prompts": {"length": 60, "prompt": 600},
+    "prompts beside answers": {"length": 60, "prompt": 300, "batch": lambda step: 4},
+    "batches that grow": {"batch": lambda step: 1 + step // 75 % 8},
+    "a neighbour": {"slowness": lambda now: NEIGHBOUR[int(now / 150) % 1000]},
+    "a restless neighbour": {"slowness": lambda now: NEIGHBOUR[int(now / 15) % 1000]},
+    "gone": {"gone_at": 300},
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize("hits", [NEVER, POOR, GOOD])
+@pytest.mark.parametrize("traffic", TRAFFIC)
+def test_traffic_of_all_kinds(traffic: str, hits: float, careful: bool) -> None:
+    assert simulation(hits, careful=careful, **TRAFFIC[traffic]).run(STEPS) < BOUND
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "traffic",
+    ["short requests", "long prompts", "prompts beside answers", "batches that grow", "a neighbour"],
+)
+def test_what_gains_is_hardly_slower_for_being_guarded(traffic: str) -> None:
+    free = simulation(GOOD, guarded=False, careful=True, **TRAFFIC[traffic]).run(STEPS)
+    guarded = simulation(GOOD, careful=True, **TRAFFIC[traffic]).run(STEPS)
+    assert free < 0.97
+    assert guarded < free + 0.04
+
+
+def test_without_the_guard_the_bound_is_broken() -> None:
+    assert simulation(NEVER, guarded=False).run(STEPS) > 2
+    assert simulation(POOR, guarded=False).run(STEPS) > 1.3
+
+
+def test_a_text_is_the_given_one_whatever_is_decided() -> None:
+    one, other = simulation(GOOD), simulation(NEVER, told=CLOCKS["back and forth"])
+    for engine in (one, other):
+        engine.run(100)
+        (text,) = engine._texts.values()
+        assert text == [position % 97 for position in range(len(text))]
+        assert len(text) == engine.tokens + 1
+
+
+def test_speculation_comes_back_where_it_gains_again() -> None:
+    """A draft that was never right for long, and always is by now, with new requests coming."""
+    engine = simulation(lambda step: float(step > 1500), length=40)
+    engine.run(1500)
+    engine.run(300)
+    assert engine.run(300) < 0.6

@@ -1,0 +1,294 @@
+"""Nobody guesses where the guard says so, but for requests with a size of their own; and costs learn."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.engine.metrics import Stage
+from specinfer.plan import PlanEntry, StepPlan
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.runtime.cost_model import CostModel
+from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.guard import WINDOW
+from specinfer.speculate.policy.guarded_policy import GUESSING_STAGES, TARGET_STAGES, GuardedPolicy
+from specinfer.speculate.policy.policy import LevelPass, StepReport
+from specinfer.speculate.speculator import Outcome
+from specinfer.speculation_params import SpeculationParams
+from specinfer.tree import TokenTree, TreeBuilder
+from tests import plans
+from tests.operations import lines_run
+
+CURVE = CostCurve((1, 100), (1.0, 2.0))
+OWN_SIZE = SpeculationParams(max_nodes=9)
+ANCHORS = 5  # plain steps at the start
+
+
+class Asked:
+    """Guesses one wrong token, and notes for whom it was asked."""
+
+    name = "asked"
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.knows = True  # a token
+
+    def propose(self, plan: StepPlan) -> list[TokenTree]:
+        self.asked.extend(entry.request.request_id for entry in plan.entries)
+        trees = []
+        for entry in plan.tree_entries:
+            builder = TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes)
+            if self.knows:
+                builder.add(0, 50, self.name, confidence=0.5)
+            trees.append(builder.build())
+        return trees
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        pass
+
+
+class Noting(FixedPolicy):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+        self.reports: list[StepReport] = []
+
+    def begin_step(self, plan: StepPlan) -> StepPlan:
+        self.plans.append(plan)
+        return plan
+
+    def observe(self, report: StepReport) -> None:
+        self.reports.append(report)
+
+
+def entry(name: str = "r", *, overrides: SpeculationParams | None = None, **fields: Any) -> PlanEntry:
+    params = SamplingParams(temperature=0, speculation=overrides)
+    return plans.entry([*range(20), 7], request_id=name, params=params, **fields)
+
+
+class Driven:
+    """An ensemble of one guesser under a guarded policy, whose steps take the seconds a test says."""
+
+    def __init__(self, *, measured: bool = True) -> None:
+        self.guesser = Asked()
+        self.inner = Noting()
+        self.target = CostModel("target", CURVE, learns=measured)
+        self.draft = CostModel("draft", CostCurve((1, 100), (0.25, 1.0)), learns=measured)
+        self.policy = GuardedPolicy(self.inner, self.target, {"draft": self.draft}, measured=measured)
+        self.ensemble = Ensemble([self.guesser], vocab=99, policy=self.policy, clock=lambda: 0.0)
+
+    def step(
+        self,
+        *entries: PlanEntry,
+        seconds: float = 1.0,
+        propose: float = 0.0,
+        tokens: int = 1,
+        plain: float = 1.0,
+        passes: Sequence[LevelPass] = (),
+    ) -> list[str]:
+        """One step, that takes so long if somebody guesses; for whom the guesser was asked."""
+        self.guesser.asked = []
+        plan = plans.plan(*(entries or (entry(),)))
+        trees = self.ensemble.propose(plan)
+        assert len(trees) == len(plan.tree_entries)
+        stages = {"propose": propose, "target_forward": seconds}
+        if not self.guesser.asked and math.isfinite(seconds) and seconds > 0:
+            stages = {"propose": 0.0, "target_forward": plain}
+        outcomes = [plans.outcome(*range(tokens), request_id=e.request.request_id) for e in plan.tree_entries]
+        self.ensemble._passes.extend(passes)
+        self.ensemble.observe(StepReport(outcomes, stages))
+        return self.guesser.asked
+
+    def until_off(self, *entries: PlanEntry, **took: float) -> int:
+        """Steps that lose, until the guard has had enough."""
+        for step in range(1000):
+            self.step(*entries, **took)
+            if not self.policy.state().guessing:
+                return step
+        raise AssertionError("never off")
+
+
+def test_stages_are_those_of_the_engine() -> None:
+    assert {*TARGET_STAGES, *GUESSING_STAGES} - {"observe"} <= set(Stage)
+
+
+def test_the_first_steps_are_plain_and_then_somebody_guesses() -> None:
+    driven = Driven()
+    asked = [driven.step() for _ in range(8)]
+    assert asked == ANCHORS * [[]] + 3 * [["r"]]
+    assert driven.policy.state().off_steps == ANCHORS
+
+
+def test_nobody_is_asked_while_speculation_is_off() -> None:
+    driven = Driven()
+    for _ in range(ANCHORS):
+        driven.step(seconds=1.0)
+    assert driven.until_off(propose=0.5) <= WINDOW
+    assert [driven.step() for _ in range(60)] == 60 * [[]]
+    assert driven.policy.state().off_steps == 60 + ANCHORS
+
+
+def test_who_has_a_size_of_its_own_is_guessed_for_all_the_same() -> None:
+    driven = Driven()
+    for _ in range(ANCHORS):
+        driven.step(seconds=1.0)
+    driven.until_off(propose=9.0)  # which leaves nothing to try a new request with
+    both = entry("asking", overrides=OWN_SIZE), entry()
+    assert [driven.step(*both) for _ in range(10)] == 10 * [["asking"]]
+
+
+def test_steps_with_a_size_of_its_own_show_nothing() -> None:
+    driven = Driven()
+    asking = entry("asking", overrides=OWN_SIZE)
+    for _ in range(500):
+        assert driven.step(asking, seconds=9.0) == ["asking"]
+    assert driven.policy.state().guessing
+
+
+def test_the_policy_is_told_all_and_sees_who_may_guess() -> None:
+    driven = Driven()
+    for _ in range(ANCHORS + 1):
+        driven.step()
+    assert [plan.entries[0].speculators for plan in driven.inner.plans] == [*ANCHORS * [()], None]
+    driven.ensemble.observe(StepReport([plans.outcome(finished=True)]))
+    assert [report.outcomes[0].finished for report in driven.inner.reports[-2:]] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tokens", "guessing"), [(1.5, 1, False), (1.5, 2, True), (3.0, 2, False)]
+)
+def test_tokens_pay_for_seconds(seconds: float, tokens: int, guessing: bool) -> None:
+    driven = Driven()
+    for _ in range(ANCHORS):
+        driven.step(seconds=1.0)
+    for _ in range(100):
+        driven.step(seconds=seconds, tokens=tokens)
+    assert driven.policy.state().guessing is guessing
+
+
+def test_what_a_prompt_takes_is_no_loss() -> None:
+    driven = Driven()
+    for _ in range(ANCHORS):
+        driven.step(seconds=1.0)
+    for _ in range(300):
+        assert driven.step(entry("prompt", rows=21, max_nodes=0), entry(), seconds=9.0, tokens=2) != []
+    assert driven.policy.state().guessing
+
+
+def test_what_guesses_take_beside_a_prompt_is() -> None:
+    driven = Driven()
+    for _ in range(ANCHORS):
+        driven.step(seconds=1.0)
+    prompt = entry("prompt", rows=21, max_nodes=0)
+    for _ in range(100):
+        driven.step(prompt, entry(), seconds=9.0, propose=0.5)
+    assert not driven.policy.state().guessing
+
+
+def test_a_step_without_a_guess_loses_what_looking_for_one_took() -> None:
+    """However slow the machine is just then: nobody could have made it quicker by not guessing."""
+    driven = Driven()
+    for _ in range(ANCHORS):
+        driven.step()
+    driven.guesser.knows = False
+    for _ in range(4 * WINDOW):
+        driven.step(seconds=1.5)
+    assert driven.policy.state().guessing
+    assert driven.until_off(propose=0.5) < 4 * WINDOW
+
+
+def test_reading_a_text_is_spread_over_the_steps_it_is_for() -> None:
+    driven = Driven()
+    for _ in range(ANCHORS):
+        driven.step(seconds=1.0)
+    reading = LevelPass("draft", 0, 800, 20.0)
+    driven.step(seconds=21.0, passes=[reading])
+    for _ in range(100):
+        driven.step(seconds=1.2, tokens=2)
+    assert driven.policy.state().guessing, "it has brought 80 steps' time since"
+    driven.step(seconds=21.0, passes=[reading])
+    for _ in range(80):
+        driven.step(seconds=1.0, propose=0.2)
+    assert not driven.policy.state().guessing
+
+
+def test_passes_teach_the_costs_unless_they_read() -> None:
+    driven = Driven()
+    for _ in range(50):
+        passes = [
+            LevelPass("draft", 0, 800, 0.1),
+            LevelPass("draft", 1, 1, 0.5),
+            LevelPass("other", 0, 1, 9.0),
+        ]
+        driven.step(seconds=2.0, plain=2.0, passes=passes)
+    factors = driven.policy.state().factors
+    assert factors["target"] == pytest.approx(2, rel=0.1)
+    assert factors["draft"] == pytest.approx(2, rel=0.1)
+
+
+def test_a_drafts_passes_teach_nothing_where_a_request_has_a_size_of_its_own() -> None:
+    driven = Driven()
+    for _ in range(50):
+        driven.step(
+            entry(overrides=OWN_SIZE), entry("b"), seconds=2.0, passes=[LevelPass("draft", 1, 1, 9.0)]
+        )
+    factors = driven.policy.state().factors
+    assert factors["target"] == pytest.approx(2, rel=0.1)
+    assert factors["draft"] == 1.0
+
+
+def test_a_prompts_pass_teaches_nothing() -> None:
+    driven = Driven()
+    for _ in range(50):
+        driven.step(entry("prompt", rows=21, max_nodes=0), entry(), seconds=20.0)
+    assert driven.policy.state().factors == {"target": 1.0, "draft": 1.0}
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, math.nan, math.inf])
+def test_a_clock_of_no_use_ends_in_no_speculation_and_one_line_of_log(
+    seconds: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    driven = Driven()
+    assert driven.until_off(seconds=seconds) < 2 * WINDOW
+    for _ in range(300):
+        assert driven.step(entry(str(_)), seconds=seconds) == []
+    (record,) = caplog.records
+    assert "the clock says that the stages of a step took" in record.getMessage()
+    asked = [driven.step(entry(str(number)), seconds=1.0, tokens=2) for number in range(300)]
+    assert asked[-1] != [], "and it comes back with the clock"
+
+
+def test_with_no_clock_the_curves_decide() -> None:
+    steps: list[list[list[str]]] = []
+    for seconds in (1.0, 100.0):
+        driven = Driven(measured=False)
+        steps.append(
+            [driven.step(seconds=seconds, propose=seconds, tokens=1 + n // 40 % 2) for n in range(500)]
+        )
+        assert driven.policy.state().factors == {"target": 1.0, "draft": 1.0}
+    assert steps[0] == steps[1]
+
+
+def test_deciding_for_many_takes_few_lines_of_python() -> None:
+    driven = Driven()
+    plan = plans.plan(*(entry(str(i)) for i in range(8)))
+    report = StepReport(
+        [plans.outcome(1, request_id=str(i)) for i in range(8)],
+        {"propose": 0.1, "target_forward": 1.0},
+        [LevelPass("draft", level, 8, 0.25) for level in range(5)],
+    )
+    policy = GuardedPolicy(FixedPolicy(), driven.target, {"draft": driven.draft})
+
+    def step() -> None:
+        policy.begin_step(plan)
+        policy.observe(report)
+
+    assert sum(lines_run(step) for _ in range(20)) / 20 < 500
