@@ -26,7 +26,7 @@ from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
 from tests import plans
 from tests.engines import Tiny, write_tiny
-from tests.unit.speculate import priced
+from tests.unit.speculate.policy import priced
 
 PROMPT = [9, 8, 7, 6, 5, 4]
 GREEDY = SamplingParams(temperature=0)
