@@ -43,7 +43,7 @@ from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.guarded_policy import sized_by_cost
-from specinfer.speculate.policy.policy import StepReport
+from specinfer.speculate.policy.speculation_policy import StepReport
 from specinfer.speculate.speculator import LevelSpeculator, Outcome, Speculator
 from specinfer.speculate.table import build_speculators
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder

@@ -32,7 +32,7 @@ from specinfer.speculate.policy.calibration import Calibration
 from specinfer.speculate.policy.draft_costs import DraftCosts
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.speculate.policy.level_counts import LevelRate
-from specinfer.speculate.policy.policy import StepReport
+from specinfer.speculate.policy.speculation_policy import StepReport
 from specinfer.speculate.policy.tokens_per_second import fastest
 from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree import TokenTree

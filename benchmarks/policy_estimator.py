@@ -13,7 +13,8 @@ Of each trace (`specinfer trace record`), whose texts are played one after the o
 
 The traces of --fit are others: the net is trained on their guesses first, and "knowing" is the estimator
 with what it has learnt of them, as it is when it was kept on disk. With --weights the weights of a logistic
-that is fitted to them are printed, as speculate/policy/priors.py has them, and nothing else is done.
+that is fitted to them are printed as specinfer/speculate/policy/priors.py has them, and nothing else is
+done.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from specinfer.speculate.policy.decision import Appraisal
 from specinfer.speculate.policy.estimator import Estimator, Rival, rates_of_nodes
 from specinfer.speculate.policy.features import NAMES, features_of
 from specinfer.speculate.policy.logistic import UNSURE, Logistic
-from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport
+from specinfer.speculate.policy.speculation_policy import SpeculationPolicy, StepReport
 from specinfer.tree import Draw, TokenTree
 from specinfer.tree.token_tree import draws_by_parent, next_nodes
 

@@ -44,7 +44,7 @@ from specinfer.speculate.policy.estimator import Estimator
 from specinfer.speculate.policy.guarded_policy import GuardedPolicy
 from specinfer.speculate.policy.level_counts import LevelRate
 from specinfer.speculate.policy.plain_weighing import PlainWeighing
-from specinfer.speculate.policy.policy import StepReport
+from specinfer.speculate.policy.speculation_policy import StepReport
 from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree import Draw, TokenTree
 from specinfer.tree.expansion import Expansion

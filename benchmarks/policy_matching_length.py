@@ -43,7 +43,7 @@ from specinfer.replay.replay import Part, counting_policy, play
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
-from specinfer.speculate.policy.policy import SpeculationPolicy
+from specinfer.speculate.policy.speculation_policy import SpeculationPolicy
 
 SIZES: Final[dict[str, tuple[int, ...]]] = {
     "linear": (),

@@ -53,6 +53,8 @@ class Served:
         self._reader.join(10)
         if error is not None:
             print("".join(self.log))  # for whoever looks for why a test fails
+        elif self.process.returncode == -signal.SIGKILL:
+            raise AssertionError("the server did not end when it was told to:\n" + "".join(self.log))
 
     def _read(self) -> None:
         assert self.process.stderr is not None

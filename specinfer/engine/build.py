@@ -50,7 +50,7 @@ from specinfer.speculate.drafts.foreign_tokens import ForeignTokens
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
-from specinfer.speculate.policy.guarded_policy import GuardedPolicy, fixed_policy, sized_by_cost
+from specinfer.speculate.policy.guarded_policy import GuardedPolicy, sized_by_cost
 from specinfer.speculate.policy.policy_memory import PolicyMemory
 from specinfer.speculate.policy.trusted_policy import TrustedPolicy
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
@@ -210,7 +210,7 @@ def build_engine(
         *(draft for _, draft in drafting.values()),
         *extra,
     ]
-    policy = FixedPolicy() if guard is None else TrustedPolicy(guard, fixed_policy(speculation))
+    policy = FixedPolicy() if guard is None else TrustedPolicy(guard, FixedPolicy.of(speculation))
     pool = BlockPool(blocks, config.cache.block_size)
     return Engine(
         target=target,

@@ -33,8 +33,8 @@ from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.decision import Decision
 from specinfer.speculate.policy.guarded_policy import GuardedPolicy
-from specinfer.speculate.policy.policy import StepReport
 from specinfer.speculate.policy.policy_memory import PolicyMemory
+from specinfer.speculate.policy.speculation_policy import StepReport
 from specinfer.speculate.speculator import Outcome
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree

@@ -14,7 +14,7 @@ from specinfer.replay.trace import Trace
 from specinfer.speculate.policy.estimator import Estimates, Estimator
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.speculate.policy.guarded_policy import sized_by_cost
-from specinfer.speculate.policy.policy import SpeculationPolicy
+from specinfer.speculate.policy.speculation_policy import SpeculationPolicy
 
 MakePolicy = Callable[[Trace, SpeculationConfig], SpeculationPolicy]
 

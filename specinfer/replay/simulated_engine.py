@@ -26,7 +26,7 @@ from specinfer.speculate.drafts.draft_model import DraftModel, Pass
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import AnySpeculator, Ensemble
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport
+from specinfer.speculate.policy.speculation_policy import SpeculationPolicy, StepReport
 from specinfer.speculate.speculator import Outcome
 from specinfer.speculate.table import build_speculators
 from specinfer.tree import TokenTree

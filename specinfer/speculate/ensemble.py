@@ -16,7 +16,7 @@ from specinfer.runtime.features import TextRows
 from specinfer.runtime.flight import Flight
 from specinfer.speculate.extension import MOST_TOKENS, likely_ends
 from specinfer.speculate.policy.decision import Decision, Proposed
-from specinfer.speculate.policy.policy import LevelPass, SpeculationPolicy, StepReport
+from specinfer.speculate.policy.speculation_policy import LevelPass, SpeculationPolicy, StepReport
 from specinfer.speculate.policy.trusted_policy import TrustedPolicy
 from specinfer.speculate.shared_tree import SharedTree
 from specinfer.speculate.speculator import (

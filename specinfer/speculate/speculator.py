@@ -68,7 +68,7 @@ class Speculator(Observer, Protocol):
 class LevelSpeculator(Observer, Protocol):
     """A speculator that grows the trees of a step level by level, and is asked before each level.
 
-    So that whoever decides (policy.py) knows what was drawn so far when it says who goes on, and where: a
+    So that whoever decides (policy/) knows what was drawn so far when it says who goes on, and where: a
     level costs a pass of a model, and each node in it a row. `begin` opens a step, `deepen` draws, `tree`
     shows.
     """

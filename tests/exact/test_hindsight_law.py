@@ -15,7 +15,7 @@ from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
-from specinfer.speculate.policy.policy import StepReport
+from specinfer.speculate.policy.speculation_policy import StepReport
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
 from specinfer.verify import verify_multistep

@@ -22,7 +22,7 @@ from specinfer.speculate.policy.guard import WINDOW
 from specinfer.speculate.policy.guarded_policy import GuardedPolicy
 from specinfer.speculate.policy.native_knowledge import NativeKnowledge
 from specinfer.speculate.policy.native_weighing import NativeWeighing
-from specinfer.speculate.policy.policy import LevelPass, StepReport
+from specinfer.speculate.policy.speculation_policy import LevelPass, StepReport
 from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree import TreeBuilder
 from specinfer.tree.draw import DrawRule

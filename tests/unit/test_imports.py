@@ -120,10 +120,17 @@ def room_of(module: str) -> tuple[int, str]:
     raise AssertionError(f"{module} has no place in the import order of this test: give it one")
 
 
+def foot_of(package: str) -> tuple[int, str]:
+    """The lowest room in a package: what it imports itself, all of its modules load."""
+    inside = [room_of(package), *(room_of(f"specinfer.{name}") for names in ORDER for name in names)]
+    return min(one for one in inside if f"specinfer.{one[1]}.".startswith(f"{package}."))
+
+
 def against_the_order(modules: dict[str, list[Import]]) -> list[str]:
     """The imports that run from left to right, as lines for a person."""
     found = []
     homes = {".".join(name.split(".")[:2]) for name in modules}
+    packages = {name.rpartition(".")[0] for name in modules}
     for module, imports in modules.items():
         if module == LAZY_TABLE:
             continue
@@ -136,7 +143,8 @@ def against_the_order(modules: dict[str, list[Import]]) -> list[str]:
                 # All rooms stand behind the package's face, so whoever imports it imports from the right.
                 found.append(f"{where}, the package or a name of it; name the module")
                 continue
-            (own, room), (other, its) = room_of(module), room_of(imported.target)
+            own, room = foot_of(module) if module in packages else room_of(module)
+            other, its = room_of(imported.target)
             if other > own:
                 found.append(f"{where}, which is to its right")
             elif other == own and room != its and {room, its} != TWINS:
@@ -175,6 +183,15 @@ def loads(target: str, modules: dict[str, list[Import]]) -> list[str]:
 
 def test_imports_run_one_way() -> None:
     assert against_the_order(read_package()) == []
+
+
+def test_every_room_is_there_and_all_rooms_of_a_folder_have_a_floor() -> None:
+    modules, rooms = read_package(), {name for names in ORDER for name in names}
+    assert {f"specinfer.{room}" for room in rooms} <= modules.keys()
+    parted = {room.rpartition(".")[0] for room in rooms} - {""}
+    within = {folder: {room for room in rooms if room.startswith(f"{folder}.")} for folder in parted}
+    folders = {name.rpartition(".")[0].removeprefix("specinfer.") for name in modules}
+    assert {one for one in folders if one.rpartition(".")[0] in parted} <= set().union(*within.values())
 
 
 def test_what_starts_quickly_does_not_load_torch() -> None:
@@ -239,8 +256,10 @@ def test_a_room_within_a_folder_has_a_floor_of_its_own() -> None:
         speculate__policy__guard="import specinfer.speculate.speculator\n",
         speculate__speculator="",
         speculate__ensemble="from specinfer.speculate.policy.guard import Guard\n",
+        speculate="from specinfer.speculate.policy.guard import Guard\n",
     )
     assert against_the_order(modules) == [
+        "specinfer.speculate:1 imports specinfer.speculate.policy.guard.Guard, which is to its right",
         "specinfer.speculate.lookups.ngram:1 imports specinfer.speculate.policy.guard, which is to its right",
         "specinfer.speculate.drafts.eagle:1 imports specinfer.speculate.lookups.ngram, which is on its own "
         "floor",

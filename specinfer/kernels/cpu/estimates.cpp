@@ -7,8 +7,8 @@
 namespace specinfer {
 namespace {
 
-// As in speculate/policy/calibration.py, features.py, logistic.py and estimator.py: the same sums in the same order, so that
-// a replay without this library decides as the engine does.
+// As in speculate/policy/: calibration.py, features.py, logistic.py and estimator.py. The same sums in the same order,
+// so that a replay without this library decides as the engine does.
 constexpr int kHighest = 6;       // level of a confidence
 constexpr double kMemory = 0.995;  // of a count
 constexpr double kUnsure = 0.002, kPace = 0.05, kHeaviest = 16.0;

@@ -1,4 +1,5 @@
-// One request's guesses, and what is hoped of them: as speculate/policy/guesses.py has them, with what they are told as.
+// One request's guesses, and what is hoped of them: as speculate/policy/guesses.py has them, with what they are told
+// as.
 
 #pragma once
 

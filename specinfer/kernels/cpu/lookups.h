@@ -1,5 +1,5 @@
-// Guesses that are looked up in texts, for all requests of a step in one call: what speculate/lookups/plain_lookups.py does,
-// its twin and oracle.
+// Guesses that are looked up in texts, for all requests of a step in one call: what its twin and oracle does,
+// speculate/lookups/plain_lookups.py.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// What is hoped of a step's guesses, for all its requests: what speculate/policy/plain_weighing.py works out, in a call a
-// question; its twin and oracle.
+// What is hoped of a step's guesses, for all its requests, in a call a question: what its twin and oracle works out,
+// speculate/policy/plain_weighing.py.
 
 #pragma once
 

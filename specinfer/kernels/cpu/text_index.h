@@ -1,4 +1,5 @@
-// Where the n-grams of some texts end, newest first: what speculate/lookups/plain_text_index.py has, its twin and oracle.
+// Where the n-grams of some texts end, newest first: what its twin and oracle has,
+// speculate/lookups/plain_text_index.py.
 
 #pragma once
 

@@ -1,1 +1,1 @@
-"""What followed these tokens before: guesses that are looked up in texts and cost no pass."""
+"""Guesses that are looked up: in texts so far, in earlier answers, in what a caller predicts."""

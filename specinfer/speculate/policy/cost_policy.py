@@ -28,7 +28,7 @@ from specinfer.speculate.policy.draft_starts import DraftStarts, Guessed
 from specinfer.speculate.policy.estimator import Estimator
 from specinfer.speculate.policy.level_counts import LevelRate
 from specinfer.speculate.policy.plain_weighing import PlainWeighing
-from specinfer.speculate.policy.policy import StepReport, has_own_size
+from specinfer.speculate.policy.speculation_policy import StepReport, has_own_size
 from specinfer.speculate.policy.weighing import Grown, StepCosts, Weighing
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree

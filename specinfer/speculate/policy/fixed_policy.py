@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from specinfer.config import SpeculationConfig
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.speculate.policy.decision import Appraisal
-from specinfer.speculate.policy.policy import StepReport, has_own_size
+from specinfer.speculate.policy.speculation_policy import StepReport, has_own_size
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import any_sampled
 from specinfer.tree.expansion import Expansion
@@ -22,6 +23,11 @@ class FixedPolicy:
         Of such trees as many nodes of each level are run as those of this shape have, the likeliest ones.
         """
         self._learned = learned
+
+    @classmethod
+    def of(cls, speculation: SpeculationConfig) -> FixedPolicy:
+        """The policy that takes the place of one that fails."""
+        return cls(speculation.fixed_expansion if speculation.learns_shape else None)
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
         """The plan as it is."""

@@ -29,8 +29,8 @@ from specinfer.speculate.policy.native_knowledge import NativeKnowledge
 from specinfer.speculate.policy.native_weighing import NativeWeighing
 from specinfer.speculate.policy.plain_steps import PlainSteps
 from specinfer.speculate.policy.plain_weighing import PlainWeighing
-from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport, has_own_size
 from specinfer.speculate.policy.policy_memory import Learned
+from specinfer.speculate.policy.speculation_policy import SpeculationPolicy, StepReport, has_own_size
 from specinfer.speculate.policy.trusted_policy import TrustedPolicy
 from specinfer.speculate.policy.weighing import Weighing
 from specinfer.tree import TokenTree
@@ -304,13 +304,8 @@ def sized_by_cost(
     else:
         estimator = estimator or Estimator(logistics=bool(drafts))
         learned, weighing = Learned(estimator, depths), PlainWeighing(estimator, depths)
-    policy = TrustedPolicy(CostPolicy(costs, depths, weighing), fixed_policy(speculation))
+    policy = TrustedPolicy(CostPolicy(costs, depths, weighing), FixedPolicy.of(speculation))
     return GuardedPolicy(policy, costs, of_drafts, measured=measured), learned
-
-
-def fixed_policy(speculation: SpeculationConfig) -> FixedPolicy:
-    """The policy that takes the place of one that fails."""
-    return FixedPolicy(speculation.fixed_expansion if speculation.learns_shape else None)
 
 
 def _without_speculators(entry: PlanEntry) -> PlanEntry:

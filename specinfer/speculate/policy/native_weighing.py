@@ -20,7 +20,7 @@ from specinfer.kernels.library import KnowledgeArgs, Library, StepCostsArgs
 from specinfer.plan import PlanEntry
 from specinfer.speculate.policy.draft_costs import DraftCosts
 from specinfer.speculate.policy.native_knowledge import NativeKnowledge
-from specinfer.speculate.policy.policy import has_own_size
+from specinfer.speculate.policy.speculation_policy import has_own_size
 from specinfer.speculate.policy.weighing import BESIDE, Expected, Grown, StepCosts
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree

@@ -9,7 +9,7 @@ from specinfer.plan import PlanEntry
 from specinfer.speculate.policy.draft_costs import DraftCosts
 from specinfer.speculate.policy.estimator import Estimates
 from specinfer.speculate.policy.guesses import Guesses, along_paths
-from specinfer.speculate.policy.policy import has_own_size
+from specinfer.speculate.policy.speculation_policy import has_own_size
 from specinfer.speculate.policy.tokens_per_second import fastest, how_many, total
 from specinfer.speculate.policy.weighing import BESIDE, Expected, Grown, StepCosts
 from specinfer.speculate.speculator import LevelOutcome, Outcome

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.speculate.policy.decision import Appraisal
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
-from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport
+from specinfer.speculate.policy.speculation_policy import SpeculationPolicy, StepReport
 from specinfer.tree import TokenTree
 
 _LOG = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from specinfer.speculate.policy.estimator import Estimator
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.speculate.policy.guard import Guard
 from specinfer.speculate.policy.plain_steps import PlainSteps
-from specinfer.speculate.policy.policy import StepReport
+from specinfer.speculate.policy.speculation_policy import StepReport
 from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree.expansion import Expansion
 from tests.engines import write_tiny

@@ -18,7 +18,7 @@ from specinfer.replay.simulated_engine import PlayedStep
 from specinfer.replay.trace import Trace
 from specinfer.replay.workloads import whole
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.policy import StepReport
+from specinfer.speculate.policy.speculation_policy import StepReport
 from specinfer.tree import TokenTree
 from tests.engines import Tiny
 from tests.unit.replay.conftest import PROMPTS, recorded

@@ -55,6 +55,9 @@ async def listening(idle: float) -> AsyncGenerator[tuple[int, ServerState]]:
     )
     async with server:
         yield server.sockets[0].getsockname()[1], state
+        for connection in [*state.connections]:  # since Python 3.12 a server that is closed waits for them
+            assert isinstance(connection, HttpToolsProtocol)
+            connection.transport.abort()
 
 
 async def until_none(state: ServerState) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import cast
 
@@ -14,18 +15,32 @@ from specinfer.serve.server import _Server
 from specinfer.serve.service import Service
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_heard_while_the_pipe_that_wakes_the_loop_is_full(number: signal.Signals) -> None:
+def nothing(*_: object) -> None:
+    """A handler, so that a signal that the server does not take ends no test run."""
+
+
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGINT])
+def number(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    one: signal.Signals = request.param
+    before = signal.signal(one, nothing)
+    yield one
+    signal.signal(one, before)
+
+
+@pytest.mark.parametrize("waiting", [0, 10_000])  # messages of an engine, while the loop is kept from looking
+def test_a_signal_is_heard_even_while_the_pipe_that_wakes_the_loop_is_full(
+    number: signal.Signals, waiting: int
+) -> None:
     async def is_heard() -> bool:
-        server = _Server(uvicorn.Config("none:app"), cast(Service, SimpleNamespace()))
+        config = uvicorn.Config("none:app", log_config=None, lifespan="off")
+        server = _Server(config, cast(Service, SimpleNamespace()))
         loop = asyncio.get_running_loop()
         with server.capture_signals():
-            for _ in range(10_000):  # as an engine's messages do while the loop is kept from looking
+            for _ in range(waiting):
                 loop.call_soon_threadsafe(int)
             signal.raise_signal(number)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.05)  # a loop that watches for signals hears of them by now
         return server.should_exit
 
-    before = signal.getsignal(number)
     assert asyncio.run(is_heard())
-    assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is nothing

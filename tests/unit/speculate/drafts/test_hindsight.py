@@ -20,7 +20,7 @@ from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.draft_costs import DraftCosts
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
-from specinfer.speculate.policy.policy import StepReport
+from specinfer.speculate.policy.speculation_policy import StepReport
 from specinfer.speculate.speculator import LevelOutcome, Outcome
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion

@@ -11,7 +11,7 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.policy.calibration import Calibration
 from specinfer.speculate.policy.level_counts import LevelCounts, LevelRate
-from specinfer.speculate.policy.policy import StepReport, has_own_size
+from specinfer.speculate.policy.speculation_policy import StepReport, has_own_size
 from specinfer.tree import TokenTree, merge
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.prune import firm_nodes, keep, sampled

@@ -13,7 +13,7 @@ from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.policy.calibration import Calibration
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.policy import StepReport
+from specinfer.speculate.policy.speculation_policy import StepReport
 from specinfer.speculate.policy.tokens_per_second import fastest
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder, merge

@@ -16,7 +16,7 @@ from specinfer.speculate.policy.estimator import Estimator
 from specinfer.speculate.policy.native_knowledge import NativeKnowledge
 from specinfer.speculate.policy.native_weighing import NativeWeighing
 from specinfer.speculate.policy.plain_weighing import PlainWeighing
-from specinfer.speculate.policy.policy import StepReport
+from specinfer.speculate.policy.speculation_policy import StepReport
 from specinfer.speculate.policy.weighing import Weighing
 from specinfer.speculate.speculator import LevelOutcome
 from specinfer.speculation_params import SpeculationParams

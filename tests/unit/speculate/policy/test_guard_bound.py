@@ -22,7 +22,7 @@ from specinfer.speculate.policy.draft_costs import DraftCosts
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.speculate.policy.guard import CREDIT, LOSS, TRIALS
 from specinfer.speculate.policy.guarded_policy import GuardedPolicy
-from specinfer.speculate.policy.policy import SpeculationPolicy
+from specinfer.speculate.policy.speculation_policy import SpeculationPolicy
 from specinfer.tree.expansion import Expansion
 from tests.simulated_engine import Guesser, Machine, Simulation
 

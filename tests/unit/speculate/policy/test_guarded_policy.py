@@ -18,7 +18,7 @@ from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.speculate.policy.guard import WINDOW
 from specinfer.speculate.policy.guarded_policy import GUESSING_STAGES, TARGET_STAGES, GuardedPolicy
-from specinfer.speculate.policy.policy import LevelPass, StepReport
+from specinfer.speculate.policy.speculation_policy import LevelPass, StepReport
 from specinfer.speculate.speculator import Outcome
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import TokenTree, TreeBuilder

@@ -21,7 +21,7 @@ from specinfer.speculate.policy.level_counts import LevelRate
 from specinfer.speculate.policy.native_knowledge import NativeKnowledge
 from specinfer.speculate.policy.native_weighing import NativeWeighing
 from specinfer.speculate.policy.plain_weighing import PlainWeighing
-from specinfer.speculate.policy.policy import has_own_size
+from specinfer.speculate.policy.speculation_policy import has_own_size
 from specinfer.speculate.policy.weighing import Expected, Grown, StepCosts, Weighing
 from specinfer.speculate.speculator import Outcome
 from specinfer.speculation_params import SpeculationParams

@@ -17,7 +17,7 @@ from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.draft_costs import DraftCosts
 from specinfer.speculate.policy.native_knowledge import NativeKnowledge
 from specinfer.speculate.policy.native_weighing import NativeWeighing
-from specinfer.speculate.policy.policy import StepReport
+from specinfer.speculate.policy.speculation_policy import StepReport
 from specinfer.speculate.shared_tree import SharedTree
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder

@@ -1,4 +1,4 @@
-"""Who guesses in a step, how deep, and which guesses are verified: one policy decides.
+"""What a policy owes: the ensemble asks it in every step, and tells it what became of that.
 
 The text is the same whatever is decided (docs/losslessness.md): it changes how many tokens a step yields and
 what the step costs.
@@ -37,7 +37,7 @@ class StepReport:
     outcomes: Sequence[Outcome]
     seconds: Mapping[str, float] = field(default_factory=dict)
     passes: Sequence[LevelPass] = ()
-    # By level speculator what its pass has shown of places at which it was not asked (hindsight.py).
+    # By level speculator what its pass has shown of places at which it was not asked (drafts/hindsight.py).
     hindsight: Mapping[str, Sequence[LevelOutcome]] = field(default_factory=dict)
 
 

@@ -1,0 +1,82 @@
+"""Everybody guesses as configured, and of trees without a shape as much is run as of usual ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from specinfer.config import SpeculationConfig
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculation_params import SpeculationParams
+from specinfer.tree import DrawRule, TokenTree, TreeBuilder
+from specinfer.tree.expansion import Expansion
+from tests.unit.speculate.policy.priced import entry
+
+
+def wide(rule: DrawRule = DrawRule.POINT_MASS) -> TokenTree:
+    """Nodes 1 and 2 below the root, 3 and 4 below 1, 5 below 2: of the last level 5 is the likeliest."""
+    builder = TreeBuilder(7)
+    for parent, token, sure in ((0, 10, 0.4), (0, 11, 0.6), (1, 12, 0.7), (1, 13, 0.3), (2, 14, 0.9)):
+        builder.add(parent, token, "draft", rule, confidence=sure)
+    return builder.build()
+
+
+def below(
+    shape: tuple[int, ...] | None,
+    ends: Sequence[int],
+    overrides: SpeculationParams | None = None,
+    rule: DrawRule = DrawRule.POINT_MASS,
+) -> list[int]:
+    policy = FixedPolicy(None if shape is None else Expansion(shape))
+    [chosen] = policy.worth_deepening("draft", [entry("r", overrides=overrides)], [wide(rule)], [ends])
+    return [*chosen]
+
+
+@pytest.mark.parametrize(
+    ("shape", "run"),
+    [
+        ((1, 1, 1), [5]),
+        ((1, 2, 1), [5, 3]),
+        ((2, 2, 1), [5, 3, 4]),
+        ((2, 2), []),  # it is as deep as that
+        (None, [3, 4, 5]),
+    ],
+)
+def test_of_the_deepest_level_as_many_are_run_as_the_shape_has_there(
+    shape: tuple[int, ...] | None, run: list[int]
+) -> None:
+    assert below(shape, [3, 4, 5]) == run
+
+
+def test_ends_that_were_left_behind_are_left() -> None:
+    assert below((1, 2, 1), [2, 3, 4]) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        (SpeculationParams(expansion=(2, 2, 2)), DrawRule.POINT_MASS),
+        (SpeculationParams(max_nodes=9), DrawRule.POINT_MASS),
+        (None, DrawRule.IID),
+    ],
+    ids=["a shape of its own", "a size of its own", "samples"],
+)
+def test_trees_that_have_a_shape_have_all_of_it(overrides: SpeculationParams | None, rule: DrawRule) -> None:
+    assert below((1, 1, 1), [3, 4, 5], overrides, rule) == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("config", "run"),
+    [
+        (SpeculationConfig(), [5]),  # as the usual shape has one node there
+        (SpeculationConfig(tree_size="fixed"), [3, 4, 5]),
+        (SpeculationConfig(expansion=Expansion((1, 2, 1))), [3, 4, 5]),
+    ],
+    ids=["learned", "fixed", "given"],
+)
+def test_the_policy_in_the_place_of_another_knows_whether_shapes_are_learned(
+    config: SpeculationConfig, run: list[int]
+) -> None:
+    [chosen] = FixedPolicy.of(config).worth_deepening("draft", [entry("r")], [wide()], [[3, 4, 5]])
+    assert [*chosen] == run
