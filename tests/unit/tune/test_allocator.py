@@ -32,9 +32,37 @@ libc.free(block)
 print(told, resident() - before > 1 << 23)
 """
 
+_CACHES = """
+import psutil, torch
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+from specinfer.runtime.kv_cache import KvCache
+from specinfer.tune.allocator import keep_freed_memory
+
+assert keep_freed_memory()
+
+
+def cache():
+    slots = (1 << 28) // KvCache.bytes_per_slot(4, 8, 64, torch.float32)
+    shape = {"num_layers": 4, "num_slots": slots, "num_kv_heads": 8, "head_dim": 64}
+    return KvCache(**shape, dtype=torch.float32, device=torch.device("cpu"))
+
+
+before = psutil.Process().memory_info().rss
+cache().keys[0].fill_(1.0)
+behind = cache()
+taken = psutil.Process().memory_info().rss - before
+print(taken < 1 << 23, bool(behind.keys[0].any()))
+"""
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+
+
 @pytest.mark.parametrize(("how", "said"), [("given back", "False False"), ("kept", "True True")])
 def test_what_is_freed_stays_where_that_was_asked_for(how: str, said: str) -> None:
     found = subprocess.run([sys.executable, "-c", _PROGRAM, how], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == said
+
+
+def test_a_cache_behind_another_takes_memory_where_it_is_written_only() -> None:
+    found = subprocess.run([sys.executable, "-c", _CACHES], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "True False"
