@@ -34,6 +34,7 @@ DRAFT_DRAWS: dict[str, dict[str, DrawRule]] = {
 
 
 USUAL_EXPANSION = Expansion((1, 1, 3, 1, 1))  # where there has to be one, and nobody says which
+DEEPEST = 8  # levels of a draft's tree whose shape is learned
 LEAST_SUFFIX_MEMORY = 1 << 20  # bytes; less is hardly a memory, and most likely meant as tokens
 
 
@@ -142,6 +143,11 @@ class SpeculationConfig:
     def fixed_expansion(self) -> Expansion:
         """The shape of trees that have one."""
         return self.expansion if isinstance(self.expansion, Expansion) else USUAL_EXPANSION
+
+    @property
+    def deepest(self) -> int:
+        """The most levels that drafts' trees have where a request does not say."""
+        return DEEPEST if self.learns_shape else self.fixed_expansion.depth
 
     @property
     def shape(self) -> str:

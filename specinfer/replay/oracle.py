@@ -22,7 +22,6 @@ from specinfer.replay.fixed_policies import LookingOn
 from specinfer.replay.replay import Part, play
 from specinfer.replay.simulated_engine import path_along
 from specinfer.replay.trace import Trace
-from specinfer.speculate.drafts.growth import DEEPEST
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.tree import TokenTree
 from specinfer.tree.prune import firm_nodes, keep
@@ -244,6 +243,5 @@ def _plan(
 def _pass_seconds(trace: Trace, name: str, at_once: int, speculation: SpeculationConfig) -> list[float]:
     """Seconds of a draft's passes for trees of 0, 1, ... levels, of which the right nodes alone are run."""
     table = CostTable(trace.drafts[name].curve)
-    levels = DEEPEST if speculation.learns_shape else speculation.fixed_expansion.depth
     first, each = (table.seconds(at_once * rows) for rows in (_USUAL_ROWS, 1))
-    return [0.0, *(first + level * each for level in range(levels))]
+    return [0.0, *(first + level * each for level in range(speculation.deepest))]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
-from specinfer.config import SpeculationConfig, draw_rule
+from specinfer.config import DEEPEST, SpeculationConfig, draw_rule
 from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.speculate.drafts.draws import Site
@@ -15,8 +15,7 @@ from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.verify.noise import draft_stream, uniform
 
-DEEPEST: Final = 8  # levels of a tree whose shape is learned
-_NODES: Final = 32  # of it, below its root
+_NODES: Final = 32  # of a tree whose shape is learned, below its root
 _WIDTH: Final = 4  # children of each of its nodes that is run
 _LEAST: Final = 0.02  # probability of those that are kept behind the first
 _LEAST_PATH: Final = 0.01  # of a path that may go on, all as the draft itself says

@@ -18,7 +18,6 @@ from specinfer.kernels.library import Library
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
-from specinfer.speculate.drafts.growth import DEEPEST
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.decision import Appraisal, Why
 from specinfer.speculate.policy.draft_costs import DraftCosts
@@ -295,7 +294,7 @@ def sized_by_cost(
     """
     costs = CostModel("target", target, learns=measured)
     of_drafts = {name: CostModel(name, curve, learns=measured) for name, curve in drafts.items()}
-    shape, deepest = speculation.fixed_expansion, DEEPEST if speculation.learns_shape else 0
+    shape, deepest = speculation.fixed_expansion, speculation.deepest
     depths = {name: DraftCosts(cost, shape, deepest) for name, cost in of_drafts.items()}
     if estimator is None and library is not None:
         knowledge = NativeKnowledge(logistics=bool(drafts))

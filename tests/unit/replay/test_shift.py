@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.config import SpeculationConfig
+from specinfer.config import DEEPEST, SpeculationConfig
 from specinfer.replay.guess_trie import GuessRecorder
 from specinfer.replay.replay import Part, cost_policy, play
 from specinfer.replay.simulated_engine import PlayedStep
 from specinfer.replay.trace import EngineFacts, RecordedDraft, RecordedText, Trace
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.drafts import hindsight
-from specinfer.speculate.drafts.growth import DEEPEST
 from specinfer.tree import Draw, DrawRule
 
 BAD, GOOD = 400, 200  # places
