@@ -23,8 +23,9 @@ from tests import plans
 
 from .enumeration import Supports, distance, outcomes, own_law
 from .oracles import processed_law
-from .test_tree_size_law import EXACT, PROMPT, SEEN, MadeUpRunner
+from .sized_trees import PROMPT, MadeUpRunner
 
+EXACT, SEEN = 1e-9, 1e-3
 VOCAB, LENGTH = 2, 4
 PARAMS = SamplingParams(temperature=0.7, speculation={"verifier": "mss"})
 FIRST = 2  # tokens of the answer before the draft is asked, which it reads then

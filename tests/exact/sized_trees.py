@@ -1,0 +1,275 @@
+"""All speculators of a step as one guesser of an enumeration: draft models over made-up logits, sized trees.
+
+`Sized` is the production code from drafts to merged trees, and others are it with a policy of their own.
+"""
+
+import numpy as np
+
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.runtime.cost_model import CostModel
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.drafts import draws
+from specinfer.speculate.drafts.draft_model import DraftModel
+from specinfer.speculate.drafts.growth import Shape
+from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculate.policy.draft_costs import DraftCosts
+from specinfer.speculate.policy.guard import WINDOW
+from specinfer.speculate.policy.guarded_policy import GuardedPolicy
+from specinfer.speculate.policy.native_knowledge import NativeKnowledge
+from specinfer.speculate.policy.native_weighing import NativeWeighing
+from specinfer.speculate.policy.speculation_policy import LevelPass, StepReport
+from specinfer.speculate.speculator import LevelOutcome
+from specinfer.tree import TreeBuilder
+from specinfer.tree.expansion import Expansion
+from specinfer.tree.prune import keep
+from specinfer.tree.token_tree import single_node
+from tests import plans
+from tests.flights import flight_of
+from tests.kernels import kernels, library_or_skip
+
+VOCAB = 3
+PROMPT = (0,)
+TARGET = CostCurve((1, 3, 5), (1.0, 1.1, 1.3))
+PARAMS = SamplingParams(temperature=0.7, speculation={"verifier": "mss"})
+PLAIN = 5  # steps, before anybody may guess
+
+
+class MadeUpRunner:
+    """A draft's runner whose logits are a world's, by the text along each row's path."""
+
+    block_size = 64
+
+    max_context = 64
+
+    class model:
+        kernels = kernels("torch")
+
+    def __init__(self, world, name):
+        self.world, self.name, self.tokens = world, name, {}
+
+    def launch(self, rows):
+        logits = []
+        for part in rows:
+            self.tokens.update(enumerate(part.token_ids, part.start))
+            end = part.start + len(part.token_ids)
+            asked = range(part.start + part.logits_from, end)
+            logits.extend(self.world.logits(self.name, self.text(part, position, end)) for position in asked)
+        return flight_of(np.stack(logits))
+
+    def text(self, part, position, end):
+        path = list(range(position + 1))
+        if part.parents is not None:
+            root, node = end - len(part.parents), position - (end - len(part.parents))
+            path = []
+            while node > 0:
+                path.insert(0, root + node)
+                node = part.parents[node]
+            path = [*range(root + 1), *path]
+        return tuple(self.tokens[p] for p in path)[len(PROMPT) :]
+
+    def move(self, moves):
+        assert not moves, "trees are chains here, or no step is committed"
+
+
+class Points:
+    """A speculator that guesses token 2, and then 1, and 0 after whatever others guess."""
+
+    name = "points"
+
+    def propose(self, plan):
+        trees = []
+        for entry in plan.tree_entries:
+            builder = TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes)
+            node = builder.add(0, 2, self.name, confidence=0.5)
+            if entry.max_depth > 1 and not builder.full:
+                builder.add(node, 1, self.name, confidence=0.5)
+            trees.append(builder.build())
+        return trees
+
+    def extend(self, entry, path, most):
+        builder = TreeBuilder(path[-1], most)
+        builder.add(0, 0, self.name, confidence=0.5)
+        return builder.build()
+
+    def observe(self, outcomes):
+        pass
+
+
+class Watched(CostPolicy):
+    """Notes whether drafts are run, and below how many of how many nodes they go on."""
+
+    def __init__(self, noted, parts, *costs):
+        super().__init__(*costs)
+        self.noted, self.parts = noted, parts
+
+    def worth_starting(self, speculator, entries, unread):
+        starts = super().worth_starting(speculator, entries, unread)
+        self.noted[speculator].update(starts)
+        return starts
+
+    def worth_deepening(self, speculator, entries, trees, ends):
+        chosen = super().worth_deepening(speculator, entries, trees, ends)
+        self.parts.update((len(some), len(all_)) for some, all_ in zip(chosen, ends, strict=True))
+        return chosen
+
+
+class Sized:
+    """All speculators of a test as one guesser: merged trees, sized by the seconds of the drafts' passes."""
+
+    learned = False  # whether trees that may have no shape have none
+
+    def __init__(self, drafts, pass_, monkeypatch, points="no", target=None, max_nodes=32, native=False):
+        self.drafts, self.pass_, self.points = drafts, pass_, points
+        self.library = library_or_skip() if native else None
+        self.monkeypatch = monkeypatch
+        self.target, self.max_nodes = target or TARGET, max_nodes
+        self.depths = set()  # of the trees that were verified
+        self.proposed = set()  # how many draws of each speculator
+        self.starts = {name: set() for name, *_ in drafts}  # whether each draft was run
+        self.parts = set()  # below how many of how many nodes a draft went on
+
+    def grow(self, world, text, chance):
+        # The draws ask the enumeration instead of a uniform number.
+        self.monkeypatch.setattr(draws, "inverse_cdf", lambda left, u: chance.pick(0, 0, left))
+        depths = {
+            name: DraftCosts(CostCurve((1, 1000), (self.pass_, self.pass_)), Expansion(widths))
+            for name, _, widths in self.drafts
+        }
+        policy = self.policy(depths, text)
+        speculators = [
+            DraftModel(
+                name, MadeUpRunner(world, name), Shape(Expansion(widths), rule, self.learned), max_rows=64
+            )
+            for name, rule, widths in self.drafts
+        ]
+        if self.points != "no":
+            speculators.insert(0 if self.points == "first" else len(speculators), Points())
+        ensemble = Ensemble(speculators, vocab=VOCAB, policy=policy)
+        room = {"max_nodes": self.max_nodes, "max_depth": 2, "block_table": (0,)}
+        [tree] = ensemble.propose(plans.plan(plans.entry(PROMPT, text, params=world.params, **room)))
+        assert tree.num_nodes <= self.max_nodes
+        self.depths.add(max(tree.depths()))
+        self.proposed.add(tuple(sum(d.speculator == s.name for d in tree.draws) for s in speculators))
+        return tree
+
+    def policy(self, depths, text):
+        """Who sizes the next tree behind `text`."""
+        library = self.library
+        weighing = library and NativeWeighing(library, NativeKnowledge(logistics=False), depths)
+        return Watched(self.starts, self.parts, self.target, depths, weighing)
+
+
+class Guarded(Sized):
+    """The same behind a guard, which has seen guesses lose behind texts that begin with token 1."""
+
+    held = frozenset()  # whether nobody could guess, of all trees
+
+    def policy(self, depths, text):
+        target = CostModel("target", self.target, learns=False)
+        pass_ = CostCurve((1, 1000), (self.pass_, self.pass_))
+        drafts = {name: CostModel(name, pass_, learns=False) for name in depths}
+        guard = GuardedPolicy(super().policy(depths, text), target, drafts, measured=False)
+        was, wrong = plans.entry(PROMPT, max_nodes=4, max_depth=2), tree_of(2)
+        for step in range(PLAIN + (WINDOW if text[:1] == (1,) else 0)):
+            guard.begin_step(plans.plan(was))
+            guard.choose_nodes([single_node(0) if step < PLAIN else wrong])
+            lost = [LevelPass("a", 0, 1, 0.0)] if step >= PLAIN else []
+            guard.observe(StepReport([plans.outcome(1)], {"target_forward": 1.0}, lost))
+        self.held |= {not guard.state().guessing}
+        return guard
+
+
+class Knowing(Sized):
+    """Sized by what came of the request's own guesses, right behind texts that begin with token 1 alone."""
+
+    def __init__(self, *args, **sizes):
+        super().__init__(*args, **sizes)
+        self.behind = {}  # by a text's length and whether it begins so: whether drafts were run
+
+    def policy(self, depths, text):
+        begins = text[:1] == (1,)
+        for costs in depths.values():
+            for level in (0, 1) * 60:
+                self.teach(costs, level, begins)
+        self.starts = self.behind.setdefault((len(text), begins), {name: set() for name in depths})
+        return super().policy(depths, text)
+
+    def teach(self, costs, level, begins):
+        costs.learn(LevelOutcome("other", level, 0 if level else None))
+        costs.learn(LevelOutcome("r", level, 0 if begins else None))
+
+
+class Alike(Knowing):
+    """Sized by what came of guesses for others at its temperature, which at another one was the contrary."""
+
+    def teach(self, costs, level, begins):
+        costs.learn(LevelOutcome("hot", level, None if begins else 0), 1.5)
+        costs.learn(LevelOutcome("alike", level, 0 if begins else None), PARAMS.temperature)
+
+
+class Wayward(Sized):
+    """Goes on below ends by the values of all that was drawn so far, samples and guesses, and nothing else.
+
+    A shape is learned where it may be: samples have theirs. What a policy would need to break the law it is
+    never shown: the draws below an end, before it says whether there are any.
+    """
+
+    learned = True
+
+    def __init__(self, *args, **sizes):
+        super().__init__(*args, **sizes)
+        self.shown = set()  # ends below which draws were shown
+
+    def policy(self, depths, text):
+        policy = WaywardPolicy(self.starts, set(), self.target, depths)
+        policy.wayward, policy.shown = self.parts, self.shown
+        return policy
+
+
+class WaywardPolicy(Watched):
+    def worth_starting(self, speculator, entries, unread):
+        super().worth_starting(speculator, entries, unread)
+        return [True] * len(entries)
+
+    def worth_deepening(self, speculator, entries, trees, ends):
+        super().worth_deepening(speculator, entries, trees, ends)
+        for tree, of_tree in zip(trees, ends, strict=True):
+            self.shown |= {draw.parent for draw in tree.draws}.intersection(of_tree)
+        chosen = [
+            [end for end in of_tree if (sum(tree.token_ids) + tree.token_ids[end]) % 3]
+            for tree, of_tree in zip(trees, ends, strict=True)
+        ]
+        self.wayward.update((len(some), len(all_)) for some, all_ in zip(chosen, ends, strict=True))
+        return chosen
+
+    def choose_nodes(self, trees):
+        return trees
+
+
+class TakingBack(Wayward):
+    """A mutant: goes on everywhere, and where it does not like what came below a node, it was not there."""
+
+    def policy(self, depths, text):
+        return TakingBackPolicy(self.starts, self.parts, self.target, depths)
+
+
+class TakingBackPolicy(WaywardPolicy):
+    def worth_deepening(self, speculator, entries, trees, ends):
+        return ends
+
+    def choose_nodes(self, trees):
+        return [
+            keep(tree, [node for node in range(tree.num_nodes) if self.likes(tree, node)]) for tree in trees
+        ]
+
+    def likes(self, tree, node):
+        """Whether a node stays: the root's children, and those of a node of which none is token 0."""
+        above = tree.parents[node]
+        return above <= 0 or 0 not in tree.children()[above]
+
+
+def tree_of(token):
+    builder = TreeBuilder(0)
+    builder.add(0, token, "points", confidence=0.5)
+    return builder.build()

@@ -1,0 +1,131 @@
+"""Variants: the loaded models as another config wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer import EngineConfig, SamplingParams
+from specinfer.config import NO_SPECULATION
+from specinfer.engine.build import Models
+from specinfer.engine.variant import models_for
+from specinfer.errors import ConfigError
+from specinfer.llm import LLM
+from specinfer.plan import StepPlan
+from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.speculator import Outcome
+from specinfer.tree import TokenTree
+from specinfer.tree.token_tree import single_node
+from tests.engines import ENGINE, Tiny, engine_of, slow_generate, write_tiny
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+SEEDED = SamplingParams(temperature=1, seed=11, max_tokens=16)
+PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41]]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=96)
+
+
+def test_a_variant_has_the_same_weights_and_a_cache_and_options_of_its_own(tiny: Tiny) -> None:
+    llm = tiny.llm(drafts=["similar"], max_context=80)
+    other = llm.variant(ngram=True, max_batch_size=2)
+    assert other.models.target is llm.models.target
+    assert other.models.drafts == llm.models.drafts
+    assert engine_of(other)._target.cache is not engine_of(llm)._target.cache
+    assert (other.config.speculation.ngram, other.config.scheduler.max_batch_size) == (True, 2)
+    assert (other.config.speculation.drafts, other.max_context) == (("similar",), 80)
+    assert not llm.config.speculation.ngram
+    llm.close()
+    outputs = other.generate(PROMPTS, SEEDED)
+    assert [[*o.token_ids] for o in outputs] == [slow_generate(tiny.target, one, SEEDED) for one in PROMPTS]
+
+
+def test_a_variant_may_have_fewer_drafts_by_the_names_they_have(tiny: Tiny) -> None:
+    llm = tiny.llm(drafts=["similar", "stranger"])
+    assert list(llm.variant(drafts=["stranger"]).models.drafts) == ["1-stranger"]
+    assert list(llm.variant(drafts=["stranger", "similar"]).models.drafts) == ["1-stranger", "0-similar"]
+    assert llm.variant(drafts=()).models.drafts == {}
+    output = llm.variant(drafts=["stranger"]).generate(PROMPTS[:1], GREEDY)[0]
+    assert list(output.figures.proposed_by) == ["1-stranger"]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16', and a variant shares weights that were loaded with"),
+        ({"quantization": "int8"}, "quantization is 'int8', and a variant shares weights that were loaded"),
+        ({"kernels": "native"}, "kernels is 'native', and"),
+        ({"threads": 1}, "threads is 1, and"),
+        ({"draft_vocabulary": 10}, "draft_vocabulary is 10, and"),
+        ({"drafts": ["stranger"]}, "drafts names 'stranger'; a variant can have what is loaded (similar)"),
+        ({"drafts": ["similar"] * 2}, "drafts names 'similar'; a variant can have what is loaded (similar)"),
+        ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1"),
+        ({"engine": 1}, "unknown option 'engine'"),
+    ],
+)
+def test_a_variant_that_needs_other_weights_is_refused(
+    tiny: Tiny, options: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tiny.llm(drafts=["similar"]).variant(**options)
+    assert str(caught.value).startswith(line)
+
+
+def test_a_variant_of_another_model_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match=r"model is 'other', and a variant shares weights"):
+        tiny.llm().variant(EngineConfig(model="other"))
+
+
+def test_options_of_drafts_do_not_matter_where_there_is_none(tiny: Tiny) -> None:
+    kept = DraftVocabulary.__new__(DraftVocabulary)
+    models = Models(tiny.target, tiny.tokenizer, {"draft": tiny.similar}, {"draft": kept})
+    config = EngineConfig.from_options("tiny", {**ENGINE, "drafts": ["similar"], "draft_vocabulary": 9})
+    without = replace(config, speculation=NO_SPECULATION)
+    assert models_for(without, config, models) == Models(tiny.target, tiny.tokenizer, {})
+
+
+class Nothing:
+    """A speculator that never guesses."""
+
+    name = "nothing"
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def propose(self, plan: StepPlan) -> list[TokenTree]:
+        self.asked += 1
+        return [single_node(entry.token_ids[entry.end - 1]) for entry in plan.tree_entries]
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        pass
+
+
+def test_a_variant_has_the_speculators_it_is_given_and_none_of_anothers(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = Nothing(), Nothing()
+    config = EngineConfig.from_options("tiny", ENGINE)
+    llm = LLM.from_models(config, Models(tiny.target, tiny.tokenizer, {}), [one])
+    llm.variant(speculators=[other]).generate(PROMPTS[:1], GREEDY)
+    llm.variant().generate(PROMPTS[:1], GREEDY)
+    assert one.asked == 0
+    assert other.asked > 1
+    assert not caplog.records, "it was asked to the end"
+
+
+def test_without_speculation_nobody_guesses_not_even_what_a_grammar_forces(tmp_path: Path) -> None:
+    forced = SamplingParams(temperature=0, max_tokens=20, regex="the same text always", prediction="the s")
+    with write_tiny(tmp_path, vocab_size=128, eos_token_id=5).llm(ngram=True) as llm:
+        plain = llm.variant(replace(llm.config, speculation=NO_SPECULATION))
+        texts = []
+        for each, guessed in ((llm, True), (llm.variant(ngram=False), True), (plain, False)):
+            output = each.generate("a", forced)[0]
+            assert (output.figures.drafted_tokens > 0) == guessed
+            texts.append(output.text)
+        assert texts == ["the same text always"] * 3
