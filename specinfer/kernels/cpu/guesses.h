@@ -1,5 +1,4 @@
-// One request's guesses, and what is hoped of them: as speculate/policy/guesses.py has them, with what they are told
-// as.
+// One request's guesses, what they are told as, and what is hoped of them: as speculate/policy/guesses.py has them.
 
 #pragma once
 
