@@ -24,7 +24,7 @@ from tests.unit.serve.conftest import FLAGS
 
 pytestmark = pytest.mark.thorough
 
-LONG = {"model": "tiny", "max_tokens": 450, "temperature": 1.0, "stream": True}
+LONG = {"model": "tiny", "max_tokens": 1800, "temperature": 1.0, "stream": True}
 
 
 def client_of(served: Served) -> openai.OpenAI:
@@ -33,7 +33,7 @@ def client_of(served: Served) -> openai.OpenAI:
 
 def test_streams_go_on_where_they_were_when_the_engine_is_killed(folder: Path) -> None:
     with LLM(folder, dtype="float32", kv_cache_memory=1 << 24) as llm:
-        params = [SamplingParams(temperature=1, seed=s, max_tokens=450, ignore_eos=True) for s in range(4)]
+        params = [SamplingParams(temperature=1, seed=s, max_tokens=1800, ignore_eos=True) for s in range(4)]
         expected = [output.text for output in llm.generate([f"{s}abc" for s in range(4)], params)]
     with Served(folder, *FLAGS, "--served-model-name", "tiny") as served:
         client, texts, begun = client_of(served), ["", "", "", ""], threading.Event()
@@ -127,12 +127,18 @@ def test_under_mss_a_text_that_has_begun_ends_with_the_reason(folder: Path) -> N
 
 
 def test_sigterm_lets_answers_end_and_takes_no_new_ones(folder: Path) -> None:
-    with Served(folder, *FLAGS, "--served-model-name", "tiny") as served:
-        stream = client_of(served).completions.create(prompt="abc", extra_body={"ignore_eos": True}, **LONG)
-        chunks = iter(stream)
-        next(chunks)
-        served.process.send_signal(signal.SIGTERM)
-        assert list(chunks)[-1].choices[0].finish_reason == "length"
+    with Served(folder, *FLAGS, "--served-model-name", "tiny", "--max-batch-size", "1") as served:
+        # One after the other, so that most of them wait for their turn when the first is heard of.
+        prompts = ["abc"] * 3
+        ended: dict[int, str] = {}
+        for chunk in client_of(served).completions.create(
+            prompt=prompts, extra_body={"ignore_eos": True}, **LONG
+        ):
+            if not ended:
+                served.process.send_signal(signal.SIGTERM)
+            for choice in chunk.choices:
+                ended[choice.index] = choice.finish_reason
+        assert ended == dict.fromkeys(range(len(prompts)), "length")
         assert served.process.wait(30) == 0
         with pytest.raises(httpx.ConnectError):
             served.get("/health")
