@@ -59,7 +59,7 @@ SKIPPED = 30  # steps: prompts are read, costs are learnt
 TARGET = CostCurve((1, 64, 512), (5.0e-3, 5.4e-3, 30.0e-3))
 DRAFT = CostCurve((1, 64, 512), (0.1e-3, 0.2e-3, 3.0e-3))
 RIGHT = 0.8  # how often the draft's first choice is
-POLICY = ("begin_step", "show", "worth_starting", "worth_deepening", "choose_nodes", "observe")
+POLICY = ("begin_step", "worth_starting", "worth_deepening", "choose_nodes", "observe")
 
 
 class Watch:

@@ -125,25 +125,26 @@ class Before(FixedPolicy):
         }
         self._counts = Calibration()
         self._saved = dict.fromkeys(self._drafts, 0.0)
-        self._tree, self._rows, self._spent = single_node(0), 0, 0.0
+        self._rows, self._spent = 0, 0.0
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
         self._rows = sum(entry.end - entry.start for entry in plan.entries)
         alone, with_prompts = self._target.seconds([len(plan.entries), self._rows])
         self._spent = float(alone - with_prompts)
-        self._tree = single_node(0)
         return plan
 
-    def show(self, trees: Sequence[TokenTree]) -> None:
-        self._tree = trees[0] if trees else single_node(0)
-
     def worth_starting(
-        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
     ) -> list[bool]:
         [entry], draft = entries, self._drafts[speculator]
-        hopes = self._counts.probabilities(self._tree)
-        gain = draft.rate(0).any * max(0.0, 1.0 - at_depth(1, self._tree, hopes))
-        tokens, rows = sum(hopes), self._rows + self._tree.num_nodes - 1
+        tree = guessed[0] if guessed else single_node(0)
+        hopes = self._counts.probabilities(tree)
+        gain = draft.rate(0).any * max(0.0, 1.0 - at_depth(1, tree, hopes))
+        tokens, rows = sum(hopes), self._rows + tree.num_nodes - 1
         [share] = [part * (1 + gain) / (entry.max_depth + 1) for part in draft.reading(unread, USUAL_UNREAD)]
         without, verified = (self._spent + float(self._target.seconds([rows + more])[0]) for more in (0, 1))
         step = verified + draft.alone(USUAL_UNREAD) + share

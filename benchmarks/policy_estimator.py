@@ -76,13 +76,14 @@ class Watching:
         self.entries = plan.tree_entries
         return self.policy.begin_step(plan)
 
-    def show(self, trees: Sequence[TokenTree]) -> None:
-        self.policy.show(trees)
-
     def worth_starting(
-        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
     ) -> list[bool]:
-        return self.policy.worth_starting(speculator, entries, unread)
+        return self.policy.worth_starting(speculator, entries, unread, guessed)
 
     def worth_deepening(
         self,

@@ -264,14 +264,14 @@ class Hedge:
             arm.begin_step(plan)
         return plan
 
-    def show(self, trees: Sequence[TokenTree]) -> None:
-        for arm in self.arms:
-            arm.show(trees)
-
     def worth_starting(
-        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
     ) -> list[bool]:
-        answers = {arm.odds: arm.worth_starting(speculator, entries, unread) for arm in self.arms}
+        answers = {arm.odds: arm.worth_starting(speculator, entries, unread, guessed) for arm in self.arms}
         growing = [entry for entry in entries if entry.max_nodes > 1]
         roots = {odds: [(0,) if starts else () for starts in of] for odds, of in answers.items()}
         self._note(speculator, growing, 0, {odds: _by_name(entries, of) for odds, of in roots.items()})

@@ -9,8 +9,10 @@ for all. Texts must be the same. Each way is an engine of its own that has learn
 share their weights, and the first text of a kind is not counted.
 
     none      no speculation
-    lookups   n-grams, suffixes, and the caller's predictions
-    draft     the draft model alone
+    ngram     n-grams alone
+    suffix    suffix trees alone
+    lookups   both of these, and the caller's predictions
+    draft     the draft alone
     all       all of these
 """
 
@@ -32,7 +34,7 @@ from specinfer.errors import UserError
 from specinfer.replay.paired import speedup
 from specinfer.report.dataset import read_dataset
 
-WAYS: Final = ("none", "lookups", "draft", "all")
+WAYS: Final = ("none", "ngram", "suffix", "lookups", "draft", "all")
 
 
 def main() -> None:
@@ -54,15 +56,14 @@ def main() -> None:
 
 
 def engines(everybody: LLM, *, drafted: bool) -> dict[str, LLM]:
-    """An engine for each way; without a draft two of them."""
+    """An engine for each way; without a draft all of them are the lookups."""
     config, speculation = everybody.config, everybody.config.speculation
-    found = {"none": without_speculation(everybody)}
+    others = {"ngram": SpeculationConfig(ngram=True), "suffix": SpeculationConfig(suffix=True)}
     if drafted:
-        lookups = SpeculationConfig(ngram=True, suffix=True)
-        alone = replace(speculation, ngram=False, suffix=False)
-        found["lookups"] = everybody.variant(replace(config, speculation=lookups))
-        found["draft"] = everybody.variant(replace(config, speculation=alone))
-    return {**found, "all": everybody}
+        others["lookups"] = SpeculationConfig(ngram=True, suffix=True)
+        others["draft"] = replace(speculation, ngram=False, suffix=False)
+    found = {name: everybody.variant(replace(config, speculation=one)) for name, one in others.items()}
+    return {"none": without_speculation(everybody), **found, "all": everybody}
 
 
 def measured(ways: Mapping[str, LLM], questions: list[Question]) -> dict[str, Any]:

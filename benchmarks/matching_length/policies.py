@@ -84,10 +84,14 @@ class ByHazards(CostPolicy):
         return super().begin_step(plan)
 
     def worth_starting(
-        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
     ) -> list[bool]:
         before = self._costs
-        starts = super().worth_starting(speculator, entries, unread)
+        starts = super().worth_starting(speculator, entries, unread, guessed)
         if self._ahead and entries[0].max_nodes > 1:
             self._costs = before
             self._planned = self._depth(speculator, entries[0], unread[0])

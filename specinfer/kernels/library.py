@@ -346,9 +346,8 @@ class Library:
         self.step_new = _function(library.specinfer_step_new, c_void_p)
         self.step_free = _function(library.specinfer_step_free, None, c_void_p)
         self.step_begin = _function(library.specinfer_step_begin, None, address)
-        self.step_show = _function(library.specinfer_step_show, flag, address, *told, known)
         self.step_expect = _function(
-            library.specinfer_step_expect, flag, address, count, known, costs, c_double, address
+            library.specinfer_step_expect, flag, address, *told, known, costs, c_double, address
         )
         self.step_deepen = _function(
             *(library.specinfer_step_deepen, flag, address, *told, known, costs),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, Final
 
 from specinfer.config import SWITCHES, SpeculationConfig
+from specinfer.errors import TraceTooSmallError
 from specinfer.replay.fixed_policies import CutPolicy
 from specinfer.replay.oracle import oracle
 from specinfer.replay.replay import Part, Played, play, play_without
+from specinfer.replay.trace import DEPTH
 
 NODES: Final = (2, 4, 8, 16, 32)  # of a tree, the root included
 
@@ -26,23 +29,28 @@ class FixedChoice:
 def fixed_choices(
     parts: Sequence[Part], speculation: SpeculationConfig, nodes: Sequence[int] = NODES
 ) -> Iterator[FixedChoice]:
-    """Each speculator alone and all together, at every depth of the expansion and in every size."""
+    """Every set of speculators, at every depth up to those that are recorded, and in every size.
+
+    A draft's trees are as wide as the expansion says, and chains below its last level.
+    """
     drafts = tuple(parts[0].texts[0][0].drafts)
     lookups = tuple(name for name in SWITCHES if getattr(speculation, name))
-    alone = [(name,) for name in (*drafts, *lookups)]
-    together = [(*drafts, *lookups)] if len(alone) > 1 else []
-    for names in (*alone, *together):
-        depths = range(1, speculation.fixed_expansion.depth + 1) if set(names) & set(drafts) else (0,)
-        for depth in depths:
-            for most in nodes:
-                # A chain of drafts and nothing else cannot fill more nodes than its full tree has.
-                yield FixedChoice(names, depth, most)
+    everybody = (*drafts, *lookups)
+    deepest = max(DEPTH, speculation.fixed_expansion.depth)
+    for count in range(1, len(everybody) + 1):
+        for names in combinations(everybody, count):
+            depths = range(1, deepest + 1) if set(names) & set(drafts) else (0,)
+            for depth in depths:
+                for most in nodes:
+                    yield FixedChoice(names, depth, most)
 
 
 def play_fixed(parts: Sequence[Part], speculation: SpeculationConfig, choice: FixedChoice) -> Played:
     """Play parts with one fixed choice."""
     switches: dict[str, Any] = {name: name in choice.speculators for name in SWITCHES}
     nodes = max(speculation.max_nodes, choice.nodes)
+    if choice.depth > speculation.fixed_expansion.depth:
+        speculation = replace(speculation, expansion=speculation.fixed_expansion.deepened(choice.depth))
     limited = replace(speculation.with_tree_size("fixed"), **switches, max_nodes=nodes)
     return play(parts, CutPolicy(choice.speculators, choice.depth, choice.nodes), speculation=limited)
 
@@ -50,10 +58,19 @@ def play_fixed(parts: Sequence[Part], speculation: SpeculationConfig, choice: Fi
 def best_fixed(
     parts: Sequence[Part], speculation: SpeculationConfig, nodes: Sequence[int] = NODES
 ) -> tuple[FixedChoice | None, Played | None]:
-    """The quickest fixed choice in hindsight, and what it comes to; None where nobody can guess."""
+    """The quickest fixed choice in hindsight, and what it comes to; None where nobody can guess.
+
+    Drafts go deeper than the expansion as far as the traces do. Raises TraceTooSmallError where these do not
+    even go as deep.
+    """
     best: tuple[FixedChoice | None, Played | None] = (None, None)
     for choice in fixed_choices(parts, speculation, nodes):
-        played = play_fixed(parts, speculation, choice)
+        try:
+            played = play_fixed(parts, speculation, choice)
+        except TraceTooSmallError:
+            if choice.depth <= speculation.fixed_expansion.depth:
+                raise
+            continue
         if best[1] is None or played.seconds < best[1].seconds:
             best = choice, played
     return best

@@ -29,7 +29,11 @@ class CutPolicy(FixedPolicy):
         self._nodes = nodes
 
     def worth_starting(
-        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
     ) -> list[bool]:
         """All entries, of the drafts that take part."""
         return [speculator in self._drafts and self._depth > 0] * len(entries)

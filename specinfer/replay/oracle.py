@@ -89,7 +89,11 @@ class OraclePolicy(FixedPolicy):
         return plan
 
     def worth_starting(
-        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
     ) -> list[bool]:
         """Where its guesses are followed; a prompt is read where they will be."""
         return [

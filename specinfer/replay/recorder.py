@@ -25,7 +25,7 @@ from specinfer.replay.drafts import CostTable, RecordedPasses
 from specinfer.replay.fixed_policies import LookingOn
 from specinfer.replay.guess_trie import GuessRecorder
 from specinfer.replay.simulated_engine import SimulatedEngine, num_blocks
-from specinfer.replay.trace import EngineFacts, RecordedDraft, RecordedText, Trace
+from specinfer.replay.trace import DEPTH, EngineFacts, RecordedDraft, RecordedText, Trace
 from specinfer.replay.trace_store import KEPT_PARAMS
 from specinfer.report.provenance import provenance
 from specinfer.request import Request, RequestOutput
@@ -37,7 +37,6 @@ from specinfer.speculate.drafts.growth import LIKELY_NODES, Shape
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
 
-DEPTH: Final = 8  # levels that are recorded, at least
 WIDTH: Final = (
     8  # children that are recorded at the root, and below the deepest nodes, where they cost nothing
 )
@@ -68,7 +67,7 @@ def shapes_of(speculation: SpeculationConfig) -> list[Shape]:
     rather go on elsewhere, all paths that are likely, or what is wide at the root.
     """
     expansion, rule = speculation.fixed_expansion, speculation.draw_rule
-    deep = (*expansion.widths, *[1] * DEPTH)[: max(DEPTH, expansion.depth)]
+    deep = expansion.deepened(DEPTH).widths
     first = Shape(Expansion((*deep[:-1], max(WIDTH, deep[-1]))), rule)
     if not isinstance(speculation.expansion, Expansion):
         return [first, learned_shape(speculation)]

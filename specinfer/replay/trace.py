@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from specinfer.config import SpeculationConfig
 from specinfer.replay.guess_trie import GuessTrie
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SamplingParams
+
+DEPTH: Final = 8  # levels of drafts' trees that are recorded, at least
 
 
 @dataclass(frozen=True, slots=True)

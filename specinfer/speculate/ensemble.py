@@ -91,9 +91,8 @@ class Ensemble:
             asked, offer = _offer(speculator.name, plan, shared)
             if not offer.entries:
                 continue
-            if speculator.name in self._by_levels:
-                self._policy.show([one.tree for one in shared])
-            for one, tree in zip(asked, self._from(speculator, offer), strict=False):  # none if it failed
+            trees = self._from(speculator, offer, shared)
+            for one, tree in zip(asked, trees, strict=False):  # none if it failed
                 one.add(tree)
         if self._by_levels and self._extending:
             self._extend(shared)
@@ -148,13 +147,16 @@ class Ensemble:
             self._passes, self._hindsight = [], {}
         self._policy.observe(report)
 
-    def _from(self, speculator: AnySpeculator, plan: StepPlan) -> list[TokenTree]:
+    def _from(
+        self, speculator: AnySpeculator, plan: StepPlan, shared: Sequence[SharedTree]
+    ) -> list[TokenTree]:
         """What a speculator guesses, checked and without what cannot become text; nothing if it fails."""
         trees: list[TokenTree] = []
 
         def ask() -> None:
             if speculator.name in self._by_levels:
-                proposed = self._grown(cast(LevelSpeculator, speculator), plan)
+                guessed = [one.tree for one in shared]
+                proposed = self._grown(cast(LevelSpeculator, speculator), plan, guessed)
             else:
                 proposed = cast(Speculator, speculator).propose(plan)
             entries = plan.tree_entries
@@ -178,12 +180,17 @@ class Ensemble:
             for entry, tree, root in zip(entries, trees, roots, strict=True)
         ]
 
-    def _grown(self, speculator: LevelSpeculator, plan: StepPlan) -> list[TokenTree]:
-        """The trees of a level speculator: level by level, wherever the policy says that it is worth it."""
+    def _grown(
+        self, speculator: LevelSpeculator, plan: StepPlan, guessed: Sequence[TokenTree]
+    ) -> list[TokenTree]:
+        """The trees of a level speculator: level by level, wherever the policy says that it is worth it.
+
+        `guessed` is what there is of the trees of all.
+        """
         entries = plan.entries
         began = self._clock()
         unread = speculator.begin(plan)
-        worth = self._policy.worth_starting(speculator.name, entries, unread)
+        worth = self._policy.worth_starting(speculator.name, entries, unread, guessed)
         below: dict[int, Sequence[int]] = {i: (0,) for i, starts in enumerate(worth) if starts}
         if len(below) < len(entries):
             refused = [entry for entry, starts in zip(entries, worth, strict=True) if not starts]

@@ -58,5 +58,9 @@ class Expansion:
             total += level
         return total
 
+    def deepened(self, depth: int) -> Expansion:
+        """The same with at least so many levels: what it lacks are chains."""
+        return Expansion((*self.widths, *[1] * (depth - self.depth)))
+
     def __str__(self) -> str:
         return ",".join(map(str, self.widths))

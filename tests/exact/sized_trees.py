@@ -103,8 +103,8 @@ class Watched(CostPolicy):
         super().__init__(*costs)
         self.noted, self.parts = noted, parts
 
-    def worth_starting(self, speculator, entries, unread):
-        starts = super().worth_starting(speculator, entries, unread)
+    def worth_starting(self, speculator, entries, unread, guessed):
+        starts = super().worth_starting(speculator, entries, unread, guessed)
         self.noted[speculator].update(starts)
         return starts
 
@@ -228,8 +228,8 @@ class Wayward(Sized):
 
 
 class WaywardPolicy(Watched):
-    def worth_starting(self, speculator, entries, unread):
-        super().worth_starting(speculator, entries, unread)
+    def worth_starting(self, speculator, entries, unread, guessed):
+        super().worth_starting(speculator, entries, unread, guessed)
         return [True] * len(entries)
 
     def worth_deepening(self, speculator, entries, trees, ends):

@@ -43,7 +43,7 @@ class Learning(FixedPolicy):
         self.asks = self.length == FIRST or self.told[-1:] == [(0, 0)]
         return plan
 
-    def worth_starting(self, speculator, entries, unread):
+    def worth_starting(self, speculator, entries, unread, guessed):
         return [self.asks]
 
     def worth_deepening(self, speculator, entries, trees, ends):

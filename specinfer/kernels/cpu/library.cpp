@@ -155,14 +155,9 @@ void specinfer_step_free(void* step) { delete static_cast<StepGuesses*>(step); }
 
 void specinfer_step_begin(void* step) { static_cast<StepGuesses*>(step)->begin(); }
 
-int32_t specinfer_step_show(void* step, const double* told, int64_t numbers, int64_t count,
-                            const Knowledge* knowledge) {
-  return static_cast<StepGuesses*>(step)->show({told, numbers, count}, *knowledge) ? 1 : 0;
-}
-
-int32_t specinfer_step_expect(const void* step, int64_t count, const Knowledge* knowledge, const StepCosts* costs,
-                              double part, double* out) {
-  return static_cast<const StepGuesses*>(step)->expect(count, *costs, *knowledge, part, out) ? 1 : 0;
+int32_t specinfer_step_expect(void* step, const double* told, int64_t numbers, int64_t count,
+                              const Knowledge* knowledge, const StepCosts* costs, double part, double* out) {
+  return static_cast<StepGuesses*>(step)->expect({told, numbers, count}, *knowledge, *costs, part, out) ? 1 : 0;
 }
 
 int32_t specinfer_step_deepen(void* step, const double* told, int64_t numbers, int64_t count,

@@ -36,16 +36,6 @@ double StepCosts::price(double made, int64_t nodes) const {
 
 void StepGuesses::begin() { num_shown_ = num_chosen_ = 0; }
 
-bool StepGuesses::show(Told told, const Knowledge& knowledge) {
-  num_shown_ = 0;
-  if (static_cast<int64_t>(shown_.size()) < told.count) shown_.resize(told.count);
-  for (int64_t i = 0; i < told.count; ++i) {
-    if (!shown_[i].show(&told, knowledge)) return false;
-  }
-  num_shown_ = told.count;
-  return true;
-}
-
 Expected StepGuesses::so_far(const std::vector<std::vector<double>>& hopes, const StepCosts& costs) const {
   double tokens = costs.tokens;
   int64_t nodes = 0;
@@ -65,14 +55,17 @@ Expected StepGuesses::so_far(const std::vector<std::vector<double>>& hopes, cons
   return {tokens, costs.price(tokens, nodes), nodes};
 }
 
-bool StepGuesses::expect(int64_t count, const StepCosts& costs, const Knowledge& knowledge, double part,
-                         double* out) const {
-  if (count != num_shown_) return false;
+bool StepGuesses::expect(Told told, const Knowledge& knowledge, const StepCosts& costs, double part, double* out) {
+  const int64_t count = told.count;
+  num_shown_ = 0;
+  if (static_cast<int64_t>(shown_.size()) < count) shown_.resize(count);
   std::vector<std::vector<double>> rates, hopes;
   for (int64_t i = 0; i < count; ++i) {
+    if (!shown_[i].show(&told, knowledge)) return false;
     rates.push_back(shown_[i].doubted(knowledge, part));
     hopes.push_back(shown_[i].along_paths(rates.back()));
   }
+  num_shown_ = count;
   const Expected step = so_far(hopes, costs);
   *out++ = step.tokens;
   *out++ = static_cast<double>(step.nodes);

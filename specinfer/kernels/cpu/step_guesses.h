@@ -33,13 +33,11 @@ class StepGuesses {
  public:
   // A step begins: nothing is shown, and nothing was chosen from.
   void begin();
-  // What has been guessed so far, of each request.
-  bool show(Told told, const Knowledge& knowledge);
-  // The step as it is expected to be with what `count` requests were shown, if others' odds count as so much:
-  // out[0..2] are its tokens, nodes and the price of a row; then of each request how likely others leave the token
-  // behind its root to a draft, and the tokens they make.
-  bool expect(int64_t count, const StepCosts& costs, const Knowledge& knowledge, double part, double* out) const;
-  // A draft has grown some of the trees that were shown: of all their ends, in order, whether they are worth another
+  // The step as it is expected to be with what others have guessed so far, of each request, if their odds count as so
+  // much: out[0..2] are its tokens, nodes and the price of a row; then of each request how likely others leave the
+  // token behind its root to a draft, and the tokens they make.
+  bool expect(Told told, const Knowledge& knowledge, const StepCosts& costs, double part, double* out);
+  // A draft has grown some of these trees: of all their ends, in order, whether they are worth another
   // pass, of which the draft's takes `passes` seconds, by its rows; `each` rows of the target's come of every end.
   bool deepen(Told told, const Knowledge& knowledge, const StepCosts& costs, const double* passes, double each,
               int32_t* chosen);

@@ -59,7 +59,6 @@ class CostPolicy:
         self._entries: tuple[PlanEntry, ...] = ()  # of this step, those with a tree
         self._numbers: dict[str, int] = {}  # of these, by request
         self._temperatures: dict[str, float] = {}  # of this step's requests
-        self._shown: Sequence[TokenTree] = ()  # what all have guessed so far, by entry
         self._waiting: set[int] = set()  # entries of whose trees nobody knows yet what became
         self._costs = StepCosts([0.0], 0, 0, 0.0, 0.0)  # of this step
         self._row = 0.0  # seconds of another row of the target's, in a step in which no prompt is read
@@ -69,7 +68,7 @@ class CostPolicy:
         self._entries, entries = plan.tree_entries, plan.entries
         self._numbers = {entry.request.request_id: n for n, entry in enumerate(self._entries)}
         self._temperatures = {e.request.request_id: e.request.params.temperature for e in entries}
-        self._shown, self._waiting = (), set()
+        self._waiting = set()
         requests, rows = len(entries), sum([entry.end - entry.start for entry in entries])
         last = rows + sum([entry.max_nodes - 1 for entry in self._entries])
         passes = self._target.table(max(last, requests + 1))
@@ -78,12 +77,12 @@ class CostPolicy:
         self._weighing.begin(self._entries)
         return plan
 
-    def show(self, trees: Sequence[TokenTree]) -> None:
-        """Remember what has been guessed so far."""
-        self._shown = trees
-
     def worth_starting(
-        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
     ) -> list[bool]:
         """For those whose first level is worth its pass and the reading, and those with a size of their own.
 
@@ -92,11 +91,10 @@ class CostPolicy:
         """
         if speculator not in self._drafts:
             return [True] * len(entries)
-        self._weighing.show(self._shown)
+        expected = self._weighing.expect(guessed, self._costs, _DOUBT)
         starts = [True] * len(entries)
         free = [i for i, entry in enumerate(entries) if not has_own_size(entry)]
         if free:
-            expected = self._weighing.expect(self._costs, _DOUBT)
             step = Guessed(self._costs, expected, self._numbers, self._row)
             worth = self._starts[speculator].which(
                 [entries[i] for i in free], [unread[i] for i in free], step

@@ -33,11 +33,12 @@ class FixedPolicy:
         """The plan as it is."""
         return plan
 
-    def show(self, trees: Sequence[TokenTree]) -> None:
-        """Nothing to remember."""
-
     def worth_starting(
-        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
     ) -> list[bool]:
         """All of them."""
         return [True] * len(entries)

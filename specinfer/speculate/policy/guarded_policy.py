@@ -128,15 +128,15 @@ class GuardedPolicy:
             plan = StepPlan(tuple(map(_without_speculators, entries)))
         return self._policy.begin_step(plan)
 
-    def show(self, trees: Sequence[TokenTree]) -> None:
-        """As the policy does."""
-        self._policy.show(trees)
-
     def worth_starting(
-        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
     ) -> list[bool]:
         """As the policy says, but for a text it stands far behind in: what that takes must be affordable."""
-        starts = self._policy.worth_starting(speculator, entries, unread)
+        starts = self._policy.worth_starting(speculator, entries, unread, guessed)
         model = self._drafts.get(speculator)
         late = [
             (left, i)

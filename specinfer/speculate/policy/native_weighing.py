@@ -65,18 +65,12 @@ class NativeWeighing:
         ]
         self._library.step_begin(self._step)
 
-    def show(self, trees: Sequence[TokenTree]) -> None:
+    def expect(self, trees: Sequence[TokenTree], costs: StepCosts, doubt: float) -> Expected:
         """As Weighing says."""
         self._seen = {}
-        told = self._told(trees)
-        _there(self._library.step_show(self._step, *told, self._known_now()))
-
-    def expect(self, costs: StepCosts, doubt: float) -> Expected:
-        """As Weighing says."""
-        count = len(self._entries)
-        found = array("d", bytes(8 * (3 + 2 * count)))
-        told = self._step, count, self._known_now(), self._taken(costs)
-        _there(self._library.step_expect(*told, doubt, found.buffer_info()[0]))
+        found = array("d", bytes(8 * (3 + 2 * len(trees))))
+        told = *self._told(trees), self._known_now(), self._taken(costs)
+        _there(self._library.step_expect(self._step, *told, doubt, found.buffer_info()[0]))
         tokens, nodes, price, *of_each = found
         return Expected(tokens, int(nodes), price, of_each[::2], of_each[1::2])
 

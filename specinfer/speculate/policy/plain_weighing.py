@@ -25,31 +25,22 @@ class PlainWeighing:
     """A `Weighing` by an estimator; `drafts` are those whose passes have a price."""
 
     def __init__(self, estimator: Estimates, drafts: Mapping[str, DraftCosts]) -> None:
-        self.guesses: list[Guesses] = []  # by entry, what was shown and what a draft is adding
+        self.guesses: list[Guesses] = []  # by entry, what others have guessed and a draft is adding
         self.trees: Sequence[TokenTree] = ()  # what all have guessed in the end
         self._estimator = estimator
         self._drafts = drafts
         self._entries: Sequence[PlanEntry] = ()
-        self._shown: Sequence[TokenTree] = ()
-        self._rates: list[list[float]] = []  # of its trees' nodes
 
     def begin(self, entries: Sequence[PlanEntry]) -> None:
         """As Weighing says."""
         self._entries = entries
         self.trees = ()
 
-    def show(self, trees: Sequence[TokenTree]) -> None:
+    def expect(self, trees: Sequence[TokenTree], costs: StepCosts, doubt: float) -> Expected:
         """As Weighing says."""
-        self._shown = trees
-        self._rates = [self.rates(n, tree.draws, tree.num_nodes) for n, tree in enumerate(trees)]
-        self.guesses = [Guesses(tree, rates) for tree, rates in zip(trees, self._rates, strict=True)]
-
-    def expect(self, costs: StepCosts, doubt: float) -> Expected:
-        """As Weighing says."""
-        doubted = [
-            Guesses(tree, self._doubted(tree.draws, rates, doubt))
-            for tree, rates in zip(self._shown, self._rates, strict=True)
-        ]
+        known = [(tree, self.rates(n, tree.draws, tree.num_nodes)) for n, tree in enumerate(trees)]
+        self.guesses = [Guesses(tree, rates) for tree, rates in known]
+        doubted = [Guesses(tree, self._doubted(tree.draws, rates, doubt)) for tree, rates in known]
         tokens, nodes = self.so_far(doubted, costs)
         price = costs.price(tokens, nodes)
         return Expected(

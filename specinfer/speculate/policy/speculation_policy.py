@@ -51,16 +51,17 @@ class SpeculationPolicy(Protocol):
         """
         ...
 
-    def show(self, trees: Sequence[TokenTree]) -> None:
-        """What was guessed so far for each of `plan.tree_entries`; before a level speculator is asked."""
-        ...
-
     def worth_starting(
-        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
     ) -> list[bool]:
         """For which entries a level speculator draws its first level, or reads where there is no tree.
 
-        It has not read `unread` tokens of each text, and would read them now.
+        It has not read `unread` tokens of each text, and would read them now. `guessed` is what others have
+        guessed so far, for each of `plan.tree_entries`.
         """
         ...
 

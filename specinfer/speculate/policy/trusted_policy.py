@@ -32,21 +32,18 @@ class TrustedPolicy:
         except Exception:
             return self._failed().begin_step(plan)
 
-    def show(self, trees: Sequence[TokenTree]) -> None:
-        """As the policy does."""
-        try:
-            self._policy.show(trees)
-        except Exception:
-            self._failed().show(trees)
-
     def worth_starting(
-        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
     ) -> list[bool]:
         """As the policy says."""
         try:
-            return _as_many(self._policy.worth_starting(speculator, entries, unread), entries)
+            return _as_many(self._policy.worth_starting(speculator, entries, unread, guessed), entries)
         except Exception:
-            return self._failed().worth_starting(speculator, entries, unread)
+            return self._failed().worth_starting(speculator, entries, unread, guessed)
 
     def worth_deepening(
         self,

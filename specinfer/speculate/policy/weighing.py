@@ -65,20 +65,16 @@ class Grown(NamedTuple):
 
 
 class Weighing(Protocol):
-    """Asked in this order in each step; `show` and what comes of it once for each draft, before `choose`."""
+    """Asked in this order in each step; `expect` and what comes of it once for each draft."""
 
     def begin(self, entries: Sequence[PlanEntry]) -> None:
         """A step of these entries begins; all have trees, and go by their numbers."""
         ...
 
-    def show(self, trees: Sequence[TokenTree]) -> None:
-        """What has been guessed so far, for each entry; what a draft has grown since is forgotten."""
-        ...
+    def expect(self, trees: Sequence[TokenTree], costs: StepCosts, doubt: float) -> Expected:
+        """The step with what others have guessed so far, one tree for each entry, as a draft may start.
 
-    def expect(self, costs: StepCosts, doubt: float) -> Expected:
-        """The step with what was shown, if the odds of what no draft has drawn count as so much.
-
-        Asked before the draft that may start has grown anything.
+        `doubt` is what the odds of what no draft has drawn count as. What a draft has grown is forgotten.
         """
         ...
 
@@ -88,7 +84,7 @@ class Weighing(Protocol):
         """Which of all these ends, in order, are worth the draft's next pass.
 
         Args:
-            grown: the trees of a draft to which it has added, of some entries that were shown.
+            grown: the trees of a draft to which it has added, of some entries, behind `expect`.
             costs: of the step.
             passes: seconds of the draft's pass for 0, 1, ... of the ends, and maybe for more.
             rows: of the target that each of them will bring.

@@ -305,9 +305,9 @@ def test_policy_live(
     for _, texts, tokens, rate, *ratios, beside in rows:
         assert (texts, tokens) == ("1", "8")
         assert float(rate) > 0
-        assert len(ratios) == 3
+        assert len(ratios) == 5
         assert all(float(cell.split("(")[1][:-1]) >= 1 for cell in ratios), "tokens a step"
-        assert beside.endswith(("(lookups)", "(draft)"))
+        assert beside.endswith(("(ngram)", "(suffix)", "(lookups)", "(draft)"))
     assert run_again(module, *options) == page
 
     tokens = iter(range(2))

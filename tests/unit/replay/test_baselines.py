@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 
 from specinfer.config import SpeculationConfig
-from specinfer.replay.baselines import best_fixed, fixed_choices, play_fixed, play_oracle
+from specinfer.errors import TraceTooSmallError
+from specinfer.replay.baselines import FixedChoice, best_fixed, fixed_choices, play_fixed, play_oracle
 from specinfer.replay.fixed_policies import CutPolicy
 from specinfer.replay.oracle import Choice, OraclePolicy, oracle, reaches
 from specinfer.replay.replay import POLICIES, Part, play, play_without
@@ -17,6 +18,7 @@ from specinfer.replay.trace import Trace
 from specinfer.replay.workloads import mixed, whole
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.tree import TokenTree, TreeBuilder
+from specinfer.tree.expansion import Expansion
 from tests.engines import Tiny
 from tests.unit.replay.conftest import recorded
 
@@ -79,18 +81,35 @@ def test_a_cut_keeps_the_likeliest_nodes_and_their_parents() -> None:
 
 def test_the_best_fixed_choice_is_the_quickest_of_all(trace: Trace) -> None:
     parts, speculation = mixed([trace]), trace.speculation
-    choices = list(fixed_choices(parts, speculation, (2, 6)))
     names = [("0-similar",), ("ngram",), ("0-similar", "ngram")]
-    depths = {names[0]: (1, 2, 3), names[1]: (0,), names[2]: (1, 2, 3)}
-    assert [(c.speculators, c.depth, c.nodes) for c in choices] == [
-        (who, depth, nodes) for who in names for depth, nodes in product(depths[who], (2, 6))
-    ]
+    depths = {names[0]: range(1, 9), names[1]: (0,), names[2]: range(1, 9)}
+    choices = [FixedChoice(who, *most) for who in names for most in product(depths[who], (2, 6))]
+    assert list(fixed_choices(parts, speculation, (2, 6))) == choices
     best, played = best_fixed(parts, speculation, (2, 6))
     assert played is not None
-    assert best in choices
-    assert played.seconds == min(play_fixed(parts, speculation, choice).seconds for choice in choices)
+    known = [choice for choice in choices if choice.depth <= 3]  # so deep it was recorded
+    assert best in known
+    assert played.seconds == min(play_fixed(parts, speculation, choice).seconds for choice in known)
     lonely = replace(trace, drafts={}, speculation=SpeculationConfig())
     assert best_fixed(mixed([lonely]), lonely.speculation) == (None, None)
+
+
+def test_every_set_of_speculators_is_a_fixed_choice(trace: Trace) -> None:
+    speculation = replace(trace.speculation, suffix=True)
+    found = {choice.speculators for choice in fixed_choices(mixed([trace]), speculation)}
+    assert len(found) == 7
+    assert {("0-similar", "suffix"), ("ngram", "suffix"), ("0-similar", "ngram", "suffix")} < found
+
+
+def test_drafts_go_deeper_than_the_expansion_as_far_as_was_recorded(trace: Trace) -> None:
+    parts, speculation = mixed([trace]), trace.speculation
+    flat = replace(speculation, expansion=Expansion((2,)))
+    deep = play_fixed(parts, flat, FixedChoice(("0-similar",), 3, 6))
+    assert deep == play_fixed(parts, speculation, FixedChoice(("0-similar",), 3, 6))
+    with pytest.raises(TraceTooSmallError):
+        play_fixed(parts, speculation, FixedChoice(("0-similar",), 4, 6))
+    with pytest.raises(TraceTooSmallError):  # what an engine does is not left out
+        best_fixed(parts, replace(speculation, expansion=Expansion((2, 1, 1, 1))), (6,))
 
 
 def test_a_fixed_choice_is_made_in_every_step(trace: Trace) -> None:

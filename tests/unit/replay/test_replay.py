@@ -104,10 +104,8 @@ def test_what_drafts_find_out_later_is_the_live_runs(
         told.append({name: [(one.level, one.choice) for one in of] for name, of in report.hindsight.items()})
         observe(self, report)
 
-    def seldom(
-        self: CostPolicy, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
-    ) -> list[bool]:
-        worth = worth_starting(self, speculator, entries, unread)
+    def seldom(self: CostPolicy, speculator: str, entries: Sequence[PlanEntry], *more: Any) -> list[bool]:
+        worth = worth_starting(self, speculator, entries, *more)
         return [starts and entry.end % 5 == 0 for starts, entry in zip(worth, entries, strict=True)]
 
     monkeypatch.setattr(CostPolicy, "observe", heard)

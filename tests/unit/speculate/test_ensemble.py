@@ -10,7 +10,7 @@ import pytest
 
 from specinfer.config import SpeculationConfig
 from specinfer.errors import ConfigError, SpeculatorError
-from specinfer.plan import StepPlan
+from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
@@ -249,8 +249,15 @@ class Watching(FixedPolicy):
     def __init__(self) -> None:
         self.shown: list[tuple[int, ...]] = []
 
-    def show(self, trees: Sequence[TokenTree]) -> None:
-        self.shown.extend(tree.token_ids for tree in trees)
+    def worth_starting(
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
+    ) -> list[bool]:
+        self.shown.extend(tree.token_ids for tree in guessed)
+        return [True] * len(entries)
 
 
 def test_before_a_draft_starts_all_is_known_that_needs_none() -> None:

@@ -327,7 +327,11 @@ class Watching(FixedPolicy):
         self.deepest = 3
 
     def worth_starting(
-        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
     ) -> list[bool]:
         self.unread.extend(unread)
         return [self.deepest > 0] * len(entries)

@@ -49,7 +49,11 @@ class Asking(FixedPolicy):
         self.told: list[list[tuple[int, int | None]]] = []
 
     def worth_starting(
-        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
     ) -> list[bool]:
         self.now += 1
         self.unread += unread

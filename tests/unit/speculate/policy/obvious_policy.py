@@ -53,12 +53,14 @@ class ObviousPolicy:
         self.drawn: dict[str, TokenTree] = {}
         return plan
 
-    def show(self, trees: Sequence[TokenTree]) -> None:
-        self.others = {e.request.request_id: tree for e, tree in zip(self.entries, trees, strict=True)}
-
     def worth_starting(
-        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
     ) -> list[bool]:
+        self.others = {e.request.request_id: tree for e, tree in zip(self.entries, guessed, strict=True)}
         starts = [True] * len(entries)
         free = [i for i, entry in enumerate(entries) if not has_own_size(entry)]
         if free:

@@ -39,6 +39,19 @@ def go_on(policy: CostPolicy, entries: Sequence[PlanEntry], trees: Sequence[Toke
     return [bool(nodes) for nodes in chosen]
 
 
+def started(
+    policy: CostPolicy,
+    entries: Sequence[PlanEntry],
+    *,
+    unread: int = 1,
+    guessed: Sequence[TokenTree] | None = None,
+) -> list[bool]:
+    """For which entries of a step that begins the draft starts."""
+    policy.begin_step(plan(*entries))
+    guessed = guessed or [single_node(7) for _ in entries]
+    return policy.worth_starting("draft", entries, [unread] * len(entries), guessed)
+
+
 def depths(
     policy: CostPolicy,
     *entries: PlanEntry,
@@ -47,9 +60,7 @@ def depths(
     rule: DrawRule = DrawRule.POINT_MASS,
 ) -> list[int]:
     """The levels each entry is drafted for, where each guess is one the draft is sure of."""
-    policy.begin_step(plan(*entries))
-    policy.show(trees or [single_node(7) for _ in entries])
-    reached = [int(starts) for starts in policy.worth_starting("draft", entries, [unread] * len(entries))]
+    reached = [*map(int, started(policy, entries, unread=unread, guessed=trees))]
     going = [i for i, starts in enumerate(reached) if starts]
     while going:
         grown = [chain(*reached[i] * [0.9], speculator="draft", rule=rule) for i in going]
@@ -95,9 +106,7 @@ def test_a_draft_goes_as_deep_as_its_levels_have_been_worth(
 def test_a_draft_goes_on_below_what_it_is_sure_of(rule: DrawRule) -> None:
     policy = sized(FREE, CostCurve((1, 4), (0.15, 0.6)))
     entries = [entry("a"), entry("b")]
-    policy.begin_step(plan(*entries))
-    policy.show([single_node(7), single_node(7)])
-    assert policy.worth_starting("draft", entries, [1, 1]) == [True, True]
+    assert started(policy, entries) == [True, True]
     #  3.04 tokens in 1.3 s; below the first guess .7 tokens more in .15 s, below the other .04
     sure, unsure = (chain(confidence, speculator="draft", rule=rule) for confidence in (0.99, 0.05))
     assert go_on(policy, entries, [sure, unsure]) == [True, False]
@@ -108,9 +117,7 @@ def test_of_samples_every_node_is_a_row(rule: DrawRule, goes_on: bool) -> None:
     # The next level brings 8 guesses: the likeliest alone is worth its row, all of them are not.
     policy = sized(CostCurve((1, 3, 4), (1.0, 1.0, 1.3)), QUICK, (1, 8))
     asked = [entry()]
-    policy.begin_step(plan(*asked))
-    policy.show([single_node(7)])
-    assert policy.worth_starting("draft", asked, [1]) == [True]
+    assert started(policy, asked) == [True]
     assert go_on(policy, asked, [chain(0.9, speculator="draft", rule=rule)]) == [goes_on]
 
 
@@ -166,9 +173,7 @@ def test_a_drafts_level_is_charged_what_it_takes() -> None:
     # worth it up to s = .487.
     def goes_on(seconds: float) -> bool:
         policy, asked = sized(FREE, CostCurve((1, 1000), (seconds, seconds))), [entry()]
-        policy.begin_step(plan(*asked))
-        policy.show([single_node(7)])
-        assert policy.worth_starting("draft", asked, [1]) == [True]
+        assert started(policy, asked) == [True]
         return go_on(policy, asked, [chain(0.9, speculator="draft")])[0]
 
     assert [goes_on(seconds) for seconds in (0.45, 0.48, 0.5, 0.54)] == [True, True, False, False]
@@ -226,9 +231,7 @@ def test_deciding_runs_few_lines_of_python(native: bool, least: int, of_a_node: 
         committed = [outcome(10, 11, 99, request_id=str(i)) for i in range(requests)]
 
         def step() -> None:
-            policy.begin_step(plan(*asked))
-            policy.show([known] * requests)
-            policy.worth_starting("draft", asked, [1] * requests)
+            started(policy, asked, guessed=[known] * requests)
             for tree in drawn:
                 go_on(policy, asked, [tree] * requests)
             policy.choose_nodes([whole] * requests)
@@ -256,9 +259,7 @@ def test_a_prompt_is_not_read_where_others_have_guessed_most_of_late() -> None:
         """Whether the draft reads the last chunk of a prompt, where nobody can guess yet."""
         reading = replace(entry("new", room=60, rows=9), max_nodes=1)
         request = replace(reading.request, prediction=prediction)
-        policy.begin_step(plan(replace(reading, request=request)))
-        policy.show([single_node(7)])
-        return policy.worth_starting("draft", [replace(reading, request=request)], [500])[0]
+        return started(policy, [replace(reading, request=request)], unread=500)[0]
 
     policy = sized(FREE, CostCurve((1, 1000), (0.004, 4.004)))
     teach(policy, 4)
@@ -284,10 +285,8 @@ def test_a_text_that_has_no_row_for_a_guess_is_not_read_for_it() -> None:
 
 def test_who_has_no_known_price_is_let_go_on_anywhere() -> None:
     policy = sized(FREE, CostCurve((1, 1000), (9.0, 9.0)))
-    policy.begin_step(plan(entry()))
-    policy.show([single_node(7)])
-    assert policy.worth_starting("draft", [entry()], [1]) == [False]
-    assert policy.worth_starting("own", [entry()], [1]) == [True]
+    assert started(policy, [entry()]) == [False]
+    assert policy.worth_starting("own", [entry()], [1], [single_node(7)]) == [True]
     tree = chain(0.01, 0.01, speculator="own")
     assert policy.worth_deepening("own", [entry()], [tree], [(1, 2)]) == [(1, 2)]
     assert policy.choose_nodes([tree])[0].num_nodes <= 3
@@ -298,20 +297,14 @@ def test_who_asks_for_an_expansion_is_drafted_for() -> None:
     policy = sized(FREE, CostCurve((1, 1000), (9.0, 9.0)))
     asking = entry("a", overrides=SpeculationParams(expansion=Expansion((1, 1))))
     teach(policy, 0)
-    policy.begin_step(plan(asking, entry("b")))
-    policy.show([single_node(7), single_node(7)])
-    assert policy.worth_starting("draft", [asking, entry("b")], [1, 1]) == [True, False]
+    assert started(policy, [asking, entry("b")]) == [True, False]
     assert go_on(policy, [asking], [chain(0.01, speculator="draft")]) == [True]
 
 
 def test_what_was_not_worth_it_is_tried_again_for_a_hundredth_of_the_time() -> None:
     policy = sized(FREE, CostCurve((1, 1000), (0.5, 0.5)))
     teach(policy, 0)
-    tried = []
-    for _ in range(1000):
-        policy.begin_step(plan(entry("a"), entry("b")))
-        policy.show([single_node(7), single_node(7)])
-        tried.append(tuple(policy.worth_starting("draft", [entry("a"), entry("b")], [1, 1])))
+    tried = [tuple(started(policy, [entry("a"), entry("b")])) for _ in range(1000)]
     assert set(tried) == {(False, False), (True, False)}
     assert 15 <= tried.count((True, False)) <= 21  # each costs half a second of the 1000 s the steps take
     teach(policy, 4)

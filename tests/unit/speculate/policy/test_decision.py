@@ -72,7 +72,11 @@ class NotWorthIt(FixedPolicy):
     """Starts nobody."""
 
     def worth_starting(
-        self, speculator: str, entries: Sequence[PlanEntry], unread: Sequence[int]
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
     ) -> list[bool]:
         return [False] * len(entries)
 

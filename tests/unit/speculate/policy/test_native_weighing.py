@@ -167,8 +167,7 @@ def step(pair: Pair, luck: random.Random) -> None:
     pair.begin(entries)
     whole = [merged([guessed_by(luck, name) for name in FREE]) for _ in entries]
     for draft in DRAFTS:
-        pair.show(whole)
-        assert isinstance(pair.expect(costs, luck.choice([0.35, 1.0])), Expected)
+        assert isinstance(pair.expect(whole, costs, luck.choice([0.35, 1.0])), Expected)
         grown = grow(pair, luck, draft, costs, entries)
         whole = [merged([tree, own]) for tree, own in zip(whole, grown, strict=True)]
         pair.hopes(whole)
@@ -249,7 +248,7 @@ def test_of_equal_ones_both_take_the_same(library: Library) -> None:
         seconds = [1 + max(0, rows - free) * dear for rows in range(80)]
         costs = StepCosts(seconds, 1, 60, 0.0, float(len(entries)))
         pair.begin(entries)
-        pair.show([single_node(7)] * len(entries))
+        pair.expect([single_node(7)] * len(entries), costs, 1.0)
         grown = [
             Grown(n, fan(3, luck.choice([0.5, 0.7]), "draft"), [1, 2, 3], 3 * [LevelRate(0.5, 0.25)])
             for n in range(len(entries))
@@ -272,15 +271,18 @@ def test_nodes_that_are_not_there_reach_no_memory(library: Library, node: int, a
     lost = (Draw(above, of, "own", DrawRule.POINT_MASS),)
     tree = TokenTree((7, 8, 9), (-1, node, 1)) if about == "above" else TokenTree((7, 8, 9), (-1, 0, 1), lost)
 
+    def expect(trees: list[TokenTree]) -> None:
+        native.expect(trees, COSTS, 1.0)
+
     def deepen(trees: list[TokenTree]) -> None:
-        native.show([single_node(7)])
+        expect([single_node(7)])
         native.deepen([Grown(0, trees[0], [1], LEVEL)], COSTS, [0.0, 1.0], 1.0)
 
-    for ask in (native.show, native.hopes, lambda trees: native.choose(trees, COSTS), deepen):
+    for ask in (expect, native.hopes, lambda trees: native.choose(trees, COSTS), deepen):
         with pytest.raises(IndexError, match="not there"):
             ask([tree])
         with pytest.raises(IndexError, match="not there"):  # nothing is left that could be asked about
-            native.expect(COSTS, 1.0)
+            native.deepen([Grown(0, single_node(7), [0], LEVEL)], COSTS, [0.0, 1.0], 1.0)
         with pytest.raises(IndexError, match="not there"):
             native.learn([(0, Outcome("r", (8,), finished=False))])
 
@@ -295,16 +297,16 @@ def test_what_is_asked_at_a_wrong_time_or_of_a_wrong_size_reaches_no_memory(libr
         (Grown(0, tree, [1], 2 * LEVEL), [0.0, 1.0], ValueError),
         (Grown(0, replace(tree, parents=(-1, 0)), [1], LEVEL), [0.0, 1.0], ValueError),
     ):
-        native.show([tree])
+        native.expect([tree], COSTS, 1.0)
         with pytest.raises(wrong):
             native.deepen([grown], COSTS, passes, 1.0)
     with pytest.raises(IndexError, match="seconds of 1 rows"):
         native.choose([tree], COSTS._replace(last=2))
-    native.show([tree])
+    native.expect([tree], COSTS, 1.0)
     native.choose([tree], COSTS)
     native.begin([entry()])  # another step
     with pytest.raises(IndexError):
-        native.expect(COSTS, 1.0)
+        native.deepen([Grown(0, tree, [1], LEVEL)], COSTS, [0.0, 1.0], 1.0)
     with pytest.raises(IndexError):
         native.learn([(0, Outcome("r", (10,), finished=False))])
 

@@ -60,9 +60,10 @@ class Run:
             one.add(self._guesses("suffix"))
         for policy in self._both:
             policy.begin_step(plans.plan(*entries))
-            policy.show([one.tree for one in shared])
+        guessed = [one.tree for one in shared]
         unread = [int(self.chance.choice([1, 2, 2, 300])) for _ in entries]
-        starts = self._same(*(policy.worth_starting("draft", entries, unread) for policy in self._both))
+        asked = "draft", entries, unread, guessed
+        starts = self._same(*(policy.worth_starting(*asked) for policy in self._both))
         drawn = self._drafted(entries, [i for i, start in enumerate(starts) if start])
         for i, tree in drawn.items():
             if self.chance.random() < 0.9:  # else what it drew is not to be used

@@ -20,8 +20,7 @@ ENTRY, TREE = entry("r"), chain(0.5, 0.5)
 PLAN = plans.plan(ENTRY)
 ASKED = {
     "begin_step": (PLAN,),
-    "show": ([TREE],),
-    "worth_starting": ("draft", [ENTRY], [1]),
+    "worth_starting": ("draft", [ENTRY], [1], [TREE]),
     "worth_deepening": ("draft", [ENTRY], [TREE], [[1, 2]]),
     "choose_nodes": ([TREE],),
     "appraise": ([TREE],),
@@ -89,7 +88,7 @@ def test_answers_are_handed_on(part: str, answer: object, caplog: pytest.LogCapt
 
 
 def test_from_then_on_another_policy_decides_all() -> None:
-    trusted = TrustedPolicy(Answering("show", ZeroDivisionError()), Answering("worth_starting", [False]))
-    assert trusted.worth_starting("draft", [ENTRY], [1]) == [True]
-    trusted.show([TREE])
-    assert trusted.worth_starting("draft", [ENTRY], [1]) == [False]
+    trusted = TrustedPolicy(Answering("observe", ZeroDivisionError()), Answering("worth_starting", [False]))
+    assert trusted.worth_starting("draft", [ENTRY], [1], [TREE]) == [True]
+    trusted.observe(StepReport([plans.outcome(5)]))
+    assert trusted.worth_starting("draft", [ENTRY], [1], [TREE]) == [False]
