@@ -56,11 +56,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """All draws below one node of a text, the node of those that were right, and the temperature."""
+    """All draws below one node of a text, the node of those that were right, and where that was."""
 
     draws: list[Draw]
     accepted: int | None
     temperature: float
+    request: str
+    end: int  # tokens of the text when the tree was grown, the prompt's and the root included
+    depth: int  # of the node; 0: the root
 
 
 @dataclass(slots=True)
@@ -70,7 +73,7 @@ class Watching:
     policy: SpeculationPolicy
     places: list[Place] = field(default_factory=list)
     entries: Sequence[PlanEntry] = ()
-    trees: dict[str, tuple[TokenTree, float]] = field(default_factory=dict)
+    trees: dict[str, tuple[TokenTree, PlanEntry]] = field(default_factory=dict)
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
         self.entries = plan.tree_entries
@@ -96,8 +99,7 @@ class Watching:
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         self.trees = {
-            entry.request.request_id: (tree, entry.request.params.temperature)
-            for entry, tree in zip(self.entries, trees, strict=True)
+            entry.request.request_id: (tree, entry) for entry, tree in zip(self.entries, trees, strict=True)
         }
         return self.policy.choose_nodes(trees)
 
@@ -106,11 +108,12 @@ class Watching:
 
     def observe(self, report: StepReport) -> None:
         for outcome in report.outcomes:
-            tree, temperature = self.trees[outcome.request_id]
-            below = draws_by_parent(tree.draws)
-            for node, child in next_nodes(tree, outcome.committed).items():
+            tree, entry = self.trees[outcome.request_id]
+            below, heat = draws_by_parent(tree.draws), entry.request.params.temperature
+            for depth, (node, child) in enumerate(next_nodes(tree, outcome.committed).items()):
                 if node in below:
-                    self.places.append(Place(below[node], child, temperature))
+                    place = Place(below[node], child, heat, outcome.request_id, entry.end, depth)
+                    self.places.append(place)
         self.policy.observe(report)
 
 

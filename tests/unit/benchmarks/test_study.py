@@ -31,6 +31,7 @@ SCRIPTS = (
         "policy_ablation",
         "policy_before",
         "policy_estimator",
+        "policy_features",
         "policy_hedge",
         "policy_live",
         "policy_matching_length",
@@ -210,7 +211,7 @@ def test_every_script_says_how_it_is_used(
         script(name).main()
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    played = ("policy_ablation", "policy_before", "policy_estimator", "policy_shape")
+    played = ("policy_ablation", "policy_before", "policy_estimator", "policy_features", "policy_shape")
     traces = dict.fromkeys(played, " --traces ")
     asks = {"deciding": "", **traces}.get(name, " --model ")
     assert f"python benchmarks/{name}.py{asks}" in said
