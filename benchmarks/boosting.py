@@ -64,6 +64,7 @@ def variants(layers: int, depth: int, members: int) -> dict[str, Variant]:
     forms: tuple[Boost, ...] = ("none", "sequence", "token", "residual", "discount")
     warm: tuple[Boost, ...] = ("none", "token", "discount")
     of_blocks: tuple[Boost, ...] = ("none", "sequence", "discount")
+    warm_blocks: tuple[Boost, ...] = ("none", "discount")
     losses: tuple[Loss, ...] = ("kl", "tv", "coupled")
     large = members * layers
     return {
@@ -76,7 +77,9 @@ def variants(layers: int, depth: int, members: int) -> dict[str, Variant]:
         "1 eagle": Variant(EagleKind(depth=depth)),
         **{f"1 block, loss {loss}": Variant(block, loss=loss) for loss in losses},
         **{f"{members} block, {form}": Variant(block, members, form) for form in of_blocks},
-        f"{members} block, discount, warm": Variant(block, members, "discount", warm=True),
+        **{
+            f"{members} block, {form}, warm": Variant(block, members, form, warm=True) for form in warm_blocks
+        },
     }
 
 

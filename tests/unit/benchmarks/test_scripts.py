@@ -351,7 +351,7 @@ def test_boosting(
         *(f"2 ssm, {form}, warm" for form in ("none", "token", "discount")),
         *("4 ssm, sequence", "1 ssm of 2 layers", "1 eagle"),
         *(f"1 block, loss {loss}" for loss in ("kl", "tv", "coupled")),
-        *(f"2 block, {form}" for form in ("none", "sequence", "discount", "discount, warm")),
+        *(f"2 block, {form}" for form in ("none", "sequence", "discount", "none, warm", "discount, warm")),
     ]
     names = ["1 ssm", "2 ssm, token", "1 block, loss kl"]
     options += [word for name in names for word in ("--only", name)]
