@@ -11,8 +11,9 @@ Of each trace (`specinfer trace record`), whose texts are played one after the o
   same texts, with a 95% interval over texts (bootstrap, paired). What estimators take themselves is not in
   it: `python benchmarks/deciding.py`.
 
-The traces of --fit are others: the net is trained on their guesses first, and "knowing" is the estimator
-with what it has learnt of them, as it is when it was kept on disk. With --weights the weights of a logistic
+The traces of --fit are others (where none are given, of each trace all the others are): the net is trained on
+their guesses first, and "knowing" is the estimator with what it has learnt of them, as it is when it was kept
+on disk. With --weights the weights of a logistic
 that is fitted to them are printed as specinfer/speculate/policy/priors.py has them, and nothing else is
 done.
 """
@@ -199,9 +200,8 @@ def main() -> None:
     options.add_argument("--weights", action="store_true", help="print fitted weights, and end")
     args = options.parse_args()
     played, fitted = on_one_clock([read_trace(path) for path in [*args.traces, *args.fit]], len(args.traces))
-    before = [place for trace in fitted for place in shown(trace)]
     if args.weights:
-        for pieces, (guesses, weights) in fit(before).items():
+        for pieces, (guesses, weights) in fit([p for trace in fitted for p in shown(trace)]).items():
             print(f"{pieces} numbers of evidence, {guesses} guesses: {[round(w, 2) for w in weights]}")
         return
     settings = {
@@ -210,9 +210,11 @@ def main() -> None:
         "fit": [path.name for path in args.fit],
     }
     study = Study("policy_estimator", args.out, settings)
-    for path, trace in zip(args.traces, played, strict=True):
+    places = [shown(trace) for trace in fitted or played]
+    for number, (path, trace) in enumerate(zip(args.traces, played, strict=True)):
         if path.stem not in study.cells:
-            study.keep(path.stem, measured(trace, before))
+            others = places if fitted else places[:number] + places[number + 1 :]
+            study.keep(path.stem, measured(trace, [place for of_trace in others for place in of_trace]))
             print("\n".join(rows_of(path.stem, study.cells[path.stem])), flush=True)
     study.write(page(study.cells, played[0], fitted))
 
@@ -394,7 +396,7 @@ def page(cells: Mapping[str, Any], first: Trace, fitted: Sequence[Trace]) -> lis
         "shipped, *unfitted* believes confidences at first; *chosen* is the engine's: the logistic while it "
         "beats the counts; *knowing* has learnt of other texts before, as when it was kept on disk; *net* is "
         f"an MLP of {HIDDEN} units, trained on these and learning on. Learnt from before: "
-        f"{sum(trace.places for trace in fitted)} tokens.",
+        f"{learnt_from(fitted)}.",
         "",
         *tables,
         "## Tokens per second, over counts",
@@ -406,6 +408,12 @@ def page(cells: Mapping[str, Any], first: Trace, fitted: Sequence[Trace]) -> lis
         row(*["---"] * (len(PLAYED) + 3)),
         *(line for name, cell in cells.items() for line in rows_of(name, cell)),
     ]
+
+
+def learnt_from(fitted: Sequence[Trace]) -> str:
+    """What estimators that know have learnt from."""
+    tokens = sum(trace.places for trace in fitted)
+    return f"{tokens} tokens of others" if fitted else "of each trace all the others here"
 
 
 def rows_of(name: str, cell: Mapping[str, Any]) -> list[str]:

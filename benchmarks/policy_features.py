@@ -1,11 +1,11 @@
 """What else might tell how likely a guess is: other features, each beside those that there are.
 
-    python benchmarks/policy_features.py --traces chat.npz code.npz --fit maths.npz --out RESULT.md
+    python benchmarks/policy_features.py --traces chat.npz code.npz maths.npz --out RESULT.md
 
 Of each trace (`specinfer trace record`) all guesses below the text that the policy with counts was shown, in
 their order. A logistic like the engine's (specinfer/speculate/policy/logistic.py), one for each speculator,
 says how likely each is before it learns what became of it: with the features that there are, and with one
-more, whose weight begins at 0. The traces of --fit are learnt from first, three times over.
+more, whose weight begins at 0. Of each trace all the others are learnt from first, three times over.
 
     depth    how deep the guess lies below the root
     rank     which of its speculator's choices there it is, beyond first or later
@@ -40,7 +40,7 @@ from specinfer.tree import Draw
 
 MORE: Final = ("depth", "rank", "length", "root", "own")
 SETS: Final[Mapping[str, tuple[str, ...]]] = {"now": (), **{name: (name,) for name in MORE}, "all": MORE}
-TIMES: Final = 3  # that the traces of --fit are learnt from
+TIMES: Final = 3  # that other traces are learnt from
 DEEPEST: Final = 8  # what is deeper is as deep
 LONGEST: Final = 16  # tokens that match; more are as many
 THOUGHT: Final = 4.0  # first choices a text is thought to have had, as often right as those of all texts
@@ -76,26 +76,22 @@ class Rates:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--traces", type=Path, nargs="+", required=True, metavar="TRACE", help="played")
-    options.add_argument("--fit", type=Path, nargs="+", default=[], metavar="TRACE", help="learnt from first")
     args = options.parse_args()
-    played, fitted = on_one_clock([read_trace(path) for path in [*args.traces, *args.fit]], len(args.traces))
-    settings = {
-        "model": played[0].model,
-        "traces": [path.name for path in args.traces],
-        "fit": [path.name for path in args.fit],
-    }
+    traces, _ = on_one_clock([read_trace(path) for path in args.traces], len(args.traces))
+    settings = {"model": traces[0].model, "traces": [path.name for path in args.traces]}
     study = Study("policy_features", args.out, settings)
-    before = [(trace, shown(trace)) for trace in fitted]
-    for path, trace in zip(args.traces, played, strict=True):
+    known = [(trace, shown(trace)) for trace in traces]
+    for number, path in enumerate(args.traces):
         if path.stem not in study.cells:
-            study.keep(path.stem, measured(trace, before))
+            study.keep(path.stem, measured(*known[number], known[:number] + known[number + 1 :]))
             print(row_of(path.stem, study.cells[path.stem]), flush=True)
-    study.write(page(study.cells, played[0], fitted))
+    study.write(page(study.cells, traces[0]))
 
 
-def measured(trace: Trace, before: Sequence[tuple[Trace, Sequence[Place]]]) -> dict[str, Any]:
+def measured(
+    trace: Trace, places: Sequence[Place], before: Sequence[tuple[Trace, Sequence[Place]]]
+) -> dict[str, Any]:
     """The log-loss of each set of features in each text, as plain JSON values."""
-    places = shown(trace)
     losses = {}
     for name, more in SETS.items():
         weights: dict[str, Floats] = {}
@@ -173,7 +169,7 @@ def log_odds(rate: float) -> float:
     return math.log(rate / (1 - rate))
 
 
-def page(cells: Mapping[str, Any], first: Trace, fitted: Sequence[Trace]) -> list[str]:
+def page(cells: Mapping[str, Any], first: Trace) -> list[str]:
     """Markdown: the log-loss of the features that there are, and what each other one takes off it."""
     drafts = ", ".join(draft.model for draft in first.drafts.values()) or "no draft"
     names = [name for name in SETS if name != "now"]
@@ -182,7 +178,7 @@ def page(cells: Mapping[str, Any], first: Trace, fitted: Sequence[Trace]) -> lis
         "",
         f"Log-loss with the {len(NAMES)} features that there are, and by how much less it is with one more, "
         "as a ratio with its 95% interval over texts, which are paired: above 1 the feature tells something. "
-        f"Learnt from before: {sum(trace.places for trace in fitted)} tokens, {TIMES} times.",
+        f"Of each trace all the others here were learnt from before, {TIMES} times.",
         "",
         row("trace", "guesses", "log-loss", *names),
         row(*["---"] * (len(names) + 3)),
