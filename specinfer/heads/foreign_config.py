@@ -1,10 +1,13 @@
 """config.json of heads as their authors publish them -> EagleConfig, BlockConfig.
 
-    LlamaForCausalLMEagle3    EAGLE-3 and SpecForge: tensors `midlayer.*`; layer ids are taps
-    DFlashDraftModel          DFlash: layer id i is what layer i puts out, tap i + 1
-    Qwen3DSparkModel          DSpark: the same, and -1 is the embeddings', tap 0
+    LlamaForCausalLMEagle3    EAGLE-3 and SpecForge: tensors `midlayer.*`
+    DFlashDraftModel          DFlash
+    Qwen3DSparkModel          DSpark
 
-A head whose taps are one layer off still guesses, and worse: nothing but a comparison shows it.
+Layer ids are counted in two ways. `eagle_aux_hidden_state_layer_ids` beside the layers' fields are taps; in
+`eagle_config`, where SpecForge has it, and in every `target_layer_ids` id i is what layer i puts out, tap
+i + 1, and -1 is the embeddings', tap 0. A head whose taps are one layer off still guesses, and worse: nothing
+but a comparison shows it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.speculators_config import config_from_speculators, flag, taps_of
 from specinfer.models.config import ModelConfig
 from specinfer.models.fields import count, integer, mapping
+
+_EAGLE_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
+_BLOCK_LAYERS: Final = "target_layer_ids"
 
 
 def is_head_config(c: Mapping[str, object]) -> bool:
@@ -54,10 +60,9 @@ def _eagle(c: Mapping[str, object], target_layers: int) -> EagleConfig:
     own = mapping(c, "eagle_config") if c.get("eagle_config") is not None else {}
     if not flag(own, "use_aux_hidden_state", True):
         raise ModelError("eagle_config.use_aux_hidden_state is false; supported: heads that read taps")
-    named = own if "eagle_aux_hidden_state_layer_ids" in own else c
     return EagleConfig(
         body=body,
-        taps=taps_of(named, "eagle_aux_hidden_state_layer_ids", target_layers),
+        taps=_eagle_taps(c, own, target_layers),
         target_hidden_size=count(c, "target_hidden_size", body.hidden_size),
         draft_vocab_size=count(c, "draft_vocab_size", body.vocab_size),
         norm_before_residual=flag(c, "norm_before_residual", False),
@@ -65,6 +70,19 @@ def _eagle(c: Mapping[str, object], target_layers: int) -> EagleConfig:
         fc_norm=flag(c, "fc_norm", False),
         norm_output=flag(c, "norm_output", False),
     )
+
+
+def _eagle_taps(c: Mapping[str, object], own: Mapping[str, object], target_layers: int) -> tuple[int, ...]:
+    beside = taps_of(c, _EAGLE_LAYERS, target_layers)
+    if own.get(_EAGLE_LAYERS) is None:
+        return beside
+    taps = _outputs(own, _EAGLE_LAYERS, target_layers)
+    if c.get(_EAGLE_LAYERS) is not None and beside != taps:
+        raise ModelError(
+            f"{_EAGLE_LAYERS} is {own[_EAGLE_LAYERS]} in eagle_config, which counts what layers put out, and "
+            f"{c[_EAGLE_LAYERS]} beside it, which counts what they are given: these are different layers"
+        )
+    return taps
 
 
 def _dflash(c: Mapping[str, object], target_layers: int) -> BlockConfig:
@@ -77,7 +95,7 @@ def _dflash(c: Mapping[str, object], target_layers: int) -> BlockConfig:
     causal = is_causal(c) if own.get("causal") is None else flag(own, "causal")
     return BlockConfig(
         body=body,
-        taps=_outputs(own, target_layers),
+        taps=_outputs(own, _BLOCK_LAYERS, target_layers),
         target_hidden_size=count(c, "target_hidden_size", body.hidden_size),
         draft_vocab_size=count(c, "draft_vocab_size", body.vocab_size),
         block_size=count(c if c.get("block_size") is not None else own, "block_size"),
@@ -95,7 +113,7 @@ def _dspark(c: Mapping[str, object], target_layers: int) -> BlockConfig:
     confidence = flag(c, "enable_confidence_head")
     return BlockConfig(
         body=body,
-        taps=_outputs(c, target_layers),
+        taps=_outputs(c, _BLOCK_LAYERS, target_layers),
         target_hidden_size=count(c, "target_hidden_size", body.hidden_size),
         draft_vocab_size=count(c, "draft_vocab_size", body.vocab_size),
         block_size=count(c, "block_size"),
@@ -115,11 +133,11 @@ def _block_body(c: Mapping[str, object]) -> ModelConfig:
     return body
 
 
-def _outputs(c: Mapping[str, object], target_layers: int) -> tuple[int, ...]:
+def _outputs(c: Mapping[str, object], key: str, target_layers: int) -> tuple[int, ...]:
     """The taps of layers that are named by what they put out."""
-    ids = c.get("target_layer_ids")
+    ids = c.get(key)
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-        raise ModelError(f"target_layer_ids is {ids!r}; expected a list of layers. The config is damaged.")
+        raise ModelError(f"{key} is {ids!r}; expected a list of layers. The config is damaged or incomplete.")
     if any(i >= target_layers for i in ids):
         raise ModelError(
             f"the head reads what layer {max(ids)} puts out, and its target's last is {target_layers - 1}; "

@@ -22,6 +22,7 @@ from tests.tiny_models import write_tiny_llama
 
 Json = dict[str, Any]
 LAYERS = 8  # of the target
+EAGLE_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +44,15 @@ def eagle(written: Json) -> Json:
     return flat(written, *names) | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
 
 
+def eagle_with_taps(written: Json) -> Json:
+    """As vLLM reads it: a layer is named by what it is given."""
+    return eagle(written) | {EAGLE_LAYERS: written[EAGLE_LAYERS]}
+
+
 def eagle_with_layers(written: Json) -> Json:
-    ids = {"eagle_aux_hidden_state_layer_ids": written["eagle_aux_hidden_state_layer_ids"]}
-    return eagle(written) | {"eagle_config": {"use_aux_hidden_state": True, **ids}}
+    """As SpecForge writes it, whose layer i is the one that puts out what we call i + 1."""
+    ids = [tap - 1 for tap in written[EAGLE_LAYERS]]
+    return eagle(written) | {"eagle_config": {"use_aux_hidden_state": True, EAGLE_LAYERS: ids}}
 
 
 def dflash(written: Json) -> Json:
@@ -96,6 +103,7 @@ PLAIN = {
 }
 LAYOUTS: dict[str, tuple[EagleConfig | BlockConfig, Callable[[Json], Json], dict[str, str]]] = {
     "EAGLE-3": (eagle_config(taps=(2, 4, 5), depth=5), eagle, {"layers.0.": "midlayer."}),
+    "EAGLE-3 with taps": (eagle_config(taps=(1, 2, 5), depth=5), eagle_with_taps, {"layers.0.": "midlayer."}),
     "SpecForge 3.1": (
         eagle_config(taps=(1, 2, 5), depth=5, fc_norm=True, norm_output=True),
         eagle_with_layers,
@@ -161,6 +169,21 @@ def test_taps_that_are_one_layer_off_guess_something_else(target: Path, tmp_path
 
     write(config, misread, names, tmp_path / "head")
     assert HeadFolder(tmp_path / "head", open_model(target).config).config != config
+
+
+def test_layers_that_are_named_twice_must_be_the_same(target: Path, tmp_path: Path) -> None:
+    config, layout, names = LAYOUTS["SpecForge 3.1"]
+    for beside, refused in (([1, 2, 5], False), ([0, 1, 4], True)):
+
+        def both(written: Json, beside: list[int] = beside) -> Json:
+            return layout(written) | {EAGLE_LAYERS: beside}
+
+        write(config, both, names, tmp_path / "head")
+        if refused:
+            with pytest.raises(ModelError, match=r"\[0, 1, 4\] in eagle_config.* different layers"):
+                HeadFolder(tmp_path / "head", open_model(target).config)
+        else:
+            assert HeadFolder(tmp_path / "head", open_model(target).config).config == config
 
 
 def test_embeddings_are_what_layer_minus_one_puts_out(target: Path, tmp_path: Path) -> None:
