@@ -1,8 +1,10 @@
 """config.json of heads as their authors publish them -> EagleConfig, BlockConfig.
 
-    LlamaForCausalLMEagle3    EAGLE-3 and SpecForge: tensors `midlayer.*`
-    DFlashDraftModel          DFlash
-    Qwen3DSparkModel          DSpark
+    LlamaForCausalLMEagle3    EAGLE-3 and SpecForge: tensors `midlayer.*`; P-EAGLE as vLLM serves it
+    PEagleDraftModel          SpecForge's P-EAGLE
+    DFlashDraftModel          DFlash and JetSpec; with projector_type dspark SpecForge's first DSpark
+    DSparkDraftModel          SpecForge's DSpark: its fields are in `dflash_config`
+    Qwen3DSparkModel          DeepSpec's DSpark: its fields are beside the layers'; SpecForge's for SGLang
 
 Layer ids are counted in two ways. `eagle_aux_hidden_state_layer_ids` beside the layers' fields are taps; in
 `eagle_config`, where SpecForge has it, and in every `target_layer_ids` id i is what layer i puts out, tap
@@ -19,15 +21,35 @@ from specinfer.errors import ModelError
 from specinfer.heads.body_config import body_from_hf, is_causal
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.speculators_config import config_from_speculators, flag, taps_of
-from specinfer.models.config import ModelConfig
-from specinfer.models.fields import count, integer, mapping
+from specinfer.models.config import Rope
+from specinfer.models.fields import count, integer, mapping, number
 
 _EAGLE_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
 _BLOCK_LAYERS: Final = "target_layer_ids"
+_VLLM_MASKS: Final = ("pard_token", "ptd_token_id")
+_PARALLEL_DEPTH: Final = 8  # the levels that SpecForge's P-EAGLE learns, which its files do not tell
+
+# What is computed: in `dflash_config`, beside it, or in both places.
+_FIELDS: Final = (
+    "block_size",
+    "causal",
+    "causal_head",  # JetSpec's name for `causal`
+    "confidence_head_with_markov",
+    "enable_confidence_head",
+    "markov_head_type",
+    "markov_rank",
+    "mask_token_id",
+    "projector_type",
+    "sample_from_anchor",
+    _BLOCK_LAYERS,
+    "use_aux_hidden_state",
+)
+_OF_TRAINING: Final = ("confidence_head_alpha", "loss_decay_gamma", "num_anchors", "num_target_layers")
+_PREFIXES: Final = {"midlayer.": "layers.0.", "logit_head.": ""}  # of tensors
 
 
 def is_head_config(c: Mapping[str, object]) -> bool:
-    """Whether a config.json describes a head."""
+    """Whether a config.json describes a head, of a kind that is read or one that is known and refused."""
     return "speculators_model_type" in c or _architecture(c) is not None
 
 
@@ -40,24 +62,50 @@ def config_from_json(c: Mapping[str, object], target_layers: int) -> EagleConfig
     architecture = _architecture(c)
     if architecture is None or "speculators_model_type" in c:
         return config_from_speculators(c, target_layers)
+    if architecture in _UNREAD:
+        raise ModelError(f"the head is a {architecture}; supported: {', '.join(sorted(_READERS))}")
     return _READERS[architecture](c, target_layers)
 
 
 def named_as_here(name: str) -> str:
     """A tensor's name in the layout of speculators."""
-    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+    for theirs, ours in _PREFIXES.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
 
 
 def _architecture(c: Mapping[str, object]) -> str | None:
     names = c.get("architectures")
     if not isinstance(names, list):
         return None
-    return next((name for name in names if isinstance(name, str) and name in _READERS), None)
+    known = (name for name in names if isinstance(name, str) and (name in _READERS or name in _UNREAD))
+    return next(known, None)
 
 
 def _eagle(c: Mapping[str, object], target_layers: int) -> EagleConfig:
+    return _eagle_of(c, target_layers, _mask((c,), _VLLM_MASKS))
+
+
+def _parallel_eagle(c: Mapping[str, object], target_layers: int) -> EagleConfig:
+    mask = _mask((c, _inner(c, "dflash_config")), ("mask_token_id", *_VLLM_MASKS))
+    if mask is None:
+        raise ModelError(
+            "mask_token_id is missing: SpecForge's P-EAGLE does not say which token stood for those to come; "
+            "add the one of its training to config.json"
+        )
+    config = _eagle_of(c, target_layers, mask)
+    rope = config.body.rope
+    if rope is None or rope != Rope(rope.theta):
+        raise ModelError(
+            "rope_scaling is given, and SpecForge's P-EAGLE is trained without it; remove it from config.json"
+        )
+    return config
+
+
+def _eagle_of(c: Mapping[str, object], target_layers: int, mask: int | None) -> EagleConfig:
     body = body_from_hf({"model_type": "llama", **c})
-    own = mapping(c, "eagle_config") if c.get("eagle_config") is not None else {}
+    own = _inner(c, "eagle_config")
     if not flag(own, "use_aux_hidden_state", True):
         raise ModelError("eagle_config.use_aux_hidden_state is false; supported: heads that read taps")
     return EagleConfig(
@@ -65,10 +113,12 @@ def _eagle(c: Mapping[str, object], target_layers: int) -> EagleConfig:
         taps=_eagle_taps(c, own, target_layers),
         target_hidden_size=count(c, "target_hidden_size", body.hidden_size),
         draft_vocab_size=count(c, "draft_vocab_size", body.vocab_size),
+        depth=5 if mask is None else _PARALLEL_DEPTH,
         norm_before_residual=flag(c, "norm_before_residual", False),
         norm_before_fc=flag(c, "norm_before_fc", False),
         fc_norm=flag(c, "fc_norm", False),
         norm_output=flag(c, "norm_output", False),
+        mask_token_id=mask,
     )
 
 
@@ -85,52 +135,98 @@ def _eagle_taps(c: Mapping[str, object], own: Mapping[str, object], target_layer
     return taps
 
 
+def _mask(places: tuple[Mapping[str, object], ...], names: tuple[str, ...]) -> int | None:
+    said = {name: integer(place, name) for place in places for name in names if place.get(name) is not None}
+    if len(set(said.values())) > 1:
+        raise ModelError(f"the mask token has different ids: {said}. The config is damaged.")
+    return next(iter(said.values()), None)
+
+
 def _dflash(c: Mapping[str, object], target_layers: int) -> BlockConfig:
-    own = mapping(c, "dflash_config")
-    known = {"mask_token_id", "target_layer_ids", "block_size", "causal", "use_aux_hidden_state"}
-    unknown = sorted(key for key, value in own.items() if key not in known and value)
-    if unknown:
-        raise ModelError(f"dflash_config has {', '.join(unknown)}; supported: {', '.join(sorted(known))}")
-    body = _block_body(c)
-    causal = is_causal(c) if own.get("causal") is None else flag(own, "causal")
-    return BlockConfig(
-        body=body,
-        taps=_outputs(own, _BLOCK_LAYERS, target_layers),
-        target_hidden_size=count(c, "target_hidden_size", body.hidden_size),
-        draft_vocab_size=count(c, "draft_vocab_size", body.vocab_size),
-        block_size=count(c if c.get("block_size") is not None else own, "block_size"),
-        mask_token_id=integer(own, "mask_token_id"),
-        causal=causal,
-        sample_from_anchor=False,
-    )
+    return _block(c, target_layers, projectors=("dflash", "dspark"))
 
 
 def _dspark(c: Mapping[str, object], target_layers: int) -> BlockConfig:
-    body, rank = _block_body(c), integer(c, "markov_rank")
-    kind = c.get("markov_head_type", "vanilla")
-    if rank and kind != "vanilla":
-        raise ModelError(f"markov_head_type is {kind!r}; supported: vanilla")
-    confidence = flag(c, "enable_confidence_head")
-    return BlockConfig(
-        body=body,
-        taps=_outputs(c, _BLOCK_LAYERS, target_layers),
-        target_hidden_size=count(c, "target_hidden_size", body.hidden_size),
-        draft_vocab_size=count(c, "draft_vocab_size", body.vocab_size),
-        block_size=count(c, "block_size"),
-        mask_token_id=integer(c, "mask_token_id"),
-        causal=is_causal(c),
-        sample_from_anchor=True,
-        markov_rank=rank,
-        confidence=confidence,
-        confidence_reads_token=confidence and flag(c, "confidence_head_with_markov"),
-    )
+    return _block(c, target_layers, projectors=("dspark",))
 
 
-def _block_body(c: Mapping[str, object]) -> ModelConfig:
+def _block(c: Mapping[str, object], target_layers: int, projectors: tuple[str, ...]) -> BlockConfig:
+    """A head of one of these projectors; the first where the config names none."""
+    own = _inner(c, "dflash_config")
+    fields = _fields(c, own)
+    _check_fields(own, fields, projectors)
+    markov = fields.get("projector_type", projectors[0]) == "dspark"
     body = body_from_hf({"model_type": "qwen3", **c})
     if not body.qk_norm:
         raise ModelError(f"a block head has layers of {body.family}; supported: qwen3")
-    return body
+    rank = integer(fields, "markov_rank", 0)
+    alpha = number(own, "confidence_head_alpha", 0.0)
+    confidence = flag(fields, "enable_confidence_head", markov and alpha > 0)
+    if not markov and (rank or confidence):
+        raise ModelError(
+            f"markov_rank is {rank} and enable_confidence_head is {confidence}; supported: 0 and False in a "
+            "head of projector_type dflash"
+        )
+    return BlockConfig(
+        body=body,
+        taps=_outputs(fields, _BLOCK_LAYERS, target_layers),
+        target_hidden_size=count(c, "target_hidden_size", body.hidden_size),
+        draft_vocab_size=count(c, "draft_vocab_size", body.vocab_size),
+        block_size=count(fields, "block_size"),
+        mask_token_id=integer(fields, "mask_token_id"),
+        causal=_causal(c, fields),
+        sample_from_anchor=flag(fields, "sample_from_anchor", markov),
+        markov_rank=rank,
+        confidence=confidence,
+        confidence_reads_token=confidence and flag(fields, "confidence_head_with_markov", False),
+    )
+
+
+def _fields(c: Mapping[str, object], own: Mapping[str, object]) -> Mapping[str, object]:
+    """The fields of a block head that have a value, inside or beside `dflash_config`."""
+    for key in _FIELDS:
+        inside, beside = own.get(key), c.get(key)
+        if inside is not None and beside is not None and inside != beside:
+            raise ModelError(
+                f"{key} is {inside!r} in dflash_config and {beside!r} beside it; expected one value"
+            )
+    found = {key: own[key] if own.get(key) is not None else c.get(key) for key in _FIELDS}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _check_fields(
+    own: Mapping[str, object], fields: Mapping[str, object], projectors: tuple[str, ...]
+) -> None:
+    """Raise ModelError on what heads of these projectors have and nothing here computes."""
+    supported: dict[str, tuple[object, ...]] = {
+        "projector_type": projectors,
+        "markov_head_type": ("vanilla",),
+        "attention_mode": ("gqa", "mha"),
+        "output_multiplier": (1,),
+        "attention_value_scale": (1,),
+    }
+    if not fields.get("markov_rank"):
+        del supported["markov_head_type"]
+    for key, values in supported.items():
+        value = fields.get(key, own.get(key))
+        if value is not None and value not in values:
+            raise ModelError(f"{key} is {value!r}; supported: {', '.join(map(str, values))}")
+    known = {*_FIELDS, *_OF_TRAINING, *supported}
+    # A field that is null, false or 0 turns nothing on.
+    unknown = [f"{key} = {str(value)[:40]}" for key, value in own.items() if key not in known and value]
+    if unknown:
+        raise ModelError(
+            f"dflash_config has {', '.join(sorted(unknown))}; supported: {', '.join(sorted(known))}"
+        )
+    if not flag(fields, "use_aux_hidden_state", True):
+        raise ModelError("use_aux_hidden_state is false; supported: heads that read taps")
+
+
+def _causal(c: Mapping[str, object], fields: Mapping[str, object]) -> bool:
+    said = {key: flag(fields, key) for key in ("causal", "causal_head") if key in fields}
+    if len(set(said.values())) > 1:
+        raise ModelError(f"{said} say different things of a block's rows; expected one of them, or the same")
+    return next(iter(said.values())) if said else is_causal(c)
 
 
 def _outputs(c: Mapping[str, object], key: str, target_layers: int) -> tuple[int, ...]:
@@ -146,8 +242,16 @@ def _outputs(c: Mapping[str, object], key: str, target_layers: int) -> tuple[int
     return tuple(i + 1 for i in ids)
 
 
+def _inner(c: Mapping[str, object], key: str) -> Mapping[str, object]:
+    """The fields under `key`, where there are any."""
+    return {} if c.get(key) is None else mapping(c, key)
+
+
+_UNREAD: Final = ("DFlash2DraftModel", "DominoDraftModel")  # they compute what no head here does
 _READERS: Final[Mapping[str, Callable[[Mapping[str, object], int], EagleConfig | BlockConfig]]] = {
     "LlamaForCausalLMEagle3": _eagle,
+    "PEagleDraftModel": _parallel_eagle,
     "DFlashDraftModel": _dflash,
+    "DSparkDraftModel": _dspark,
     "Qwen3DSparkModel": _dspark,
 }

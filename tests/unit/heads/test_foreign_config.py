@@ -5,24 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer.errors import ModelError
-from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder, is_head
-from specinfer.heads.config import BlockConfig, EagleConfig
-from specinfer.heads.eagle import EagleHead
 from specinfer.models.weights import open_model
-from tests.heads import SIZE, VOCAB, block_config, eagle_config, tiny_head, write_tiny_head
+from tests.head_layouts import EAGLE_LAYERS, LAYERS, LAYOUTS, Json, name_next_layers, write_layout
+from tests.heads import SIZE, VOCAB
 from tests.tiny_models import write_tiny_llama
-
-Json = dict[str, Any]
-LAYERS = 8  # of the target
-EAGLE_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.fixture(scope="module")
@@ -30,193 +23,178 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("target"), num_layers=LAYERS)
 
 
-def flat(written: Json, *names: str) -> Json:
-    """The layers' config with what heads of a layout have beside it."""
-    layers = dict(written["transformer_layer_config"])
-    for key in ("is_causal", "layer_types", "use_sliding_window", "sliding_window"):
-        layers.pop(key, None)
-    return layers | {name: written[name] for name in names}
-
-
-def eagle(written: Json) -> Json:
-    """As SafeAILab's EAGLE and SpecForge write it: layers 2, L // 2 and L - 3 are meant."""
-    names = ("draft_vocab_size", "fc_norm", "norm_output")
-    return flat(written, *names) | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
-
-
-def eagle_with_taps(written: Json) -> Json:
-    """As vLLM reads it: a layer is named by what it is given."""
-    return eagle(written) | {EAGLE_LAYERS: written[EAGLE_LAYERS]}
-
-
-def eagle_with_layers(written: Json) -> Json:
-    """As SpecForge writes it, whose layer i is the one that puts out what we call i + 1."""
-    ids = [tap - 1 for tap in written[EAGLE_LAYERS]]
-    return eagle(written) | {"eagle_config": {"use_aux_hidden_state": True, EAGLE_LAYERS: ids}}
-
-
-def dflash(written: Json) -> Json:
-    """As z-lab writes it: layer i is the one that puts out what we call i + 1."""
-    own = {
-        "mask_token_id": written["mask_token_id"],
-        "target_layer_ids": [tap - 1 for tap in written["aux_hidden_state_layer_ids"]],
-    }
-    return flat(written, "block_size") | {
-        "architectures": ["DFlashDraftModel"],
-        "dflash_config": own,
-        "num_target_layers": LAYERS,
-        "layer_types": ["full_attention"] * 2,
-    }
-
-
-def newer_dflash(written: Json) -> Json:
-    """The same with the size of blocks inside."""
-    config = dflash(written)
-    config["dflash_config"]["block_size"] = config.pop("block_size")
-    return config
-
-
-def causal_dflash(written: Json) -> Json:
-    config = dflash(written)
-    config["dflash_config"]["causal"] = True
-    return config
-
-
-def dspark(written: Json) -> Json:
-    """As DeepSpec writes it."""
-    names = ("block_size", "mask_token_id", "markov_rank", "markov_head_type", "enable_confidence_head")
-    return flat(written, *names, "confidence_head_with_markov") | {
-        "architectures": ["Qwen3DSparkModel"],
-        "target_layer_ids": [tap - 1 for tap in written["aux_hidden_state_layer_ids"]],
-        "layer_types": ["full_attention"] * 2,
-        "num_anchors": 512,
-    }
-
-
-PLAIN = {
-    "sample_from_anchor": False,
-    "markov_rank": 0,
-    "confidence": False,
-    "confidence_reads_token": False,
-    "own_head": False,
-    "draft_vocab_size": VOCAB,
-}
-LAYOUTS: dict[str, tuple[EagleConfig | BlockConfig, Callable[[Json], Json], dict[str, str]]] = {
-    "EAGLE-3": (eagle_config(taps=(2, 4, 5), depth=5), eagle, {"layers.0.": "midlayer."}),
-    "EAGLE-3 with taps": (eagle_config(taps=(1, 2, 5), depth=5), eagle_with_taps, {"layers.0.": "midlayer."}),
-    "SpecForge 3.1": (
-        eagle_config(taps=(1, 2, 5), depth=5, fc_norm=True, norm_output=True),
-        eagle_with_layers,
-        {"layers.0.": "midlayer."},
-    ),
-    "DFlash": (block_config(taps=(2, 5), causal=False, **PLAIN), dflash, {}),
-    "newer DFlash": (block_config(taps=(2, 5), causal=False, **PLAIN), newer_dflash, {}),
-    "JetSpec": (block_config(taps=(1, 6), causal=True, **PLAIN), causal_dflash, {}),
-    "DSpark": (
-        block_config(taps=(0, 4), causal=False, draft_vocab_size=VOCAB, own_embedding=True),
-        dspark,
-        {},
-    ),
-}
-
-
-def write(
-    config: EagleConfig | BlockConfig, layout: Callable[[Json], Json], names: dict[str, str], folder: Path
-) -> EagleHead | BlockHead:
-    """Write a random head in an author's layout."""
-    head = tiny_head(config)
-    write_tiny_head(head, folder)
-    described = layout(json.loads((folder / "config.json").read_text()))
-    (folder / "config.json").write_text(json.dumps(described))
-    tensors = load_file(folder / "model.safetensors")
-    for ours, theirs in names.items():
-        tensors = {
-            theirs + name.removeprefix(ours) if name.startswith(ours) else name: tensor
-            for name, tensor in tensors.items()
-        }
-    save_file(tensors, folder / "model.safetensors")
-    return head
-
-
-@pytest.mark.parametrize(("config", "layout", "names"), LAYOUTS.values(), ids=LAYOUTS)
-def test_an_authors_layout_is_read_as_the_head_it_is(
-    config: EagleConfig | BlockConfig,
-    layout: Callable[[Json], Json],
-    names: dict[str, str],
-    target: Path,
-    tmp_path: Path,
-) -> None:
-    head = write(config, layout, names, tmp_path / "head")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_authors_layout_is_read_as_the_head_it_is(name: str, target: Path, tmp_path: Path) -> None:
+    head = write_layout(LAYOUTS[name], tmp_path / "head")
     assert is_head(tmp_path / "head")
     opened = open_model(target)
     folder = HeadFolder(tmp_path / "head", opened.config)
-    assert folder.config == config, "taps above all: one layer off nothing else would tell"
+    assert folder.config == head.config, "taps above all: one layer off nothing else would tell"
     again = folder.module(opened).state_dict()
-    for name, tensor in head.state_dict().items():
-        borrowed = (name == "embed_tokens.weight" and not config.own_embedding) or (
-            name == "lm_head.weight" and not config.own_head
+    for tensor_name, tensor in head.state_dict().items():
+        borrowed = (tensor_name == "embed_tokens.weight" and not head.config.own_embedding) or (
+            tensor_name == "lm_head.weight" and not head.config.own_head
         )
-        assert borrowed or torch.equal(again[name], tensor), name
+        assert borrowed or torch.equal(again[tensor_name], tensor), tensor_name
 
 
-def test_taps_that_are_one_layer_off_guess_something_else(target: Path, tmp_path: Path) -> None:
-    config, layout, names = LAYOUTS["DFlash"]
-
-    def misread(written: Json) -> Json:
-        described = layout(written)
-        described["dflash_config"]["target_layer_ids"] = [2, 5]  # our taps, as if they were z-lab's ids
-        return described
-
-    write(config, misread, names, tmp_path / "head")
-    assert HeadFolder(tmp_path / "head", open_model(target).config).config != config
+NAMES_LAYERS = [name for name in LAYOUTS if name not in ("EAGLE-3", "SpecForge's P-EAGLE")]
 
 
-def test_layers_that_are_named_twice_must_be_the_same(target: Path, tmp_path: Path) -> None:
-    config, layout, names = LAYOUTS["SpecForge 3.1"]
-    for beside, refused in (([1, 2, 5], False), ([0, 1, 4], True)):
+@pytest.mark.parametrize("name", NAMES_LAYERS)
+def test_layers_that_are_one_off_are_other_taps(name: str, target: Path, tmp_path: Path) -> None:
+    head = write_layout(LAYOUTS[name], tmp_path / "head", name_next_layers)
+    read = HeadFolder(tmp_path / "head", open_model(target).config).config.taps
+    assert read == tuple(tap + 1 for tap in head.config.taps)
 
-        def both(written: Json, beside: list[int] = beside) -> Json:
-            return layout(written) | {EAGLE_LAYERS: beside}
 
-        write(config, both, names, tmp_path / "head")
-        if refused:
-            with pytest.raises(ModelError, match=r"\[0, 1, 4\] in eagle_config.* different layers"):
-                HeadFolder(tmp_path / "head", open_model(target).config)
-        else:
-            assert HeadFolder(tmp_path / "head", open_model(target).config).config == config
+@pytest.mark.parametrize(("beside", "refused"), [([1, 2, 5], False), ([0, 1, 4], True)])
+def test_layers_that_are_named_twice_must_be_the_same(
+    beside: list[int], refused: bool, target: Path, tmp_path: Path
+) -> None:
+    write_layout(LAYOUTS["SpecForge 3.1"], tmp_path / "head", lambda c: c.update({EAGLE_LAYERS: beside}))
+    opened = open_model(target)
+    if refused:
+        with pytest.raises(ModelError, match=r"\[0, 1, 4\] in eagle_config.* different layers"):
+            HeadFolder(tmp_path / "head", opened.config)
+    else:
+        assert HeadFolder(tmp_path / "head", opened.config).config.taps == (1, 2, 5)
 
 
 def test_embeddings_are_what_layer_minus_one_puts_out(target: Path, tmp_path: Path) -> None:
-    config, layout, names = LAYOUTS["DSpark"]
-    write(config, layout, names, tmp_path / "head")
+    write_layout(LAYOUTS["DSpark"], tmp_path / "head")
     assert json.loads((tmp_path / "head/config.json").read_text())["target_layer_ids"] == [-1, 3]
     assert HeadFolder(tmp_path / "head", open_model(target).config).config.taps == (0, 4)
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("SpecForge's P-EAGLE", lambda c: c.update(dflash_config={"mask_token_id": c.pop("mask_token_id")})),
+        ("SpecForge's P-EAGLE", lambda c: c.update(pard_token=c.pop("mask_token_id"))),
+        ("SpecForge's P-EAGLE", lambda c: c.update(rope_parameters={"rope_type": "default"})),
+        ("SpecForge's DSpark", lambda c: c.update(dspark_given_twice(c))),
+        ("SpecForge's DSpark", lambda c: c["dflash_config"].pop("projector_type")),
+        ("SpecForge's DSpark", lambda c: c["dflash_config"].pop("markov_head_type")),
+        ("SpecForge's DSpark", lambda c: c["dflash_config"].update(sample_from_anchor=True)),
+        ("JetSpec", lambda c: c["dflash_config"].update(causal=True)),
+    ],
+)
+def test_the_same_may_be_said_in_other_places(
+    name: str, change: Callable[[Json], object], target: Path, tmp_path: Path
+) -> None:
+    head = write_layout(LAYOUTS[name], tmp_path / "head", change)
+    assert HeadFolder(tmp_path / "head", open_model(target).config).config == head.config
+
+
+def dspark_given_twice(described: Json) -> Json:
+    """As published: the fields of `dflash_config` are beside it, too."""
+    return {name: value for name, value in described["dflash_config"].items() if name != "block_size"}
+
+
+@pytest.mark.parametrize("name", ["DSpark", "SpecForge's DSpark"])
+def test_a_block_whose_anchor_guesses_nothing_is_one_token_shorter(
+    name: str, target: Path, tmp_path: Path
+) -> None:
+    write_layout(LAYOUTS[name], tmp_path / "head", lambda c: c.update(sample_from_anchor=False))
+    config = HeadFolder(tmp_path / "head", open_model(target).config).config
+    assert config.depth == LAYOUTS[name].config.depth - 1
+
+
+def inside(**fields: object) -> Callable[[Json], object]:
+    def change(described: Json) -> None:
+        described["dflash_config"].update(fields)
+
+    return change
+
+
+def beside(**fields: object) -> Callable[[Json], object]:
+    def change(described: Json) -> None:
+        described.update(fields)
+
+    return change
+
+
+DSPARK = "SpecForge's DSpark"
+PARALLEL = "SpecForge's P-EAGLE"
 REFUSED: dict[str, tuple[str, Callable[[Json], object], str]] = {
     "another projector": (
         "DFlash",
-        lambda c: c["dflash_config"].update(projector_type="conv"),
-        "dflash_config has projector_type",
+        inside(projector_type="conv"),
+        "projector_type is 'conv'; supported: dflash",
+    ),
+    "Domino's projector": (
+        "DFlash",
+        inside(projector_type="domino", emb_dim=4, gru_hidden_dim=4, shift_label=True),
+        "projector_type is 'domino'; supported: dflash, dspark",
+    ),
+    "Domino": ("DFlash", beside(architectures=["DominoDraftModel"]), "DominoDraftModel; supported: DFlashDr"),
+    "DFlash 2": ("DFlash", beside(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel; supported: DF"),
+    "DFlash 2's fields": (
+        "DFlash",
+        inside(conv_kernel_size=2),
+        "dflash_config has conv_kernel_size = 2; supp",
+    ),
+    "a projector beside": ("DFlash", beside(projector_type="domino"), "projector_type is 'domino'"),
+    "a Markov term of DFlash": ("DFlash", inside(markov_rank=6), "markov_rank is 6 .*projector_type dflash"),
+    "logits that are scaled": (
+        "DFlash",
+        inside(output_multiplier=0.5),
+        "output_multiplier is 0.5; supported: 1",
+    ),
+    "last features of DFlash": (
+        "DFlash",
+        inside(use_aux_hidden_state=False),
+        "use_aux_hidden_state is false",
     ),
     "no ids": ("DFlash", lambda c: c["dflash_config"].pop("target_layer_ids"), "target_layer_ids is None"),
-    "a layer the target lacks": (
-        "DFlash",
-        lambda c: c["dflash_config"].update(target_layer_ids=[1, LAYERS]),
-        "puts out",
+    "ids that are no list": (
+        DSPARK,
+        inside(target_layer_ids="1"),
+        "target_layer_ids is '1'; expected a list",
     ),
+    "a layer the target lacks": ("DFlash", inside(target_layer_ids=[1, LAYERS]), "puts out"),
     "no mask": ("DFlash", lambda c: c["dflash_config"].pop("mask_token_id"), "mask_token_id is None"),
-    "a gated term": ("DSpark", lambda c: c.update(markov_head_type="gated"), "'gated'"),
-    "layers without norms": ("DSpark", lambda c: c.update(model_type="llama"), "supported: qwen3"),
+    "rows both causal and not": ("JetSpec", inside(causal=False), "'causal': False, 'causal_head': True"),
+    "no dflash_config that can be read": ("DFlash", beside(dflash_config=[1]), "expected a JSON object"),
+    "a gated term": ("DSpark", beside(markov_head_type="gated"), "'gated'; supported: vanilla"),
+    "a recurrent term inside": (DSPARK, inside(markov_head_type="rnn"), "'rnn'; supported: vanilla"),
+    "DSpark of DFlash's projector": (DSPARK, inside(projector_type="dflash"), "'dflash'; supported: dspark"),
+    "latent attention": (
+        DSPARK,
+        inside(attention_mode="mla"),
+        "attention_mode is 'mla'; supported: gqa, mha",
+    ),
+    "two ranks": (DSPARK, beside(markov_rank=5), "markov_rank is 6 in dflash_config and 5 beside it"),
+    "a rank that is none": (DSPARK, inside(markov_rank=-1), "markov_rank is -1"),
+    "a size that is no number": (DSPARK, beside(block_size="7"), "block_size is '7'"),
+    "layers of DeepSeek V4": (
+        DSPARK,
+        beside(model_type="deepseek_v4"),
+        "'deepseek_v4'; supported: llama, qwen3",
+    ),
+    "layers without norms": ("DSpark", beside(model_type="llama"), "supported: qwen3"),
     "last features alone": (
         "SpecForge 3.1",
         lambda c: c["eagle_config"].update(use_aux_hidden_state=False),
         "use_aux_hidden_state is false",
     ),
-    "a mask outside the vocabulary": (
-        "DSpark",
-        lambda c: c.update(mask_token_id=VOCAB),
+    "a mask outside the vocabulary": ("DSpark", beside(mask_token_id=VOCAB), f"mask_token_id is {VOCAB}"),
+    "P-EAGLE without a mask": (
+        PARALLEL,
+        lambda c: c.pop("mask_token_id"),
+        "mask_token_id is missing: .* add the one of its training",
+    ),
+    "P-EAGLE with two masks": (PARALLEL, beside(ptd_token_id=3), "the mask token has different ids"),
+    "P-EAGLE's mask outside the vocabulary": (
+        PARALLEL,
+        beside(mask_token_id=VOCAB),
         f"mask_token_id is {VOCAB}",
+    ),
+    "P-EAGLE with a scaled rotation": (
+        PARALLEL,
+        beside(rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        "rope_scaling is given, .* remove it",
     ),
 }
 
@@ -225,23 +203,25 @@ REFUSED: dict[str, tuple[str, Callable[[Json], object], str]] = {
 def test_what_is_not_computed_is_refused(
     name: str, change: Callable[[Json], object], said: str, target: Path, tmp_path: Path
 ) -> None:
-    config, layout, names = LAYOUTS[name]
-
-    def changed(written: Json) -> Json:
-        described = layout(written)
-        change(described)
-        return described
-
-    write(config, changed, names, tmp_path / "head")
+    write_layout(LAYOUTS[name], tmp_path / "head", change)
+    assert is_head(tmp_path / "head")
     with pytest.raises(ModelError, match=said):
         HeadFolder(tmp_path / "head", open_model(target).config)
 
 
 def test_a_layer_that_is_there_twice_is_refused(target: Path, tmp_path: Path) -> None:
-    config, layout, names = LAYOUTS["EAGLE-3"]
-    write(config, layout, names, tmp_path / "head")
+    write_layout(LAYOUTS["EAGLE-3"], tmp_path / "head")
     tensors = load_file(tmp_path / "head/model.safetensors")
     tensors["layers.0.hidden_norm.weight"] = torch.ones(SIZE)
     save_file(tensors, tmp_path / "head/model.safetensors")
     with pytest.raises(ModelError, match=r"hidden_norm\.weight.* twice"):
+        HeadFolder(tmp_path / "head", open_model(target).config)
+
+
+def test_a_recurrent_term_without_a_word_in_the_config_is_refused(target: Path, tmp_path: Path) -> None:
+    write_layout(LAYOUTS["SpecForge's first DSpark"], tmp_path / "head")
+    tensors = load_file(tmp_path / "head/model.safetensors")
+    tensors["logit_head.markov_head.joint_proj.weight"] = torch.ones(SIZE, SIZE)
+    save_file(tensors, tmp_path / "head/model.safetensors")
+    with pytest.raises(ModelError, match=r"unexpected tensor 'markov_head\.joint_proj\.weight'"):
         HeadFolder(tmp_path / "head", open_model(target).config)

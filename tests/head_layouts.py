@@ -1,0 +1,251 @@
+"""Heads in the layouts of their authors, for a target of `LAYERS` layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from specinfer.heads.block import BlockHead
+from specinfer.heads.checkpoint import target_embedding, target_head
+from specinfer.heads.config import BlockConfig, EagleConfig
+from specinfer.heads.eagle import EagleHead
+from specinfer.models.weights import OpenModel
+from tests.heads import VOCAB, block_config, eagle_config, tiny_body, tiny_head, write_tiny_head
+
+Json = dict[str, Any]
+LAYERS = 8
+EAGLE_LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+
+def flat(written: Json, *names: str) -> Json:
+    """The layers' config with what heads of a layout have beside it."""
+    layers = dict(written["transformer_layer_config"])
+    for key in ("is_causal", "layer_types", "use_sliding_window", "sliding_window"):
+        layers.pop(key, None)
+    return layers | {name: written[name] for name in names}
+
+
+def eagle(written: Json) -> Json:
+    """As SafeAILab's EAGLE and SpecForge write it: layers 2, L // 2 and L - 3 are meant."""
+    names = ("draft_vocab_size", "fc_norm", "norm_output")
+    return flat(written, *names) | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+
+
+def eagle_with_taps(written: Json) -> Json:
+    """As vLLM reads it: a layer is named by what it is given."""
+    return eagle(written) | {EAGLE_LAYERS: written[EAGLE_LAYERS]}
+
+
+def eagle_with_layers(written: Json) -> Json:
+    """As SpecForge writes it, whose layer i is the one that puts out what we call i + 1."""
+    ids = [tap - 1 for tap in written[EAGLE_LAYERS]]
+    return eagle(written) | {"eagle_config": {"use_aux_hidden_state": True, EAGLE_LAYERS: ids}}
+
+
+def parallel_eagle(written: Json) -> Json:
+    """As SpecForge writes P-EAGLE, but for the mask token, which its author has to add."""
+    names = ("draft_vocab_size", "norm_before_residual", "mask_token_id")
+    return flat(written, *names) | {"architectures": ["PEagleDraftModel"], "model_type": "llama"}
+
+
+def parallel_eagle_of_vllm(written: Json) -> Json:
+    names = ("draft_vocab_size", "norm_before_residual", EAGLE_LAYERS)
+    return flat(written, *names) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "ptd_token_id": written["mask_token_id"],
+    }
+
+
+def layers_of_block(written: Json) -> list[int]:
+    """Layers as DFlash and DSpark count them: layer i is the one that puts out what we call i + 1."""
+    return [tap - 1 for tap in written["aux_hidden_state_layer_ids"]]
+
+
+def dflash(written: Json) -> Json:
+    """As z-lab writes it."""
+    own = {"mask_token_id": written["mask_token_id"], "target_layer_ids": layers_of_block(written)}
+    return flat(written, "block_size") | {
+        "architectures": ["DFlashDraftModel"],
+        "dflash_config": own,
+        "num_target_layers": LAYERS,
+        "layer_types": ["full_attention"] * 2,
+    }
+
+
+def newer_dflash(written: Json) -> Json:
+    """The same with the size of blocks inside."""
+    config = dflash(written)
+    config["dflash_config"]["block_size"] = config.pop("block_size")
+    return config
+
+
+def full_dflash(written: Json) -> Json:
+    """With all that its readers know, turned off."""
+    config = dflash(written)
+    config["dflash_config"] |= {
+        "projector_type": "dflash",
+        "attention_mode": "gqa",
+        "causal_head": False,
+        "markov_rank": 0,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+        "conv_kernel_size": 0,
+        "output_multiplier": 1.0,
+        "final_logit_softcapping": None,
+        "num_anchors": 512,
+    }
+    return config
+
+
+def causal_dflash(written: Json) -> Json:
+    config = dflash(written)
+    config["dflash_config"]["causal"] = True
+    return config
+
+
+def jetspec(written: Json) -> Json:
+    """As hao-ai-lab writes it."""
+    config = newer_dflash(written)
+    config["dflash_config"]["causal_head"] = True
+    return config
+
+
+def dspark(written: Json) -> Json:
+    """As DeepSpec writes it."""
+    names = ("block_size", "mask_token_id", "markov_rank", "markov_head_type", "enable_confidence_head")
+    return flat(written, *names, "confidence_head_with_markov") | {
+        "architectures": ["Qwen3DSparkModel"],
+        "target_layer_ids": layers_of_block(written),
+        "layer_types": ["full_attention"] * 2,
+        "num_anchors": 512,
+    }
+
+
+MARKOV = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+
+
+def nested_dspark(written: Json) -> Json:
+    """As SpecForge writes it: all but the layers inside."""
+    config = dflash(written) | {"architectures": ["DSparkDraftModel"], "target_hidden_size": None}
+    config["dflash_config"] |= {
+        "projector_type": "dspark",
+        "attention_mode": "gqa",
+        "confidence_head_alpha": 1.0,
+        **{name: written[name] for name in MARKOV},
+    }
+    return config
+
+
+def nested_dspark_for_sglang(written: Json) -> Json:
+    """The same once SpecForge has made it ready for SGLang: layers and mask token stay where they were."""
+    return nested_dspark(written) | {
+        "architectures": ["Qwen3DSparkModel"],
+        **{name: written[name] for name in MARKOV},
+    }
+
+
+def first_dspark(written: Json) -> Json:
+    """As SpecForge wrote it first: what it is only the projector tells, and confidence its weight."""
+    config = nested_dspark(written) | {"architectures": ["DFlashDraftModel"]}
+    del config["dflash_config"]["enable_confidence_head"]
+    return config
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A head, and how its author writes it."""
+
+    config: EagleConfig | BlockConfig
+    described: Callable[[Json], Json]  # config.json, of that of the `speculators` library
+    names: dict[str, str] = field(default_factory=dict)  # beginnings of tensors' names: ours, theirs
+
+
+PLAIN = {
+    "sample_from_anchor": False,
+    "markov_rank": 0,
+    "confidence": False,
+    "confidence_reads_token": False,
+    "own_head": False,
+    "draft_vocab_size": VOCAB,
+}
+OF_SPECFORGE = block_config(taps=(1, 4), causal=False, draft_vocab_size=VOCAB, own_head=False)
+PARALLEL = eagle_config(
+    body=tiny_body(num_layers=2),
+    taps=(2, 4, 5),
+    depth=8,
+    mask_token_id=7,
+    norm_before_residual=True,
+    own_embedding=True,
+)
+MIDLAYER = {"layers.0.": "midlayer."}
+LAYOUTS: dict[str, Layout] = {
+    "EAGLE-3": Layout(eagle_config(taps=(2, 4, 5), depth=5), eagle, MIDLAYER),
+    "EAGLE-3 with taps": Layout(eagle_config(taps=(1, 2, 5), depth=5), eagle_with_taps, MIDLAYER),
+    "SpecForge 3.1": Layout(
+        eagle_config(taps=(1, 2, 5), depth=5, fc_norm=True, norm_output=True), eagle_with_layers, MIDLAYER
+    ),
+    "SpecForge's P-EAGLE": Layout(PARALLEL, parallel_eagle),
+    "vLLM's P-EAGLE": Layout(PARALLEL, parallel_eagle_of_vllm, MIDLAYER),
+    "DFlash": Layout(block_config(taps=(2, 5), causal=False, **PLAIN), dflash),
+    "newer DFlash": Layout(block_config(taps=(2, 5), causal=False, **PLAIN), newer_dflash),
+    "DFlash with every field": Layout(block_config(taps=(2, 5), causal=False, **PLAIN), full_dflash),
+    "causal DFlash": Layout(block_config(taps=(1, 6), causal=True, **PLAIN), causal_dflash),
+    "JetSpec": Layout(block_config(taps=(1, 6), causal=True, **PLAIN), jetspec),
+    "DSpark": Layout(
+        block_config(taps=(0, 4), causal=False, draft_vocab_size=VOCAB, own_embedding=True), dspark
+    ),
+    "SpecForge's DSpark": Layout(OF_SPECFORGE, nested_dspark),
+    "SpecForge's DSpark for SGLang": Layout(OF_SPECFORGE, nested_dspark_for_sglang),
+    "SpecForge's first DSpark": Layout(
+        OF_SPECFORGE,
+        first_dspark,
+        {"markov_head.": "logit_head.markov_head.", "confidence_head.": "logit_head.confidence_head."},
+    ),
+}
+
+
+def write_layout(
+    layout: Layout, folder: Path, change: Callable[[Json], object] = lambda described: None
+) -> EagleHead | BlockHead:
+    """Write a random head as its author does, but for a change to its config.json; return the head."""
+    head = tiny_head(layout.config)
+    write_tiny_head(head, folder)
+    described = layout.described(json.loads((folder / "config.json").read_text()))
+    change(described)
+    (folder / "config.json").write_text(json.dumps(described))
+    tensors = load_file(folder / "model.safetensors")
+    for ours, theirs in layout.names.items():
+        tensors = {
+            theirs + name.removeprefix(ours) if name.startswith(ours) else name: tensor
+            for name, tensor in tensors.items()
+        }
+    save_file(tensors, folder / "model.safetensors")
+    return head
+
+
+def borrow(head: EagleHead | BlockHead, target: OpenModel) -> None:
+    """Give a head the target's tables where it has none of its own."""
+    with torch.no_grad():
+        if not head.config.own_embedding:
+            head.embed_tokens.weight.copy_(target_embedding(target))
+        if not head.config.own_head:
+            head.lm_head.weight.copy_(target_head(target, head.ids.tolist()))
+
+
+def name_next_layers(described: Json) -> None:
+    """Make a config.json name the layers behind those it names."""
+    lists = [
+        (place, name)
+        for place in (described, described.get("eagle_config", {}), described.get("dflash_config", {}))
+        for name in (EAGLE_LAYERS, "target_layer_ids")
+        if name in place
+    ]
+    assert lists
+    for place, name in lists:
+        place[name] = [layer + 1 for layer in place[name]]

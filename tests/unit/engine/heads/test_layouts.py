@@ -1,0 +1,84 @@
+"""Heads in their authors' layouts guess in an engine what the same heads as plain modules would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specinfer.engine.trace import TreeEvent
+from specinfer.heads.block import BlockHead
+from specinfer.heads.checkpoint import HeadFolder
+from specinfer.heads.eagle import EagleHead
+from specinfer.heads.load import load_head
+from specinfer.kernels.choice import choose_kernels, guessing
+from specinfer.models.weights import open_model
+from tests.engines import CPU, Tiny, engine_of, write_tiny
+from tests.head_layouts import LAYERS, LAYOUTS, borrow, name_next_layers, write_layout
+from tests.unit.engine.heads.head_engines import PROMPTS, engine, hidden_states, likelihood_gap, shaped
+
+
+@pytest.fixture(scope="module")
+def deep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deep")
+
+
+@pytest.fixture(scope="module")
+def deep(deep_folder: Path) -> Tiny:
+    """With as many layers as the layouts' heads are for."""
+    return write_tiny(deep_folder, num_layers=LAYERS)
+
+
+def gaps(
+    tiny: Tiny, target: Path, written: Path, head: EagleHead | BlockHead
+) -> tuple[list[float], set[int]]:
+    """How far each tree of the head as it is read is from the head as it was made, and the trees' depths."""
+    opened = open_model(target)
+    borrow(head, opened)
+    kernels = guessing(choose_kernels("auto", CPU)[0])
+    loaded = load_head(HeadFolder(written, opened.config), opened, tiny.target, kernels=kernels)
+    events: list[TreeEvent] = []
+    prompt = PROMPTS[0]
+    with engine(tiny, loaded) as llm:
+        engine_of(llm).on_tree = events.append
+        (output,) = llm.generate([prompt], shaped(8))
+    text, end = [*prompt, *output.token_ids], len(prompt)
+    hidden_TND = hidden_states(tiny, text)
+    found, depths = list[float](), set[int]()
+    for event in events:
+        depths.update(event.tree.depths())
+        if event.tree.num_nodes > 1:
+            found.append(likelihood_gap(head, text[:end], hidden_TND, event.tree))
+        end += 1 + len(event.acceptance.path)
+    return found, depths
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_guess_is_as_likely_as_the_module_says(
+    name: str, deep: Tiny, deep_folder: Path, tmp_path: Path
+) -> None:
+    head = write_layout(LAYOUTS[name], tmp_path / "head")
+    found, depths = gaps(deep, deep_folder / "target", tmp_path / "head", head)
+    assert depths == {0, 1, 2, 3}
+    assert len(found) > 3
+    assert max(found) < 1e-4
+
+
+NAMING_LAYERS = [
+    "EAGLE-3 with taps",
+    "SpecForge 3.1",
+    "vLLM's P-EAGLE",
+    "DFlash",
+    "DSpark",
+    "SpecForge's DSpark",
+]
+
+
+@pytest.mark.parametrize("name", NAMING_LAYERS)
+def test_a_head_whose_layers_are_one_off_guesses_something_else(
+    name: str, deep: Tiny, deep_folder: Path, tmp_path: Path
+) -> None:
+    head = write_layout(LAYOUTS[name], tmp_path / "head", name_next_layers)
+    found, _ = gaps(deep, deep_folder / "target", tmp_path / "head", head)
+    assert len(found) > 3
+    assert min(found) > 1e-3
