@@ -52,7 +52,7 @@ class Ensemble:
     (docs/losslessness.md).
 
     A speculator that raises, or proposes what is no tree, is logged once and never asked again: a bad guesser
-    costs time, nothing else.
+    costs time, nothing else. One whose confidences are not between 0 and 1 is logged once, and goes on.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Ensemble:
         self._vocab = vocab  # of the target
         self._policy = policy if isinstance(policy, TrustedPolicy) else TrustedPolicy(policy)
         self._clock = clock
+        self._odd: set[str] = set()  # those that gave a confidence outside of 0 to 1, which was logged
         self._passes: list[LevelPass] = []  # of the step
         self._hindsight: dict[str, Sequence[LevelOutcome]] = {}  # of the same
         self._proposed = Proposed(StepPlan(()), StepPlan(()))  # the same, for `explain`
@@ -166,6 +167,7 @@ class Ensemble:
                     "propose returns one for each"
                 )
             checked = self._checked(speculator.name, entries, proposed)
+            self._note_confidences(speculator.name, checked)  # with those of all levels
             trees.extend(_possible(tree, entry) for entry, tree in zip(entries, checked, strict=True))
 
         self._trying(speculator, ask)
@@ -243,9 +245,27 @@ class Ensemble:
             tree = _checked(speculator.name, tree, path[-1], deepest + 1, deepest, self._vocab)
             if any_sampled(tree.draws):
                 raise SpeculatorError(f"speculator {speculator.name!r} extends by samples, not point masses")
+            self._note_confidences(speculator.name, [tree])
             tree = _possible(tree, entry, path)
             if tree.num_nodes > 1:
                 guesses.append((end, tree))
+
+    def _note_confidences(self, name: str, trees: Sequence[TokenTree]) -> None:
+        """Log the first confidence of a speculator that is not between 0 and 1."""
+        if name in self._odd:
+            return
+        for tree in trees:
+            for run in as_runs(tree.draws).runs:
+                if odd := run.odd_confidences():
+                    self._odd.add(name)
+                    _LOG.warning(
+                        "speculator %r gave a confidence of %s; confidences are from 0 to 1, so it counts "
+                        "as %d; more of them are not logged, and texts are right: docs/add_a_speculator.md",
+                        name,
+                        _shown(odd[0]),
+                        odd[0] > 0,
+                    )
+                    return
 
     def _trying(self, speculator: AnySpeculator | ReadsTarget, action: Callable[[], None]) -> None:
         try:
@@ -309,6 +329,14 @@ def _checked(name: str, tree: TokenTree, root: int, max_nodes: int, max_depth: i
     else:
         return tree if runs is tree.draws else replace(tree, draws=runs)
     raise SpeculatorError(f"speculator {name!r} proposed a tree {fault}; see docs/add_a_speculator.md")
+
+
+def _shown(number: float) -> str:
+    """A number in a few characters; Python writes no int of many thousand digits."""
+    try:
+        return repr(float(number))
+    except OverflowError:
+        return f"an int of {int(number).bit_length()} bits"
 
 
 def _possible(tree: TokenTree, entry: PlanEntry, path: tuple[int, ...] = ()) -> TokenTree:

@@ -58,6 +58,7 @@ class Draw(NamedTuple):
 
 
 _UNSAMPLED: Final = (DrawRule.POINT_MASS, DrawRule.COUPLED)
+_SUREST: Final = 1.000001  # a confidence can be: a probability in float32 may be rounded to more than 1
 draw_of: Final = tuple.__new__  # draw_of(Draw, fields) is quicker than Draw(*fields)
 
 
@@ -96,6 +97,10 @@ class Run(NamedTuple):
         if not (_all_are(float, confidences) or all(isinstance(sure, (int, float)) for sure in confidences)):
             return "with a draw whose confidence is no number"
         return None
+
+    def odd_confidences(self) -> list[float]:
+        """Those that are not between 0 and 1: NaN, infinite, or any other number."""
+        return [sure for sure in self.confidences if not 0.0 <= sure <= _SUREST]
 
     def draws(self) -> Iterator[Draw]:
         """Each of them."""

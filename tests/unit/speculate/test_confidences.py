@@ -1,0 +1,77 @@
+"""What a speculator says of its own guesses: numbers from 0 to 1, and what becomes of others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from specinfer.plan import PlanEntry
+from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.speculation_policy import StepReport
+from specinfer.tree import TokenTree, TreeBuilder
+from tests import plans
+from tests.unit.speculate.guessers import Fan, Levels, entry
+
+
+@pytest.mark.parametrize(
+    ("odd", "complaint"),
+    [
+        (math.nan, "a confidence of nan; confidences are from 0 to 1, so it counts as 0;"),
+        (math.inf, "a confidence of inf; confidences are from 0 to 1, so it counts as 1;"),
+        (-math.inf, "a confidence of -inf; confidences are from 0 to 1, so it counts as 0;"),
+        (1.5, "a confidence of 1.5; confidences are from 0 to 1, so it counts as 1;"),
+        (-1, "a confidence of -1.0; confidences are from 0 to 1, so it counts as 0;"),
+        (10**400, "a confidence of an int of 1329 bits; confidences are from 0 to 1, so it counts as 1;"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Fan, Levels])
+def test_one_that_is_not_from_0_to_1_is_logged_once_and_counts_as_the_nearer_of_them(
+    kind: type[Fan], odd: float, complaint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ensemble = Ensemble([kind("odd", [5, 6], [0.9, odd])], vocab=99, policy=FixedPolicy())
+    for _ in range(3):
+        (tree,) = ensemble.propose(plans.plan(entry(9)))
+        assert tree.token_ids == (7, 5, 6)
+        assert tree.likelihoods() == [1.0, 0.9, (0.9 if kind is Levels else 1.0) * (odd > 0)]
+        ensemble.observe(StepReport([plans.outcome(5)]))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(f"speculator 'odd' gave {complaint}")
+
+
+def test_each_speculator_with_such_confidences_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    fans = [Fan("a", [5], [2.0]), Fan("b", [6], [-2.0]), Fan("c", [7], [0.5])]
+    Ensemble(fans, vocab=99, policy=FixedPolicy()).propose(plans.plan(entry(9)))
+    assert [record.getMessage().split("'")[1] for record in caplog.records] == ["a", "b"]
+
+
+class Following(Fan):
+    """Guesses nothing but what follows others' guesses, and is surer of that than one can be."""
+
+    def extend(self, entry: PlanEntry, path: Sequence[int], most: int) -> TokenTree:
+        builder = TreeBuilder(path[-1], most)
+        builder.add(0, 6, self.name, confidence=2.0)
+        return builder.build()
+
+
+def test_what_follows_others_guesses_is_looked_at_too(caplog: pytest.LogCaptureFixture) -> None:
+    speculators = [Following("odd", []), Levels("draft", [5], [0.9])]
+    (tree,) = Ensemble(speculators, vocab=99, policy=FixedPolicy()).propose(plans.plan(entry(9)))
+    assert tree.token_ids == (7, 5, 6)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("speculator 'odd' gave a confidence of 2.0;")
+
+
+ROUNDED = float(np.nextafter(np.float32(1), np.float32(2)))  # 1.0000001
+
+
+@pytest.mark.parametrize("sure", [0, 0.0, 0.5, 1, 1.0, True, ROUNDED])
+def test_of_those_from_0_to_1_nothing_is_said_nor_of_what_was_rounded(
+    sure: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    Ensemble([Fan("a", [5], [sure])], vocab=99, policy=FixedPolicy()).propose(plans.plan(entry(9)))
+    assert caplog.records == []
