@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,9 +48,19 @@ def requests(llm: LLM, prompts: Sequence[Sequence[int]], **params: Any) -> list[
     return [one.request for [one] in llm.intake.prompts(list(prompts), each)]
 
 
-def recorded(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS, **params: Any) -> Trace:
-    """A trace in the engine's own shape and one other: quicker made than in those that are usual."""
+def recorded(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    predictions: Sequence[tuple[int, ...]] = (),
+    **params: Any,
+) -> Trace:
+    """A trace in the engine's own shape and one other: quicker made than in those that are usual.
+
+    The first requests have these `predictions`.
+    """
     each = requests(llm, prompts, **{"temperature": 0, "max_tokens": 20, **params})
+    for i, prediction in enumerate(predictions):
+        each[i] = replace(each[i], prediction=prediction)
     speculation = llm.config.speculation
     shapes = [Shape(plan, speculation.draw_rule) for plan in (speculation.fixed_expansion, Expansion((3, 1)))]
     if not isinstance(speculation.expansion, Expansion):

@@ -73,6 +73,12 @@ def played(trace: Trace, policy: str, batch: int) -> list[Step]:
     return [[(e.request_id, told(e.tree), e.path) for e in step.entries] for step in steps if step.entries]
 
 
+def was_predicted(tree: Any, path: Sequence[int]) -> bool:
+    """Whether a prediction proposed some of the nodes that became text."""
+    _, _, draws = tree
+    return any(node in path and speculator == "prediction" for _, node, speculator, *_ in draws)
+
+
 # Each of them once in every run; all pairs where there is time.
 QUICK = [("draft", "sampled"), ("two drafts, wide", "filtered"), ("n-grams", "sampled"), ("all", "greedy")]
 PAIRS = [
@@ -91,6 +97,21 @@ def test_a_replay_is_the_live_run(tiny: Tiny, name: str, law: str) -> None:
             steps = live(engine, trace)
             assert played(trace, policy, batch) == steps
             assert batch > 1 or any(path for step in steps for _, _, path in step)
+
+
+@pytest.mark.parametrize(("name", "law"), [("draft", "sampled"), ("n-grams", "greedy"), ("all", "filtered")])
+def test_with_predictions_of_some_requests_too(tiny: Tiny, name: str, law: str) -> None:
+    llm = tiny.llm(**SPECULATIONS[name], max_step_tokens=24, max_batch_size=4)
+    answers = [text.output for text in recorded(llm, **LAWS[law]).texts]
+    predictions = [answers[0], (*answers[1][:4], 63, *answers[1][5:]), answers[2][7:]]  # and two have none
+    trace = recorded(llm, predictions=predictions, **LAWS[law])
+    assert [text.prediction for text in trace.texts] == [*predictions, (), ()]
+    for policy in POLICIES.keys() - {"counts"}:
+        for batch in (1, 4):
+            steps = live(llm.variant(tree_size=policy, clock="curve", max_batch_size=batch), trace)
+            assert played(trace, policy, batch) == steps
+            taken = {number for step in steps for number, *of_tree in step if was_predicted(*of_tree)}
+            assert taken == {"0", "1", "2"}
 
 
 @pytest.mark.parametrize("law", LAWS)
