@@ -21,6 +21,7 @@ from specinfer.engine.engine import Engine
 from specinfer.engine.trace import TreeEvent
 from specinfer.errors import IntegrityError
 from specinfer.request import RequestOutput
+from specinfer.runtime.cost_curve import CostCurve
 from specinfer.tree.token_tree import single_node
 from specinfer.verify.acceptance import Acceptance
 from tests.tiny_models import write_byte_tokenizer, write_similar_llama, write_tiny_llama
@@ -197,6 +198,52 @@ def test_explain_says_of_each_step_who_guessed_and_why(
         assert sum(step["tokens"] for step in steps) == 9
         assert {turn["name"] for turn in steps[0]["speculators"]} == {"grammar", "prediction", "draft"}
         assert all(step["seconds"] > 0 and step["hope"] is None for step in steps)
+
+
+EXPLAINED = re.compile(
+    r"^ *(?P<step>\d+)   (draft (?P<kept>\d) of (?P<drawn>\d))? +(draft: (?P<why>[a-z ]+?))?"
+    r" +(?P<hoped>\d\.\d\d) +(?P<came>\d) +(?P<price>\d\.\d) +(?P<expected>\d+\.\d) +(?P<took>\d+\.\d) *$",
+    re.MULTILINE,
+)
+
+
+def test_explain_says_what_was_hoped_for_at_which_price(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A target's pass takes 10 ms, and 1 ms for each row more; a draft's, which is asked for every row, 1 ms.
+    of_target, of_draft = CostCurve((1, 101), (0.010, 0.110)), CostCurve((1, 101), (0.001, 0.001))
+    monkeypatch.setattr(
+        "specinfer.engine.pass_costs.cost_curve",
+        lambda *_, every_row, **__: of_draft if every_row else of_target,
+    )
+    arguments = ["generate", "-m", models / "target", "--draft", models / "draft", "--clock", "curve"]
+    arguments += ["--no-ngram", "--temperature", 0, "--max-tokens", 30, "--explain", "abcabc"]
+    status, out, err = run(monkeypatch, capsys, *arguments)
+    assert status == 0, err
+    rows = [row.groupdict() for row in EXPLAINED.finditer(out)]
+    assert [row["step"] for row in rows] == [str(1 + i) for i in range(len(rows))]
+    assert {row["why"] for row in rows} == {None, "no room", "plain step"}
+    total = out.splitlines()[-1]
+    hoped, expected, taken = re.match(  # type: ignore[union-attr]
+        rf"{len(rows)} steps, 30 tokens; (\S+) hoped for; (\d+) ms expected, (\d+) ms taken; ", total
+    ).groups()
+    for column, said, rounding in (("hoped", hoped, 0.2), ("expected", expected, 2), ("took", taken, 2)):
+        assert float(said) == pytest.approx(sum(float(row[column]) for row in rows), abs=rounding)
+    status, out, _ = run(monkeypatch, capsys, *arguments, "--json")
+    steps: list[dict[str, Any]] = json.loads(out)["steps"]
+    for row, step in zip(rows, steps, strict=True):
+        turn = step["speculators"][-1]
+        assert (row["kept"] or "0", row["drawn"] or "0") == (str(turn["kept"]), str(turn["drawn"]))
+        assert row["hoped"] == f"{step['hope']:.2f}"
+        assert row["came"] == str(step["tokens"])
+        assert row["price"] == f"{1e3 * step['price']:.1f}"
+        assert row["expected"] == f"{1e3 * step['expected_seconds']:.1f}"
+        assert step["hope"] == pytest.approx(sum(step["hopes"]), abs=1e-3)
+        assert (step["hopes"][0], len(step["hopes"])) == (1.0, 1 + turn["kept"])
+        assert 1e3 * step["price"] == pytest.approx(turn["kept"] + turn["levels"])
+        prompt = 5 if step["step"] == 1 else 0  # more rows than one
+        assert 1e3 * step["expected_seconds"] == pytest.approx(10 + prompt + 1e3 * step["price"])
+    assert sum(step["speculators"][-1]["kept"] for step in steps) > 9
 
 
 def test_a_prompt_on_standard_input(
