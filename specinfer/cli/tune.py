@@ -181,10 +181,16 @@ def tune(
         say=lambda line: click.echo(line, err=True),
     )
     prompts, sources = _prompts(files, traffic, tuning.vocab)
-    figures = tuning.run(prompts, sources)
+    outcome = tuning.run(prompts, sources)
+    figures, selection = outcome.figures, outcome.selection
+    advice = (
+        f"use it with --draft {out}"
+        if selection.pays
+        else f"--resume with more --minutes trains it on, and --draft {out} uses it all the same"
+    )
     click.echo(
         f"{out}: {figures.tokens_per_pass:.2f} tokens a pass on {figures.places} held-out places; "
-        f"use it with --draft {out}"
+        f"it {selection.verdict()}; {advice}"
     )
 
 

@@ -1,4 +1,4 @@
-"""A pool of trained members: those that pay, with a card that says what each size is worth."""
+"""What trained members are worth here: a pool of those that pay, and what cards and reports say of it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.tune.card import Material
 from specinfer.tune.draft import Draft, Target
-from specinfer.tune.held_out import Along, figures_of
+from specinfer.tune.held_out import Along, Figures, figures_of
 from specinfer.tune.selection import Candidate, Speed, quickest, selected
 from specinfer.version import VERSION
 
 Costs = Callable[[EngineConfig, Sequence[Path], Progress], PassCosts]
 _MS: Final = 1e3
 _NOTHING: Final = CostCurve((1, 2), (0.0, 0.0))
+_WORTH: Final = "\n## What it is worth\n"  # a section of a single draft's card, the last one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,9 +83,19 @@ class Selection:
         return quickest(self.pools)
 
     @property
+    def pays(self) -> bool:
+        """Whether that makes more tokens a second than no draft."""
+        return self.ratio(self.best) > 1
+
+    @property
+    def plain_seconds(self) -> float:
+        """Of a step without any draft."""
+        return self._target.expected(1)
+
+    @property
     def plain_tokens_per_second(self) -> float:
         """Without any draft."""
-        return 1 / float(self._target.seconds([1])[0])
+        return 1 / self.plain_seconds
 
     @property
     def dropped(self) -> list[str]:
@@ -96,21 +107,58 @@ class Selection:
         return ", ".join(self.candidates[number].name for number in pool.members)
 
     def lines(self) -> list[str]:
-        """For a person: what each size is worth, and what is left out."""
+        """For a person: what passes cost, what each size is worth, and what is left out."""
         told = [
+            f"a pass of the target takes {_MS * self.plain_seconds:.2f} ms for one token: "
+            f"{self.plain_tokens_per_second:.1f} tokens/s without a draft"
+        ]
+        told += [
             f"{self.names(pool)}: {pool.tokens_per_step:.3f} tokens a step of "
-            f"{_MS * pool.step_seconds:.2f} ms, {pool.tokens_per_second:.1f} tokens/s "
-            f"({self.ratio(pool):.3f} of no speculation)"
+            f"{_MS * pool.step_seconds:.2f} ms, {_MS * self.guessing_seconds(pool):.2f} ms of it to guess, "
+            f"{pool.tokens_per_second:.1f} tokens/s ({self.ratio(pool):.3f} of no speculation)"
             for pool in self.pools
         ]
         told += [f"{name} does not pay and is left out of the pool" for name in self.dropped]
-        if self.ratio(self.best) < 1:
-            told.append("no draft pays on this machine: the best pool is slower than no speculation")
+        if not self.pays:
+            told.append("no draft pays on this machine: no speculation is quicker")
         return told
+
+    def verdict(self) -> str:
+        """Whether what is kept pays, to stand behind its name."""
+        does = "pays" if self.pays else "does not pay"
+        return (
+            f"{does} on this machine ({self.best.tokens_per_second:.1f} tokens/s expected with it, "
+            f"{self.plain_tokens_per_second:.1f} without: {self.ratio(self.best):.2f} times)"
+        )
+
+    def guessing_seconds(self, pool: Speed) -> float:
+        """Of its members' passes in a step."""
+        shapes = zip(pool.members, pool.widths, strict=True)
+        return sum(self.candidates[number].seconds(widths) for number, widths in shapes)
 
     def ratio(self, pool: Speed) -> float:
         """Its speed over that of no draft."""
         return pool.tokens_per_second / self.plain_tokens_per_second
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What came of a tuning."""
+
+    figures: Figures  # of what was kept
+    selection: Selection
+
+
+def add_worth(folder: Path, selection: Selection) -> None:
+    """Put what a single draft is worth at the end of its card, in place of what is said there already.
+
+    Raises OSError.
+    """
+    readme = folder / "README.md"
+    before = readme.read_text(encoding="utf-8").partition(_WORTH)[0]
+    with NewFile(readme, mode=0o644) as new:
+        new.write(f"{before}{_WORTH}{_worth(selection)}".encode())
+        new.keep()
 
 
 def make_pool(
@@ -149,7 +197,25 @@ own. Trees of all, merged, along the same answers, at what passes took on the ma
 
 {_table(selection)}
 
-{f"Left out, as they do not pay: {left}." if left else "Every member pays and is in the head."}
+{f"Left out, as they do not pay: {left}." if left else "Every member pays and is in the head."} \
+The head {selection.verdict()}.
+"""
+
+
+def _worth(selection: Selection) -> str:
+    best = selection.best
+    [widths] = best.widths
+    return f"""
+Its trees along the same answers, at what passes took on the machine that tuned it:
+
+| | |
+|---|---|
+| tokens a step | {best.tokens_per_step:.3f}, of trees with {_shown(widths)} guesses a level |
+| a step | {_MS * best.step_seconds:.2f} ms, {_MS * selection.guessing_seconds(best):.2f} ms of it to guess |
+| a step without it | {_MS * selection.plain_seconds:.2f} ms, for one token |
+| over no speculation | {selection.ratio(best):.3f} |
+
+It {selection.verdict()}.
 """
 
 
@@ -185,7 +251,7 @@ passes took on the machine that tuned them:
 
 {_table(selection)}
 
-{verdict} Each member's folder has a card of its own.
+{verdict} Each member's folder has a card of its own. The pool {selection.verdict()}.
 Made {datetime.now(UTC):%Y-%m-%d} by specinfer {VERSION}.
 """
 

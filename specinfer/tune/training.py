@@ -76,8 +76,8 @@ class Training:
         self._config = replace(config.training, seed=seed)
         self.trainer = self._resumed() or self._begun(init)
 
-    def run(self, seconds: float) -> Figures:
-        """Train until `seconds` are over, in all runs; the figures of the best draft, which is in its folder.
+    def run(self, seconds: float) -> None:
+        """Train until `seconds` are over, in all runs; the best draft is in its folder then.
 
         Raises TuneError where no time is left before anything was trained, OSError where the disk is full.
         """
@@ -87,21 +87,19 @@ class Training:
         if left <= 0:
             if trainer.state.best == 0:
                 raise TuneError("no draft was trained yet, and no time is left; give more minutes")
-            return measure(trainer.averaged(), self._texts, self._earlier)
+            return
         between = min(_BETWEEN, seconds / _CHECKPOINTS)
-        best: Figures | None = None
         hearers.progress.start(round(left), "training", "seconds")
         try:
             while (left := seconds - trainer.state.seconds) > 0:
                 self._stretch(min(between, left), seconds)
-                best = self.keep() or best
+                self.keep()
                 hearers.progress.advance(round(min(between, left)))
         finally:
             hearers.progress.finish()
-        return best if best is not None else measure(trainer.averaged(), self._texts, self._earlier)
 
-    def keep(self) -> Figures | None:
-        """Measure, export what is better than before, write a checkpoint; figures of what is better."""
+    def keep(self) -> None:
+        """Measure, export what is better than before, write a checkpoint."""
         clock, trainer, folder = self._hearers.clock, self.trainer, self._place.folder
         began = clock()
         state, averaged = trainer.state, trainer.averaged()
@@ -131,7 +129,6 @@ class Training:
             f"{'' if figures.pooled is None else f', {figures.pooled:.3f} in the pool'}"
             f"{', the best so far' if better else ''}"
         )
-        return figures if better else None
 
     def _resumed(self) -> Trainer | None:
         path = self._place.checkpoint

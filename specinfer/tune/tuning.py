@@ -48,7 +48,7 @@ from specinfer.tune.collect import Collected, Collector, collecting
 from specinfer.tune.config import TuneConfig
 from specinfer.tune.draft import Draft, Target
 from specinfer.tune.gate import Incumbent, Verdict, replace_folder, taps_of
-from specinfer.tune.held_out import Along, Figures, along, figures_of, held_out_texts
+from specinfer.tune.held_out import Along, along, figures_of, held_out_texts
 from specinfer.tune.known_guesses import KnownGuesses
 from specinfer.tune.lessons import Lessons
 from specinfer.tune.listener import Listener
@@ -58,8 +58,10 @@ from specinfer.tune.on_trunk import joined, renew, write_selected
 from specinfer.tune.pass_costs import measured_costs
 from specinfer.tune.pooling import (
     Costs,
+    Outcome,
     Selection,
     Trained,
+    add_worth,
     candidates_of,
     candidates_on_trunk,
     make_pool,
@@ -124,8 +126,8 @@ class Tuning:
         """The target's tokens."""
         return self._target.config.vocab_size
 
-    def run(self, prompts: Prompts, sources: Sequence[str]) -> Figures:
-        """Collect and train until the time is over; the figures of the best draft, or the pool.
+    def run(self, prompts: Prompts, sources: Sequence[str]) -> Outcome:
+        """Collect and train until the time is over; what the best draft, or the pool, is worth.
 
         `sources` are the names of what prompts were read from. Raises TuneError where nothing can be learnt,
         OSError where the disk is full: what was kept until then can be gone on from.
@@ -140,7 +142,7 @@ class Tuning:
         with self._telling_of_the_disk():
             self._collect(prompts)
 
-    def train(self, sources: Sequence[str]) -> Figures:
+    def train(self, sources: Sequence[str]) -> Outcome:
         """Train on what was collected, until the time is over; returns and raises as `run`."""
         with self._telling_of_the_disk():
             return self._train(sources)
@@ -196,7 +198,7 @@ class Tuning:
             found = collector.run(prompts.asked, corpus, left, self._hearers.progress, self._hearers.clock)
         self._hearers.say(_told(found, corpus))
 
-    def _train(self, sources: Sequence[str]) -> Figures:
+    def _train(self, sources: Sequence[str]) -> Outcome:
         config, corpus = self._config, self._corpus
         torch.set_num_threads(thread_count(config.target.threads))
         keep_freed_memory()
@@ -218,9 +220,7 @@ class Tuning:
             late += training.trainer.state.seconds >= share
             if late == config.members:
                 self._hearers.say(f"the {config.minutes:g} minutes are over; --resume with more goes on")
-            figures = training.run(share)
-            if config.members == 1 and self._incumbent is None:
-                return figures
+            training.run(share)
             place = self._place(number)
             draft = read_draft(place.folder, self._target, training.trainer.draft.depth, place.member)
             members.append(Trained(place.folder, draft, along(draft, texts)))
@@ -280,11 +280,10 @@ class Tuning:
         known.complete(draft, self._config.boosting.width, self._hearers.progress, among_S)
         return known
 
-    def _judged(self, members: Sequence[Trained], material: Material, first: Trainer) -> Figures:
-        """Make a pool of the members that pay, and let it take an older draft's place where that pays.
+    def _judged(self, members: Sequence[Trained], material: Material, first: Trainer) -> Outcome:
+        """Say what passes cost and who pays, make a pool of those, and let it replace what is worse.
 
-        Members on one trunk become one head. `first` is the first member's training. The figures of what was
-        kept.
+        Members on one trunk become one head. `first` is the first member's training.
         """
         config, old = self._config, self._incumbent
         former = [] if old is None else self._former(old, members[0].draft.depth)
@@ -299,14 +298,15 @@ class Tuning:
         if config.on_trunk:
             candidates = candidates_on_trunk(own[1], candidates[0].curve, candidates[1].curve)
         selection = Selection(candidates, costs.target, trunk=config.on_trunk)
-        if config.members > 1:
-            for line in selection.lines():
-                self._hearers.say(line)
+        for line in selection.lines():
+            self._hearers.say(line)
         if config.on_trunk:
             loss = config.training.loss
             write_selected(config.out, self._target, own[1], selection, material, first, loss)
         elif config.members > 1:
             make_pool(config.out, self._target, members, config.kind.name, selection, material)
+        else:
+            add_worth(config.out, selection)
         chosen = [candidates[number].along for number in selection.best.members]
         figures = figures_of(chosen[0], chosen[1:])
         if old is not None and not self._corpus.count(held_out=True):
@@ -318,7 +318,7 @@ class Tuning:
             self._hearers.say(verdict.told(old.folder))
             if verdict.better:
                 replace_folder(config.out, old.folder)
-        return replace(figures, tokens_per_pass=figures.worth)
+        return Outcome(replace(figures, tokens_per_pass=figures.worth), selection)
 
     def _former(self, old: Incumbent, depth: int) -> list[Trained]:
         """The drafts that may be replaced, along the same answers."""

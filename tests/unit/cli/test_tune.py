@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from click.testing import CliRunner
@@ -37,7 +38,15 @@ def test_a_head_from_traffic_and_then_from_more_minutes(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, [*options, "0.01"])
     assert done.exit_code == 0, done.output
     assert f"skipped: {log} line 21: not JSON" in done.output
-    assert f"use it with --draft {out}" in done.output
+    said = re.search(
+        rf"{out}: .* held-out places; it (pays|does not pay) on this machine "
+        rf"\((.*) tokens/s expected with it, (.*) without: .* times\); .*--draft {out}",
+        done.stdout,
+    )
+    assert said
+    assert (said[1] == "pays") is (float(said[2]) > float(said[3]))
+    assert "ms for one token" in done.stderr
+    assert f"It {said[1]} on this machine" in (out / "README.md").read_text()
     head = HeadFolder(out, open_model(target).config)
     assert (head.config.depth, head.config.draft_vocab_size) == (3, 32)
     again = CliRunner().invoke(cli, [*options, "0.02", "--resume"])
@@ -71,7 +80,7 @@ def test_a_pool_of_small_models_is_made_used_and_held_against_a_new_one(tmp_path
     boost = json.loads((tmp_path / "usual" / "work" / "tuning.json").read_text())["boost"]
     assert (usual.exit_code, boost["form"], boost["warm"]) == (0, "discount", True)
     assert "member 2 of 2 learns from" in done.output
-    assert f"use it with --draft {pool}" in done.output
+    assert f"--draft {pool}" in done.stdout
     assert read_pool(pool).members[0].kind == "ssm"
     asked = ["generate", "--model", str(target), "--max-tokens", "8", "--temperature", "0", "2 * 3"]
     small_engine = ["--dtype", "float32", "--kv-cache-memory", "16MB", "--max-context", "64"]

@@ -26,10 +26,9 @@ from specinfer.tune.checkpoint import read_checkpoint
 from specinfer.tune.config import TuneConfig
 from specinfer.tune.draft import Kind
 from specinfer.tune.eagle_kind import EagleKind
-from specinfer.tune.held_out import Figures
 from specinfer.tune.lessons import AllLessons
 from specinfer.tune.pass_costs import measured_costs
-from specinfer.tune.pooling import Costs
+from specinfer.tune.pooling import Costs, Outcome
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.read_draft import read_draft
 from specinfer.tune.ssm_kind import SsmKind
@@ -57,7 +56,7 @@ def cheap(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> P
 
 def run(
     config: TuneConfig, prompts: Path, clock: Clock | None = None, costs: Costs = cheap
-) -> tuple[Figures, list[str]]:
+) -> tuple[Outcome, list[str]]:
     lines: list[str] = []
     tuning = Tuning(config, clock=clock or ticking(), say=lines.append, costs=costs)
     return tuning.run(read_prompts([prompts]), [prompts.name]), lines
@@ -83,11 +82,11 @@ def pool(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) 
 def test_a_pool_guesses_more_than_its_members(
     target: Path, prompts: Path, tmp_path: Path, kind: Kind, boost: Boost
 ) -> None:
-    figures, lines = run(pool_of(target, tmp_path / "pool", kind, boost), prompts)
+    outcome, lines = run(pool_of(target, tmp_path / "pool", kind, boost), prompts)
     found = read_pool(tmp_path / "pool")
     alone = [member.figures["tokens_per_pass"] for member in found.members]
     assert [member.kind for member in found.members] == [kind.name] * len(alone)
-    assert figures.tokens_per_pass >= max(alone) > 1
+    assert outcome.figures.tokens_per_pass >= max(alone) > 1
     assert found.figures["plain_tokens_per_second"] == 100
     per_second = 1e3 * found.figures["tokens_per_step"] / found.figures["step_milliseconds"]
     assert found.figures["tokens_per_second"] == pytest.approx(per_second)

@@ -1,0 +1,93 @@
+"""What a single draft costs here, and whether it pays: in the report, on its card, as it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from specinfer.config import EngineConfig
+from specinfer.engine.pass_costs import PassCosts
+from specinfer.heads.checkpoint import HeadFolder
+from specinfer.models.weights import open_model
+from specinfer.progress import Progress
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.tune.pooling import Costs, Outcome
+from specinfer.tune.prompts import read_prompts
+from specinfer.tune.tuning import Tuning
+from tests.unit.tune.conftest import ticking, tuning_of
+from tests.unit.tune.test_pools import BLOCK, SSM, cheap
+
+
+def dear(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> PassCosts:
+    """A draft that costs ten times its target, in passes of 10 ms."""
+    assert len(drafts) == 1
+    return PassCosts(CostCurve((1, 2), (0.01, 0.01)), {"draft": CostCurve((1, 2), (0.1, 0.1))})
+
+
+def tuned(
+    target: Path, prompts: Path, out: Path, costs: Costs, **changes: object
+) -> tuple[Outcome, list[str]]:
+    lines: list[str] = []
+    config = tuning_of(target, out, **({"kind": BLOCK} | changes))
+    tuning = Tuning(config, clock=ticking(), say=lines.append, costs=costs)
+    return tuning.run(read_prompts([prompts]), [prompts.name]), lines
+
+
+def test_a_draft_that_pays_is_said_to(target: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    outcome, lines = tuned(target, prompts, out, cheap, minutes=4.0)
+    selection, best = outcome.selection, outcome.selection.best
+    assert selection.pays
+    assert selection.guessing_seconds(best) == pytest.approx(0.001, rel=0.2)
+    assert selection.ratio(best) == pytest.approx(best.tokens_per_step * 0.01 / best.step_seconds)
+    assert lines[-2] == "a pass of the target takes 10.00 ms for one token: 100.0 tokens/s without a draft"
+    assert lines[-1].startswith(f"head: {best.tokens_per_step:.3f} tokens a step of ")
+    assert (
+        f"{best.tokens_per_second:.1f} tokens/s ({selection.ratio(best):.3f} of no speculation)" in lines[-1]
+    )
+    card = (out / "README.md").read_text()
+    assert "It pays on this machine" in card
+    assert f"| tokens a step | {best.tokens_per_step:.3f}, of trees with <" in card
+    assert "| a step without it | 10.00 ms, for one token |" in card
+    assert outcome.figures.tokens_per_pass > 1
+
+
+@pytest.mark.parametrize("kind", [BLOCK, SSM])
+def test_a_draft_that_does_not_pay_is_said_not_to_and_stays(
+    target: Path, prompts: Path, tmp_path: Path, kind: object
+) -> None:
+    out = tmp_path / "draft"
+    outcome, lines = tuned(target, prompts, out, dear, kind=kind)
+    assert not outcome.selection.pays
+    assert lines[-1] == "no draft pays on this machine: no speculation is quicker"
+    card = (out / "README.md").read_text()
+    assert "It does not pay on this machine" in card
+    assert (out / "config.json").exists()
+    assert outcome.selection.verdict().startswith("does not pay on this machine (")
+
+
+def test_a_card_says_it_once_and_of_the_last_run(target: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    _, lines = tuned(target, prompts, out, dear, minutes=3.0)
+    before = (out / "README.md").read_text()
+    _, lines = tuned(target, prompts, out, cheap, minutes=3.0, resume=True)
+    assert lines[0] == "the 3 minutes are over; --resume with more goes on"
+    after = (out / "README.md").read_text()
+    heading = "## What it is worth"
+    assert (before.count(heading), after.count(heading)) == (1, 1)
+    assert before.partition(heading)[0] == after.partition(heading)[0]
+    assert "does not pay" in before
+    assert "does not pay" not in after
+
+
+def test_the_figures_are_of_the_draft_that_is_kept(target: Path, prompts: Path, tmp_path: Path) -> None:
+    """Of a run that finds nothing better, too: what was learnt since is not in the folder."""
+    out = tmp_path / "head"
+    first, _ = tuned(target, prompts, out, cheap, minutes=3.0)
+    kept = (out / "model.safetensors").read_bytes()
+    again, _ = tuned(target, prompts, out, cheap, minutes=3.0, resume=True)
+    assert (out / "model.safetensors").read_bytes() == kept
+    assert again.figures == first.figures
+    HeadFolder(out, open_model(target).config)
