@@ -104,7 +104,7 @@ class Training:
         began = clock()
         state, averaged = trainer.state, trainer.averaged()
         figures = measure(averaged, self._texts, self._earlier)
-        better = figures.worth > state.best or not state.history
+        better = figures.worth > state.best
         state.history.append(
             {
                 "seconds": state.seconds,
@@ -162,25 +162,37 @@ class Training:
                 return
 
     def _measure_anew(self) -> None:
-        """What is exported, where more is held out than then: later drafts are held against that."""
+        """What is exported: later drafts are held against that, whatever the last checkpoint says of it.
+
+        Whoever is killed behind an export has a checkpoint of before; and since then more may have been held
+        out, and the members before this one may have learnt.
+        """
         state, folder = self.trainer.state, self._place.folder
-        if not state.history or not (folder / "config.json").exists():
+        if not (folder / "config.json").exists():
+            state.best = 0.0
             return
-        depth = self.trainer.draft.depth
-        exported = read_draft(folder, self._target, depth, self._place.member)
+        exported = read_draft(folder, self._target, self.trainer.draft.depth, self._place.member)
         figures = measure(exported, self._texts, self._earlier)
-        new_places = figures.places != state.places
-        if new_places or self._earlier:  # the members before it may have learnt more since
-            state.best, state.places = figures.worth, figures.places
-        if new_places:
+        if state.history and figures.places != state.places:
             self._hearers.say(
-                f"on {figures.places} held-out places that there are now the best makes {state.best:.3f}"
+                f"on {figures.places} held-out places that there are now the best makes {figures.worth:.3f}"
             )
+        state.best, state.places = figures.worth, figures.places
+        if not self._card.exists():
+            self._describe(exported, figures)
 
     def _export(self, draft: Draft, figures: Figures) -> None:
-        folder = self._place.folder
-        draft.write(folder, self._target)
+        """Write a draft and its card; whoever is killed on the way leaves no card that is another draft's."""
+        self._card.unlink(missing_ok=True)
+        draft.write(self._place.folder, self._target)
+        self._describe(draft, figures)
+
+    @property
+    def _card(self) -> Path:
+        return self._place.folder / "README.md"
+
+    def _describe(self, draft: Draft, figures: Figures) -> None:
         text = card(draft.described(), self._material, self.trainer, self._config.loss, figures)
-        with NewFile(folder / "README.md", mode=0o644) as new:
+        with NewFile(self._card, mode=0o644) as new:
             new.write(text.encode())
             new.keep()

@@ -19,7 +19,7 @@ from specinfer.heads.checkpoint import HeadFolder
 from specinfer.heads.config import BlockConfig
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
-from specinfer.tune import checkpoint
+from specinfer.tune import checkpoint, training
 from specinfer.tune.block_kind import BlockKind
 from specinfer.tune.blocks import anchors_of, blocks
 from specinfer.tune.checkpoint import read_checkpoint
@@ -184,6 +184,78 @@ def test_the_best_checkpoint_is_kept_and_not_the_newest(
     assert told[:3] == [True, True, False]
     assert not any(told[3:])
     assert "makes 2.50 tokens a pass" in (tmp_path / "head" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("writes", [0, 1])
+def test_a_later_worse_one_never_replaces_what_was_exported_before_a_kill(
+    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    """The kill is behind the export and before the checkpoint, which knows nothing of it."""
+    best, worse = 2.5, [2.0] * 30
+    worth = iter([*[1.5] * writes, best, *worse])
+
+    def measured(draft: BlockHeadDraft, *_: Any) -> Figures:
+        exported = bool((draft.scale_ND == 1).all())
+        return Figures((0.1,) * 4, 0.2, best if exported else next(worth), 5)
+
+    monkeypatch.setattr("specinfer.tune.training.measure", measured)
+    left, write = iter(range(writes)), checkpoint.write_checkpoint
+
+    def dies(*args: Any) -> None:
+        if next(left, None) is None:
+            raise KilledError
+        write(*args)
+
+    config = tuning_of(target, tmp_path / "head")
+    monkeypatch.setattr("specinfer.tune.training.write_checkpoint", dies)
+    with pytest.raises(KilledError):
+        run(config, prompts, ticking(3.0))
+    exported = (config.out / "model.safetensors").read_bytes()
+    monkeypatch.setattr("specinfer.tune.training.write_checkpoint", write)
+    run(replace(config, resume=True), prompts, ticking(3.0))
+    kept = read_checkpoint(config.out / _CHECKPOINT).state
+    assert len(kept.history) > writes
+    assert (kept.best, kept.places) == (best, 5)
+    assert (config.out / "model.safetensors").read_bytes() == exported
+    assert "makes 2.50 tokens a pass" in (config.out / "README.md").read_text()
+
+
+def test_a_draft_whose_card_was_not_written_before_a_kill_gets_it(
+    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worth, write, written = iter([1.5, 2.5, *[2.0] * 30]), training.card, list[str]()
+
+    def measured(draft: BlockHeadDraft, *_: Any) -> Figures:
+        exported = bool((draft.scale_ND == 1).all())
+        return Figures((0.1,) * 4, 0.2, 2.5 if exported else next(worth), 5)
+
+    def dies_at_the_second(*args: Any) -> str:
+        if written:
+            raise KilledError
+        written.append(write(*args))
+        return written[-1]
+
+    monkeypatch.setattr(training, "measure", measured)
+    config = tuning_of(target, tmp_path / "head")
+    monkeypatch.setattr(training, "card", dies_at_the_second)
+    with pytest.raises(KilledError):
+        run(config, prompts, ticking(3.0))
+    assert written
+    assert not (config.out / "README.md").exists(), "the first one's card is not the second one's"
+    monkeypatch.setattr(training, "card", write)
+    run(replace(config, resume=True), prompts, ticking(3.0))
+    text = (config.out / "README.md").read_text()
+    assert "makes 2.50 tokens a pass" in text
+    assert "## What it is worth" in text
+
+
+def test_a_draft_that_somebody_removed_is_exported_anew(target: Path, prompts: Path, tmp_path: Path) -> None:
+    config = tuning_of(target, tmp_path / "head")
+    run(config, prompts, ticking(3.0))
+    (config.out / "config.json").unlink()
+    (config.out / "model.safetensors").unlink()
+    run(replace(config, resume=True, minutes=2.0, collect_minutes=0.0), prompts, ticking(3.0))
+    HeadFolder(config.out, open_model(target).config)
 
 
 def test_a_model_card_says_where_a_head_is_from(tuned: Path) -> None:
