@@ -16,7 +16,7 @@ from specinfer.tune.draft import Beginning, Target
 from specinfer.tune.head_draft import BlockHeadDraft
 from specinfer.tune.held_out import entries_of
 from specinfer.tune.informed_head import begin_as_target, learn_pairs
-from specinfer.tune.known_head import known_head, widened
+from specinfer.tune.known_head import known_folder, known_head, widened
 from specinfer.tune.lessons import first_texts
 from specinfer.tune.loudness import tune_loudness
 from specinfer.tune.new_head import (
@@ -53,7 +53,9 @@ class BlockKind:
             raise TuneError(
                 "init is target, which is for block heads of layout specinfer; allowed: random, or a head"
             )
-        self.config(target, default_taps(target))
+        config = self.config(target, default_taps(target))
+        if init not in (None, "target", "random"):
+            known_folder(init, config, self.vocabulary, target)
 
     def taps(self, target: ModelConfig) -> tuple[int, ...]:
         """An early layer, one in the middle, one near the end."""

@@ -148,7 +148,10 @@ class Kind(Protocol):
     name: ClassVar[str]
 
     def check(self, target: ModelConfig, init: str | None) -> None:
-        """Raise ModelError for targets it does not fit, TuneError for what it cannot begin as."""
+        """Raise ModelError for targets it does not fit, TuneError for what it cannot begin as.
+
+        An `init` that names a draft is looked up, and opened: ModelError and its kind where there is none.
+        """
         ...
 
     def taps(self, target: ModelConfig) -> tuple[int, ...]:

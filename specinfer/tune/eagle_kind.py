@@ -14,7 +14,7 @@ from specinfer.models.config import Family, ModelConfig
 from specinfer.tune.collect import default_taps
 from specinfer.tune.draft import Beginning, Target
 from specinfer.tune.head_draft import EagleHeadDraft
-from specinfer.tune.known_head import known_head, widened
+from specinfer.tune.known_head import known_folder, known_head, widened
 from specinfer.tune.new_head import (
     USUAL_VOCABULARY,
     body_of,
@@ -41,7 +41,9 @@ class EagleKind:
                 "init is target, which is for block heads of layout specinfer and for small models; allowed: "
                 "random, or a head"
             )
-        self.config(target, default_taps(target))
+        config = self.config(target, default_taps(target))
+        if init not in (None, "random"):
+            known_folder(init, config, self.vocabulary, target)
 
     def taps(self, target: ModelConfig) -> tuple[int, ...]:
         """An early layer, one in the middle, one near the end."""

@@ -15,6 +15,7 @@ from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.vocabulary import Tables
 from specinfer.hub import resolve
+from specinfer.models.config import ModelConfig
 from specinfer.models.weights import OpenModel
 from specinfer.tune.draft import Beginning
 from specinfer.tune.new_head import likely_tokens
@@ -22,41 +23,56 @@ from specinfer.tune.new_head import likely_tokens
 _PAIRS: Final = "markov_head.markov_w2.weight"
 
 
-def known_head(
-    name: str, wanted: BlockConfig | EagleConfig, target: OpenModel, scale_ND: Tensor
-) -> BlockHead | EagleHead:
-    """A head that was exported, to be trained on with multiplied hidden states; `name` is its folder.
+def known_folder(
+    name: str, wanted: BlockConfig | EagleConfig, vocabulary: int | None, target: ModelConfig
+) -> HeadFolder:
+    """A head that was exported, which can be trained on; `name` is its folder. Reads no weights.
 
     It names what it named, however many are `wanted`. One that says nothing of its guesses may learn to, and
     one of another target of these sizes may become this one's. Raises TuneError where it is of another shape
-    besides, and ModelError and its kind where there is none that fits the target.
+    besides, or names more than `vocabulary` tokens, and ModelError and its kind where there is none that fits
+    the target.
     """
     files = resolve(name)
     if not is_head(files.path):
         raise TuneError(
             f"init is {name!r}, which is no draft head; allowed: target, random, or a head's folder"
         )
-    opened = HeadFolder(files, target.config)
-    config = wanted = replace(wanted, draft_vocab_size=opened.config.draft_vocab_size)
+    opened = HeadFolder(files, target)
     if isinstance(opened.config, BlockConfig) and opened.config.members:
         raise TuneError(
             f"the head {name} has {opened.config.members} member(s) on its trunk; a tuning goes on from a "
             "head that has none"
         )
-    if isinstance(wanted, BlockConfig) and isinstance(opened.config, BlockConfig):
-        silent = not opened.config.confidence
-        config = replace(wanted, confidence=False, confidence_reads_token=False) if silent else wanted
-    if config != opened.config:
+    if opened.config not in _allowed(wanted, opened):
         raise TuneError(
             f"the head {name} has another shape than the one that is wanted; give --kind, --layers, "
             "--depth, --layout and --confidence as it was trained, or leave --init out"
         )
+    _named(len(opened.ids), vocabulary, target.vocab_size)
+    return opened
+
+
+def _allowed(wanted: BlockConfig | EagleConfig, opened: HeadFolder) -> list[BlockConfig | EagleConfig]:
+    """What a head may be: what is wanted, which names what it names, and of a block head the silent one."""
+    same = replace(wanted, draft_vocab_size=opened.config.draft_vocab_size)
+    if isinstance(same, BlockConfig):
+        return [same, replace(same, confidence=False, confidence_reads_token=False)]
+    return [same]
+
+
+def known_head(
+    name: str, wanted: BlockConfig | EagleConfig, target: OpenModel, scale_ND: Tensor
+) -> BlockHead | EagleHead:
+    """The head in `known_folder`, to be trained on with multiplied hidden states; raises as that."""
+    opened = known_folder(name, wanted, None, target.config)
     head = opened.module(target)
     assert isinstance(head, BlockHead | EagleHead)  # as its config is
-    if config != wanted:
-        assert isinstance(wanted, BlockConfig)
+    same = _allowed(wanted, opened)[0]
+    if opened.config != same:
+        assert isinstance(same, BlockConfig)
         known = head.state_dict()
-        head = BlockHead(wanted, opened.ids)
+        head = BlockHead(same, opened.ids)
         nn.init.zeros_(head.confidence_head.proj.weight)
         nn.init.zeros_(head.confidence_head.proj.bias)
         head.load_state_dict(known, strict=False)
@@ -77,17 +93,26 @@ def widened(
     Raises TuneError where it names more already.
     """
     target, own = beginning.target, len(head.ids)
-    count = own if vocabulary is None else min(vocabulary, target.config.vocab_size)
-    if count < own:
-        raise TuneError(
-            f"vocabulary is {vocabulary}, and the head to go on from names {own} tokens; give as many or "
-            "more, or leave it out"
-        )
+    count = _named(own, vocabulary, target.config.vocab_size)
     if count == own:
         return head
     beginning.say(f"the head named {own} tokens, and is given {count - own} more")
     likely_V = likely_tokens(beginning.lessons.corpus, target.config.vocab_size)
     return _with_more_tokens(head, count, target.model, likely_V)
+
+
+def _named(own: int, vocabulary: int | None, most: int) -> int:
+    """How many tokens a head will name that names so many of its own, of a target that has so many at most.
+
+    Raises TuneError where it names more already.
+    """
+    count = own if vocabulary is None else min(vocabulary, most)
+    if count < own:
+        raise TuneError(
+            f"vocabulary is {vocabulary}, and the head to go on from names {own} tokens; give as many or "
+            "more, or leave it out"
+        )
+    return count
 
 
 def _with_more_tokens(

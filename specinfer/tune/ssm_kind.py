@@ -117,7 +117,9 @@ class SsmKind:
 
     def check(self, target: ModelConfig, init: str | None) -> None:
         """Raises as Kind."""
-        self.config(target)
+        config = self.config(target)
+        if init not in (None, "target", "random"):
+            _opened(init, config)
 
     def taps(self, target: ModelConfig) -> tuple[int, ...]:
         """None."""
@@ -185,7 +187,18 @@ def read_small(opened: OpenModel, depth: int) -> SmallDraft:
 
 
 def _known(name: str, wanted: ModelConfig) -> SmallModel:
-    """An exported model, to be trained on; raises TuneError where it is not of the shape that is wanted."""
+    """An exported model, to be trained on; raises as `_opened`."""
+    opened = _opened(name, wanted)
+    model = SmallModel(wanted, *tables(opened))
+    _take(model, opened, range(wanted.num_layers))
+    return model
+
+
+def _opened(name: str, wanted: ModelConfig) -> OpenModel:
+    """An exported model that can be trained on, of which no weights are read.
+
+    Raises TuneError where it is not of the shape that is wanted, ModelError and its kind where there is none.
+    """
     files = resolve(name)
     if is_head(files.path):
         raise TuneError(
@@ -197,9 +210,7 @@ def _known(name: str, wanted: ModelConfig) -> SmallModel:
             f"the model {name} has another shape than the one that is wanted; give --layers as it was "
             "trained, and the model it is a draft of, or leave --init out"
         )
-    model = SmallModel(wanted, *tables(opened))
-    _take(model, opened, range(wanted.num_layers))
-    return model
+    return opened
 
 
 def _take(model: SmallModel, source: OpenModel, layers: Sequence[int]) -> None:

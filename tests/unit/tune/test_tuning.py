@@ -24,12 +24,15 @@ from specinfer.tune.block_kind import BlockKind
 from specinfer.tune.blocks import anchors_of, blocks
 from specinfer.tune.checkpoint import read_checkpoint
 from specinfer.tune.config import TuneConfig
+from specinfer.tune.draft import Kind
+from specinfer.tune.eagle_kind import EagleKind
 from specinfer.tune.head_draft import BlockHeadDraft
 from specinfer.tune.held_out import Figures, entries_of, held_out_texts
 from specinfer.tune.lessons import AllLessons
 from specinfer.tune.places import Places, shortlists, summed_losses
 from specinfer.tune.pooling import Outcome
 from specinfer.tune.prompts import read_prompts
+from specinfer.tune.ssm_kind import SsmKind
 from specinfer.tune.trainer import TrainConfig
 from specinfer.tune.tuning import Tuning
 from tests.tiny_models import write_tiny_llama
@@ -37,6 +40,7 @@ from tests.unit.tune.conftest import Clock, KilledError, dies_at, engine, tickin
 from tests.unit.tune.test_pools import cheap
 
 _CHECKPOINT = "work/checkpoint.safetensors"
+SHAPE = BlockKind(depth=4, vocabulary=48, markov_rank=8, anchors=8)
 
 
 def run(
@@ -409,6 +413,30 @@ def test_folders_that_are_something_else_are_refused(
         with pytest.raises(TuneError, match=words):
             Tuning(config)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("kind", [SHAPE, EagleKind(depth=4, vocabulary=48), SsmKind(layers=1, depth=4)])
+def test_what_a_draft_cannot_begin_as_is_refused_before_anything_is_collected(
+    tuned: Path, target: Path, prompts: Path, tmp_path: Path, kind: Kind
+) -> None:
+    """And the folder is free for the corrected command."""
+    out = tmp_path / "head"
+    other = target if kind is SHAPE else tuned  # a model, where a head is wanted, and the other way round
+    with pytest.raises(ModelError, match="no model is called 'typo'"):
+        Tuning(tuning_of(target, out, kind=kind, init="typo"))
+    with pytest.raises(TuneError, match=r"is no draft head|is a draft head|has another shape"):
+        Tuning(tuning_of(target, out, kind=kind, init=str(other)))
+    assert not out.exists()
+    Tuning(tuning_of(target, out, kind=kind))
+
+
+def test_a_head_that_names_more_than_is_asked_for_is_refused_before_anything_is_collected(
+    tuned: Path, target: Path, tmp_path: Path
+) -> None:
+    narrow = replace(SHAPE, vocabulary=32)
+    with pytest.raises(TuneError, match="vocabulary is 32, and the head to go on from names 48 tokens"):
+        Tuning(tuning_of(target, tmp_path / "head", kind=narrow, init=str(tuned)))
+    assert not (tmp_path / "head").exists()
 
 
 def test_a_damaged_checkpoint_is_told(target: Path, prompts: Path, tmp_path: Path) -> None:
