@@ -93,7 +93,7 @@ class Tuning:
         clock: Callable[[], float] = time.monotonic,
         costs: Costs = measured_costs,
     ) -> None:
-        """Makes the folder; raises TuneError where it is another tuning's, OSError where it cannot be made.
+        """Writes nothing yet; raises TuneError where the folder is another tuning's.
 
         Raises ModelError and its kind for a target that cannot be found, or that no head is trained for.
         """
@@ -116,7 +116,7 @@ class Tuning:
         if config.members > 1:
             boost = config.boosting.facts() | ({"on_trunk": True} if config.on_trunk else {})
             self._shape |= {"members": config.members, "boost": boost}
-        self._claim()
+        self._check_folder()
         self._corpus = self._reading(own_taps)
         for name in self._corpus.damaged:
             say(f"{config.work / 'shards' / name} is damaged and is left out")
@@ -157,10 +157,18 @@ class Tuning:
                 "goes on from what was kept"
             ) from error
 
+    @property
+    def _facts(self) -> Path:
+        return self._config.work / "tuning.json"
+
     def _claim(self) -> None:
-        """Make the folder this tuning's, or see that it is."""
-        work = self._config.work
-        facts = work / "tuning.json"
+        """Make the folder this tuning's, now that there is something to be put into it."""
+        (self._config.work / "shards").mkdir(parents=True, exist_ok=True)
+        _write(self._facts, json.dumps(self._shape))
+
+    def _check_folder(self) -> None:
+        """Raise TuneError where the folder is not this tuning's, and cannot be."""
+        facts = self._facts
         if facts.exists():
             if not self._config.resume:
                 raise TuneError(f"{self._config.out} has a tuning in it; --resume goes on with it")
@@ -175,8 +183,6 @@ class Tuning:
             raise TuneError(f"{self._config.out} has no tuning to resume; leave --resume out")
         elif (self._config.out / "config.json").exists() or is_pool(self._config.out):
             raise TuneError(f"{self._config.out} has a model in it already; name another folder")
-        (work / "shards").mkdir(parents=True, exist_ok=True)
-        _write(facts, json.dumps(self._shape))
 
     def _collect(self, prompts: Prompts) -> None:
         corpus = self._corpus
@@ -195,6 +201,7 @@ class Tuning:
             collector = Collector(
                 llm, listener, chat=chat, max_tokens=config.max_tokens, seed=config.training.seed
             )
+            self._claim()
             found = collector.run(prompts.asked, corpus, left, self._hearers.progress, self._hearers.clock)
         self._hearers.say(_told(found, corpus))
 
@@ -208,6 +215,7 @@ class Tuning:
                 f"{corpus.tokens} tokens were collected, too few to learn from and to measure with; "
                 "--resume with more minutes or prompts"
             )
+        self._claim()
         total = 60 * config.minutes
         share = max(total - corpus.seconds, _LEAST_TRAINING * total) / config.members
         known: list[KnownGuesses] = []

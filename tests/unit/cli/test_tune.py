@@ -9,7 +9,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from specinfer.cli import cli
-from specinfer.errors import TuneError
+from specinfer.errors import DatasetError, TuneError
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.hub.pool import read_pool
 from specinfer.models.weights import open_model
@@ -35,6 +35,10 @@ def test_a_head_from_traffic_and_then_from_more_minutes(tmp_path: Path) -> None:
     out = tmp_path / "head"
     options = ["tune", "--model", str(target), "--out", str(out), "--traffic", str(log), *SMALL]
     options += ["--vocabulary", "32", "--depth", "3", "--loss", "coupled", "--minutes"]
+    mistyped = [option.replace("traffic.jsonl", "trafic.jsonl") for option in options]
+    done = CliRunner().invoke(cli, [*mistyped, "0.01"])
+    assert isinstance(done.exception, DatasetError)
+    assert not out.exists(), "the folder is free for the corrected command"
     done = CliRunner().invoke(cli, [*options, "0.01"])
     assert done.exit_code == 0, done.output
     assert f"skipped: {log} line 21: not JSON" in done.output

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specinfer import SamplingParams
-from specinfer.errors import ModelError, TuneError
+from specinfer.errors import ModelError, SpecInferError, TuneError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.heads.config import BlockConfig
@@ -437,6 +437,16 @@ def test_a_head_that_names_more_than_is_asked_for_is_refused_before_anything_is_
     with pytest.raises(TuneError, match="vocabulary is 32, and the head to go on from names 48 tokens"):
         Tuning(tuning_of(target, tmp_path / "head", kind=narrow, init=str(tuned)))
     assert not (tmp_path / "head").exists()
+
+
+def test_a_folder_is_claimed_when_there_is_something_to_be_put_there(
+    target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    config = replace(tuning_of(target, tmp_path / "head"), target=engine(target, kv_cache_memory=1))
+    with pytest.raises(SpecInferError, match="memory"):
+        run(config, prompts)
+    assert not config.out.exists()
+    run(tuning_of(target, config.out), prompts, ticking(20.0))
 
 
 def test_a_damaged_checkpoint_is_told(target: Path, prompts: Path, tmp_path: Path) -> None:
