@@ -141,6 +141,8 @@ class Engine:
             kv_cache_usage=scheduler.cache_usage,
             speculation_off_steps=0 if guard is None else guard.off_steps,
             cost_factors={} if guard is None else guard.factors,
+            speculation_on=guard is None or guard.guessing,
+            guessed_tokens=self._speculators.guessed_tokens,
         )
 
     def keep_learnt(self) -> None:

@@ -56,6 +56,8 @@ class Statistics:
     kv_cache_usage: float  # of the KV cache's blocks the part that running requests hold, 0 to 1
     speculation_off_steps: int = 0  # in which the guard let nobody guess
     cost_factors: Mapping[str, float] = field(default_factory=dict)  # what passes take, of what curves say
+    speculation_on: bool = True  # the guard lets speculators guess, or there is none
+    guessed_tokens: Mapping[str, int] = field(default_factory=dict)  # by speculator, verified or not
 
     def since(self, earlier: Statistics) -> Statistics:
         """What was done after `earlier`; what does not only grow is that of now."""
@@ -67,4 +69,5 @@ class Statistics:
             prefix_queries=self.prefix_queries - earlier.prefix_queries,
             prefix_hits=self.prefix_hits - earlier.prefix_hits,
             speculation_off_steps=self.speculation_off_steps - earlier.speculation_off_steps,
+            guessed_tokens={s: n - earlier.guessed_tokens.get(s, 0) for s, n in self.guessed_tokens.items()},
         )

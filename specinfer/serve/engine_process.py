@@ -236,6 +236,8 @@ class EngineProcess:
             stage_seconds={stage.value: seconds for stage, seconds in now.stage_seconds.items()},
             speculation_off_steps=now.speculation_off_steps,
             cost_factors=now.cost_factors,
+            speculation_on=now.speculation_on,
+            guessed_tokens=now.guessed_tokens,
         )
 
     def _check(self, number: int) -> None:

@@ -50,6 +50,7 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "The same by depth in the tree, from 0.", "position"
         )
         self.accepted_by = labelled("accepted_tokens", "The same by speculator.", "speculator")
+        self.verified_by = labelled("verified_tokens", "Verified tokens by speculator.", "speculator")
         self.traffic_log_lost = counter("traffic_log_lost", "Completions that log_traffic has not got.")
         self.preemptions = gauge("num_preemptions", "How often a request gave up its KV blocks.")
         self.steps = gauge("engine_steps", "Steps of the engine, restarts or not.")
@@ -60,6 +61,13 @@ class Metrics:
             registry=self.registry,
         )
         self.off_steps = gauge("speculation_off_steps", "Of these steps those in which nobody could guess.")
+        self.on = gauge("speculation_on", "Whether speculators may guess now, 1, or the guard forbids it, 0.")
+        self.guessed_by = Gauge(
+            "specinfer:guessed_tokens",
+            "Tokens that were guessed in these steps, verified or not, by speculator.",
+            ["model_name", "speculator"],
+            registry=self.registry,
+        )
         self.factors = Gauge(
             "specinfer:pass_cost_factor",
             "What a model's passes take now, of what its cost curve says.",
@@ -99,6 +107,9 @@ class Metrics:
             for stage, seconds in state.stage_seconds.items():
                 self.stages.labels(self._model, stage).set(seconds)
             self.off_steps.set(state.speculation_off_steps)
+            self.on.set(state.speculation_on)
+            for speculator, count in state.guessed_tokens.items():
+                self.guessed_by.labels(self._model, speculator).set(count)
             for model, factor in state.cost_factors.items():
                 self.factors.labels(self._model, model).set(factor)
             if state.prefix_queries:
@@ -120,6 +131,8 @@ class Metrics:
         self.accepted_tokens.inc(figures.accepted_tokens)
         for position, count in enumerate(figures.accepted_per_depth):
             self.accepted_at.labels(self._model, str(position)).inc(count)
+        for speculator, count in figures.proposed_by.items():
+            self.verified_by.labels(self._model, speculator).inc(count)
         for speculator, count in figures.accepted_by.items():
             self.accepted_by.labels(self._model, speculator).inc(count)
 

@@ -70,7 +70,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """How an engine is doing, as metrics have it; what stands behind `kv_cache_usage` only grows."""
+    """How an engine is doing, as metrics have it; from `steps` to `guessed_tokens` all only grows."""
 
     running: int = 0
     waiting: int = 0
@@ -81,19 +81,24 @@ class EngineState:
     prefix_hits: int = 0
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     speculation_off_steps: int = 0
+    guessed_tokens: Mapping[str, float] = field(default_factory=dict)
+    speculation_on: bool = True
     cost_factors: Mapping[str, float] = field(default_factory=dict)
 
     def behind(self, earlier: EngineState) -> EngineState:
         """This state, with what engines before this one have counted."""
-        stages = dict(earlier.stage_seconds)
-        for stage, seconds in self.stage_seconds.items():
-            stages[stage] = stages.get(stage, 0.0) + seconds
         return replace(
             self,
             steps=self.steps + earlier.steps,
             preemptions=self.preemptions + earlier.preemptions,
             prefix_queries=self.prefix_queries + earlier.prefix_queries,
             prefix_hits=self.prefix_hits + earlier.prefix_hits,
-            stage_seconds=stages,
+            stage_seconds=_added(earlier.stage_seconds, self.stage_seconds),
             speculation_off_steps=self.speculation_off_steps + earlier.speculation_off_steps,
+            guessed_tokens=_added(earlier.guessed_tokens, self.guessed_tokens),
         )
+
+
+def _added(counted: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """Counts by name, added up."""
+    return {**counted, **{name: counted.get(name, 0) + count for name, count in more.items()}}

@@ -77,6 +77,7 @@ class Ensemble:
         self._vocab = vocab  # of the target
         self._policy = policy if isinstance(policy, TrustedPolicy) else TrustedPolicy(policy)
         self._clock = clock
+        self._guessed_tokens = dict.fromkeys(names, 0)
         self._odd: set[str] = set()  # those that gave a confidence outside of 0 to 1, which was logged
         self._passes: list[LevelPass] = []  # of the step
         self._hindsight: dict[str, Sequence[LevelOutcome]] = {}  # of the same
@@ -93,6 +94,7 @@ class Ensemble:
             if not offer.entries:
                 continue
             trees = self._from(speculator, offer, shared)
+            self._count(speculator.name, trees)
             for one, tree in zip(asked, trees, strict=False):  # none if it failed
                 one.add(tree)
         if self._by_levels and self._extending:
@@ -114,6 +116,11 @@ class Ensemble:
         """
         failed = frozenset(self._names) - {speculator.name for speculator in self._speculators}
         return self._proposed.decisions(self._names, failed, self._policy.appraise(self._proposed.chosen))
+
+    @property
+    def guessed_tokens(self) -> dict[str, int]:
+        """Of each speculator the tokens it has guessed so far, verified or not; any thread may ask."""
+        return dict(self._guessed_tokens)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -248,7 +255,12 @@ class Ensemble:
             self._note_confidences(speculator.name, [tree])
             tree = _possible(tree, entry, path)
             if tree.num_nodes > 1:
+                self._count(speculator.name, [tree])
                 guesses.append((end, tree))
+
+    def _count(self, name: str, trees: Sequence[TokenTree]) -> None:
+        """Count a speculator's guesses, without those that cannot become text."""
+        self._guessed_tokens[name] += sum([len(tree.token_ids) - 1 for tree in trees])
 
     def _note_confidences(self, name: str, trees: Sequence[TokenTree]) -> None:
         """Log the first confidence of a speculator that is not between 0 and 1."""

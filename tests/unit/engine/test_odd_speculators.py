@@ -11,6 +11,7 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.engine.trace import TreeEvent
+from specinfer.llm import LLM
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.speculator import Outcome
@@ -112,6 +113,12 @@ class OddByLevels(Odd):
         return self._tree(self._plan[entry], self._depths[entry])
 
 
+def beside(tiny: Tiny, speculator: Odd) -> LLM:
+    """An engine that answers one request at a time with this speculator."""
+    options = {"tree_size": "cost", "clock": "curve", "max_batch_size": 1}
+    return tiny.llm().variant(speculators=[speculator], **options)
+
+
 def seconds_with(
     tiny: Tiny, answers: list[list[int]], law: SamplingParams, odd: type[Odd], *how: object
 ) -> float:
@@ -123,9 +130,7 @@ def seconds_with(
     def count(event: TreeEvent) -> None:
         rows[event.step] += event.tree.num_nodes
 
-    with tiny.llm().variant(
-        tree_size="cost", clock="curve", max_batch_size=1, speculators=[speculator]
-    ) as llm:
+    with beside(tiny, speculator) as llm:
         llm.on_tree = count
         outputs = llm.generate(PROMPTS, law)
         assert_idle(llm)
@@ -195,3 +200,21 @@ def test_one_that_hits_gains_whatever_it_says_of_its_guesses(
     assert seconds < 92
     said = [record.getMessage() for record in caplog.records if record.name.startswith("specinfer.speculate")]
     assert [line.partition(" gave a confidence of ")[2].partition(" more ")[0] for line in said] == logged
+
+
+def test_statistics_tell_what_was_guessed_and_whether_anybody_may(
+    tiny: Tiny, answers: dict[SamplingParams, list[list[int]]]
+) -> None:
+    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers[LAWS[0]], strict=True)]
+    on: list[bool] = []
+    with beside(tiny, Odd(texts, wrong, wrong, 1.0)) as llm:
+        llm.on_tree = lambda _: on.append(llm.statistics().speculation_on)
+        [output] = llm.generate(PROMPTS[:1], LAWS[0])
+        statistics = llm.statistics()
+    off = on.index(False)
+    assert on[off : off + 64] == [False] * 64
+    assert all(on[:off])
+    guessed, verified = statistics.guessed_tokens["odd"], output.figures.proposed_by["odd"]
+    assert guessed > verified > 0
+    assert output.figures.accepted_by == {}
+    assert statistics.since(statistics).guessed_tokens["odd"] == 0

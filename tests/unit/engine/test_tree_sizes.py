@@ -222,3 +222,4 @@ def test_the_guards_steps_and_the_costs_factors_are_told(tiny: Tiny, monkeypatch
     assert llm.statistics().since(before).speculation_off_steps < 5
     fixed = tiny.llm(**SPECULATION).statistics()
     assert (fixed.speculation_off_steps, fixed.cost_factors) == (0, {})
+    assert fixed.speculation_on, "there is no guard"

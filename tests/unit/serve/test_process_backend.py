@@ -280,6 +280,8 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         prefix_hits=50,
         stage_seconds={"schedule": 1.0, "commit": 2.0},
         speculation_off_steps=5,
+        guessed_tokens={"ngram": 8, "draft": 4},
+        speculation_on=False,
         cost_factors={"target": 1.5},
     )
     second = EngineState(
@@ -288,6 +290,7 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         prefix_queries=60,
         stage_seconds={"schedule": 0.5, "commit": 0.25},
         speculation_off_steps=2,
+        guessed_tokens={"ngram": 0, "0-draft": 3},
         cost_factors={"target": 1.25, "0-draft": 2.0},
     )
     metrics = Metrics("m")
@@ -299,7 +302,7 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
                 name, _, number = line.rpartition(" ")
                 found[name.removeprefix("specinfer:").replace('model_name="m"', "")] = float(number)
         wanted = ("num_pre", "num_requests_running", "engine_s", "engine_restarts", "prefix_cache_hit_rate")
-        wanted += ("speculation_off_steps", "pass_cost_factor")
+        wanted += ("speculation_o", "guessed_tokens", "pass_cost_factor")
         return {name: number for name, number in found.items() if name.startswith(wanted)}
 
     async def run() -> None:
@@ -310,7 +313,8 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
             return figures(metrics.text(await backend.health()).decode())
 
         handles[0].state = replace(first, steps=4)
-        assert (await told())["engine_steps{}"] == 4
+        found = await told()
+        assert (found["engine_steps{}"], found["speculation_on{}"]) == (4, 0)
         handles[0].says("deltas", [Delta("w", "x", (7,))], first)  # nobody asks between this and its death
         asked = asyncio.ensure_future(told())  # in just that moment
         handles[0].state = first
@@ -329,6 +333,10 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
             "engine_restarts{}": 1,
             "prefix_cache_hit_rate{}": 50 / 160,
             "speculation_off_steps{}": 7,
+            "speculation_on{}": 1,
+            'guessed_tokens{,speculator="ngram"}': 8,
+            'guessed_tokens{,speculator="draft"}': 4,
+            'guessed_tokens{,speculator="0-draft"}': 3,
             'pass_cost_factor{model="target",}': 1.25,
             'pass_cost_factor{model="0-draft",}': 2.0,
         }

@@ -60,3 +60,21 @@ class Levels(Fan):
 
     def tree(self, entry: int) -> TokenTree:
         return self._builders[entry].build()
+
+
+class Following(Fan):
+    """Guesses nothing of its own, and `tokens` one below the other after whatever others guess."""
+
+    def __init__(self, name: str, tokens: Sequence[int], confidence: float = 0.5) -> None:
+        super().__init__(name, [])
+        self._follow = tokens
+        self._sure = confidence
+        self.asked: list[tuple[tuple[int, ...], int]] = []
+
+    def extend(self, entry: PlanEntry, path: Sequence[int], most: int) -> TokenTree:
+        self.asked.append((tuple(path), most))
+        builder = TreeBuilder(path[-1], most)
+        node: int | None = 0
+        for token in self._follow:
+            node = builder.add(node, token, self.name, confidence=self._sure) if node is not None else None
+        return builder.build()

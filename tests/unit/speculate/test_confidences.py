@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from specinfer.plan import PlanEntry
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.speculate.policy.speculation_policy import StepReport
-from specinfer.tree import TokenTree, TreeBuilder
 from tests import plans
-from tests.unit.speculate.guessers import Fan, Levels, entry
+from tests.unit.speculate.guessers import Fan, Following, Levels, entry
 
 
 @pytest.mark.parametrize(
@@ -49,17 +46,8 @@ def test_each_speculator_with_such_confidences_is_named(caplog: pytest.LogCaptur
     assert [record.getMessage().split("'")[1] for record in caplog.records] == ["a", "b"]
 
 
-class Following(Fan):
-    """Guesses nothing but what follows others' guesses, and is surer of that than one can be."""
-
-    def extend(self, entry: PlanEntry, path: Sequence[int], most: int) -> TokenTree:
-        builder = TreeBuilder(path[-1], most)
-        builder.add(0, 6, self.name, confidence=2.0)
-        return builder.build()
-
-
 def test_what_follows_others_guesses_is_looked_at_too(caplog: pytest.LogCaptureFixture) -> None:
-    speculators = [Following("odd", []), Levels("draft", [5], [0.9])]
+    speculators = [Following("odd", [6], 2.0), Levels("draft", [5], [0.9])]
     (tree,) = Ensemble(speculators, vocab=99, policy=FixedPolicy()).propose(plans.plan(entry(9)))
     assert tree.token_ids == (7, 5, 6)
     (record,) = caplog.records

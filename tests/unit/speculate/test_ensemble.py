@@ -20,7 +20,7 @@ from specinfer.tree import Draw, DrawRule, TokenTree
 from specinfer.tree.draw import Run, Runs
 from tests import plans
 from tests.kernels import library_or_skip
-from tests.unit.speculate.guessers import Fan, Levels, entry
+from tests.unit.speculate.guessers import Fan, Following, Levels, entry
 from tests.unit.speculate.policy.priced import FREE
 
 
@@ -52,6 +52,18 @@ def test_the_earlier_of_equally_likely_guesses_stays() -> None:
     (tree,) = Ensemble([a, b], vocab=99, policy=FixedPolicy()).propose(plans.plan(entry(3)))
     assert tree.token_ids == (7, 10, 11)
     assert [(draw.node, draw.speculator) for draw in tree.draws] == [(1, "a"), (2, "a"), (2, "b")]
+
+
+def test_of_each_speculator_its_guesses_are_counted_verified_or_not() -> None:
+    draft = Levels("draft", [10, 11], [0.9, 0.9])
+    speculators = [Fan("fan", [10, 12, 13]), Following("suffix", [20, 21, 22]), draft, Fan("mute", [])]
+    ensemble = Ensemble(speculators, vocab=99, policy=FixedPolicy())
+    assert ensemble.guessed_tokens == {"fan": 0, "suffix": 0, "draft": 0, "mute": 0}
+    trees = ensemble.propose(plans.plan(entry(4), entry(4)))
+    assert [tree.num_nodes for tree in trees] == [4, 4]
+    assert ensemble.guessed_tokens == {"fan": 6, "suffix": 6, "draft": 4, "mute": 0}
+    ensemble.propose(plans.plan(entry(4, speculators=("fan",))))
+    assert ensemble.guessed_tokens == {"fan": 9, "suffix": 6, "draft": 4, "mute": 0}
 
 
 class Sampling(Fan):

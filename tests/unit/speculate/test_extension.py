@@ -12,24 +12,7 @@ from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from tests import plans
-from tests.unit.speculate.guessers import Fan, Levels, entry
-
-
-class Following(Fan):
-    """Guesses nothing of its own, and `tokens` one below the other after whatever others guess."""
-
-    def __init__(self, name: str, tokens: Sequence[int]) -> None:
-        super().__init__(name, [])
-        self._follow = tokens
-        self.asked: list[tuple[tuple[int, ...], int]] = []
-
-    def extend(self, entry: PlanEntry, path: Sequence[int], most: int) -> TokenTree:
-        self.asked.append((tuple(path), most))
-        builder = TreeBuilder(path[-1], most)
-        node: int | None = 0
-        for token in self._follow:
-            node = builder.add(node, token, self.name) if node is not None else None
-        return builder.build()
+from tests.unit.speculate.guessers import Fan, Following, Levels, entry
 
 
 def extended(

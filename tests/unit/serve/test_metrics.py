@@ -1,0 +1,50 @@
+"""What a server counts of speculation, as Prometheus reads it."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from specinfer.request import FinishReason, SpeculationFigures
+from specinfer.serve.backend import Health
+from specinfer.serve.metrics import Metrics
+from specinfer.serve.work import Delta, EngineState
+
+
+def told(metrics: Metrics, state: EngineState | None = None) -> dict[tuple[str, ...], float]:
+    """Every metric by its name and its labels but the model's."""
+    text = metrics.text(Health(ready=True, facts=None, state=state)).decode()
+    found: dict[tuple[str, ...], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "tiny"
+            found[sample.name.removeprefix("specinfer:"), *labels.values()] = sample.value
+    return found
+
+
+def test_of_each_speculator_it_is_told_what_was_verified_and_what_became_text() -> None:
+    metrics = Metrics("tiny")
+    for proposed, accepted in (
+        ({"ngram": 6, "draft": 9}, {"draft": 4}),
+        ({"ngram": 2}, {"ngram": 1}),
+    ):
+        figures = SpeculationFigures(proposed_by=proposed, accepted_by=accepted)
+        metrics.request(3, 0.0).delta(Delta("a", finish_reason=FinishReason.LENGTH, figures=figures), 1.0)
+    found = told(metrics)
+    assert {
+        name: found[name] for name in found if name[0] in ("verified_tokens_total", "accepted_tokens_total")
+    } == {
+        ("verified_tokens_total", "ngram"): 8,
+        ("verified_tokens_total", "draft"): 9,
+        ("accepted_tokens_total", "ngram"): 1,
+        ("accepted_tokens_total", "draft"): 4,
+    }
+
+
+def test_what_was_guessed_and_whether_anybody_may_is_the_engines_to_say() -> None:
+    metrics = Metrics("tiny")
+    for on, guessed in ((True, 5), (False, 7), (True, 7)):
+        found = told(metrics, EngineState(speculation_on=on, guessed_tokens={"ngram": guessed, "suffix": 0}))
+        assert found["speculation_on",] == on
+        assert found["guessed_tokens", "ngram"] == guessed
+        assert found["guessed_tokens", "suffix"] == 0
