@@ -8,6 +8,7 @@ what cannot be used is refused in one line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -44,6 +45,7 @@ _DTYPES: Final = {
 }
 SCALE: Final = "_scale"  # behind the name of an int8 matrix: what to multiply its rows by
 FINGERPRINT: Final = "target_fingerprint"  # of a head's config: whose it is (models/fingerprint.py)
+_MEMBER: Final = re.compile(r"members\.([0-9]+)\.")  # begins the names of a member's tensors
 _ROWS: Final = 1 << 8  # of a table that are chosen at a time
 
 
@@ -97,7 +99,7 @@ class HeadFolder:
             config = medusa_config(described, target.num_layers, shapes)
         else:
             entries = _renamed(files.path, read_entries(files.weights, _DTYPES), named_as_here)
-            config = _with_tables(config_from_json(described, target.num_layers), entries)
+            config = _as_written(config_from_json(described, target.num_layers), entries)
         check_target(config, target, files.name)
         self.config = config
         if isinstance(config, MedusaConfig):
@@ -200,10 +202,18 @@ def _renamed(
     return renamed
 
 
-def _with_tables(config: EagleConfig | BlockConfig, entries: Entries) -> EagleConfig | BlockConfig:
-    return replace(
+def _as_written(config: EagleConfig | BlockConfig, entries: Entries) -> EagleConfig | BlockConfig:
+    """The config with what the tensors say: the head's own tables, and how many members there are.
+
+    So whoever replaces a head by one with other members writes one file, and it is whole at any moment.
+    """
+    config = replace(
         config, own_embedding="embed_tokens.weight" in entries, own_head="lm_head.weight" in entries
     )
+    if isinstance(config, EagleConfig):
+        return config
+    members = {found[1] for found in map(_MEMBER.match, entries) if found}
+    return replace(config, members=len(members))
 
 
 def _checked(

@@ -20,7 +20,6 @@ _CLASSES: Final = {"eagle3": "Eagle3", "peagle": "PEagle", "dspark": "DSpark", "
 _VERSION: Final = "0.7.0"  # of the library whose files these are; its layout has been the same from 0.1 on
 # Words of ours: the library has no such heads.
 _READS_LAST: Final = "reads_last_hidden_state"
-_MEMBERS: Final = "members"
 _KNOWN_VERSIONS: Final = re.compile(r"0\.\d")
 
 
@@ -84,7 +83,6 @@ def _block(
         confidence=confidence,
         confidence_reads_token=confidence and flag(c, "confidence_head_with_markov", True),
         reads_last=markov and flag(c, _READS_LAST, False),
-        members=integer(c, _MEMBERS, 0),
     )
 
 
@@ -149,7 +147,6 @@ def _block_fields(config: BlockConfig) -> tuple[str, dict[str, object]]:
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence_reads_token,
         **({_READS_LAST: True} if config.reads_last else {}),
-        **({_MEMBERS: config.members} if config.members else {}),
     }
 
 

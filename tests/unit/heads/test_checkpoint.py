@@ -434,13 +434,25 @@ def test_a_trunk_has_few_members_and_reads_the_last_state(changes: dict[str, Any
         block_config(**changes)
 
 
-@pytest.mark.parametrize("members", [8, "2", True])
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ([f"members.{number}.vector" for number in range(2, 8)], "members is 8; allowed: 0 to 7"),
+        (["members.3.vector"], "lacks tensor 'members.2.vector'"),
+        (["members.1.matrix"], "has an unexpected tensor 'members.1.matrix'"),
+    ],
+)
 def test_members_that_a_file_cannot_have_are_refused(
-    members: object, target_config: ModelConfig, tmp_path: Path
+    tensors: list[str], said: str, target_config: ModelConfig, tmp_path: Path
 ) -> None:
-    write_tiny_head(tiny_head(block_config(reads_last=True, members=2)), tmp_path)
-    described = json.loads((tmp_path / "config.json").read_text())
-    assert described["members"] == 2
-    (tmp_path / "config.json").write_text(json.dumps({**described, "members": members}))
-    with pytest.raises(ModelError, match="members is"):
+    head = tiny_head(block_config(reads_last=True, members=2))
+    write_tiny_head(head, tmp_path)
+    assert "members" not in json.loads((tmp_path / "config.json").read_text()), "its tensors say how many"
+    folder = HeadFolder(tmp_path, target_config)
+    assert isinstance(folder.config, BlockConfig)
+    assert folder.config.members == 2
+    found = load_file(tmp_path / "model.safetensors")
+    more = {name: found["members.0.vector"].clone() for name in tensors}
+    save_file(found | more, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=said):
         HeadFolder(tmp_path, target_config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from specinfer.config import EngineConfig
 from specinfer.engine.drafts import draft_names
 from specinfer.engine.pass_costs import PassCosts
 from specinfer.errors import TuneError
+from specinfer.heads import export
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.heads.config import BlockConfig
@@ -168,6 +170,39 @@ def test_who_is_killed_goes_on_with_the_member_he_was_at(target: Path, prompts: 
     assert facts["boost"] == {**BoostConfig().facts(), "on_trunk": True}
     with pytest.raises(TuneError, match="is of boost"):
         run(replace(again, on_trunk=False), prompts)
+
+
+def test_a_head_is_whole_at_any_moment_that_its_members_become_others(
+    tuned: tuple[Path, list[str]],
+    target: Path,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kill is between its weights and its config."""
+    out = tmp_path / "head"
+    shutil.copytree(tuned[0], out)
+    assert config_of(out, target).members > 0
+    write = export._write
+
+    def dies(path: Path, text: str) -> None:
+        if path.parent == out:
+            raise KilledError
+        write(path, text)
+
+    monkeypatch.setattr(export, "_write", dies)
+    again = on_trunk(target, out, resume=True)
+    before = (out / "model.safetensors").read_bytes()
+    with pytest.raises(KilledError):
+        run(again, prompts, costs=dear)
+    assert (out / "model.safetensors").read_bytes() != before
+    assert config_of(out, target).members == 0
+    with LLM(engine(target), drafts=[str(out)], tree_size="fixed") as drafted:
+        [output] = drafted.generate(["2 * 3"], SamplingParams(max_tokens=20, temperature=0.0))
+    assert output.figures.accepted_by.get("draft", 0) > 0
+    monkeypatch.setattr(export, "_write", write)
+    run(again, prompts, costs=dear)
+    assert config_of(out, target).members == 0
 
 
 def test_a_head_with_members_is_held_against_what_replaces_it(
