@@ -73,7 +73,8 @@ def main() -> None:
 
 def card_of(tuned: Path, seed: int, init: Path | None) -> str:
     """The card of the head in the package, which says what the one it went on from had learnt from."""
-    card = (tuned / "README.md").read_text(encoding="utf-8")
+    # Its licences are known here, and what it is worth was measured with other matrices.
+    card = (tuned / "README.md").read_text(encoding="utf-8").partition("\n## Licence\n")[0]
     card = re.sub(r"--model \S+ --draft THIS_FOLDER", "--model smollm2-135m --draft smollm2-135m-head", card)
     went_on = ""
     if init is not None:

@@ -129,6 +129,7 @@ class Description:
     does: str  # what it reads and how it guesses, behind "It"
     kind: str  # with its layout and sizes
     reads: str
+    of_target: str  # what its files hold of the target's weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)

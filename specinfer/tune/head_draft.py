@@ -128,6 +128,7 @@ class HeadDraft(ABC):
             does=f"reads the hidden states of its target and {does}",
             kind=f"{kind} ({layout}), {body.num_layers} layer(s) of {body.hidden_size}",
             reads=f"what the target's layers {', '.join(str(tap) for tap in config.taps)} are given",
+            of_target="matrices and norms that began as its own unless told otherwise, which learnt on",
         )
 
 

@@ -18,9 +18,10 @@ from specinfer.hub.pool import Member, Pool, write_pool
 from specinfer.models.fingerprint import fingerprint
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.tune.card import Material
+from specinfer.tune.card import Material, learnt_from, licence_section
 from specinfer.tune.draft import Draft, Target
 from specinfer.tune.held_out import Along, Figures, figures_of
+from specinfer.tune.licence import front_matter
 from specinfer.tune.selection import Candidate, Speed, quickest, selected
 from specinfer.version import VERSION
 
@@ -238,6 +239,7 @@ def _card(selection: Selection, members: Sequence[Trained], kind: str, material:
     places = len(members[0].along.texts_P)
     return f"""---
 tags: [speculative-decoding, draft-pool]
+{front_matter(material.licence)}
 ---
 
 # A pool of drafts for {material.target}
@@ -246,6 +248,8 @@ tags: [speculative-decoding, draft-pool]
 
     specinfer generate --model {material.target} --draft THIS_FOLDER "..."
 
+They learnt from {learnt_from(material)}.
+
 Trees of these members, merged, along {material.held_out} held-out greedy answers ({places} places), at what
 passes took on the machine that tuned them:
 
@@ -253,7 +257,7 @@ passes took on the machine that tuned them:
 
 {verdict} Each member's folder has a card of its own. The pool {selection.verdict()}.
 Made {datetime.now(UTC):%Y-%m-%d} by specinfer {VERSION}.
-"""
+{licence_section(material, members[0].draft.described().of_target)}"""
 
 
 def _shown(widths: Sequence[int]) -> str:

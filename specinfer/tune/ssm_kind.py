@@ -104,6 +104,7 @@ class SmallDraft:
             does="is a language model that guesses a level of a tree in each pass",
             kind=f"{body.family}, {body.num_layers} layer(s) of {body.hidden_size}; the target's embeddings",
             reads="tokens alone",
+            of_target="embeddings and output layer, and layers that began as its own unless told otherwise",
         )
 
 

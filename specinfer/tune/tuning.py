@@ -235,7 +235,7 @@ class Tuning:
             trainers = trainers or [training.trainer]
             if number + 1 < config.members and config.boosting.form != "none":
                 known.append(self._known(number, draft))
-        return self._judged(members, Material.of(self._target.name, sources, corpus), trainers[0])
+        return self._judged(members, Material.of(self._target, sources, corpus), trainers[0])
 
     def _training(
         self, lessons: Lessons, sources: Sequence[str], number: int = 0, earlier: Sequence[Along] = ()
@@ -262,7 +262,7 @@ class Tuning:
             held_out_texts(corpus),
             self._place(number),
             earlier=tuple(earlier),
-            material=Material.of(self._target.name, sources, corpus),
+            material=Material.of(self._target, sources, corpus),
             seed=config.training.seed + _SEEDS_APART * number,
             init=init,
             hearers=self._hearers,

@@ -44,6 +44,7 @@ def chatting(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The target with a chat template."""
     folder = tmp_path_factory.mktemp("chatting") / "target"
     shutil.copytree(target, folder)
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": _TEMPLATE}))
     return folder
@@ -68,6 +69,9 @@ def test_it_learns_and_is_measured_as_it_was_written(tuned: Path, chatting: Path
     card = (tuned / "README.md").read_text()
     assert "A small speculative model for target" in card
     assert "can name | 64 of 64 tokens" in card
+    assert "license: apache-2.0\n---" in card
+    assert "target is given under apache-2.0, as its model card says." in card
+    assert "its weights embeddings and output layer" in card.replace("\n", " ")
 
 
 def test_nothing_of_hidden_states_is_collected(tuned: Path) -> None:

@@ -270,6 +270,9 @@ def test_a_model_card_says_where_a_head_is_from(tuned: Path) -> None:
         "answers of the target",
         "loss hybrid",
         "can name | 48 of 64",
+        "license: unknown\n---",
+        "The licence of target is not known here",
+        "What was asked (prompts.jsonl) may have terms of its own",
     ):
         assert part in text
     assert (tuned / "training.png").exists() is (find_spec("matplotlib") is not None)

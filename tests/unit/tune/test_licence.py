@@ -1,0 +1,76 @@
+"""Whose licence a draft's card names: what the target's files say, and nothing where they say nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer.hub.gguf_header import GgufHeader
+from specinfer.hub.model_files import ModelFiles
+from specinfer.tune.licence import Licence, front_matter, licence_of
+
+
+def folder(path: Path, card: str | None) -> ModelFiles:
+    if card is not None:
+        (path / "README.md").write_text(card, encoding="utf-8")
+    return ModelFiles("target", path, ())
+
+
+def gguf(metadata: dict[str, Any], name: str = "target.gguf") -> ModelFiles:
+    return ModelFiles(name, Path(name), (), GgufHeader(Path(name), 3, metadata, (), 0))
+
+
+@pytest.mark.parametrize(
+    ("card", "named"),
+    [
+        ("---\nlicense: apache-2.0\n---\n# A model", "apache-2.0"),
+        ('---\r\ntags: [x]\r\nlicense: "mit"\r\n---\r\n', "mit"),
+        ("---\nlicense: [mit]\n---\n", "mit"),
+        ("---\nlicense: other\nlicense_name: llama3.2\nlicense_link: https://a.example/b\n---\n", "llama3.2"),
+        ("---\nlicense: other\n---\n", None),
+        ("---\nlicense: unknown\n---\n", None),
+        ("---\nlicense:\n---\n", None),
+        ("---\ntags: [x]\n---\nlicense: mit\n---\n", None),  # text, and no front matter
+        ("license: mit", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_of_a_folder_its_card_says_it(tmp_path: Path, card: str | None, named: str | None) -> None:
+    found = licence_of(folder(tmp_path, card))
+    assert (None if found is None else found.name) == named
+    assert found is None or found.source == "its model card"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"general.license": "apache-2.0"}, "apache-2.0"),
+        ({"general.license": "other", "general.license.name": "qwen-research"}, "qwen-research"),
+        ({"general.license": "other"}, None),
+        ({"general.license": 3}, None),
+        ({"general.license": "  "}, None),
+        ({}, None),
+    ],
+)
+def test_of_a_gguf_file_its_metadata_say_it(metadata: dict[str, Any], named: str | None) -> None:
+    found = licence_of(gguf(metadata))
+    assert (None if found is None else found.name) == named
+
+
+def test_of_a_name_the_catalogue_says_it_where_its_file_does_not() -> None:
+    assert licence_of(gguf({}, "smollm2-135m")) == Licence("Apache-2.0", None, "specinfer's catalogue")
+    assert licence_of(gguf({"general.license": "mit"}, "smollm2-135m")) == Licence(
+        "mit", None, "its GGUF file"
+    )
+
+
+def test_hubs_are_told_what_they_know() -> None:
+    assert front_matter(None) == "license: unknown"
+    assert front_matter(Licence("Apache-2.0", None, "")) == "license: apache-2.0"
+    odd = Licence('Their "own" licence', "https://a.example/b", "")
+    assert front_matter(odd) == (
+        'license: other\nlicense_name: "Their \\"own\\" licence"\nlicense_link: "https://a.example/b"'
+    )
