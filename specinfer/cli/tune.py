@@ -58,7 +58,7 @@ _SSM_LAYERS: Final = 4
     "--layout",
     type=click.Choice(("specinfer", "dspark")),
     show_default="specinfer",
-    help="Of block heads: dspark is read by vLLM, too, and learns far more slowly.",
+    help="Of block heads: dspark is what other engines read, and learns far more slowly.",
 )
 @click.option("--layers", type=click.IntRange(1, 8), show_default="1, small models: 2", help="Of the draft.")
 @click.option(

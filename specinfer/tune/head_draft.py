@@ -122,8 +122,8 @@ class HeadDraft(ABC):
         body = config.body
         layout = "that specinfer alone reads" if ours else f"`speculators` layout, {tag}"
         return Description(
-            library="speculators",
-            tag=tag,
+            library="specinfer" if ours else "speculators",  # what reads it
+            tag="block-head" if ours else tag,
             title="draft head",
             does=f"reads the hidden states of its target and {does}",
             kind=f"{kind} ({layout}), {body.num_layers} layer(s) of {body.hidden_size}",
