@@ -32,6 +32,7 @@ from specinfer.speculate.drafts.foreign_draft import ForeignDraft
 from specinfer.speculate.drafts.foreign_tokens import ForeignTokens, foreign_tokens
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.drafts.medusa import MedusaDraft
+from specinfer.speculate.drafts.one_pass import OnePassTrees
 from specinfer.speculate.drafts.parallel_eagle import ParallelEagleDraft
 from specinfer.speculate.speculator import LevelSpeculator
 from specinfer.tokenizer import Tokenizer
@@ -264,4 +265,5 @@ def make_draft(
         kind = EagleDraft if model.head.mask_token_id is None else ParallelEagleDraft
         return eagle, kind(name, eagle, shape, taps=taps, max_rows=max_rows, vocabulary=vocabulary)
     block = BlockRunner(model, num_blocks=num_blocks, block_size=block_size)
-    return block, BlockDraft(name, block, shape, taps=taps, max_rows=max_rows, vocabulary=vocabulary)
+    trees = OnePassTrees.of(name, model, shape, vocabulary)
+    return block, BlockDraft(name, block, trees, taps=taps, max_rows=max_rows)

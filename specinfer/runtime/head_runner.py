@@ -19,6 +19,7 @@ from specinfer.attention.backend import Paths
 from specinfer.attention.native import NativeCache
 from specinfer.errors import ensure
 from specinfer.heads.block_model import BlockModel
+from specinfer.heads.config import BlockConfig
 from specinfer.heads.eagle_model import EagleModel
 from specinfer.heads.medusa_model import MedusaModel
 from specinfer.kernels.block_head import NativeBlockHead
@@ -153,6 +154,11 @@ class BlockRunner:
     def block_size(self) -> int:
         """Cache positions of a block of the cache, which is no block of guesses."""
         return self._cached.block_size
+
+    @property
+    def head(self) -> BlockConfig:
+        """What the head is."""
+        return self.model.head
 
     @property
     def cache(self) -> KvCache:

@@ -83,7 +83,7 @@ class Head:
         else:
             written = write_tiny_head(tiny_head(config, seed=3), folder / name)
         self.model = load_head(HeadFolder(written, target.config), target, model)
-        self.trees = OnePassTrees("head", self.model, SHAPE, named_tokens(self.model.ids, VOCAB))
+        self.trees = OnePassTrees.of("head", self.model, SHAPE, named_tokens(self.model.ids, VOCAB))
         self.params = params
 
     def tree(self, text, most):

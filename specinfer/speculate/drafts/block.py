@@ -14,17 +14,44 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from specinfer.heads.block_model import BlockModel
 from specinfer.plan import StepPlan
 from specinfer.request import Request
 from specinfer.runtime.features import TextFeatures
 from specinfer.runtime.head_runner import BlockGuesses, BlockText
-from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
-from specinfer.speculate.drafts.growth import Growth, Guessed, Shape, trees_first
+from specinfer.speculate.drafts.growth import Growth, Guessed, trees_first
 from specinfer.speculate.drafts.head_texts import HeadText, HeadTexts
 from specinfer.speculate.drafts.one_pass import OnePassTrees
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree
+
+
+class GuessedBlock(Protocol):
+    """What of a block head decides which rows its blocks have (heads/config.py)."""
+
+    @property
+    def block_size(self) -> int:
+        """Rows of a block, the anchor among them."""
+        ...
+
+    @property
+    def skipped(self) -> int:
+        """Rows of a block, from its first on, that guess nothing."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """Tokens of a block that are guessed."""
+        ...
+
+    @property
+    def causal(self) -> bool:
+        """Whether a row of the block sees those before it alone."""
+        ...
+
+    @property
+    def reads_last(self) -> bool:
+        """Whether a row begins with what was made of the token before the anchor."""
+        ...
 
 
 class BlockHeadRunner(Protocol):
@@ -36,7 +63,7 @@ class BlockHeadRunner(Protocol):
         ...
 
     @property
-    def model(self) -> BlockModel:
+    def head(self) -> GuessedBlock:
         """The head."""
         ...
 
@@ -46,27 +73,26 @@ class BlockHeadRunner(Protocol):
 
 
 class BlockDraft:
-    """A level speculator that is a block head: its trees are whole after their first level.
-
-    `shape` is of trees that are not grown best first, and says how it draws.
-    """
+    """A level speculator that is a block head: its trees are whole after their first level."""
 
     def __init__(
         self,
         name: str,
         runner: BlockHeadRunner,
-        shape: Shape,
+        trees: OnePassTrees,
         *,
         taps: tuple[int, ...],
         max_rows: int,
-        vocabulary: DraftVocabulary | None = None,
     ) -> None:
-        """`max_rows` of texts are read in one step, and kept of each text until they are."""
+        """`max_rows` of texts are read in one step, and kept of each text until they are.
+
+        `trees` are grown of what the runner makes, and of this head alone.
+        """
         self.name = name
         self.taps = taps
         self._runner = runner
-        self._model = runner.model
-        self._trees = OnePassTrees(name, runner.model, shape, vocabulary)
+        self._head = runner.head
+        self._trees = trees
         self._max_rows = max_rows
         self._texts = HeadTexts(block_size=runner.block_size, most_unread=max_rows)
         self._growths: list[Growth] = []  # of the step that is open, one per entry of its plan
@@ -80,8 +106,7 @@ class BlockDraft:
         """Open a step; the tokens of each text that wait to be read."""
         self._seen = [self._texts.of(entry) for entry in plan.entries]
         self._growths = [
-            Growth.of(entry, self.name, min(entry.max_depth, self._model.head.depth))
-            for entry in plan.entries
+            Growth.of(entry, self.name, min(entry.max_depth, self._head.depth)) for entry in plan.entries
         ]
         return [text.unread.end - text.cached for text in self._seen]
 
@@ -94,7 +119,7 @@ class BlockDraft:
         texts: list[BlockText] = []
         known: list[HeadText] = []
         guessed: list[Guessed] = []
-        left, first, skipped = self._max_rows, 0, self._model.head.skipped
+        left, first, skipped = self._max_rows, 0, self._head.skipped
         for i in trees_first(self._growths, below):
             text, growth = self._seen[i], self._growths[i]
             part = self._part(text, growth, left)
@@ -149,7 +174,7 @@ class BlockDraft:
 
     def _rows(self, text: HeadText, growth: Growth, *, read: bool) -> int:
         """The rows of an entry's block; 0 where it has no tree, or its text is not read to the end."""
-        entry, head = growth.entry, self._model.head
+        entry, head = growth.entry, self._head
         if growth.limit < 1 or text.cached != entry.end - 1:
             return 0
         if head.reads_last and not read and text.last_D is None:

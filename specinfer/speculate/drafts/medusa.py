@@ -36,7 +36,7 @@ class MedusaDraft:
         self.taps: tuple[int, ...] = runner.model.head.taps
         self._runner = runner
         self._depth = runner.model.head.depth
-        self._trees = OnePassTrees(name, runner.model, shape, vocabulary)
+        self._trees = OnePassTrees.of(name, runner.model, shape, vocabulary)
         self._last: dict[str, tuple[int, TappedRows]] = {}  # of each text: where it ends, its last state
         self._growths: list[Growth] = []  # of the step that is open, one per entry of its plan
 

@@ -46,20 +46,63 @@ class BestFirstTrees(Protocol):
         ...
 
 
+class LevelDraws(Protocol):
+    """How trees that are not grown best first get their levels."""
+
+    def draw(
+        self, sites: Sequence[Site], rows: Sequence[int], before: Sequence[int], logits_TU: Tensor
+    ) -> None:
+        """Add the children of every site, site i by row rows[i] of the logits, behind the token before[i]."""
+        ...
+
+
+class PassLevels:
+    """A `LevelDraws` of a head's own logits."""
+
+    def __init__(self, name: str, model: HeadModel, vocabulary: DraftVocabulary | None) -> None:
+        self._name = name
+        self._scan = model.kernels.scan
+        self._block = model if isinstance(model, BlockModel) else None
+        self._vocabulary = vocabulary
+
+    def draw(
+        self, sites: Sequence[Site], rows: Sequence[int], before: Sequence[int], logits_TU: Tensor
+    ) -> None:
+        """As LevelDraws says."""
+        made_RU = logits_TU.index_select(0, torch.tensor(rows, device=logits_TU.device)).float()
+        if self._block is not None and self._block.markov_UM is not None:
+            made_RU += self._block.pair_logits(self._block.before(before))
+        flight = Flight(made_RU, lambda logits: logits, made_RU.shape[1], self._scan)
+        draw_children(flight, sites, self._name, self._vocabulary)
+
+
+def best_first_trees(name: str, model: HeadModel, vocabulary: DraftVocabulary | None) -> BestFirstTrees:
+    """The quickest there are for a head on this machine."""
+    return NativeTrees.of(name, model, vocabulary) or PlainTrees(name, model, vocabulary)
+
+
 class OnePassTrees:
     """Grows trees from what the output layer of a head reads of all their levels."""
 
-    def __init__(self, name: str, model: HeadModel, shape: Shape, vocabulary: DraftVocabulary | None) -> None:
-        """`shape` is of trees not grown best first; `vocabulary` is that of the head's logits (None: all)."""
+    def __init__(
+        self, name: str, shape: Shape, best_first: BestFirstTrees, by_level: LevelDraws, members: int = 0
+    ) -> None:
+        """`shape` is of trees not grown best first; so many members on the head's trunk guess beside it."""
         self._name = name
-        self._head = model
-        self._block = model if isinstance(model, BlockModel) else None
         self._shape = shape._replace(learned=False)  # what is drawn by levels has a shape
-        self._vocabulary = vocabulary
         self._most = MOST_NODES  # of a tree grown best first, as many as somebody may want
-        self._best_first: BestFirstTrees = NativeTrees.of(name, model, vocabulary) or PlainTrees(
-            name, model, vocabulary
-        )
+        self._best_first = best_first
+        self._by_level = by_level
+        self._members = members
+
+    @classmethod
+    def of(
+        cls, name: str, model: HeadModel, shape: Shape, vocabulary: DraftVocabulary | None
+    ) -> OnePassTrees:
+        """Those of a head; `vocabulary` is that of its logits (None: all)."""
+        members = model.head.members if isinstance(model, BlockModel) else 0
+        best_first = best_first_trees(name, model, vocabulary)
+        return cls(name, shape, best_first, PassLevels(name, model, vocabulary), members)
 
     def most_nodes(self, request: Request) -> int:
         """A full tree of the request's expansion, or the most that is grown of any."""
@@ -68,10 +111,10 @@ class OnePassTrees:
 
     def members(self, growth: Growth) -> int:
         """How many members on the head's trunk guess beside it for a tree that is about to grow."""
-        if self._block is None or not self._block.head.members:
+        if not self._members:
             return 0
         (root,) = growth.sites(self._shape)
-        return self._block.head.members if _is_best_first(growth, root) else 0
+        return self._members if _is_best_first(growth, root) else 0
 
     def guessed(self, growth: Growth, first: int, levels: int, members: int = 0) -> Guessed:
         """A tree that is about to grow out of the pass's rows first..first+levels-1 of all that guess.
@@ -137,11 +180,7 @@ class OnePassTrees:
             rows.extend([one.first + growth.depth] * len(growth.frontier))
             before.extend(growth.builder.token_ids[node] for node in growth.frontier)
             sites.extend(growth.sites(self._shape))
-        made_RU = logits_TU.index_select(0, torch.tensor(rows, device=logits_TU.device)).float()
-        if self._block is not None and self._block.markov_UM is not None:
-            made_RU += self._block.pair_logits(self._block.before(before))
-        flight = Flight(made_RU, lambda logits: logits, made_RU.shape[1], self._head.kernels.scan)
-        draw_children(flight, sites, self._name, self._vocabulary)
+        self._by_level.draw(sites, rows, before, logits_TU)
         goes_on = list[Guessed]()
         for one in guessed:
             one.growth.descend()

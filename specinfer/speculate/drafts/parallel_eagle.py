@@ -40,7 +40,7 @@ class ParallelEagleDraft(EagleDraft):
         super().__init__(name, runner, shape, taps=taps, max_rows=max_rows, vocabulary=vocabulary)
         self._model = runner.model
         self._run, self._logits = runner.run, runner.logits
-        self._trees = OnePassTrees(name, runner.model, shape, vocabulary)
+        self._trees = OnePassTrees.of(name, runner.model, shape, vocabulary)
 
     def most_nodes(self, request: Request) -> int:
         """A full tree of the request's expansion, or the most that is grown of any."""

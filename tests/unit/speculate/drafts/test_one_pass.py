@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from specinfer.config import SpeculationConfig
+from specinfer.heads.load import HeadModel
 from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.speculate.drafts.one_pass import OnePassTrees
 from specinfer.speculate.ensemble import Ensemble
@@ -23,19 +25,24 @@ from tests.unit.speculate.drafts.test_native_trees import loaded
 LEVELS = 4
 
 
+Loaded = tuple[HeadModel, DraftVocabulary | None]
+
+
 @pytest.fixture(scope="module")
-def trees(tmp_path_factory: pytest.TempPathFactory) -> OnePassTrees:
-    folder = tmp_path_factory.mktemp("trees")
-    head, vocabulary = loaded(folder, "pairs alone", torch.float32, "none")
-    return OnePassTrees("head", head, Shape(Expansion((1,) * LEVELS), DrawRule.COUPLED), vocabulary)
+def head(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return loaded(tmp_path_factory.mktemp("trees"), "pairs alone", torch.float32, "none")
 
 
-def grown(trees: OnePassTrees) -> int:
+@pytest.fixture(scope="module")
+def trees(head: Loaded) -> OnePassTrees:
+    return OnePassTrees.of("head", head[0], Shape(Expansion((1,) * LEVELS), DrawRule.COUPLED), head[1])
+
+
+def grown(trees: OnePassTrees, head: HeadModel) -> int:
     """The nodes of a tree that is grown now."""
     entry = plans.entry([3, 7], params=SamplingParams(temperature=0))
     growth = Growth.of(entry, "head", LEVELS)
     read_TD = torch.randn(LEVELS, SIZE, generator=torch.Generator().manual_seed(1))
-    head = trees._head
     trees.grow([trees.guessed(growth, 0, LEVELS)], read_TD, head.logits(read_TD))
     return growth.tree().num_nodes - 1
 
@@ -48,35 +55,35 @@ def chain(nodes: int, name: str = "head") -> TokenTree:
 
 
 @pytest.mark.parametrize("params", [{"top_p": 0.9, "temperature": 1.0}, {"temperature": 0}])
-def test_what_is_drawn_by_levels_has_a_shape(trees: OnePassTrees, params: dict[str, Any]) -> None:
-    head, vocabulary = trees._head, trees._vocabulary
+def test_what_is_drawn_by_levels_has_a_shape(head: Loaded, params: dict[str, Any]) -> None:
+    model, vocabulary = head
     learned = Shape(Expansion((1, 2, 1)), DrawRule.COUPLED, learned=True)
     entry = plans.entry([3, 7], params=SamplingParams(seed=1, **params))
     growth = Growth.of(entry, "head", LEVELS)
     read_TD = torch.randn(LEVELS, SIZE, generator=torch.Generator().manual_seed(1))
-    mine = OnePassTrees("head", head, learned, vocabulary)
-    mine.grow([mine.guessed(growth, 0, LEVELS)], read_TD, head.logits(read_TD))
+    mine = OnePassTrees.of("head", model, learned, vocabulary)
+    mine.grow([mine.guessed(growth, 0, LEVELS)], read_TD, model.logits(read_TD))
     by_levels = "top_p" in params
     assert (growth.tree().parents == (-1, 0, 1, 1, 2, 3)) == by_levels
 
 
-def test_trees_are_as_large_as_is_verified_of_them(trees: OnePassTrees) -> None:
+def test_trees_are_as_large_as_is_verified_of_them(trees: OnePassTrees, head: Loaded) -> None:
     others = chain(30, "ngram")
-    assert grown(trees) == 32
+    assert grown(trees, head[0]) == 32
     trees.see_choices([chain(32)], [chain(11)])
-    assert grown(trees) == 32
+    assert grown(trees, head[0]) == 32
     trees.see_choices([others], [single_node(1)])  # nothing of its own
-    assert grown(trees) == 32
+    assert grown(trees, head[0]) == 32
     trees.see_choices([chain(32), others], [chain(10), others])
-    assert grown(trees) == 16
+    assert grown(trees, head[0]) == 16
     for _ in range(3):
         trees.see_choices([chain(16)], [single_node(1)])
-    assert grown(trees) == 8
+    assert grown(trees, head[0]) == 8
     trees.see_choices([chain(8), chain(8)], [chain(3), chain(8)])
-    assert grown(trees) == 16
+    assert grown(trees, head[0]) == 16
     for _ in range(3):
         trees.see_choices([chain(16)], [chain(16)])
-    assert grown(trees) == 32
+    assert grown(trees, head[0]) == 32
 
 
 class Halving(FixedPolicy):
