@@ -166,8 +166,10 @@ def drafts_first() -> Iterator[None]:
     """Drafts are asked before speculators that cost nothing, of whose guesses nobody knows then."""
     usual = simulated_engine.speculators_of
 
-    def sorted_otherwise(speculation: SpeculationConfig, facts: Any, drafts: Mapping[str, Any]) -> list[Any]:
-        return sorted(usual(speculation, facts, drafts), key=lambda one: one.name not in drafts)
+    def sorted_otherwise(
+        speculation: SpeculationConfig, trace: Trace, drafts: Mapping[str, Any]
+    ) -> list[Any]:
+        return sorted(usual(speculation, trace, drafts), key=lambda one: one.name not in drafts)
 
     with patch("specinfer.replay.replay.speculators_of", sorted_otherwise):
         yield

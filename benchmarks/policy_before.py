@@ -22,9 +22,9 @@ from policy_matching_length import ratio, workloads
 from study import Study, natural, parser, row, run, settings_of
 
 from specinfer.plan import PlanEntry, StepPlan
-from specinfer.replay.drafts import CostTable, ReplayedPasses
+from specinfer.replay.drafts import CostTable
 from specinfer.replay.replay import Part, cost_policy, play, play_without
-from specinfer.replay.simulated_engine import SimulatedEngine, speculators_of
+from specinfer.replay.simulated_engine import SimulatedEngine, replayed_drafts, speculators_of
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace
 from specinfer.runtime.cost_model import CostModel, PassCosts
@@ -78,10 +78,9 @@ def seconds_before(texts: Sequence[tuple[Trace, int]]) -> list[float]:
     """Seconds of each text under the policy before, drafts asked first, one text after the other."""
     trace = texts[0][0]
     speculation = replace(trace.speculation, expansion=trace.speculation.fixed_expansion)
-    replayed = {name: ReplayedPasses(name, CostTable(draft.curve)) for name, draft in trace.drafts.items()}
-    drafts = {name: (trace.drafts[name].max_context, passes) for name, passes in replayed.items()}
-    speculators = speculators_of(speculation, trace.engine, drafts)
-    speculators.sort(key=lambda speculator: speculator.name not in drafts)
+    replayed = replayed_drafts(trace)
+    speculators = speculators_of(speculation, trace, replayed)
+    speculators.sort(key=lambda speculator: speculator.name not in replayed)
     engine = SimulatedEngine(
         *(trace.engine, speculators, Before(trace), speculation, CostTable(trace.curve), trace.stages),
         batch=1,

@@ -153,7 +153,8 @@ def replay(
     speculation, fixed all of the configured trees, cost the engine's own policy, which begins with nothing
     learnt, counts the same without logistics; best-fixed is the quickest of the policies that do the same in
     every step, found by trying them, and oracle knows the texts. Of the ratio to off there is a 95% interval:
-    what other texts of the same kind would show.
+    what other texts of the same kind would show. partly_read, where it is not 0, counts trees of heads that
+    had missed the beginning of a text, and are played as if they had read it.
     """
     from specinfer.replay.paired import speedup
     from specinfer.replay.replay import with_nodes
@@ -184,6 +185,8 @@ def replay(
     )
     for name, (played, notes) in rows.items():
         over = speedup(plain.of_texts, played.of_texts)
+        if played.partly_read:
+            notes = {**notes, "partly_read": played.partly_read}
         click.echo(
             f"{name:12}{played.tokens:9}{played.steps:9}{played.tokens_per_step:13.3f}{played.seconds:10.2f}"
             f"{over.ratio:11.3f}  {over.low:.3f}-{over.high:.3f}"

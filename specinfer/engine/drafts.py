@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -192,27 +192,6 @@ def kept_logits(
         return None
     ids: list[int] = (vocabulary.ids if foreign is None else foreign.logit_ids).tolist()
     return None if ids == [*range(draft.config.vocab_size)] else ids
-
-
-def models_alone(
-    drafts: Mapping[str, AnyDraft], foreign: Collection[str], purpose: str
-) -> dict[str, LanguageModel]:
-    """Drafts that are all models of the target's vocabulary.
-
-    Raises ConfigError where one is a head, or has tokens of its own: `purpose` has no use for either.
-    """
-    models: dict[str, LanguageModel] = {}
-    for name, draft in drafts.items():
-        if name in foreign:
-            raise ConfigError(
-                f"{name} has another vocabulary than the target; {purpose} without: leave it out"
-            )
-        if isinstance(draft, HeadModel):
-            raise ConfigError(
-                f"{name} is a head that reads its target's hidden states; {purpose} without one: leave it out"
-            )
-        models[name] = draft
-    return models
 
 
 def named_by(model: AnyDraft, vocabulary: DraftVocabulary | None) -> DraftVocabulary | None:

@@ -31,15 +31,19 @@ def fixed_choices(
 ) -> Iterator[FixedChoice]:
     """Every set of speculators, at every depth up to those that are recorded, and in every size.
 
-    A draft's trees are as wide as the expansion says, and chains below its last level.
+    A draft's trees are as wide as the expansion says, and chains below its last level. Those of heads are
+    cut by nodes alone, whatever the depth.
     """
-    drafts = tuple(parts[0].texts[0][0].drafts)
+    recorded = parts[0].texts[0][0].drafts
+    drafts, models = tuple(recorded), {name for name, draft in recorded.items() if draft.head is None}
     lookups = tuple(name for name in SWITCHES if getattr(speculation, name))
     everybody = (*drafts, *lookups)
     deepest = max(DEPTH, speculation.fixed_expansion.depth)
     for count in range(1, len(everybody) + 1):
         for names in combinations(everybody, count):
-            depths = range(1, deepest + 1) if set(names) & set(drafts) else (0,)
+            depths: Sequence[int] = (1,) if set(names) & set(drafts) else (0,)
+            if models.intersection(names):
+                depths = range(1, deepest + 1)
             for depth in depths:
                 for most in nodes:
                     yield FixedChoice(names, depth, most)
@@ -82,5 +86,5 @@ def play_oracle(parts: Sequence[Part], speculation: SpeculationConfig) -> Played
     The plan takes it that all requests of a batch do the same; where they part, a plan that gains little may
     lose.
     """
-    planned = play(parts, oracle(parts, speculation), speculation=speculation)
+    planned = play(parts, oracle(parts, speculation), speculation=speculation, whole_trees=True)
     return min(planned, play_without(parts), key=lambda played: played.seconds)

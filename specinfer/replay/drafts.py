@@ -64,8 +64,8 @@ class CostTable:
 
 
 @dataclass(slots=True)
-class ReplayedPasses:
-    """A draft's passes that are answered from a record, and what they would have cost.
+class Replayed:
+    """A draft that is answered from a record: where, and what its passes would have cost.
 
     What a record lacks is remembered in `lacks`, and drawn as nothing: the ensemble catches what a speculator
     raises, so whoever plays the trace has to ask.
@@ -79,9 +79,6 @@ class ReplayedPasses:
     _places: dict[str, tuple[GuessTrie, int]] = field(
         default_factory=dict
     )  # request -> guesses, place of end 0
-    _sites: dict[int, dict[int, int]] = field(
-        default_factory=dict
-    )  # of the step: id of builder -> node -> site
 
     def follow(self, request_id: str, draft: RecordedDraft, place: int) -> None:
         """Answer for a request from now on; its text of `end` tokens has the root at `place + end`."""
@@ -92,20 +89,41 @@ class ReplayedPasses:
         self._places.pop(request_id, None)
 
     def begin_step(self) -> None:
+        """A step begins."""
+
+    def spend(self, rows: int) -> None:
+        """A pass of so many rows."""
+        self.seconds += self.costs.seconds(rows)
+        self.passes += 1
+
+    def root(self, site: Site) -> tuple[GuessTrie, int]:
+        """The guesses below the root of a tree that is about to grow, and its site or NO_SITE."""
+        guesses, place = self._places[site.request_id]
+        return guesses, int(guesses.roots[place + site.position])
+
+
+@dataclass(slots=True)
+class ReplayedPasses(Replayed):
+    """A draft model's passes that are answered from a record."""
+
+    _sites: dict[int, dict[int, int]] = field(
+        default_factory=dict
+    )  # of the step: id of builder -> node -> site
+
+    def begin_step(self) -> None:
         """Forget the trees of the step before."""
         self._sites.clear()
 
     def __call__(self, rows: Sequence[Rows], sites: Sequence[Site]) -> None:
         """Add what was drawn for each site when it was recorded, as many children as are wanted now."""
-        self.seconds += self.costs.seconds(num_rows(rows))
-        self.passes += 1
+        self.spend(num_rows(rows))
         for site in sites:
             builder = site.builder
-            guesses, place = self._places[site.request_id]
             if site.node == 0:
-                at = int(guesses.roots[place + site.position])
+                guesses, at = self.root(site)
                 known = self._sites[id(builder)] = {0: at}
             else:
+                guesses, _ = self._places[site.request_id]
                 known = self._sites[id(builder)]
                 at = known[site.node]
             if at == NO_SITE or guesses.asked[at] < site.width:

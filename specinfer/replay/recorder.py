@@ -1,7 +1,8 @@
 """Records traces: the target writes texts once, then the drafts guess at every place of them.
 
 The drafts run in a simulated engine whose policy verifies nothing, so that every step adds one token: they
-read and guess as they would in an engine that decodes these texts without luck.
+read and guess as they would in an engine that decodes these texts without luck. Where heads are among them
+the target reads the texts along with them, as they read its hidden states.
 """
 
 from __future__ import annotations
@@ -15,25 +16,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.config import NO_SPECULATION, SpeculationConfig
-from specinfer.engine.drafts import ids_read, models_alone, what_is_timed
+from specinfer.engine.build import Models
+from specinfer.engine.drafts import ids_read, named_by, what_is_timed
 from specinfer.engine.metrics import Statistics
 from specinfer.errors import ConfigError, RequestError
+from specinfer.heads.block_model import BlockModel
+from specinfer.heads.load import HeadModel
 from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
 from specinfer.progress import NoProgress, Progress
 from specinfer.replay.drafts import CostTable, RecordedPasses
 from specinfer.replay.fixed_policies import LookingOn
 from specinfer.replay.guess_trie import GuessRecorder
-from specinfer.replay.simulated_engine import SimulatedEngine, num_blocks
-from specinfer.replay.trace import DEPTH, EngineFacts, RecordedDraft, RecordedText, Trace
+from specinfer.replay.heads import RecordedTrees, without_states
+from specinfer.replay.simulated_engine import SimulatedEngine, States, num_blocks
+from specinfer.replay.trace import DEPTH, BlockFacts, EngineFacts, RecordedDraft, RecordedText, Trace
 from specinfer.replay.trace_store import KEPT_PARAMS
 from specinfer.report.provenance import provenance
 from specinfer.request import Request, RequestOutput
-from specinfer.runtime.cost_curve import CostCurve, cost_curve
+from specinfer.runtime.batch import StepRows
+from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve
+from specinfer.runtime.flight import Flight
+from specinfer.runtime.head_runner import BlockRunner
 from specinfer.runtime.runner import ModelRunner
 from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.drafts.best_first import MOST_NODES
+from specinfer.speculate.drafts.block import BlockDraft
 from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.growth import LIKELY_NODES, Shape
+from specinfer.speculate.drafts.one_pass import OnePassTrees, PassLevels, best_first_trees
+from specinfer.speculate.speculator import LevelSpeculator
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
 
@@ -104,7 +116,7 @@ def check(llm: LLM, requests: Sequence[Request]) -> None:
             f"the verifier is {speculation.verifier!r} and drafts draw by {speculation.draw_rule}; traces "
             "are recorded under the coupled rule, where the text does not depend on what is guessed"
         )
-    models_alone(llm.models.drafts, llm.models.foreign, "traces are recorded")
+    heads = [name for name, draft in traced(llm.models).items() if isinstance(draft, BlockModel)]
     if not requests:
         raise RequestError("there are no requests to record; give at least one prompt")
     for request in requests:
@@ -114,6 +126,42 @@ def check(llm: LLM, requests: Sequence[Request]) -> None:
             usual = f.default_factory() if f.default_factory is not MISSING else f.default
             if (value := getattr(request.params, f.name)) != usual:
                 raise RequestError(f"{f.name} is {value!r}, and traces do not keep it; leave it out", f.name)
+        if heads:
+            _check_best_first(request.params, heads[0])
+
+
+def _check_best_first(params: SamplingParams, head: str) -> None:
+    """Raise RequestError where a head's trees would be drawn level by level, which is not recorded."""
+    unset = SamplingParams()
+    names = ("min_tokens", *(() if params.greedy else ("top_k", "top_p", "min_p")))
+    for name in names:
+        if (value := getattr(params, name)) != getattr(unset, name):
+            raise RequestError(
+                f"{name} is {value!r}, where head {head} draws its trees level by level; traces keep those "
+                "that grow best first: leave it out",
+                name,
+            )
+
+
+def traced(models: Models) -> dict[str, LanguageModel | BlockModel]:
+    """The drafts whose guesses a trace can keep; raises ConfigError where one is of another kind."""
+    found: dict[str, LanguageModel | BlockModel] = {}
+    for name, draft in models.drafts.items():
+        what = ""
+        if name in models.foreign:
+            what = "has another vocabulary than the target"
+        elif isinstance(draft, BlockModel) and draft.head.members:
+            what = "is a block head with members on its trunk"
+        elif isinstance(draft, HeadModel) and not isinstance(draft, BlockModel):
+            what = "is a head that guesses no block"
+        else:
+            found[name] = draft
+        if what:
+            raise ConfigError(
+                f"{name} {what}; traces are recorded of block heads without members, and of models of the "
+                "target's vocabulary: leave it out"
+            )
+    return found
 
 
 def write_texts(llm: LLM, requests: Sequence[Request], progress: Progress | None = None) -> WrittenTexts:
@@ -160,10 +208,10 @@ def record_guesses(
     config, models, target = llm.config, llm.models, llm.models.target
     shapes = shapes or shapes_of(config.speculation)
     weights = config.speculation.draft_quantization
-    own = models_alone(models.drafts, models.foreign, "traces are recorded")
+    own = traced(models)
     drafts = {
         name: _Recording(
-            _curve(llm, model, f"{weights}, {what_is_timed(model, models.named.get(name))}", True, progress),
+            _curve(llm, model, f"{weights}, {what_is_timed(model, models.named.get(name))}", progress),
             GuessRecorder(),
             {},
         )
@@ -177,7 +225,7 @@ def record_guesses(
         ),
         texts=written.texts,
         drafts={},
-        curve=_curve(llm, target, f"{config.quantization}, {what_is_timed(target, None)}", False, progress),
+        curve=_curve(llm, target, f"{config.quantization}, {what_is_timed(target, None)}", progress),
         stages=written.stages,
         likeliest=written.likeliest,
         provenance=provenance(config.threads),
@@ -190,6 +238,7 @@ def record_guesses(
             curve=recording.curve,
             guesses=recording.notes.trie(),
             measured=recording.measured,
+            head=_facts(own[name]),
         )
         for (name, recording), model in zip(drafts.items(), trace.speculation.drafts, strict=True)
     }
@@ -226,25 +275,39 @@ def _guess(
     progress: Progress | None,
 ) -> None:
     """Let the drafts guess at every place of the trace's texts, and note it."""
-    speculation = llm.config.speculation
-    room = 1 + len(drafts) * sum(LIKELY_NODES if s.learned else s.expansion.num_nodes - 1 for s in shapes)
-    wide = replace(speculation, drafts=(), max_nodes=room)
-    # All trees fit into a step, or they would be cut where a step of the engine has no rows left.
-    engine = replace(trace.engine, max_step_tokens=trace.engine.max_step_tokens + room)
+    models = traced(llm.models)
+    heads = {name: model for name, model in models.items() if isinstance(model, BlockModel)}
+    nodes = sum(LIKELY_NODES if s.learned else s.expansion.num_nodes - 1 for s in shapes)
+    room = 1 + len(heads) * MOST_NODES + (len(models) - len(heads)) * nodes
+    wide = replace(llm.config.speculation, drafts=(), max_nodes=room)
+    engine = replace(
+        trace.engine,
+        # All trees fit into a step, or they would be cut where a step of the engine has no rows left.
+        max_step_tokens=trace.engine.max_step_tokens + room,
+        # What another request left in shared blocks a head has not read to the end.
+        prefix_reuse=trace.engine.prefix_reuse and not heads,
+    )
     blocks = num_blocks(engine, wide, 1)
-    speculators, named = list[DraftModel](), llm.models.named
-    models = models_alone(llm.models.drafts, llm.models.foreign, "traces are recorded")
-    for name, recording in drafts.items():
+    speculators: list[LevelSpeculator] = []
+    for name, model in models.items():
+        recording, vocabulary = drafts[name], named_by(model, llm.models.named.get(name))
+        if isinstance(model, BlockModel):
+            block = BlockRunner(model, num_blocks=blocks, block_size=engine.block_size)
+            best_first = RecordedTrees(best_first_trees(name, model, vocabulary), recording.notes)
+            trees = OnePassTrees(name, shapes[0], best_first, PassLevels(name, model, vocabulary))
+            rows = engine.max_step_tokens
+            speculators.append(BlockDraft(name, block, trees, taps=model.head.taps, max_rows=rows))
+            continue
         for number, shape in enumerate(shapes):
-            runner = ModelRunner(models[name], num_blocks=blocks, block_size=engine.block_size)
+            runner = ModelRunner(model, num_blocks=blocks, block_size=engine.block_size)
             speculators.append(
                 DraftModel(
                     f"{name}.{number}",
                     runner,
                     shape,
                     max_rows=engine.max_step_tokens,
-                    reads=ids_read(models[name], named.get(name)),
-                    draw=RecordedPasses(runner, name, named.get(name), recording.notes, recording.measured),
+                    reads=ids_read(model, vocabulary),
+                    draw=RecordedPasses(runner, name, vocabulary, recording.notes, recording.measured),
                 )
             )
     simulated = SimulatedEngine(
@@ -255,6 +318,7 @@ def _guess(
         CostTable(trace.curve),
         trace.stages,
         batch=1,
+        states=_states(llm.models.target, blocks, engine) if heads else without_states,
     )
     show = progress or NoProgress()
     show.start(trace.places, "guessing at every place", "tokens")
@@ -268,22 +332,43 @@ def _guess(
         show.finish()
 
 
-def _curve(
-    llm: LLM,
-    model: LanguageModel,
-    variant: str,
-    draft: bool,
-    progress: Progress | None,
-) -> CostCurve:
+def _states(target: LanguageModel, blocks: int, engine: EngineFacts) -> States:
+    """What the target makes of texts, in a cache of its own."""
+    runner = ModelRunner(target, num_blocks=blocks, block_size=engine.block_size)
+
+    def launch(rows: StepRows, taps: Sequence[int]) -> Flight:
+        return runner.launch(rows.rows, taps=taps)
+
+    return launch
+
+
+def _facts(model: LanguageModel | BlockModel) -> BlockFacts | None:
+    if not isinstance(model, BlockModel):
+        return None
+    head = model.head
+    return BlockFacts(
+        block_size=head.block_size, skipped=head.skipped, causal=head.causal, reads_last=head.reads_last
+    )
+
+
+def _curve(llm: LLM, model: LanguageModel | BlockModel, variant: str, progress: Progress | None) -> CostCurve:
     """What a pass of a model costs, as an engine of the LLM's config measures it, or has measured it."""
-    config = llm.config
-    rows = min(config.scheduler.max_step_tokens, model.config.max_context)
+    config, target = llm.config, llm.models.target
     size = config.cache.block_size
+    rows = min(config.scheduler.max_step_tokens, model.config.max_context)
+    runner: Timed
+    behind: Timed | None = None
+    if isinstance(model, BlockModel):
+        runner = BlockRunner(model, num_blocks=-(-(rows + model.head.block_size) // size), block_size=size)
+        behind = ModelRunner(target, num_blocks=1, block_size=size)
+    else:
+        runner = ModelRunner(model, num_blocks=-(-rows // size), block_size=size)
     return cost_curve(
-        ModelRunner(model, num_blocks=-(-rows // size), block_size=size),
+        runner,
         max_rows=rows,
         variant=variant,
-        every_row=draft,
+        every_row=model is not target,
+        behind=behind,
         progress=progress,
     )
 

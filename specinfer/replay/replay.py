@@ -8,8 +8,15 @@ from typing import Final
 
 from specinfer.config import NO_SPECULATION, SpeculationConfig
 from specinfer.errors import ConfigError
-from specinfer.replay.drafts import CostTable, ReplayedPasses
-from specinfer.replay.simulated_engine import PlayedStep, SimulatedEngine, speculators_of
+from specinfer.replay.drafts import CostTable
+from specinfer.replay.heads import ReplayedHead
+from specinfer.replay.simulated_engine import (
+    AnyReplayed,
+    PlayedStep,
+    SimulatedEngine,
+    replayed_drafts,
+    speculators_of,
+)
 from specinfer.replay.trace import Trace
 from specinfer.speculate.policy.estimator import Estimates, Estimator
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
@@ -75,6 +82,8 @@ class Played:
     step_tokens: int = 0  # what these brought
     nodes: int = 0  # that they verified, roots not counted
     draft_passes: dict[str, int] = field(default_factory=dict)
+    # Trees of heads that had missed the beginning of a text, and were played as if they had read all of it.
+    partly_read: int = 0
     of_texts: list[float] = field(default_factory=list)  # seconds of each, in order: its part of its steps
 
     @property
@@ -94,17 +103,17 @@ def simulated_engine(
     *,
     speculation: SpeculationConfig | None = None,
     batch: int = 1,
-) -> tuple[SimulatedEngine, dict[str, ReplayedPasses]]:
-    """An engine that plays texts of `trace`, and of others of the same models; and the passes of its drafts.
+    whole_trees: bool = False,
+) -> tuple[SimulatedEngine, dict[str, AnyReplayed]]:
+    """An engine that plays texts of `trace`, and of others of the same models; and its drafts.
 
     `speculation` is the trace's own, changed in whatever but the names of drafts and how they draw.
     """
     speculation = trace.speculation if speculation is None else speculation
-    replayed = {name: ReplayedPasses(name, CostTable(draft.curve)) for name, draft in trace.drafts.items()}
-    drafts = {name: (trace.drafts[name].max_context, passes) for name, passes in replayed.items()}
+    replayed = replayed_drafts(trace, whole_trees=whole_trees)
     engine = SimulatedEngine(
         trace.engine,
-        speculators_of(speculation, trace.engine, drafts),
+        speculators_of(speculation, trace, replayed),
         policy,
         speculation,
         CostTable(trace.curve),
@@ -121,17 +130,22 @@ def play(
     *,
     speculation: SpeculationConfig | None = None,
     on_step: Callable[[PlayedStep], None] | None = None,
+    whole_trees: bool = False,
 ) -> Played:
     """Play parts one after the other in one engine, which learns on; what all of it came to.
 
-    Raises ConfigError where the traces are not of the same models, TraceTooSmallError where one
-    lacks a guess.
+    With `whole_trees` heads grow all that was recorded, and not about as much as is verified.
+    Raises ConfigError where the traces are not of the same models, TraceTooSmallError where one lacks a
+    guess.
     """
     first = _first(parts)
     batch = max(part.at_once for part in parts)
-    engine, replayed = simulated_engine(first, policy, speculation=speculation, batch=batch)
+    engine, replayed = simulated_engine(
+        first, policy, speculation=speculation, batch=batch, whole_trees=whole_trees
+    )
     played = _count(engine, parts, on_step)
-    played.draft_passes = {name: passes.passes for name, passes in replayed.items()}
+    played.draft_passes = {name: one.passes for name, one in replayed.items()}
+    played.partly_read = sum(one.partly_read for one in replayed.values() if isinstance(one, ReplayedHead))
     return played
 
 

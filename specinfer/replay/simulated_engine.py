@@ -8,7 +8,7 @@ that it wrote, and a clock counts what the passes would have taken.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from specinfer.config import SchedulerConfig, SpeculationConfig
@@ -19,17 +19,27 @@ from specinfer.engine.sequence import SequenceState
 from specinfer.errors import ConfigError, IntegrityError, TraceTooSmallError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.processors.pipeline import Processors
-from specinfer.replay.drafts import CostTable, NoModel, ReplayedPasses
+from specinfer.replay.drafts import CostTable, NoModel, Replayed, ReplayedPasses
+from specinfer.replay.heads import ReplayedHead, without_states
 from specinfer.replay.trace import EngineFacts, RecordedText, Trace
 from specinfer.request import Request
-from specinfer.speculate.drafts.draft_model import DraftModel, Pass
+from specinfer.runtime.batch import StepRows, step_rows
+from specinfer.runtime.features import text_rows
+from specinfer.runtime.flight import Flight
+from specinfer.speculate.drafts.block import BlockDraft
+from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.growth import Shape
+from specinfer.speculate.drafts.one_pass import OnePassTrees
 from specinfer.speculate.ensemble import AnySpeculator, Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.speculation_policy import SpeculationPolicy, StepReport
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import LevelSpeculator, Outcome
 from specinfer.speculate.table import build_speculators
 from specinfer.tree import TokenTree
+
+AnyReplayed = ReplayedPasses | ReplayedHead
+# The target's pass over these rows, as far as hidden states at these layers go.
+States = Callable[[StepRows, Sequence[int]], Flight]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +84,13 @@ class SimulatedEngine:
         stages: Mapping[str, float],
         *,
         batch: int,
-        replayed: Mapping[str, ReplayedPasses] | None = None,
+        replayed: Mapping[str, Replayed] | None = None,
+        states: States = without_states,
     ) -> None:
         """`costs` and `stages` are the clock's: the target's passes, and the other stages of a step.
 
-        `replayed` are the passes of the drafts among the speculators, by name, where these are a trace's.
+        `replayed` are the drafts among the speculators, by name, where these are a trace's. `states` makes
+        what those read that are a model's.
         """
         self._engine = engine
         self._limits = SpeculationLimits(speculation, speculators)
@@ -98,6 +110,7 @@ class SimulatedEngine:
         self._costs = costs
         self._stages: dict[str, float] = {stage: stages.get(stage, 0.0) for stage in Stage}
         self._replayed = dict(replayed or {})
+        self._states = states
         self._playing: dict[str, _Playing] = {}
         self._requests = 0
 
@@ -151,6 +164,9 @@ class SimulatedEngine:
         seconds[Stage.FORWARD] = self._costs.seconds(rows)
         if slowdown != 1.0:
             seconds = {stage: slowdown * spent for stage, spent in seconds.items()}
+        taps = self._ensemble.taps
+        ran_rows = step_rows(plan, trees) if taps else None
+        flight = None if ran_rows is None else self._states(ran_rows, taps)
         for entry in plan.entries:
             self._playing[entry.request.request_id].sequence.computed = entry.end
         entries = tuple(
@@ -159,6 +175,9 @@ class SimulatedEngine:
         outcomes = [
             Outcome(one.request_id, one.committed, one.request_id not in self._playing) for one in entries
         ]
+        if ran_rows is not None and flight is not None:
+            paths = [one.path if one.request_id in self._playing else None for one in entries]
+            self._ensemble.hear(text_rows(plan, ran_rows.rows, paths), flight)
         told = {
             stage: spent for stage, spent in seconds.items() if stage != Stage.COMMIT
         }  # it has just begun
@@ -220,23 +239,35 @@ def processors_of(text: RecordedText, engine: EngineFacts) -> Processors:
     return Processors(text.params, text.prompt, vocab=engine.vocab, ending=ending)
 
 
-def speculators_of(
-    speculation: SpeculationConfig,
-    engine: EngineFacts,
-    drafts: Mapping[str, tuple[int, Pass]],
-) -> list[AnySpeculator]:
-    """The speculators of an engine in the order they are asked, its drafts with a context and passes each."""
-    replayed = [
-        DraftModel(
-            name,
-            NoModel(engine.block_size, max_context),
-            Shape.of(speculation),
-            max_rows=engine.max_step_tokens,
-            draw=passes,
+def replayed_drafts(trace: Trace, *, whole_trees: bool = False) -> dict[str, AnyReplayed]:
+    """The drafts of a trace, to be answered from it; heads grow `whole_trees`, or what they would."""
+    return {
+        name: ReplayedPasses(name, CostTable(draft.curve))
+        if draft.head is None
+        else ReplayedHead(
+            name=name,
+            costs=CostTable(draft.curve),
+            block_size=trace.engine.block_size,
+            head=draft.head,
+            whole=whole_trees,
         )
-        for name, (max_context, passes) in drafts.items()
-    ]
-    return [
-        *build_speculators(speculation),
-        *replayed,
-    ]
+        for name, draft in trace.drafts.items()
+    }
+
+
+def speculators_of(
+    speculation: SpeculationConfig, trace: Trace, replayed: Mapping[str, AnyReplayed]
+) -> list[AnySpeculator]:
+    """The speculators of an engine in the order they are asked, its drafts answered from a trace."""
+    drafts = [_speculator(one, speculation, trace) for one in replayed.values()]
+    return [*build_speculators(speculation), *drafts]
+
+
+def _speculator(replayed: AnyReplayed, speculation: SpeculationConfig, trace: Trace) -> LevelSpeculator:
+    name, engine, shape = replayed.name, trace.engine, Shape.of(speculation)
+    if isinstance(replayed, ReplayedHead):
+        trees = OnePassTrees(name, shape, replayed, replayed)
+        # Which layer it is told of is all the same: their states have no width.
+        return BlockDraft(name, replayed, trees, taps=(0,), max_rows=engine.max_step_tokens)
+    runner = NoModel(engine.block_size, trace.drafts[name].max_context)
+    return DraftModel(name, runner, shape, max_rows=engine.max_step_tokens, draw=replayed)

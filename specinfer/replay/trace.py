@@ -34,15 +34,34 @@ class RecordedText:
     prediction: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockFacts:
+    """What of a block head decides which rows its blocks have."""
+
+    block_size: int  # rows of a block, the anchor among them
+    skipped: int  # of these, from the first on, that guess nothing
+    causal: bool
+    reads_last: bool
+
+    @property
+    def depth(self) -> int:
+        """Tokens of a block that are guessed."""
+        return self.block_size - self.skipped
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedDraft:
-    """What one draft guesses along all texts, and what its passes cost."""
+    """What one draft guesses along all texts, and what its passes cost.
+
+    Of a head the sites of a root are one tree, grown best first; so any smaller one is a part of it.
+    """
 
     model: str
     max_context: int
     curve: CostCurve
     guesses: GuessTrie
     measured: Mapping[int, tuple[int, float]] = field(default_factory=dict)  # rows -> passes, their seconds
+    head: BlockFacts | None = None  # where it is one; None: a model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

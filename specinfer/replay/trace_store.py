@@ -20,11 +20,12 @@ from specinfer.config import SpeculationConfig
 from specinfer.errors import ConfigError, UserError
 from specinfer.files import NewFile
 from specinfer.replay.guess_trie import GuessTrie
-from specinfer.replay.trace import EngineFacts, RecordedDraft, RecordedText, Trace
+from specinfer.replay.trace import BlockFacts, EngineFacts, RecordedDraft, RecordedText, Trace
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SamplingParams
 
-VERSION: Final = 2
+VERSION: Final = 3
+_READ: Final = (2, 3)  # versions; 2 has no heads
 LARGEST: Final = 4 << 30  # bytes of all arrays together
 _FORMAT: Final = "specinfer policy trace"
 # What of a request's parameters is kept: all that speculators, their limits and text ends depend on.
@@ -101,6 +102,7 @@ def _head(trace: Trace) -> dict[str, Any]:
                 "max_context": draft.max_context,
                 "curve": _points(draft.curve),
                 "measured": [[rows, *seen] for rows, seen in sorted(draft.measured.items())],
+                **({} if draft.head is None else {"head": asdict(draft.head)}),
             }
             for name, draft in trace.drafts.items()
         ],
@@ -138,8 +140,8 @@ def _trace(arrays: Mapping[str, NDArray[Any]]) -> Trace:
     head = json.loads(arrays["head"].tobytes())
     if not isinstance(head, dict) or head.get("format") != _FORMAT:
         raise ValueError("its head does not say that it is one")
-    if head["version"] != VERSION:
-        raise ValueError(f"it is of version {head['version']}, this specinfer reads {VERSION}")
+    if head["version"] not in _READ:
+        raise ValueError(f"it is of version {head['version']}, this specinfer reads {_READ[0]} to {VERSION}")
     facts = {**head["engine"], "ending": tuple(head["engine"]["ending"])}
     engine = EngineFacts(**facts)
     texts = _texts(arrays, head["requests"], engine)
@@ -152,7 +154,12 @@ def _trace(arrays: Mapping[str, NDArray[Any]]) -> Trace:
         guesses = _guesses(arrays, number, places, engine.vocab)
         measured = {int(rows): (int(passes), float(seconds)) for rows, passes, seconds in draft["measured"]}
         drafts[str(draft["name"])] = RecordedDraft(
-            str(draft["model"]), int(draft["max_context"]), _curve(draft["curve"]), guesses, measured
+            str(draft["model"]),
+            int(draft["max_context"]),
+            _curve(draft["curve"]),
+            guesses,
+            measured,
+            _block(draft["head"]) if "head" in draft else None,
         )
     stages = {str(stage): float(seconds) for stage, seconds in head["stages"].items()}
     if not all(0 <= seconds < math.inf for seconds in stages.values()):
@@ -168,6 +175,18 @@ def _trace(arrays: Mapping[str, NDArray[Any]]) -> Trace:
         likeliest=likeliest,
         provenance=dict(head["provenance"]),
     )
+
+
+def _block(facts: Mapping[str, Any]) -> BlockFacts:
+    block = BlockFacts(
+        block_size=int(facts["block_size"]),
+        skipped=int(facts["skipped"]),
+        causal=bool(facts["causal"]),
+        reads_last=bool(facts["reads_last"]),
+    )
+    if not 0 <= block.skipped < block.block_size:
+        raise ValueError(f"a block of {block.block_size} rows skips {block.skipped}")
+    return block
 
 
 def _texts(

@@ -107,6 +107,15 @@ DAMAGES: dict[str, tuple[Callable[[Arrays], object], str]] = {
     "no head": (lambda a: a.pop("head"), "lacks 'head'"),
     "another format": (with_head(lambda h: h.update(format="x")), "does not say that it is one"),
     "a newer version": (with_head(lambda h: h.update(version=9)), "version 9"),
+    "a version too old": (with_head(lambda h: h.update(version=1)), "reads 2 to 3"),
+    "a block of nothing": (
+        with_head(
+            lambda h: h["drafts"][0].update(
+                head={"block_size": 1, "skipped": 1, "causal": True, "reads_last": True}
+            )
+        ),
+        "of 1 rows skips 1",
+    ),
     "no JSON": (with_array("head", lambda a: a[:-3]), "no policy trace"),
     "head of nothing": (with_array("head", lambda a: np.frombuffer(b"[]", np.uint8)), "does not say"),
     "unknown option": (with_head(lambda h: h["speculation"].update(x=1)), "no policy trace"),
@@ -130,6 +139,13 @@ DAMAGES: dict[str, tuple[Callable[[Arrays], object], str]] = {
     "another shape": (with_array("draft0.tokens", lambda a: a[:, None]), "another shape"),
     "objects": (with_array("tokens", lambda a: a.astype(object)), "no plain array"),
 }
+
+
+def test_a_trace_of_the_version_before_is_read(file: Path) -> None:
+    arrays = arrays_of(file)
+    with_head(lambda h: h.update(version=2))(arrays)
+    np.savez(file, **arrays)  # type: ignore[arg-type]
+    assert read_trace(file).drafts["0-similar"].head is None
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

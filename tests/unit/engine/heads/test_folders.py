@@ -89,6 +89,15 @@ def test_what_heads_do_not_heed_is_refused(folder: Path) -> None:
         LLM(str(folder / "head0"), **ENGINE)
 
 
-def test_traces_of_heads_are_refused(tiny: Tiny, heads: dict[str, HeadModel]) -> None:
-    with engine(tiny, heads["block"]) as llm, pytest.raises(ConfigError, match="draft is a head"):
+@pytest.mark.parametrize(
+    ("head", "what"),
+    [("eagle", "guesses no block"), ("medusa", "guesses no block"), ("block with members", "with members")],
+)
+def test_traces_of_heads_that_are_not_kept_are_refused(
+    tiny: Tiny, heads: dict[str, HeadModel], head: str, what: str
+) -> None:
+    with (
+        engine(tiny, heads[head]) as llm,
+        pytest.raises(ConfigError, match=f"draft is .*{what}.*leave it out"),
+    ):
         check(llm, [])

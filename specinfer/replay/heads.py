@@ -1,0 +1,135 @@
+"""Block heads whose trees are recorded, and block heads that answer from such records.
+
+Both are the engine's own BlockDraft. What it guesses below a root depends on the text alone, and the
+likeliest nodes of a tree are its first ones (best_first.py). So one tree of all nodes that a head may want is
+recorded for each root, and any smaller one grows from it as it did from the head's logits.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specinfer.replay.drafts import Replayed
+from specinfer.replay.guess_trie import NO_SITE, GuessRecorder, GuessTrie
+from specinfer.replay.trace import BlockFacts
+from specinfer.runtime.batch import StepRows
+from specinfer.runtime.flight import Flight
+from specinfer.runtime.head_runner import BlockGuesses, BlockText
+from specinfer.speculate.drafts.best_first import MOST_NODES, WIDTH
+from specinfer.speculate.drafts.draws import Site
+from specinfer.speculate.drafts.growth import Guessed
+from specinfer.speculate.drafts.one_pass import BestFirstTrees
+from specinfer.tree import DrawRule, TreeBuilder
+from specinfer.tree.token_tree import draws_by_parent
+from specinfer.verify.scan import NUMPY
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTrees:
+    """A `BestFirstTrees` that takes down what others grow, as large as anybody may want it."""
+
+    trees: BestFirstTrees
+    notes: GuessRecorder
+
+    def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
+        """As BestFirstTrees says, but of as many nodes as there may be, whatever is wanted now."""
+        self.trees.grow(guessed, read_TD, logits_TU, MOST_NODES)
+        for one in guessed:
+            tree = one.growth.tree()
+            for parent, draws in (draws_by_parent(tree.draws) or {0: []}).items():
+                tokens = [tree.token_ids[draw.node] for draw in draws]
+                self.notes.note(tree.path_tokens(parent), WIDTH, tokens, draws)
+
+
+@dataclass(slots=True, kw_only=True)
+class ReplayedHead(Replayed):
+    """A block head without a model: it reads texts, and its trees are answered from a record.
+
+    It is the head's runner, and grows its trees.
+    """
+
+    block_size: int  # of the cache
+    head: BlockFacts
+    whole: bool = (
+        False  # whether trees are grown as large as they were recorded, however few nodes are wanted
+    )
+    partly_read: int = 0  # blocks behind a text whose beginning it has missed
+
+    def step(self, texts: Sequence[BlockText]) -> BlockGuesses:
+        """Count the pass; what it makes is nothing, in the shapes that a head's has."""
+        self.spend(max(1, sum(text.count for text in texts)))
+        for text in texts:
+            self.partly_read += text.rows > 0 and text.shift > 0
+            if text.rows and text.rows < self.head.block_size and not self.head.causal:
+                self.lacks = self.lacks or (
+                    f"{self.name} was recorded with blocks of {self.head.block_size} rows, all of which see "
+                    f"each other, and there is room for {text.rows}; replay larger trees, or fewer at once"
+                )
+        none = torch.empty(0, 0)
+        return BlockGuesses([none[:0].flatten() if text.count else None for text in texts], none, none)
+
+    def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
+        """As BestFirstTrees says: the first nodes of the trees that were recorded."""
+        for one in guessed:
+            guesses, root = self.root(one.site)
+            if root == NO_SITE:
+                self.lacks = self.lacks or (
+                    f"{self.name} was not recorded below {one.site.position} tokens of request "
+                    f"{one.site.request_id}; record the trace anew"
+                )
+                continue
+            wanted = MOST_NODES if self.whole else most
+            regrow(one.growth.builder, guesses, root, wanted, self.name, one.site.draws_by)
+
+    def draw(
+        self, sites: Sequence[Site], rows: Sequence[int], before: Sequence[int], logits_TU: Tensor
+    ) -> None:
+        """Nothing: no such trees are recorded."""
+        self.lacks = self.lacks or (
+            f"{self.name} would draw level by level for request {sites[0].request_id}, and was recorded best "
+            "first; record the trace anew"
+        )
+
+
+def regrow(
+    builder: TreeBuilder, guesses: GuessTrie, root: int, most: int, speculator: str, rule: DrawRule
+) -> None:
+    """Add the `most` likeliest nodes below a root's site, as far as the builder has room.
+
+    In the order in which best_first.grow adds them, of equal ones too.
+    """
+    known: dict[int, tuple[list[int], list[float], list[int]]] = {}
+    # A path that waits: its hope, and where its last node would hang.
+    waiting: list[tuple[float, int, int, int, int, float]] = []
+
+    def wait(above: float, parent: int, site: int, rank: int) -> None:
+        confidences = known[site][1]
+        if rank < len(confidences):
+            entry = (-above * confidences[rank], len(builder.parents), parent, site, rank, above)
+            heapq.heappush(waiting, entry)
+
+    known[root] = guesses.draws(root)
+    wait(1.0, 0, root, 0)
+    added = 0
+    while waiting and added < most and not builder.full:
+        hope, _, parent, site, rank, above = heapq.heappop(waiting)
+        tokens, confidences, below = known[site]
+        seen = guesses.seen(site)
+        node = builder.add(parent, tokens[rank], speculator, rule, None, confidences[rank], seen)
+        added += 1
+        wait(above, parent, site, rank + 1)
+        if node is not None and (under := below[rank]) != NO_SITE:
+            known[under] = guesses.draws(under)
+            wait(-hope, node, under, 0)
+
+
+def without_states(rows: StepRows, taps: Sequence[int]) -> Flight:
+    """The pass of a target without a model, as those who read its hidden states see it: of no width."""
+    count = sum(len(part.token_ids) for part in rows.rows)
+    states = taps, torch.zeros(count, len(taps), 0)
+    return Flight(torch.empty(0, 0), lambda hidden: hidden, 1, NUMPY, taps=states)
