@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from specinfer.cli import cli
 from specinfer.config import EngineConfig
 from specinfer.engine.build import Models
 from specinfer.errors import RequestError, TraceTooSmallError
@@ -117,7 +119,7 @@ def test_trees_that_steps_leave_little_room_are_those_of_the_live_run(
 
 
 def test_trees_of_a_head_that_has_missed_some_of_a_text_are_counted(
-    tiny: Tiny, heads: dict[str, HeadModel]
+    tiny: Tiny, heads: dict[str, HeadModel], tmp_path: Path
 ) -> None:
     """One of two prompts that begin alike starts behind blocks that the head has not read yet."""
     llm = llm_with(tiny, {"head": heads["with confidence"]}, max_batch_size=5, max_step_tokens=200)
@@ -129,6 +131,11 @@ def test_trees_of_a_head_that_has_missed_some_of_a_text_are_counted(
     others = [[[one for one in step if one[0] != "3"] for step in ran] for ran in (again, steps)]
     assert others[0] == others[1]
     assert again != steps
+    write_trace(tmp_path / "trace.npz", trace)
+    for batch, notes in ((1, []), (5, [f"partly_read={came.partly_read}"])):
+        asked = ["policy", "replay", str(tmp_path / "trace.npz"), "--policy", "fixed", "--batch", str(batch)]
+        told_of = CliRunner().invoke(cli, asked).output
+        assert told_of.splitlines()[-1].split()[7:] == notes
 
 
 @pytest.fixture(scope="module")
