@@ -8,28 +8,13 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from specinfer.cli import cli
 from tests.unit.benchmarks.conftest import Run
 
 Script = Callable[[str], ModuleType]
 
 
-def test_policy_estimator(
-    script: Script, run: Run, pair: tuple[str, str], dataset: str, tmp_path: Path
-) -> None:
-    traces = [tmp_path / "played.npz", tmp_path / "other.npz"]
-    for seed, out in enumerate(traces):
-        done = CliRunner().invoke(
-            cli,
-            [
-                *("trace", "record", "--model", pair[0], "--draft", pair[1], "--ngram", "--prompts", dataset),
-                *("--out", str(out), "--max-tokens", "16", "--temperature", "0.5", "--seed", str(seed)),
-                *("--expansion", "1,1,3,1,1", "--shape", "1,1,3,1,1", "--kv-cache-memory", "16MB"),
-            ],
-        )
-        assert done.exit_code == 0, done.output
+def test_policy_estimator(script: Script, run: Run, traces: list[Path]) -> None:
     module = script("policy_estimator")
     options = ["--traces", str(traces[0]), "--fit", str(traces[1])]
     page = run(module, *options)

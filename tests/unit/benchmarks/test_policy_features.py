@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from specinfer.cli import cli
 from specinfer.tree import Draw, DrawRule
 from tests.unit.benchmarks.conftest import Run
 
@@ -79,20 +77,7 @@ def test_a_feature_that_decides_takes_from_the_loss_and_no_other_does(module: Mo
         assert loss[other] > 0.97 * loss["now"], other
 
 
-def test_policy_features(
-    module: ModuleType, run: Run, pair: tuple[str, str], dataset: str, tmp_path: Path
-) -> None:
-    traces = [tmp_path / "played.npz", tmp_path / "other.npz"]
-    for seed, out in enumerate(traces):
-        done = CliRunner().invoke(
-            cli,
-            [
-                *("trace", "record", "--model", pair[0], "--draft", pair[1], "--ngram", "--prompts", dataset),
-                *("--out", str(out), "--max-tokens", "16", "--temperature", "0.5", "--seed", str(seed)),
-                *("--expansion", "1,1,3,1,1", "--shape", "1,1,3,1,1", "--kv-cache-memory", "16MB"),
-            ],
-        )
-        assert done.exit_code == 0, done.output
+def test_policy_features(module: ModuleType, run: Run, traces: list[Path]) -> None:
     options = ["--traces", *map(str, traces)]
     page = run(module, *options)
     lines = [line for line in page if line.startswith(("| played", "| other"))]
