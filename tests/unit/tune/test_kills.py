@@ -1,0 +1,93 @@
+"""`specinfer tune` killed with SIGKILL, so that nothing of it ends in order, and gone on with."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from specinfer.heads.checkpoint import HeadFolder
+from specinfer.llm import LLM
+from specinfer.models.weights import open_model
+from specinfer.sampling_params import SamplingParams
+from specinfer.tune.checkpoint import read_checkpoint
+from tests.unit.tune.conftest import engine
+
+_MINUTES = 0.1  # of the first run, of which a third is for collecting; each later one has as many more
+_PATIENCE = 120.0  # seconds until a run has come so far
+# What a run is seen to write, soon after which it is killed: its claim, its first draft, checkpoints.
+_SEEN = ("work/tuning.json", "config.json", *["work/checkpoint.safetensors"] * 3)
+_SMALL = (
+    "--dtype float32 --kv-cache-memory 16MB --max-context 64 --max-tokens 8 --raw --vocabulary 32 --depth 3"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_who_is_killed_at_any_moment_goes_on_and_ends_with_a_draft(
+    target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    moments, out, before = random.Random(0), tmp_path / "head", 0
+    with LLM(engine(target)) as plain:
+        params = SamplingParams(max_tokens=20, temperature=0.0)
+        [expected] = plain.generate(["2 * 3"], params)
+    for number, name in enumerate(_SEEN):
+        minutes = _MINUTES * (1 + number)
+        _killed(_command(target, prompts, out, minutes), out / name, moments.uniform(0.0, 0.3))
+        if (out / "config.json").exists():
+            opened = open_model(target)
+            HeadFolder(out, opened.config).module(opened)  # whole, as the kill left it
+        steps = _steps(out)
+        assert steps >= before, "what a checkpoint had is not lost"
+        ended = tmp_path / f"ended{number}"
+        shutil.copytree(out, ended)
+        done = subprocess.run(
+            _command(target, prompts, ended, minutes + _MINUTES), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"--draft {ended}" in done.stdout
+        assert _steps(ended) > steps
+        assert "## What it is worth" in (ended / "README.md").read_text()
+        with LLM(engine(target), drafts=[str(ended)], tree_size="fixed") as drafted:
+            [output] = drafted.generate(["2 * 3"], params)
+        assert output.token_ids == expected.token_ids
+        assert sum(output.figures.drafted_per_depth) > 0, "and it has guessed"
+        before = steps
+    assert before > 0
+
+
+def _command(target: Path, prompts: Path, out: Path, minutes: float) -> list[str]:
+    resume = ["--resume"] if (out / "work" / "tuning.json").exists() else []
+    named = ["--model", str(target), "--prompts", str(prompts), "--out", str(out), *_SMALL.split()]
+    return [sys.executable, "-m", "specinfer", "tune", *named, "--minutes", str(minutes), *resume]
+
+
+def _killed(command: list[str], seen: Path, later: float) -> None:
+    """Kill a run so many seconds after it has written a file."""
+    old = _written(seen)
+    deadline = time.monotonic() + _PATIENCE
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            while _written(seen) == old:
+                assert process.poll() is None, "it ended by itself"
+                assert time.monotonic() < deadline, f"it has not written {seen.name}"
+                time.sleep(0.002)
+            time.sleep(later)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL
+
+
+def _written(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def _steps(out: Path) -> int:
+    kept = out / "work" / "checkpoint.safetensors"
+    return read_checkpoint(kept).state.steps if kept.exists() else 0
