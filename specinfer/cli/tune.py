@@ -143,8 +143,9 @@ def tune(
 
     First the model answers prompts, at temperatures 0, 0.7 and 1; then drafts learn from what the model
     thought on the way. One of sixteen prompts is held out, and the draft that guesses best along their
-    answers is kept, of a pool the members that pay. Whoever stops it, with Ctrl-C too, loses two minutes at
-    most: --resume goes on. Without --prompts or --traffic the built-in prompts are asked, which are few.
+    answers is kept, of a pool the members that pay. Whoever stops it, with Ctrl-C too, loses about two
+    minutes, or the answers under way where one takes longer than that: --resume goes on. Without --prompts
+    or --traffic the built-in prompts are asked, which are few.
     """
     config = engine_config({**options, "ngram": False})
     if traffic is not None and files:
