@@ -52,6 +52,7 @@ def write_selected(
     head = block_head(whole.folder, target)
     kept = sorted(selection.best.members)[1:]
     draft = _draft(with_members(head, [members_of(head)[number - 1] for number in kept]))
+    (out / "README.md").unlink(missing_ok=True)  # whoever is killed here leaves no card of another head
     draft.write(out, target)
     text = card(draft.described(), material, trunk, loss, figures_of(whole.along))
     with NewFile(out / "README.md", mode=0o644) as new:

@@ -196,6 +196,7 @@ def test_a_head_is_whole_at_any_moment_that_its_members_become_others(
     with pytest.raises(KilledError):
         run(again, prompts, costs=dear)
     assert (out / "model.safetensors").read_bytes() != before
+    assert not (out / "README.md").exists(), "the card was of the head before"
     assert config_of(out, target).members == 0
     with LLM(engine(target), drafts=[str(out)], tree_size="fixed") as drafted:
         [output] = drafted.generate(["2 * 3"], SamplingParams(max_tokens=20, temperature=0.0))
