@@ -21,8 +21,8 @@ from tests.unit.tune.conftest import engine
 
 _MINUTES = 0.1  # of the first run, of which a third is for collecting; each later one has as many more
 _PATIENCE = 120.0  # seconds until a run has come so far
-# What a run is seen to write, soon after which it is killed: its claim, its first draft, checkpoints.
-_SEEN = ("work/tuning.json", "config.json", *["work/checkpoint.safetensors"] * 3)
+# What a run is seen to write, soon after which it is killed: its claim, its first draft, a checkpoint.
+_SEEN = ("work/tuning.json", "config.json", "work/checkpoint.safetensors")
 _SMALL = (
     "--dtype float32 --kv-cache-memory 16MB --max-context 64 --max-tokens 8 --raw --vocabulary 32 --depth 3"
 )
@@ -33,13 +33,13 @@ _SMALL = (
 def test_who_is_killed_at_any_moment_goes_on_and_ends_with_a_draft(
     target: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    moments, out, before = random.Random(0), tmp_path / "head", 0
+    moments, out, before, kills = random.Random(0), tmp_path / "head", 0, 0
     with LLM(engine(target)) as plain:
         params = SamplingParams(max_tokens=20, temperature=0.0)
         [expected] = plain.generate(["2 * 3"], params)
     for number, name in enumerate(_SEEN):
         minutes = _MINUTES * (1 + number)
-        _killed(_command(target, prompts, out, minutes), out / name, moments.uniform(0.0, 0.3))
+        kills += _killed(_command(target, prompts, out, minutes), out / name, moments.uniform(0.0, 0.3))
         if (out / "config.json").exists():
             opened = open_model(target)
             HeadFolder(out, opened.config).module(opened)  # whole, as the kill left it
@@ -60,6 +60,7 @@ def test_who_is_killed_at_any_moment_goes_on_and_ends_with_a_draft(
         assert sum(output.figures.drafted_per_depth) > 0, "and it has guessed"
         before = steps
     assert before > 0
+    assert kills > 1, "most runs were not at their end"
 
 
 def _command(target: Path, prompts: Path, out: Path, minutes: float) -> list[str]:
@@ -68,8 +69,8 @@ def _command(target: Path, prompts: Path, out: Path, minutes: float) -> list[str
     return [sys.executable, "-m", "specinfer", "tune", *named, "--minutes", str(minutes), *resume]
 
 
-def _killed(command: list[str], seen: Path, later: float) -> None:
-    """Kill a run so many seconds after it has written a file."""
+def _killed(command: list[str], seen: Path, later: float) -> bool:
+    """Kill a run so many seconds after it has written a file; False where it has just ended by then."""
     old = _written(seen)
     deadline = time.monotonic() + _PATIENCE
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -81,7 +82,8 @@ def _killed(command: list[str], seen: Path, later: float) -> None:
             time.sleep(later)
         finally:
             process.kill()
-    assert process.returncode == -signal.SIGKILL
+    assert process.returncode in (-signal.SIGKILL, 0)
+    return process.returncode != 0
 
 
 def _written(path: Path) -> int:
