@@ -31,6 +31,8 @@ _PARALLEL_DEPTH: Final = 8  # the levels that SpecForge's P-EAGLE learns, which 
 
 # What is computed: in `dflash_config`, beside it, or in both places.
 _FIELDS: Final = (
+    "attention_mode",
+    "attention_value_scale",
     "block_size",
     "causal",
     "causal_head",  # JetSpec's name for `causal`
@@ -39,6 +41,7 @@ _FIELDS: Final = (
     "markov_head_type",
     "markov_rank",
     "mask_token_id",
+    "output_multiplier",
     "projector_type",
     "sample_from_anchor",
     _BLOCK_LAYERS,
@@ -136,10 +139,11 @@ def _eagle_taps(c: Mapping[str, object], own: Mapping[str, object], target_layer
 
 
 def _mask(places: tuple[Mapping[str, object], ...], names: tuple[str, ...]) -> int | None:
-    said = {name: integer(place, name) for place in places for name in names if place.get(name) is not None}
-    if len(set(said.values())) > 1:
+    said = [(name, integer(place, name)) for place in places for name in names if place.get(name) is not None]
+    ids = {mask for _, mask in said}
+    if len(ids) > 1:
         raise ModelError(f"the mask token has different ids: {said}. The config is damaged.")
-    return next(iter(said.values()), None)
+    return next(iter(ids), None)
 
 
 def _dflash(c: Mapping[str, object], target_layers: int) -> BlockConfig:
@@ -208,7 +212,7 @@ def _check_fields(
     if not fields.get("markov_rank"):
         del supported["markov_head_type"]
     for key, values in supported.items():
-        value = fields.get(key, own.get(key))
+        value = fields.get(key)
         if value is not None and value not in values:
             raise ModelError(f"{key} is {value!r}; supported: {', '.join(map(str, values))}")
     known = {*_FIELDS, *_OF_TRAINING, *supported}

@@ -247,7 +247,7 @@ def _plan(
 def _pass_seconds(trace: Trace, name: str, at_once: int, speculation: SpeculationConfig) -> list[float]:
     """Seconds of a draft's passes for trees of 0, 1, ... levels, of which the right nodes alone are run."""
     table = CostTable(trace.drafts[name].curve)
-    if trace.drafts[name].head is not None:  # one pass, that reads what the step before has added
-        return [0.0, *(table.seconds(at_once * (1 + level)) for level in range(1, 1 + speculation.deepest))]
+    if (head := trace.drafts[name].head) is not None:  # one pass, that reads what the step before has added
+        return [0.0, *(table.seconds(at_once * (1 + level)) for level in range(1, 1 + head.depth))]
     first, each = (table.seconds(at_once * rows) for rows in (_USUAL_ROWS, 1))
     return [0.0, *(first + level * each for level in range(speculation.deepest))]

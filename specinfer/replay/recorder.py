@@ -278,7 +278,8 @@ def _guess(
     models = traced(llm.models)
     heads = {name: model for name, model in models.items() if isinstance(model, BlockModel)}
     nodes = sum(LIKELY_NODES if s.learned else s.expansion.num_nodes - 1 for s in shapes)
-    room = 1 + len(heads) * MOST_NODES + (len(models) - len(heads)) * nodes
+    room = 1 + (len(models) - len(heads)) * nodes
+    room += sum(max(MOST_NODES, model.head.block_size) for model in heads.values())  # whole blocks, too
     wide = replace(llm.config.speculation, drafts=(), max_nodes=room)
     engine = replace(
         trace.engine,

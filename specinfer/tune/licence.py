@@ -6,15 +6,16 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from specinfer.hub.catalogue import CATALOGUE
 from specinfer.hub.model_files import ModelFiles
 
 _FRONT: Final = re.compile(r"\A---\r?\n(.*?)\r?\n---", re.DOTALL)  # of a card: what hubs read
-_FIELD: Final = re.compile(r"^(license(?:_name|_link)?):[ \t]*(\S.*?)[ \t\r]*$", re.MULTILINE)
+_FIELD: Final = re.compile(r"^(license(?:_name|_link)?):(.*)$", re.MULTILINE)
 _HUB_ID: Final = re.compile(r"[a-z0-9][a-z0-9.+-]*")  # as hubs know licences
-_UNNAMED: Final = ("other", "unknown")  # ids that are no licence
+_UNNAMED: Final = ("other", "unknown", "none", "null", "~")  # what is no licence
 _CARD: Final = 1 << 16  # characters of a card that are looked at
 _LONGEST: Final = 200  # of a name or link
 
@@ -36,8 +37,7 @@ def licence_of(files: ModelFiles) -> Licence | None:
             source="its GGUF file",
         )
     else:
-        card = files.path / "README.md"
-        fields = _front_matter(card.read_text("utf-8", "replace")[:_CARD]) if card.is_file() else {}
+        fields = _front_matter(_read(files.path / "README.md"))
         found = _named(
             *(fields.get(f"license{part}") for part in ("", "_name", "_link")), source="its model card"
         )
@@ -71,7 +71,15 @@ def _text(value: object) -> str | None:
     return " ".join(value.split())[:_LONGEST] or None
 
 
+def _read(card: Path) -> str:
+    """A model card's text; nothing where there is none that can be read."""
+    try:
+        return card.read_text("utf-8", "replace")[:_CARD]
+    except OSError:
+        return ""
+
+
 def _front_matter(card: str) -> Mapping[str, str]:
     found = _FRONT.match(card)
     fields = {} if found is None else dict(_FIELD.findall(found[1]))
-    return {key: value.strip("\"'[]") for key, value in fields.items()}
+    return {key: value.partition(" #")[0].strip().strip("\"'[]") for key, value in fields.items()}

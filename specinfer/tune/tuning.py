@@ -101,7 +101,7 @@ class Tuning:
         self._hearers = Hearers(progress or NoProgress(), say, clock)
         files = resolve(config.target.model, progress=self._hearers.progress)
         self._target = Target(files, open_model(files))
-        config.kind.check(self._target.config, config.init)
+        config.kind.check(self._target.config, config.init if self._begins else None)
         old = config.replace
         self._incumbent = None if old is None else Incumbent(old.expanduser().resolve(), self._target)
         self._costs = costs
@@ -120,6 +120,13 @@ class Tuning:
         self._corpus = self._reading(own_taps)
         for name in self._corpus.damaged:
             say(f"{config.work / 'shards' / name} is damaged and is left out")
+
+    @property
+    def _begins(self) -> bool:
+        """Whether a draft is still to begin as the config says: what is resumed asks for it no more."""
+        warm = self._config.members > 1 and self._config.boosting.warm
+        beginning = range(1 if warm else self._config.members)
+        return not all(self._place(number).checkpoint.exists() for number in beginning)
 
     @property
     def vocab(self) -> int:
@@ -173,11 +180,11 @@ class Tuning:
             if not self._config.resume:
                 raise TuneError(f"{self._config.out} has a tuning in it; --resume goes on with it")
             known = _read(facts)
-            for name, value in self._shape.items():
-                if known.get(name) != value:
+            for name in (*self._shape, *known):  # of what a single draft lacks, too
+                if known.get(name) != self._shape.get(name):
                     raise TuneError(
                         f"the tuning in {self._config.out} is of {name} {known.get(name)}, this one of "
-                        f"{value}; name another folder, or the same options"
+                        f"{self._shape.get(name)}; name another folder, or the same options"
                     )
         elif self._config.resume:
             raise TuneError(f"{self._config.out} has no tuning to resume; leave --resume out")

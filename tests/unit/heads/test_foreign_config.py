@@ -142,6 +142,11 @@ REFUSED: dict[str, tuple[str, Callable[[Json], object], str]] = {
         inside(output_multiplier=0.5),
         "output_multiplier is 0.5; supported: 1",
     ),
+    "logits that are scaled by a field beside": (
+        "DFlash",
+        beside(output_multiplier=0.5),
+        "output_multiplier is 0.5; supported: 1",
+    ),
     "last features of DFlash": (
         "DFlash",
         inside(use_aux_hidden_state=False),
@@ -186,6 +191,11 @@ REFUSED: dict[str, tuple[str, Callable[[Json], object], str]] = {
         "mask_token_id is missing: .* add the one of its training",
     ),
     "P-EAGLE with two masks": (PARALLEL, beside(ptd_token_id=3), "the mask token has different ids"),
+    "P-EAGLE with another mask inside": (
+        PARALLEL,
+        beside(dflash_config={"mask_token_id": 3}),
+        "the mask token has different ids",
+    ),
     "P-EAGLE's mask outside the vocabulary": (
         PARALLEL,
         beside(mask_token_id=VOCAB),

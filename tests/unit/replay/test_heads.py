@@ -118,6 +118,17 @@ def test_trees_that_steps_leave_little_room_are_those_of_the_live_run(
         assert came.partly_read == 0
 
 
+def test_blocks_that_are_larger_than_trees_are_recorded_whole(tiny: Tiny, folder: Path) -> None:
+    config = replace(CONFIGS["all rows see each other"], block_size=40)
+    target = open_model(folder / "target")
+    head = HeadFolder(write_any(config, folder / "wide", seed=2), target.config)
+    kernels = guessing(choose_kernels("auto", CPU)[0])
+    drafts = {"head": load_head(head, target, tiny.target, kernels=kernels)}
+    llm = llm_with(tiny, drafts, max_step_tokens=160, max_nodes=64, ngram=True, ngram_branches=4)
+    trace = recorded(llm, APART[:2])
+    assert played(trace, "fixed", 1)[0] == live(llm.variant(max_batch_size=1), trace)
+
+
 def test_trees_of_a_head_that_has_missed_some_of_a_text_are_counted(
     tiny: Tiny, heads: dict[str, HeadModel], tmp_path: Path
 ) -> None:
@@ -214,6 +225,19 @@ def test_who_knows_the_text_follows_a_head_further_than_anybody(trace: Trace) ->
     # A tree of all that was recorded reaches further than one of what is verified.
     small, large = (played(trace, "fixed", 1, whole_trees=each)[1] for each in (False, True))
     assert large.nodes > small.nodes
+
+
+@pytest.mark.parametrize(
+    ("head", "law"), [("all rows see each other", "greedy"), ("with confidence", "coupled")]
+)
+def test_an_oracle_knows_heads_that_go_deeper_than_the_expansion(
+    tiny: Tiny, heads: dict[str, HeadModel], head: str, law: str
+) -> None:
+    trace = recorded(llm_with(tiny, {"head": heads[head]}, expansion="1"), APART, **LAWS[law])
+    parts = whole([trace])
+    knowing = play_oracle(parts, trace.speculation)
+    assert knowing.draft_passes["head"] > 0
+    assert knowing.seconds < play_without(parts).seconds
 
 
 @pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"min_tokens": 3}])

@@ -127,7 +127,9 @@ def test_under_mss_a_text_that_has_begun_ends_with_the_reason(folder: Path) -> N
 
 
 def test_sigterm_lets_answers_end_and_takes_no_new_ones(folder: Path) -> None:
-    with Served(folder, *FLAGS, "--served-model-name", "tiny", "--max-batch-size", "1") as served:
+    with Served(
+        folder, *FLAGS, "--served-model-name", "tiny", "--max-batch-size", "1", "--grace", "200"
+    ) as served:
         # One after the other, so that most of them wait for their turn when the first is heard of.
         prompts = ["abc"] * 3
         ended: dict[int, str] = {}

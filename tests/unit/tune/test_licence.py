@@ -32,6 +32,10 @@ def gguf(metadata: dict[str, Any], name: str = "target.gguf") -> ModelFiles:
         ("---\nlicense: other\n---\n", None),
         ("---\nlicense: unknown\n---\n", None),
         ("---\nlicense:\n---\n", None),
+        ("---\nlicense: null\n---\n", None),
+        ("---\nlicense: ~\n---\n", None),
+        ("---\nlicense: mit  # see LICENSE\n---\n", "mit"),
+        ("---\nlicense: a" + 60_000 * " " + "b\n---\n", "a b"),  # and quickly
         ("---\ntags: [x]\n---\nlicense: mit\n---\n", None),  # text, and no front matter
         ("license: mit", None),
         ("", None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -406,11 +407,16 @@ def test_bad_lines_are_told(target: Path, tmp_path: Path) -> None:
 def test_folders_that_are_something_else_are_refused(
     tuned: Path, target: Path, prompts: Path, tmp_path: Path
 ) -> None:
+    pool = tmp_path / "pool"
+    (pool / "work").mkdir(parents=True)
+    facts = json.loads((tuned / "work/tuning.json").read_text()) | {"members": 2}
+    (pool / "work/tuning.json").write_text(json.dumps(facts))
     cases: list[tuple[TuneConfig, str]] = [
         (tuning_of(target, tuned), "has a tuning in it; --resume goes on"),
         (tuning_of(target, target), "has a model in it already"),
         (tuning_of(target, tmp_path / "new", resume=True), "has no tuning to resume"),
         (tuning_of(target, tuned, resume=True, kind=BlockKind(depth=3)), "the tuning in .* is of head"),
+        (tuning_of(target, pool, resume=True), "the tuning in .* is of members 2, this one of None"),
     ]
     for config, words in cases:
         with pytest.raises(TuneError, match=words):
@@ -431,6 +437,17 @@ def test_what_a_draft_cannot_begin_as_is_refused_before_anything_is_collected(
         Tuning(tuning_of(target, out, kind=kind, init=str(other)))
     assert not out.exists()
     Tuning(tuning_of(target, out, kind=kind))
+
+
+def test_what_a_draft_began_as_may_be_gone_when_it_is_gone_on_with(
+    tuned: Path, target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(tuned, old)
+    config = tuning_of(target, tmp_path / "head", init=str(old))
+    run(config, prompts, ticking(20.0))
+    shutil.rmtree(old)
+    run(replace(config, resume=True, minutes=2 * config.minutes), prompts, ticking(20.0))
 
 
 def test_a_head_that_names_more_than_is_asked_for_is_refused_before_anything_is_collected(
