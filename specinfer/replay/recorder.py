@@ -154,6 +154,11 @@ def traced(models: Models) -> dict[str, LanguageModel | BlockModel]:
             what = "is a block head with members on its trunk"
         elif isinstance(draft, HeadModel) and not isinstance(draft, BlockModel):
             what = "is a head that guesses no block"
+        elif (
+            isinstance(draft, BlockModel) and not draft.head.causal and draft.head.block_size > MOST_NODES + 1
+        ):
+            # How many of its rows there are, which all see each other, depends on how large trees may be.
+            what = f"has blocks of {draft.head.block_size} rows, more than trees have nodes"
         else:
             found[name] = draft
         if what:
@@ -278,8 +283,7 @@ def _guess(
     models = traced(llm.models)
     heads = {name: model for name, model in models.items() if isinstance(model, BlockModel)}
     nodes = sum(LIKELY_NODES if s.learned else s.expansion.num_nodes - 1 for s in shapes)
-    room = 1 + (len(models) - len(heads)) * nodes
-    room += sum(max(MOST_NODES, model.head.block_size) for model in heads.values())  # whole blocks, too
+    room = 1 + len(heads) * MOST_NODES + (len(models) - len(heads)) * nodes
     wide = replace(llm.config.speculation, drafts=(), max_nodes=room)
     engine = replace(
         trace.engine,

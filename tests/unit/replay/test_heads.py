@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from specinfer.cli import cli
 from specinfer.config import EngineConfig
 from specinfer.engine.build import Models
-from specinfer.errors import RequestError, TraceTooSmallError
+from specinfer.errors import ConfigError, RequestError, TraceTooSmallError
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.heads.load import HeadModel, load_head
 from specinfer.kernels.choice import choose_kernels, guessing
@@ -118,15 +118,14 @@ def test_trees_that_steps_leave_little_room_are_those_of_the_live_run(
         assert came.partly_read == 0
 
 
-def test_blocks_that_are_larger_than_trees_are_recorded_whole(tiny: Tiny, folder: Path) -> None:
-    config = replace(CONFIGS["all rows see each other"], block_size=40)
+def test_blocks_that_are_larger_than_trees_are_refused(tiny: Tiny, folder: Path) -> None:
+    config = replace(CONFIGS["all rows see each other"], block_size=34)
     target = open_model(folder / "target")
     head = HeadFolder(write_any(config, folder / "wide", seed=2), target.config)
     kernels = guessing(choose_kernels("auto", CPU)[0])
-    drafts = {"head": load_head(head, target, tiny.target, kernels=kernels)}
-    llm = llm_with(tiny, drafts, max_step_tokens=160, max_nodes=64, ngram=True, ngram_branches=4)
-    trace = recorded(llm, APART[:2])
-    assert played(trace, "fixed", 1)[0] == live(llm.variant(max_batch_size=1), trace)
+    llm = llm_with(tiny, {"head": load_head(head, target, tiny.target, kernels=kernels)})
+    with pytest.raises(ConfigError, match="head has blocks of 34 rows, more than trees have nodes; traces"):
+        recorded(llm, APART[:2])
 
 
 def test_trees_of_a_head_that_has_missed_some_of_a_text_are_counted(
