@@ -48,9 +48,11 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 
 def commands() -> list[str]:
-    """The specinfer commands in the shell blocks of the pages that show them."""
-    lines = "".join(block for page in SHOWING for block in blocks(page, "sh")).splitlines()
-    return sorted({line for line in lines if line.startswith("specinfer ")})
+    """The specinfer commands in shell blocks, and in lines that are indented, of all pages."""
+    found = {line for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()}
+    for page in PAGES:
+        found |= set(re.findall(r"^    (specinfer [a-z].*)$", page.read_text(encoding="utf-8"), re.M))
+    return sorted(line for line in found if line.startswith("specinfer "))
 
 
 def test_the_readme_shows_commands() -> None:
