@@ -7,7 +7,6 @@ recorded for each root, and any smaller one grows from it as it did from the hea
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ from specinfer.replay.trace import BlockFacts
 from specinfer.runtime.batch import StepRows
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.head_runner import BlockGuesses, BlockText
-from specinfer.speculate.drafts.best_first import MOST_NODES, WIDTH
+from specinfer.speculate.drafts.best_first import MOST_NODES, WIDTH, Children, add_likeliest
 from specinfer.speculate.drafts.draws import Site
 from specinfer.speculate.drafts.growth import Guessed
 from specinfer.speculate.drafts.one_pass import BestFirstTrees
@@ -101,31 +100,16 @@ def regrow(
 ) -> None:
     """Add the `most` likeliest nodes below a root's site, as far as the builder has room.
 
-    In the order in which best_first.grow adds them, of equal ones too.
+    In the order in which they were added when they were recorded, of equal ones too.
     """
-    known: dict[int, tuple[list[int], list[float], list[int]]] = {}
-    # A path that waits: its hope, and where its last node would hang.
-    waiting: list[tuple[float, int, int, int, int, float]] = []
 
-    def wait(above: float, parent: int, site: int, rank: int) -> None:
-        confidences = known[site][1]
-        if rank < len(confidences):
-            entry = (-above * confidences[rank], len(builder.parents), parent, site, rank, above)
-            heapq.heappush(waiting, entry)
+    def children(site: int) -> Children[int]:
+        tokens, confidences, below = guesses.draws(site)
+        return Children(
+            tokens, confidences, guesses.seen(site), [None if one == NO_SITE else one for one in below]
+        )
 
-    known[root] = guesses.draws(root)
-    wait(1.0, 0, root, 0)
-    added = 0
-    while waiting and added < most and not builder.full:
-        hope, _, parent, site, rank, above = heapq.heappop(waiting)
-        tokens, confidences, below = known[site]
-        seen = guesses.seen(site)
-        node = builder.add(parent, tokens[rank], speculator, rule, None, confidences[rank], seen)
-        added += 1
-        wait(above, parent, site, rank + 1)
-        if node is not None and (under := below[rank]) != NO_SITE:
-            known[under] = guesses.draws(under)
-            wait(-hope, node, under, 0)
+    add_likeliest(builder, root, children, most, speculator, rule)
 
 
 def without_states(rows: StepRows, taps: Sequence[int]) -> Flight:

@@ -11,9 +11,9 @@ children that a node may have.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ MOST_NODES: Final = 32  # of a tree, the root left out: more are hardly ever wor
 WIDTH: Final = 8  # children of a node at most
 LEAST_HOPE: Final = 0.002  # of a path that is added
 Floats = NDArray[np.float64]
+_Place = TypeVar("_Place", int, tuple[int, int])  # of a node's children, for whoever knows them
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,15 @@ class Race:
 
     seed: int
     position: int
+
+
+class Children(NamedTuple, Generic[_Place]):
+    """What may stand below a node, best first, and how likely each is right."""
+
+    tokens: Sequence[int]
+    hopes: Sequence[float]
+    evidence: tuple[float, ...]
+    below: Sequence[_Place | None]  # the places of their own children; None: there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,32 +75,61 @@ def grow(
     """
     ranked = [_rank(level, number, race) for number, level in enumerate(levels)]
     rule = DrawRule.POINT_MASS if race is None else DrawRule.COUPLED
+
+    def children(place: tuple[int, int]) -> Children[tuple[int, int]]:
+        """Of a level, behind one of the tokens that may stand before."""
+        level, before = place
+        at = ranked[level]
+        below = [
+            (level + 1, behind) if level + 1 < len(ranked) else None for behind in at.places[before].tolist()
+        ]
+        return Children(at.tokens[before], at.hopes[before], at.evidence[before], below)
+
+    add_likeliest(builder, (0, 0), children, most, speculator, rule)
+
+
+def add_likeliest(
+    builder: TreeBuilder,
+    root: _Place,
+    children: Callable[[_Place], Children[_Place]],
+    most: int,
+    speculator: str,
+    rule: DrawRule,
+) -> None:
+    """Add at most `most` nodes below the builder's root, as far as it has room, the likeliest paths first.
+
+    Of equally likely ones that one comes first that was found first, and of a node's next sibling and its
+    first child the sibling. `root` is the place of the root's children.
+    """
+    known: dict[_Place, Children[_Place]] = {}
     # A path that waits: its hope, and where its last node would hang.
-    waiting: list[tuple[float, int, int, int, int, int, float]] = []
+    waiting: list[tuple[float, int, int, _Place, int, float]] = []
 
-    def wait(above: float, parent: int, level: int, before: int, rank: int) -> None:
-        """Let the child of that rank wait, if the level has one and it may be right."""
-        hopes = ranked[level].hopes[before]
+    def wait(above: float, parent: int, place: _Place, rank: int) -> None:
+        """Let the child of that rank wait, if there is one and it may be right."""
+        if place not in known:
+            known[place] = children(place)
+        hopes = known[place].hopes
         if rank < len(hopes) and (hope := above * hopes[rank]) >= LEAST_HOPE:
-            heapq.heappush(waiting, (-hope, len(builder.parents), parent, level, before, rank, above))
+            heapq.heappush(waiting, (-hope, len(builder.parents), parent, place, rank, above))
 
-    wait(1.0, 0, 0, 0, 0)
+    wait(1.0, 0, root, 0)
     added = 0
     while waiting and added < most and not builder.full:
-        hope, _, parent, level, before, rank, above = heapq.heappop(waiting)
-        at = ranked[level]
+        hope, _, parent, place, rank, above = heapq.heappop(waiting)
+        at = known[place]
         node = builder.add(
             parent,
-            at.tokens[before][rank],
+            at.tokens[rank],
             speculator,
             rule,
-            confidence=at.hopes[before][rank],
-            evidence=at.evidence[before],
+            confidence=at.hopes[rank],
+            evidence=at.evidence,
         )
         added += 1
-        wait(above, parent, level, before, rank + 1)
-        if node is not None and level + 1 < len(ranked):
-            wait(-hope, node, level + 1, int(at.places[before, rank]), 0)
+        wait(above, parent, place, rank + 1)
+        if node is not None and (under := at.below[rank]) is not None:
+            wait(-hope, node, under, 0)
 
 
 def likeliest_of(trees: Sequence[TokenTree], most: int) -> TokenTree:
