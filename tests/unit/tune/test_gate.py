@@ -22,7 +22,7 @@ from specinfer.tune.tuning import Tuning
 from tests.heads import medusa_config, tiny_medusa, write_medusa
 from tests.tiny_models import write_tiny_llama
 from tests.unit.tune.conftest import tuning_of
-from tests.unit.tune.test_pools import BLOCK, SSM, run
+from tests.unit.tune.runs import BLOCK, SSM, run
 from tests.unit.tune.test_ssm import opened
 
 

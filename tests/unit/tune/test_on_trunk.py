@@ -37,7 +37,7 @@ from specinfer.tune.shards import Corpus
 from specinfer.tune.trainer import TrainConfig, Trainer
 from tests.heads import IDS, block_config
 from tests.unit.tune.conftest import KilledError, beginning_of, dies_at, engine, ticking, tuning_of
-from tests.unit.tune.test_pools import free, run
+from tests.unit.tune.runs import free, run
 
 BLOCK = BlockKind(depth=3, vocabulary=48, markov_rank=8, anchors=8)
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from specinfer.config import EngineConfig
-from specinfer.engine.drafts import draft_names
-from specinfer.engine.pass_costs import PassCosts
 from specinfer.errors import TuneError
 from specinfer.hub.pool import read_pool
 from specinfer.llm import LLM
-from specinfer.progress import NoProgress, Progress
+from specinfer.progress import NoProgress
 from specinfer.runtime.cost_curve import CostCurve, Timed
 from specinfer.sampling_params import SamplingParams
-from specinfer.tune.block_kind import BlockKind
 from specinfer.tune.boosting import Boost, BoostConfig
 from specinfer.tune.checkpoint import read_checkpoint
 from specinfer.tune.config import TuneConfig
@@ -28,38 +23,10 @@ from specinfer.tune.draft import Kind
 from specinfer.tune.eagle_kind import EagleKind
 from specinfer.tune.lessons import AllLessons
 from specinfer.tune.pass_costs import measured_costs
-from specinfer.tune.pooling import Costs, Outcome
-from specinfer.tune.prompts import read_prompts
 from specinfer.tune.read_draft import read_draft
-from specinfer.tune.ssm_kind import SsmKind
 from specinfer.tune.tuning import Tuning
-from tests.unit.tune.conftest import Clock, KilledError, dies_at, engine, ticking, tuning_of
-
-SSM = SsmKind(layers=1, depth=3)
-BLOCK = BlockKind(depth=3, vocabulary=48, markov_rank=8, anchors=8)
-
-
-TARGET = CostCurve((1, 16), (0.010, 0.012))
-
-
-def free(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> PassCosts:
-    """Drafts and nodes that cost nothing: whoever guesses anything pays."""
-    names, nothing = draft_names(tuple(str(draft) for draft in drafts)), CostCurve((1, 2), (1e-9, 1e-9))
-    return PassCosts(CostCurve((1, 2), (0.01, 0.01)), dict.fromkeys(names, nothing))
-
-
-def cheap(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> PassCosts:
-    """Drafts that cost a tenth of their target."""
-    names = draft_names(tuple(str(draft) for draft in drafts))
-    return PassCosts(TARGET, dict.fromkeys(names, CostCurve((1, 16), (0.001, 0.0012))))
-
-
-def run(
-    config: TuneConfig, prompts: Path, clock: Clock | None = None, costs: Costs = cheap
-) -> tuple[Outcome, list[str]]:
-    lines: list[str] = []
-    tuning = Tuning(config, clock=clock or ticking(), say=lines.append, costs=costs)
-    return tuning.run(read_prompts([prompts]), [prompts.name]), lines
+from tests.unit.tune.conftest import KilledError, dies_at, engine, ticking, tuning_of
+from tests.unit.tune.runs import BLOCK, SSM, TARGET, free, run
 
 
 def pool_of(target: Path, out: Path, kind: Kind, boost: Boost, members: int = 2) -> TuneConfig:

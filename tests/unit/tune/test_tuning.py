@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import shutil
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 from specinfer import SamplingParams
-from specinfer.errors import ModelError, SpecInferError, TuneError
+from specinfer.errors import TuneError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.heads.config import BlockConfig
@@ -24,32 +22,17 @@ from specinfer.tune import checkpoint, training
 from specinfer.tune.block_kind import BlockKind
 from specinfer.tune.blocks import anchors_of, blocks
 from specinfer.tune.checkpoint import read_checkpoint
-from specinfer.tune.config import TuneConfig
-from specinfer.tune.draft import Kind
-from specinfer.tune.eagle_kind import EagleKind
 from specinfer.tune.head_draft import BlockHeadDraft
 from specinfer.tune.held_out import Figures, entries_of, held_out_texts
 from specinfer.tune.lessons import AllLessons
 from specinfer.tune.places import Places, shortlists, summed_losses
-from specinfer.tune.pooling import Outcome
 from specinfer.tune.prompts import read_prompts
-from specinfer.tune.ssm_kind import SsmKind
 from specinfer.tune.trainer import TrainConfig
 from specinfer.tune.tuning import Tuning
-from tests.tiny_models import write_tiny_llama
-from tests.unit.tune.conftest import Clock, KilledError, dies_at, engine, ticking, tuning_of, write_prompts
-from tests.unit.tune.test_pools import cheap
+from tests.unit.tune.conftest import KilledError, engine, ticking, tuning_of
+from tests.unit.tune.runs import run
 
 _CHECKPOINT = "work/checkpoint.safetensors"
-SHAPE = BlockKind(depth=4, vocabulary=48, markov_rank=8, anchors=8)
-
-
-def run(
-    config: TuneConfig, prompts: Path, clock: Clock | None = None, **more: Any
-) -> tuple[Outcome, list[str]]:
-    lines: list[str] = []
-    tuning = Tuning(config, clock=clock or ticking(), say=lines.append, costs=cheap, **more)
-    return tuning.run(read_prompts([prompts]), [prompts.name]), lines
 
 
 @pytest.fixture(scope="module")
@@ -289,216 +272,3 @@ def test_the_text_is_the_same_with_it(tuned: Path, target: Path, temperature: fl
         outputs = drafted.generate(texts, params)
     assert [output.token_ids for output in outputs] == expected
     assert sum(output.figures.accepted_by.get("draft", 0) for output in outputs) > 0
-
-
-def test_who_is_killed_goes_on_from_the_last_checkpoint(target: Path, prompts: Path, tmp_path: Path) -> None:
-    config = tuning_of(target, tmp_path / "head", minutes=3.0, max_tokens=24)
-    many = write_prompts(tmp_path, [f"{n} * {n}" for n in range(100)])
-
-    with pytest.raises(KilledError):
-        run(config, many, dies_at(45))  # while it collects
-    shards = sorted((config.work / "shards").glob("*.safetensors"))
-    assert shards
-    assert not (config.out / "config.json").exists()
-    again = replace(config, resume=True)
-    with pytest.raises(KilledError):
-        run(again, many, dies_at(110))  # while it trains
-    assert set(shards) <= set((config.work / "shards").glob("*.safetensors"))
-    kept = read_checkpoint(config.out / _CHECKPOINT).state
-    assert kept.steps > 0
-    _, lines = run(again, many)
-    after = read_checkpoint(config.out / _CHECKPOINT).state
-    assert after.history[: len(kept.history)] == kept.history
-    assert after.steps > kept.steps
-    assert any(f"{after.steps} steps" in line for line in lines)
-
-
-def test_a_run_in_two_parts_learns_what_one_run_learns(target: Path, prompts: Path, tmp_path: Path) -> None:
-    config = tuning_of(target, tmp_path / "head", minutes=4.0)
-    tuning = Tuning(config, clock=ticking())
-    tuning._collect(read_prompts([prompts]))
-    lessons = AllLessons(tuning._corpus)
-    whole = tuning._training(lessons, []).trainer
-    for _ in range(6):
-        whole.step(lessons, 1.0)
-    first = tuning._training(lessons, []).trainer
-    for _ in range(3):
-        first.step(lessons, 1.0)
-    path = config.out / _CHECKPOINT
-    checkpoint.write_checkpoint(path, first, {})
-    second = tuning._training(lessons, []).trainer
-    for _ in range(3):
-        second.step(lessons, 1.0)
-    assert second.state.steps == whole.state.steps
-    for name, parameter in whole.draft.module.named_parameters():
-        assert torch.allclose(parameter, second.draft.module.get_parameter(name), atol=1e-6), name
-    for name, average in whole.average.items():
-        assert torch.allclose(average, second.average[name], atol=1e-6), name
-
-
-def test_minutes_that_are_over_are_told_and_more_go_on(target: Path, prompts: Path, tmp_path: Path) -> None:
-    config = tuning_of(target, tmp_path / "head")
-    run(config, prompts, ticking(3.0))
-    steps = read_checkpoint(config.out / _CHECKPOINT).state.steps
-    _, lines = run(replace(config, resume=True), prompts)
-    assert lines[0] == "the 1 minutes are over; --resume with more goes on"
-    assert not any("steps" in line for line in lines)
-    run(replace(config, resume=True, minutes=3.0), prompts, ticking(8.0))
-    assert read_checkpoint(config.out / _CHECKPOINT).state.steps > steps
-
-
-def test_time_for_a_single_step_still_makes_a_head(target: Path, prompts: Path, tmp_path: Path) -> None:
-    config = tuning_of(target, tmp_path / "head", minutes=1.0)
-    outcome, _ = run(config, prompts, ticking(1000.0))
-    assert outcome.figures.places > 0
-    assert read_checkpoint(config.out / _CHECKPOINT).state.steps == 1
-    HeadFolder(config.out, open_model(target).config)
-
-
-def test_a_full_disk_is_told_and_what_was_kept_stays(
-    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tuning_of(target, tmp_path / "head", minutes=4.0)
-    written = 0
-    write = checkpoint.write_safetensors
-
-    def fills(path: Path, *rest: Any, **more: Any) -> None:
-        nonlocal written
-        written += 1
-        if written == 2:
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        write(path, *rest, **more)
-
-    monkeypatch.setattr(checkpoint, "write_safetensors", fills)
-    with pytest.raises(TuneError, match=r"cannot write to .*No space left on device.*--resume"):
-        run(config, prompts, ticking(8.0))
-    kept = read_checkpoint(config.out / _CHECKPOINT).state
-    assert len(kept.history) == 1
-    HeadFolder(config.out, open_model(target).config)
-    run(replace(config, resume=True), prompts, ticking(8.0))
-    assert len(read_checkpoint(config.out / _CHECKPOINT).state.history) > 1
-
-
-def test_a_disk_that_is_full_of_shards_is_told(
-    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, *_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr("specinfer.tune.shards.write_safetensors", full)
-    config = tuning_of(target, tmp_path / "head")
-    with pytest.raises(TuneError, match=r"cannot write to .*No space left on device.*--resume"):
-        run(config, prompts)
-    assert list((config.work / "shards").iterdir()) == []
-    assert not (config.out / "config.json").exists()
-
-
-def test_bad_lines_are_told(target: Path, tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    rows = [json.dumps({"prompt": f"{n} + {n}"}) for n in range(8)]
-    path.write_text("\n".join([*rows[:3], "{broken", *rows[3:]]))
-    _, lines = run(tuning_of(target, tmp_path / "head"), path, ticking(20.0))
-    assert [line for line in lines if line.startswith("skipped")] == [
-        f"skipped: {path} line 4: not JSON (Expecting property name enclosed in double quotes at column 2); "
-        'each line must be an object with "prompt" (a string) or "turns" (a list of strings)'
-    ]
-
-
-def test_folders_that_are_something_else_are_refused(
-    tuned: Path, target: Path, prompts: Path, tmp_path: Path
-) -> None:
-    pool = tmp_path / "pool"
-    (pool / "work").mkdir(parents=True)
-    facts = json.loads((tuned / "work/tuning.json").read_text()) | {"members": 2}
-    (pool / "work/tuning.json").write_text(json.dumps(facts))
-    cases: list[tuple[TuneConfig, str]] = [
-        (tuning_of(target, tuned), "has a tuning in it; --resume goes on"),
-        (tuning_of(target, target), "has a model in it already"),
-        (tuning_of(target, tmp_path / "new", resume=True), "has no tuning to resume"),
-        (tuning_of(target, tuned, resume=True, kind=BlockKind(depth=3)), "the tuning in .* is of head"),
-        (tuning_of(target, pool, resume=True), "the tuning in .* is of members 2, this one of None"),
-    ]
-    for config, words in cases:
-        with pytest.raises(TuneError, match=words):
-            Tuning(config)
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("kind", [SHAPE, EagleKind(depth=4, vocabulary=48), SsmKind(layers=1, depth=4)])
-def test_what_a_draft_cannot_begin_as_is_refused_before_anything_is_collected(
-    tuned: Path, target: Path, prompts: Path, tmp_path: Path, kind: Kind
-) -> None:
-    """And the folder is free for the corrected command."""
-    out = tmp_path / "head"
-    other = target if kind is SHAPE else tuned  # a model, where a head is wanted, and the other way round
-    with pytest.raises(ModelError, match="no model is called 'typo'"):
-        Tuning(tuning_of(target, out, kind=kind, init="typo"))
-    with pytest.raises(TuneError, match=r"is no draft head|is a draft head|has another shape"):
-        Tuning(tuning_of(target, out, kind=kind, init=str(other)))
-    assert not out.exists()
-    Tuning(tuning_of(target, out, kind=kind))
-
-
-def test_what_a_draft_began_as_may_be_gone_when_it_is_gone_on_with(
-    tuned: Path, target: Path, prompts: Path, tmp_path: Path
-) -> None:
-    old = tmp_path / "old"
-    shutil.copytree(tuned, old)
-    config = tuning_of(target, tmp_path / "head", init=str(old))
-    run(config, prompts, ticking(20.0))
-    shutil.rmtree(old)
-    run(replace(config, resume=True, minutes=2 * config.minutes), prompts, ticking(20.0))
-
-
-def test_a_head_that_names_more_than_is_asked_for_is_refused_before_anything_is_collected(
-    tuned: Path, target: Path, tmp_path: Path
-) -> None:
-    narrow = replace(SHAPE, vocabulary=32)
-    with pytest.raises(TuneError, match="vocabulary is 32, and the head to go on from names 48 tokens"):
-        Tuning(tuning_of(target, tmp_path / "head", kind=narrow, init=str(tuned)))
-    assert not (tmp_path / "head").exists()
-
-
-def test_a_folder_is_claimed_when_there_is_something_to_be_put_there(
-    target: Path, prompts: Path, tmp_path: Path
-) -> None:
-    config = replace(tuning_of(target, tmp_path / "head"), target=engine(target, kv_cache_memory=1))
-    with pytest.raises(SpecInferError, match="memory"):
-        run(config, prompts)
-    assert not config.out.exists()
-    run(tuning_of(target, config.out), prompts, ticking(20.0))
-
-
-def test_a_damaged_checkpoint_is_told(target: Path, prompts: Path, tmp_path: Path) -> None:
-    config = tuning_of(target, tmp_path / "head")
-    run(config, prompts, ticking(20.0))
-    path = config.out / _CHECKPOINT
-    path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(TuneError, match=r"checkpoint.safetensors is damaged .*remove it"):
-        run(replace(config, resume=True, minutes=3.0), prompts)
-
-
-def test_times_that_make_no_sense_are_refused(target: Path, tmp_path: Path) -> None:
-    for changes in ({"minutes": 0.0}, {"minutes": float("nan")}, {"collect_minutes": 1.0}):
-        with pytest.raises(TuneError, match="allowed"):
-            tuning_of(target, tmp_path, **changes)
-
-
-def test_targets_without_room_for_a_head_are_refused(tmp_path: Path) -> None:
-    target = write_tiny_llama(tmp_path / "target", num_layers=3, tokenizer=True)
-    path = target / "config.json"
-    path.write_text(path.read_text().replace('"silu"', '"gelu_pytorch_tanh"'))
-    with pytest.raises(ModelError, match="no draft can be trained for llama yet"):
-        Tuning(tuning_of(target, tmp_path / "head"))
-
-
-def test_the_best_head_is_measured_anew_where_more_is_held_out(
-    target: Path, prompts: Path, tmp_path: Path
-) -> None:
-    config = tuning_of(target, tmp_path / "head")
-    run(config, prompts)
-    more = write_prompts(tmp_path, [f"{n} * {n + 2}" for n in range(60)])
-    kept = read_checkpoint(config.out / _CHECKPOINT).state
-    _, lines = run(replace(config, resume=True, minutes=2.0, collect_minutes=1.0), more)
-    assert any("held-out places that there are now" in line for line in lines)
-    assert read_checkpoint(config.out / _CHECKPOINT).state.places > kept.places > 0

@@ -17,7 +17,7 @@ from specinfer.tune.pooling import Costs, Outcome
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import ticking, tuning_of
-from tests.unit.tune.test_pools import BLOCK, SSM, cheap
+from tests.unit.tune.runs import BLOCK, SSM, cheap
 
 
 def dear(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> PassCosts:

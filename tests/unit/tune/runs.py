@@ -1,0 +1,45 @@
+"""Whole tunings of tiny targets, at costs that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from specinfer.config import EngineConfig
+from specinfer.engine.drafts import draft_names
+from specinfer.engine.pass_costs import PassCosts
+from specinfer.progress import Progress
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.tune.block_kind import BlockKind
+from specinfer.tune.config import TuneConfig
+from specinfer.tune.pooling import Costs, Outcome
+from specinfer.tune.prompts import read_prompts
+from specinfer.tune.ssm_kind import SsmKind
+from specinfer.tune.tuning import Tuning
+from tests.unit.tune.conftest import Clock, ticking
+
+SSM = SsmKind(layers=1, depth=3)
+BLOCK = BlockKind(depth=3, vocabulary=48, markov_rank=8, anchors=8)
+SHAPE = BlockKind(depth=4, vocabulary=48, markov_rank=8, anchors=8)
+TARGET = CostCurve((1, 16), (0.010, 0.012))
+
+
+def free(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> PassCosts:
+    """Drafts and nodes that cost nothing: whoever guesses anything pays."""
+    names, nothing = draft_names(tuple(str(draft) for draft in drafts)), CostCurve((1, 2), (1e-9, 1e-9))
+    return PassCosts(CostCurve((1, 2), (0.01, 0.01)), dict.fromkeys(names, nothing))
+
+
+def cheap(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> PassCosts:
+    """Drafts that cost a tenth of their target."""
+    names = draft_names(tuple(str(draft) for draft in drafts))
+    return PassCosts(TARGET, dict.fromkeys(names, CostCurve((1, 16), (0.001, 0.0012))))
+
+
+def run(
+    config: TuneConfig, prompts: Path, clock: Clock | None = None, costs: Costs = cheap
+) -> tuple[Outcome, list[str]]:
+    """What a whole tuning comes to, and what it says; at known costs, on a clock that ticks."""
+    lines: list[str] = []
+    tuning = Tuning(config, clock=clock or ticking(), say=lines.append, costs=costs)
+    return tuning.run(read_prompts([prompts]), [prompts.name]), lines
