@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from specinfer.tune.lessons import AllLessons
 from specinfer.tune.shards import Corpus
 from specinfer.tune.trainer import TrainConfig
 from tests.tiny_models import write_tiny_llama
-
-Clock = Callable[[], float]
+from tests.unit.tune.runs import Clock, run, ticking
 
 
 @pytest.fixture(scope="session")
@@ -60,16 +58,18 @@ def tuning_of(target: Path, out: Path, **changes: Any) -> TuneConfig:
     return TuneConfig(**(options | changes))
 
 
+@pytest.fixture(scope="module")
+def tuned(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a head that was tuned, not to be changed."""
+    out = tmp_path_factory.mktemp("tuned") / "head"
+    run(tuning_of(target, out, minutes=4.0), prompts)
+    return out
+
+
 def beginning_of(target: Path, corpus: Corpus, say: Callable[[str], None] = lambda line: None) -> Beginning:
     """What a draft is made of that learns from these answers; nothing is said of its loss."""
     files = resolve(str(target))
     return Beginning(Target(files, open_model(files)), AllLessons(corpus), 0, lambda draft: 1.0, say)
-
-
-def ticking(seconds: float = 1.0) -> Clock:
-    """A clock on which so much time passes whenever somebody looks."""
-    ticks = count()
-    return lambda: seconds * next(ticks)
 
 
 class KilledError(Exception):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
 from specinfer.config import EngineConfig
@@ -16,12 +17,18 @@ from specinfer.tune.pooling import Costs, Outcome
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.ssm_kind import SsmKind
 from specinfer.tune.tuning import Tuning
-from tests.unit.tune.conftest import Clock, ticking
 
+Clock = Callable[[], float]
 SSM = SsmKind(layers=1, depth=3)
 BLOCK = BlockKind(depth=3, vocabulary=48, markov_rank=8, anchors=8)
 SHAPE = BlockKind(depth=4, vocabulary=48, markov_rank=8, anchors=8)
 TARGET = CostCurve((1, 16), (0.010, 0.012))
+
+
+def ticking(seconds: float = 1.0) -> Clock:
+    """A clock on which so much time passes whenever somebody looks."""
+    ticks = count()
+    return lambda: seconds * next(ticks)
 
 
 def free(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> PassCosts:

@@ -35,13 +35,6 @@ from tests.unit.tune.runs import run
 _CHECKPOINT = "work/checkpoint.safetensors"
 
 
-@pytest.fixture(scope="module")
-def tuned(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("tuned") / "head"
-    run(tuning_of(target, out, minutes=4.0), prompts)
-    return out
-
-
 def test_a_head_learns_what_its_target_says(tuned: Path) -> None:
     history = read_checkpoint(tuned / _CHECKPOINT).state.history
     assert len(history) >= 3

@@ -32,13 +32,6 @@ from tests.unit.tune.runs import SHAPE, run
 _CHECKPOINT = "work/checkpoint.safetensors"
 
 
-@pytest.fixture(scope="module")
-def tuned(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("tuned") / "head"
-    run(tuning_of(target, out, minutes=4.0), prompts)
-    return out
-
-
 def test_who_is_killed_goes_on_from_the_last_checkpoint(target: Path, prompts: Path, tmp_path: Path) -> None:
     config = tuning_of(target, tmp_path / "head", minutes=3.0, max_tokens=24)
     many = write_prompts(tmp_path, [f"{n} * {n}" for n in range(100)])
