@@ -56,7 +56,8 @@ def commands() -> list[str]:
 
 
 def test_the_readme_shows_commands() -> None:
-    assert len(blocks(README, "sh")[0].splitlines()) >= 5
+    lines = [line for block in blocks(README, "sh") for line in block.splitlines()]
+    assert len([line for line in lines if line.startswith("specinfer ")]) >= 5
 
 
 @pytest.mark.parametrize("line", commands())
@@ -85,9 +86,10 @@ def test_the_readmes_program_prints_what_it_says(capsys: pytest.CaptureFixture[s
     exec(compile(program, README.name, "exec"), {})
     text, steps = capsys.readouterr().out.splitlines()
     assert text == said.splitlines()[0]
-    # How many depends on how large trees pay on the machine.
-    assert re.fullmatch(r"\d+\.\d\d tokens per step", steps)
-    assert re.fullmatch(r"\d+\.\d\d tokens per step", said.splitlines()[1])
+    # How many depends on how large trees pay on the machine; a busy one may measure them too dear.
+    shown = [re.fullmatch(r"(\d+\.\d\d) tokens per step", line) for line in (steps, said.splitlines()[1])]
+    assert all(shown)
+    assert [float(found[1]) > 3 for found in shown if found] == [True, True]
 
 
 @pytest.mark.slow
