@@ -41,6 +41,7 @@ export class Inspector {
       ),
       this.#timeline,
       element("div", { class: "body" }, this.#tree, this.#facts),
+      legend(),
     );
     panel.addEventListener("keydown", (event) => this.#keyed(event));
   }
@@ -189,6 +190,21 @@ export class Inspector {
   }
 }
 
+// What the boxes of a tree mean.
+function legend() {
+  const kinds = [
+    ["accepted", "accepted"],
+    ["rejected", "refused"],
+    ["own", "the model's own token"],
+  ];
+  return element(
+    "p",
+    { class: "kinds" },
+    ...kinds.map(([kind, text]) => element("span", { class: `kind ${kind}`, text })),
+    element("span", { text: "A percentage is how likely its speculators thought a guess." }),
+  );
+}
+
 // What a step cost: a bar of its stages, and what that makes for a token.
 function cost(step) {
   const { total } = step;
@@ -225,7 +241,7 @@ function cost(step) {
       ),
     );
   }
-  const share = "Of the whole batch's step, up to where its tree was told.";
+  const share = "Time of the whole batch's step.";
   made.append(bar, stages, element("p", { class: "untold", text: share }));
   return made;
 }

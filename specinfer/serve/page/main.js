@@ -135,6 +135,12 @@ composer.addEventListener("submit", async (event) => {
   words.value = "";
   conversation.send(text);
 });
+at("examples").addEventListener("click", (event) => {
+  const example = event.target.closest("button");
+  if (!example) return;
+  words.value = example.textContent;
+  composer.requestSubmit();
+});
 words.addEventListener("keydown", (event) => {
   if (event.key === "Escape") conversation.stop();
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;

@@ -4,7 +4,8 @@ import { element } from "./dom.js";
 
 const STORE = "specinfer.settings";
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"];
-const USUAL = { max_tokens: "1024", appearance: "system" };
+// Small models write nonsense at temperature 1 with every token allowed.
+const USUAL = { temperature: "0.7", top_p: "0.95", max_tokens: "1024", appearance: "system" };
 
 export class Settings {
   #dialog;

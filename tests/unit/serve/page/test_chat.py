@@ -34,6 +34,17 @@ def prompts(server: ScriptedServer) -> list[str]:
     return [bytes(work.prompt_token_ids).decode() for work in server.backend.works]
 
 
+def test_an_example_of_an_empty_page_is_asked_with_a_click(page: Page, serving: Serving) -> None:
+    server = serving(says_in_steps(TEXT, nodes=9))
+    page.goto(server.url)
+    example = page.locator("#examples button").first
+    words = example.inner_text()
+    example.click()
+    page.wait_for_selector(DONE)
+    assert prompts(server) == [f"user: {words}\nassistant: "]
+    assert not page.locator("#examples").is_visible()
+
+
 def test_an_answer_is_streamed_and_each_token_marked_by_who_guessed_it(page: Page, serving: Serving) -> None:
     server = serving(says_in_steps(TEXT, nodes=9))
     page.goto(server.url)

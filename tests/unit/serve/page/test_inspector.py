@@ -67,6 +67,12 @@ def test_a_click_on_a_word_shows_the_tree_of_its_step(answered: Page) -> None:
     assert f"{len(path)} of {NODES - 1} guesses accepted" in answered.locator(".summary").inner_text()
 
 
+def test_the_kinds_of_boxes_are_explained(answered: Page) -> None:
+    answered.locator(".answer .token", has_text="over").click()
+    kinds = answered.locator("#inspector .kind").all_inner_texts()
+    assert kinds == ["accepted", "refused", "the model's own token"]
+
+
 def test_the_tree_is_nested_as_it_grew(answered: Page) -> None:
     answered.locator(".answer .token", has_text="over").click()
     parents = answered.eval_on_selector_all(
