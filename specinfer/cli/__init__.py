@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Final
 
@@ -40,6 +41,8 @@ class _LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
+            if close := get_close_matches(cmd_name, COMMANDS, n=1):
+                ctx.fail(f"there is no command {cmd_name!r}; did you mean {close[0]!r}?")
             return None
         command: click.Command = getattr(import_module(f"specinfer.cli.{cmd_name}"), cmd_name)
         return command

@@ -17,6 +17,7 @@ def pull(name: str | None, list_names: bool) -> None:
     from specinfer.progress import ProgressBar, format_bytes
 
     if list_names:
+        click.echo("name\tsize\tlicence\tfile")
         for entry in CATALOGUE.values():
             click.echo(f"{entry.name}\t{format_bytes(entry.size)}\t{entry.licence}\t{entry.file}")
         return

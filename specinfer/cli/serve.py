@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,8 +38,12 @@ def serve(model: str | None, file: Path | None, **flags: Any) -> None:
             raise ConfigError(
                 f"{error.name} is not installed; the server needs it: pip install 'specinfer[serve]'"
             ) from None
-        serve_forever(config, engine, child, ProgressBar(), _tell_ready)
+        serve_forever(config, engine, child, ProgressBar(), partial(_tell_ready, page=config.page))
 
 
-def _tell_ready(url: str) -> None:
+def _tell_ready(url: str, *, page: bool) -> None:
     click.echo(f"specinfer serves {url}/v1 (Ctrl-C ends it)", err=True)
+    if page:
+        # Listening on every address, the server is at the loopback address, too, which a browser can open.
+        local = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+        click.echo(f"to chat with it, open {local}/", err=True)

@@ -322,11 +322,19 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(
     assert "Traceback" not in err
 
 
+def test_a_mistyped_command_is_told_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = run(monkeypatch, capsys, "serv")
+    assert (status, err) == (2, "specinfer: error: there is no command 'serv'; did you mean 'serve'?\n")
+
+
 def test_pull_lists_the_catalogue(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, out, _ = run(monkeypatch, capsys, "pull", "--list")
     assert status == 0
+    assert out.splitlines()[0].split() == ["name", "size", "licence", "file"]
     assert "smollm2-135m" in out
     status, _, err = run(monkeypatch, capsys, "pull")
     assert (status, err.count("\n")) == (2, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 
 from specinfer.cli.every_option import PURPOSES, configs, every_option, read_options, speculative_config
 from specinfer.cli.options import engine_config
-from specinfer.cli.serve import serve
+from specinfer.cli.serve import _tell_ready, serve
 from specinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from specinfer.errors import ConfigError
 from specinfer.serve.config import ServeConfig
@@ -183,3 +184,37 @@ def test_what_of_vllms_is_not_here(given: Any, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         speculative_config(given)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "speculators"),
+    [
+        ({"model": "smollm2-135m"}, (True, ("smollm2-135m-head",))),
+        ({"model": "another"}, (True, ())),
+        ({"model": "smollm2-135m", "ngram": False}, (False, ())),
+        ({"model": "smollm2-135m", "ngram": True}, (True, ())),
+        ({"model": "smollm2-135m", "suffix": True}, (False, ())),
+        ({"model": "smollm2-135m", "drafts": ("mine",)}, (False, ("mine",))),
+    ],
+)
+def test_a_models_own_head_guesses_where_no_speculator_is_named(
+    options: dict[str, Any], speculators: tuple[bool, tuple[str, ...]]
+) -> None:
+    chosen = engine_config(options).speculation
+    assert (chosen.ngram, chosen.drafts) == speculators
+
+
+@pytest.mark.parametrize(
+    ("url", "page", "lines"),
+    [
+        ("http://0.0.0.0:8000", True, ["http://0.0.0.0:8000/v1", "http://127.0.0.1:8000/"]),
+        ("http://[::]:9", True, ["http://[::]:9/v1", "http://[::1]:9/"]),
+        ("http://127.0.0.1:8000", False, ["http://127.0.0.1:8000/v1"]),
+    ],
+)
+def test_a_server_that_listens_names_the_api_and_the_page(
+    url: str, page: bool, lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _tell_ready(url, page=page)
+    said = capsys.readouterr().err.splitlines()
+    assert [re.findall(r"http\S+", line) for line in said] == [[one] for one in lines]
