@@ -140,8 +140,8 @@ class Guard:
     def _stop(self) -> None:
         if not self._trial:
             _LOG.info(
-                "speculation is off for %d steps, then tried again for 1%% of the time: in %d steps it has "
-                "lost the time of %.1f",
+                "speculation is off for %d steps, then tried again for 1%% of the time: it made the last %d "
+                "steps slower, by the time of %.1f steps",
                 self._pause,
                 self._steps,
                 -self._won,

@@ -157,7 +157,7 @@ def test_what_loses_is_off_after_a_window_and_pauses_double(caplog: pytest.LogCa
     assert max(pauses) == LONGEST_PAUSE
     (record,) = caplog.records
     assert "speculation is off for 64 steps" in record.getMessage()
-    assert "in 64 steps it has lost the time of 19.2" in record.getMessage()
+    assert "it made the last 64 steps slower, by the time of 19.2 steps" in record.getMessage()
 
 
 def test_what_loses_much_is_off_much_sooner() -> None:
