@@ -25,7 +25,7 @@ from specinfer.models.config import Activation
 from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.language_model import LanguageModel, Weights
 from specinfer.models.layers import RMSNorm
-from specinfer.models.rope import rope_frequencies, rotation, rotations
+from specinfer.models.rope import RotaryEmbedding, rotations
 
 
 class BlockModel:
@@ -65,7 +65,7 @@ class BlockModel:
                 [layer.parts() for layer in self._layers], ops, gelu=body.activation is Activation.GELU_TANH
             )
         self._norm = RMSNorm(weights.tensor("norm.weight"), eps, ops)
-        self._frequencies = rope_frequencies(body.rope, body.head_dim).to(self.device)
+        self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)
         self._native: NativeBlockHead | None = None
         if self._embedding_VD is not None:
             self._native = NativeBlockHead.of(self._parts(self._embedding_VD, 1.0), self._at_once, ops)
@@ -113,7 +113,7 @@ class BlockModel:
             mask_token_id=head.mask_token_id,
             causal=head.causal,
             skipped=head.skipped,
-            rotations=partial(rotations, [self._frequencies], self.config.max_context),
+            rotations=partial(rotations, [self._rope], self.config.max_context),
         )
 
     def fused(self, taps_TND: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class BlockModel:
         """The keys and values of a text's rows, each [T, K, H] of every layer."""
         kv_heads, size = self.config.num_kv_heads, self.config.head_dim
         made = self._context(fused_TD).view(len(fused_TD), len(self._layers), 2, kv_heads, size)
-        rope = rotation(positions_T, self._frequencies)
+        rope = self._rope.at(positions_T)
         keys = []
         for i, layer in enumerate(self._layers):
             heads = layer.heads
@@ -161,7 +161,7 @@ class BlockModel:
 
         `x_TD` is what they begin with; it is used up.
         """
-        rope = rotation(positions_T, self._frequencies)
+        rope = self._rope.at(positions_T)
         y_TD: Tensor | None = None
         if self._at_once is not None and isinstance(attend, NativeAttend):
             y_TD, _ = self._at_once(x_TD, None, rope, rope, attend, range(len(self._layers)))

@@ -9,6 +9,7 @@ from specinfer.errors import ModelError
 from specinfer.models.config import Activation, Family, ModelConfig
 from specinfer.models.fields import count
 from specinfer.models.hf_config import config_from_hf
+from specinfer.models.hf_rope import rope_to_hf
 
 # What transformers fills in: a config is written as what differs from its class.
 _DEFAULTS: dict[str, dict[str, object]] = {
@@ -81,21 +82,10 @@ def body_to_hf(body: ModelConfig, *, causal_block: bool = False) -> dict[str, ob
     Raises ModelError for layers the format has no words for.
     """
     rope = body.rope
-    if body.family not in (Family.LLAMA, Family.QWEN3) or rope is None or rope.divisors is not None:
+    if body.family not in (Family.LLAMA, Family.QWEN3) or rope is None:
         raise ModelError(f"layers of {body.family} cannot be written as a head's; use llama's or qwen3's")
     if body.activation is not Activation.SILU:
         raise ModelError(f"layers with {body.activation} cannot be written as a head's; use silu")
-    scaling: dict[str, object] | None = None
-    if rope.linear_factor != 1.0:
-        scaling = {"rope_type": "linear", "factor": rope.linear_factor}
-    if rope.llama3 is not None:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": rope.llama3.factor,
-            "low_freq_factor": rope.llama3.low_freq_factor,
-            "high_freq_factor": rope.llama3.high_freq_factor,
-            "original_max_position_embeddings": rope.llama3.original_context,
-        }
     written: dict[str, object] = {
         "model_type": body.family.value,
         "architectures": ["LlamaForCausalLM" if body.family is Family.LLAMA else "Qwen3ForCausalLM"],
@@ -109,7 +99,7 @@ def body_to_hf(body: ModelConfig, *, causal_block: bool = False) -> dict[str, ob
         "hidden_act": "silu",
         "rms_norm_eps": body.norm_eps,
         "rope_theta": rope.theta,
-        "rope_scaling": scaling,
+        "rope_scaling": rope_to_hf(rope),
         "max_position_embeddings": body.max_context,
         "attention_bias": body.qkv_bias,
         "mlp_bias": body.mlp_bias,

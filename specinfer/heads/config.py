@@ -270,4 +270,6 @@ def _check_layers(body: ModelConfig) -> None:
             f"a head's layers have a sliding window of {body.window}; supported: layers that see all"
         )
     if body.rope is None or body.sandwich_norms:
-        raise ModelError(f"a head has layers of {body.family}; supported: llama and qwen3")
+        raise ModelError(f"a head has layers of {body.family}; supported: llama, qwen2 and qwen3")
+    if body.rope.rotated is not None:
+        raise ModelError("a head's layers rotate a part of each attention head; supported: all of it")

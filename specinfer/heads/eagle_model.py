@@ -15,7 +15,7 @@ from specinfer.heads.config import EagleConfig
 from specinfer.models.decoder import DecoderLayer
 from specinfer.models.language_model import LanguageModel, Weights
 from specinfer.models.layers import Attention, GatedMLP, RMSNorm
-from specinfer.models.rope import rope_frequencies, rotation
+from specinfer.models.rope import RotaryEmbedding
 
 
 class EagleModel:
@@ -46,7 +46,7 @@ class EagleModel:
         self._first = _FirstLayer(head, weights)
         self._others = [DecoderLayer(i, body, weights, f"layers.{i}") for i in range(1, body.num_layers)]
         self._norm = norm("norm")
-        self._frequencies = rope_frequencies(body.rope, body.head_dim).to(self.device)
+        self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)
         self._masked_1D: Tensor | None = None  # of rows below the first, where all levels come from one pass
         if head.mask_token_id is not None:
             taps_1ND = weights.tensor("mask_hidden").view(1, len(head.taps), head.target_hidden_size)
@@ -73,7 +73,7 @@ class EagleModel:
 
         `feature_TD` is used up: it may be written to.
         """
-        rope = rotation(positions_T, self._frequencies)
+        rope = self._rope.at(positions_T)
         if self._embedding_VD is None:
             embedded_TD = self._target.embed(token_ids_T, positions_T).summed()
         else:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specinfer.models.config import Activation, ModelConfig, Rope
-from specinfer.models.rope import rope_frequencies
+from specinfer.models.rope import RotaryEmbedding
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of every row's angles, [..., 1, H / 2]
 
@@ -103,10 +103,8 @@ class HeadLayer(nn.Module):
 
 def rotations(positions: Tensor, rope: Rope, head_dim: int) -> Rotation:
     """The rotations of rows at these positions, any shape."""
-    angles = positions.to(torch.float32)[..., None, None] * rope_frequencies(rope, head_dim).to(
-        positions.device
-    )
-    return angles.cos(), angles.sin()
+    made = RotaryEmbedding(rope, head_dim, positions.device).at(positions[..., None])
+    return made.cos, made.sin
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:

@@ -41,13 +41,42 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN: frequencies that turn rarely within the original context are divided by `factor`, others kept."""
+
+    factor: float
+    original_context: int
+    attention_factor: float  # cos and sin are multiplied by it
+    beta_fast: float = 32.0  # frequencies that turn more often than this are kept
+    beta_slow: float = 1.0  # those that turn less often are divided; between the two there is a ramp
+    truncate: bool = True  # the ends of the ramp are whole frequencies
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """NTK scaling that begins behind the original context: theta grows with a token's position.
+
+    The token at position p is rotated as in a text that ends with it, of p + 1 tokens. So a rotation depends
+    on its position alone, and a key that is cached stays right.
+    """
+
+    factor: float
+    original_context: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """One rotary embedding; at most one of the scalings is set."""
 
     theta: float
     linear_factor: float = 1.0  # positions are divided by it
     llama3: Llama3Scaling | None = None
-    divisors: tuple[float, ...] | None = None  # [head_dim / 2], one per frequency (GGUF rope_freqs)
+    divisors: tuple[float, ...] | None = None  # one per frequency (GGUF rope_freqs)
+    yarn: YarnScaling | None = None
+    dynamic: DynamicScaling | None = None
+    # Elements of a head that are rotated; the others stay as they are. None: all. Pair i is elements i and
+    # i + head_dim / 2 even so: model files are read in that order (rope.rotated_order).
+    rotated: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +122,9 @@ class ModelConfig:
                 f"the model has {self.num_heads} query heads and {self.num_kv_heads} key-value heads; "
                 "the first must be a multiple of the second. The config is damaged."
             )
-        if self.rope is not None and self.head_dim % 2:
-            raise ModelError(f"head size {self.head_dim} is odd; rotary embeddings need an even one")
-        divisors = None if self.rope is None else self.rope.divisors
-        if divisors is not None and len(divisors) != self.head_dim // 2:
-            raise ModelError(
-                f"rope_freqs has {len(divisors)} values for {self.head_dim // 2} frequencies; "
-                "the file is damaged, get it again"
-            )
+        for rope in (self.rope, self.local_rope):
+            if rope is not None:
+                _check_rope(rope, self.head_dim)
         if len(self.layer_windows) != self.num_layers:
             raise ModelError(
                 f"the config describes the attention of {len(self.layer_windows)} layers, "
@@ -116,6 +140,25 @@ class ModelConfig:
     def window(self) -> int | None:
         """The sliding window of the layers that have one; None if none has."""
         return next((w for w in self.layer_windows if w is not None), None)
+
+
+def _check_rope(rope: Rope, head_dim: int) -> None:
+    rotated = head_dim if rope.rotated is None else rope.rotated
+    if head_dim % 2:
+        raise ModelError(f"head size {head_dim} is odd; rotary embeddings need an even one")
+    if rotated % 2 or not 2 <= rotated <= head_dim:
+        raise ModelError(
+            f"rotary embeddings rotate {rotated} of a head's {head_dim} elements; allowed: an even number"
+        )
+    if rope.divisors is not None and len(rope.divisors) != rotated // 2:
+        raise ModelError(
+            f"rope_freqs has {len(rope.divisors)} values for {rotated // 2} frequencies; "
+            "the file is damaged, get it again"
+        )
+    if rope.yarn is not None and rope.theta <= 1:
+        raise ModelError(f"rope_theta is {rope.theta}; YaRN needs more than 1")
+    if rope.dynamic is not None and rotated < 4:
+        raise ModelError(f"dynamic rope scaling of {rotated} rotated elements; allowed: 4 or more")
 
 
 def _positive(name: str, value: int) -> None:

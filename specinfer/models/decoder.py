@@ -27,7 +27,7 @@ from specinfer.models.language_model import (
 )
 from specinfer.models.layers import Attention, GatedMLP, RMSNorm, output_layer
 from specinfer.models.linear import Linear
-from specinfer.models.rope import rope_frequencies, rotation, rotations
+from specinfer.models.rope import RotaryEmbedding, rotations
 
 
 class Decoder:
@@ -49,11 +49,11 @@ class Decoder:
             config.norm_eps,
             weights.kernels.ops,
         )
-        self._frequencies = rope_frequencies(config.rope, config.head_dim).to(self.device)
-        self._local_frequencies = (
+        self._rope = RotaryEmbedding(config.rope, config.head_dim, self.device)
+        self._local_rope = (
             None
             if config.local_rope is None
-            else rope_frequencies(config.local_rope, config.head_dim).to(self.device)
+            else RotaryEmbedding(config.local_rope, config.head_dim, self.device)
         )
         self._layers: Sequence[DecoderLayer] = weights.each(
             lambda i: DecoderLayer(i, config, weights, f"model.layers.{i}"), config.num_layers
@@ -63,11 +63,11 @@ class Decoder:
             parts = [layer.parts() for layer in self._layers]
             gelu = config.activation is Activation.GELU_TANH
             self._at_once = NativeLayers.of(parts, weights.kernels.ops, gelu=gelu)
-        local = self._frequencies if self._local_frequencies is None else self._local_frequencies
+        local = self._rope if self._local_rope is None else self._local_rope
         self._native = NativeDecoder.of(
             *(self._at_once, weights.kernels.ops, *self.embedding, self._final_norm.weight_D),
             output=self._head,
-            rotations=partial(rotations, [self._frequencies, local], config.max_context),
+            rotations=partial(rotations, [self._rope, local], config.max_context),
         )
 
     @property
@@ -97,9 +97,9 @@ class Decoder:
         """What these layers make of `residual`, and their tapped inputs; see LanguageModel."""
         attend, taps = context.attend, context.taps
         chosen = layers_to_run(self.config.num_layers, layers, taps)
-        rope = local_rope = rotation(context.positions_T, self._frequencies)
-        if self._local_frequencies is not None:
-            local_rope = rotation(context.positions_T, self._local_frequencies)
+        rope = local_rope = self._rope.at(context.positions_T)
+        if self._local_rope is not None:
+            local_rope = self._local_rope.at(context.positions_T)
         if self._at_once is not None and isinstance(attend, NativeAttend) and len(chosen) > 0:
             x_TD, y_TD = residual.x_TD, residual.y_TD
             y_TD, tapped = self._at_once(x_TD, y_TD, rope, local_rope, attend, chosen, taps)

@@ -13,7 +13,7 @@ from torch import Tensor
 from specinfer.errors import ModelError
 from specinfer.files import NewFile
 from specinfer.hub.model_files import ModelFiles
-from specinfer.models.config import Family, ModelConfig
+from specinfer.models.config import Family, ModelConfig, Rope
 from specinfer.models.safetensors_writer import write_safetensors
 from specinfer.tokenizer.export import write_tokenizer
 
@@ -50,7 +50,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, object]:
 
     Rotary embeddings have no scaling.
     """
-    plain = config.rope is not None and (config.rope.linear_factor, config.rope.llama3) == (1.0, None)
+    plain = config.rope is not None and config.rope == Rope(config.rope.theta)
     if (
         config.family not in _ARCHITECTURES
         or not plain

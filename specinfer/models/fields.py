@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from specinfer.errors import ModelError
+
+_MOST: Final = 1 << 62  # that an integer of a config may be
+_LARGEST: Final = 1e300  # and a number
+_MOST_TOKENS: Final = 1 << 31
+MOST_LAYERS: Final = 1 << 14
 
 
 def mapping(c: Mapping[str, object], key: str) -> Mapping[str, object]:
@@ -15,19 +21,32 @@ def mapping(c: Mapping[str, object], key: str) -> Mapping[str, object]:
     return value
 
 
-def integer(c: Mapping[str, object], key: str, default: int | None = None) -> int:
-    """An integer; `default` where the key is missing or null."""
+def boolean(c: Mapping[str, object], key: str, default: bool) -> bool:
+    """A truth value; `default` where the key is missing or null."""
     value = _given(c, key, default)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ModelError(f"{key} is {value!r}; expected an integer. The config is damaged or incomplete.")
+    if not isinstance(value, bool):
+        raise ModelError(f"{key} is {_shown(value)}; expected true or false. The config is damaged.")
+    return value
+
+
+def integer(c: Mapping[str, object], key: str, default: int | None = None, most: int = _MOST) -> int:
+    """An integer up to `most`; `default` where the key is missing or null."""
+    value = _given(c, key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MOST:
+        raise ModelError(
+            f"{key} is {_shown(value)}; expected an integer. The config is damaged or incomplete."
+        )
+    if value > most:
+        raise ModelError(f"{key} is {value}; expected at most {most}. The config is damaged.")
     return value
 
 
 def number(c: Mapping[str, object], key: str, default: float | None = None) -> float:
     """A number; `default` where the key is missing or null."""
     value = _given(c, key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ModelError(f"{key} is {value!r}; expected a number. The config is damaged or incomplete.")
+    # Nan is not less than anything.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
+        raise ModelError(f"{key} is {_shown(value)}; expected a number. The config is damaged or incomplete.")
     return float(value)
 
 
@@ -63,8 +82,10 @@ def all_ids(sources: Sequence[Mapping[str, object]], key: str) -> tuple[int, ...
     for source in sources:
         value = source.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(token) is int for token in values):
-            raise ModelError(f"{key} is {value!r}; expected a token id, or a list. The config is damaged.")
+        if not all(type(token) is int and 0 <= token < _MOST_TOKENS for token in values):
+            raise ModelError(
+                f"{key} is {_shown(value)}; expected a token id, or a list. The config is damaged."
+            )
         found.extend(token for token in values if isinstance(token, int))
     return tuple(dict.fromkeys(found))
 
@@ -72,3 +93,11 @@ def all_ids(sources: Sequence[Mapping[str, object]], key: str) -> tuple[int, ...
 def _given(c: Mapping[str, object], key: str, default: object) -> object:
     value = c.get(key)
     return default if value is None else value
+
+
+def _shown(value: object) -> str:
+    """A value in a message of one line, however long it is."""
+    if isinstance(value, int) and abs(value) > _MOST:
+        return f"an integer of {value.bit_length()} bits"
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from specinfer.files import read_exactly
 from specinfer.hub.gguf_header import TENSOR_KINDS, GgufHeader, TensorKind
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.gguf_config import config_from_gguf
+from specinfer.models.rope import is_rotated, read_in_order, rotated_order
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -44,8 +46,7 @@ class GGUFFile:
         self._tensors = _read_table(header)
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self.config = config_from_gguf(header.metadata, shapes, self._rope_divisors())
-        # Converters of the llama architecture interleave the two halves of each q and k head.
-        self._interleaved = header.metadata["general.architecture"] == "llama"
+        self._order = _head_order(header.metadata["general.architecture"], self.config)
         self._names: dict[str, str] = {}  # the decoder's name -> the file's
         for name in self._tensors:
             if name != "rope_freqs.weight":  # part of the config
@@ -59,13 +60,10 @@ class GGUFFile:
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop of a tensor, on the CPU, in the file's dtype or float32."""
         tensor = self._tensors[self._names[name]]
-        if not self._interleaved or not re.search(r"self_attn\.[qk]_proj\.", name):
-            return self._read(tensor, start, stop)
-        head = self.config.head_dim
-        first, last = start // head * head, -(-stop // head) * head
-        rows = self._read(tensor, first, last)
-        ordered = rows.view(-1, head // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-        return ordered[start - first : stop - first]
+        read = partial(self._read, tensor)
+        if self._order is None or not is_rotated(name):
+            return read(start, stop)
+        return read_in_order(read, start, stop, self._order)
 
     def _read(self, tensor: _Placed, start: int, stop: int) -> Tensor:
         data = np.empty((stop - start) * tensor.row_bytes, dtype=np.uint8)
@@ -86,6 +84,15 @@ class GGUFFile:
         if tensor is None:
             return None
         return tuple(self._read(tensor, 0, tensor.shape[0]).to(torch.float32).tolist())
+
+
+def _head_order(architecture: object, config: ModelConfig) -> list[int] | None:
+    """The order in which elements of query and key heads are read; None: as they stand in the file."""
+    size = config.head_dim
+    if architecture == "llama":  # pair i is elements 2 i and 2 i + 1, whether all of them are rotated or not
+        return [*range(0, size, 2), *range(1, size, 2)]
+    part = None if config.rope is None else config.rope.rotated
+    return None if part is None else rotated_order(part, size)
 
 
 def _read_table(header: GgufHeader) -> dict[str, _Placed]:

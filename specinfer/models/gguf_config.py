@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Activation, Family, ModelConfig, Rope
-from specinfer.models.fields import all_ids, count, integer, number, optional_positive, positive
+from specinfer.models.config import Activation, Family, ModelConfig, Rope, YarnScaling
+from specinfer.models.fields import MOST_LAYERS, all_ids, count, integer, number, optional_positive, positive
+from specinfer.models.hf_rope import longest_text, yarn_attention_factor
 
 
 def config_from_gguf(
@@ -47,15 +48,21 @@ def _decoder_from_gguf(
     c = {key[len(arch) + 1 :]: value for key, value in metadata.items() if key.startswith(f"{arch}.")}
     hidden = count(c, "embedding_length")
     heads = count(c, "attention.head_count")
-    layers = integer(c, "block_count")
+    layers = integer(c, "block_count", most=MOST_LAYERS)
     head_dim = count(c, "attention.key_length", hidden // heads)
     if integer(c, "attention.value_length", head_dim) != head_dim:
         raise ModelError("the GGUF file has key and value heads of different sizes, which is not supported")
-    if integer(c, "rope.dimension_count", head_dim) != head_dim:
+    rotated = count(c, "rope.dimension_count", head_dim)
+    context = integer(c, "context_length")
+    rope = _rope(c, context, 1e6 if gemma else 1e4, rope_divisors, None if rotated == head_dim else rotated)
+    if gemma and count(c, "rope.dimension_count_swa", rotated) != rotated:
+        raise ModelError("layers of the GGUF file rotate different parts of a head; supported: all the same")
+    if {"rope_factors_long.weight", "rope_factors_short.weight"} & shapes.keys():
         raise ModelError(
-            f"the GGUF file rotates {c['rope.dimension_count']} of {head_dim} dimensions of a head; "
-            "only rotary embeddings of whole heads are supported"
+            "the GGUF file scales rope by longrope; supported: none, linear, yarn, or a rope_freqs tensor"
         )
+    if gemma and rope.yarn is not None:
+        raise ModelError("the GGUF file is a Gemma 3 with YaRN, which is not supported")
     if c.get("attn_logit_softcapping"):
         raise ModelError("the GGUF file caps attention scores, which is not supported")
     if "token_embd.weight" not in shapes:
@@ -79,8 +86,8 @@ def _decoder_from_gguf(
         num_kv_heads=integer(c, "attention.head_count_kv", heads),
         head_dim=head_dim,
         norm_eps=number(c, "attention.layer_norm_rms_epsilon"),
-        rope=_gguf_rope(c, 1e6 if gemma else 1e4, rope_divisors),
-        local_rope=Rope(positive(c, "rope.freq_base_swa", 1e4)) if gemma else None,
+        rope=rope,
+        local_rope=Rope(positive(c, "rope.freq_base_swa", 1e4), rotated=rope.rotated) if gemma else None,
         layer_windows=windows,
         tie_embeddings="output.weight" not in shapes,
         qkv_bias="blk.0.attn_q.bias" in shapes,
@@ -93,7 +100,7 @@ def _decoder_from_gguf(
         activation=Activation.GELU_TANH if gemma else Activation.SILU,
         attention_scale=scalar**-0.5,
         logit_softcap=optional_positive(c, "final_logit_softcapping"),
-        max_context=integer(c, "context_length"),
+        max_context=longest_text(rope, context),
         eos_ids=tuple(
             dict.fromkeys(
                 token
@@ -104,17 +111,46 @@ def _decoder_from_gguf(
     )
 
 
-def _gguf_rope(c: Mapping[str, object], theta: float, divisors: tuple[float, ...] | None) -> Rope:
+def _rope(
+    c: Mapping[str, object],
+    context: int,
+    theta: float,
+    divisors: tuple[float, ...] | None,
+    rotated: int | None,
+) -> Rope:
+    """The embedding as llama.cpp computes it; `context` is the longest text's, `divisors` are rope_freqs."""
     theta = positive(c, "rope.freq_base", theta)
     kind = c.get("rope.scaling.type", "linear" if "rope.scale_linear" in c else "none")
+    scale = positive(c, "rope.scaling.attn_factor", 1.0)
     if divisors is not None:
         if kind not in ("none", "llama3"):
             raise ModelError(f"the GGUF file has rope_freqs and {kind!r} scaling; supported: one of them")
-        return Rope(theta, divisors=divisors)
-    if kind == "none":
-        return Rope(theta)
-    if kind == "linear":
+        return Rope(theta, divisors=divisors, rotated=rotated)
+    if kind == "yarn":
+        factor = positive(c, "rope.scaling.factor")
+        if number(c, "rope.scaling.yarn_ext_factor", 1.0) != 1:
+            raise ModelError("rope.scaling.yarn_ext_factor is not 1, which is not supported")
+        log = number(c, "rope.scaling.yarn_log_multiplier", 0.0)
+        scale *= positive(c, "rope.scaling.yarn_attn_factor", 1.0)
+        scale *= yarn_attention_factor(factor) / (yarn_attention_factor(factor, log) if log else 1.0)
         return Rope(
-            theta, linear_factor=positive(c, "rope.scaling.factor", positive(c, "rope.scale_linear", 1.0))
+            theta,
+            yarn=YarnScaling(
+                factor,
+                count(c, "rope.scaling.original_context_length", context),
+                attention_factor=scale,
+                beta_fast=positive(c, "rope.scaling.yarn_beta_fast", 32.0),
+                beta_slow=positive(c, "rope.scaling.yarn_beta_slow", 1.0),
+            ),
+            rotated=rotated,
         )
-    raise ModelError(f"the GGUF rope scaling is {kind!r}; supported: none, linear, or a rope_freqs tensor")
+    if scale != 1:
+        raise ModelError(f"rope.scaling.attn_factor is {scale} without YaRN, which is not supported")
+    if kind == "none":
+        return Rope(theta, rotated=rotated)
+    if kind == "linear":
+        factor = positive(c, "rope.scaling.factor", positive(c, "rope.scale_linear", 1.0))
+        return Rope(theta, linear_factor=factor, rotated=rotated)
+    raise ModelError(
+        f"the GGUF rope scaling is {kind!r}; supported: none, linear, yarn, or a rope_freqs tensor"
+    )

@@ -9,8 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Activation, Family, Llama3Scaling, ModelConfig, Rope
-from specinfer.models.fields import all_ids, count, integer, mapping, number, optional_positive, positive
+from specinfer.models.config import Activation, Family, ModelConfig
+from specinfer.models.fields import (
+    MOST_LAYERS,
+    all_ids,
+    count,
+    integer,
+    mapping,
+    number,
+    optional_positive,
+    positive,
+)
+from specinfer.models.hf_rope import longest_text, ropes_from_hf
 
 # What transformers fills in when config.json leaves it out (its own files often do, Gemma 3's above all).
 _LLAMA_DEFAULTS: dict[str, object] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
@@ -91,10 +101,10 @@ def _decoder_from_hf(
     activation = _activation(c.get(activation_key, "gelu_pytorch_tanh" if gemma else "silu"))
     hidden = count(c, "hidden_size")
     heads = count(c, "num_attention_heads")
-    layers = integer(c, "num_hidden_layers")
+    layers = integer(c, "num_hidden_layers", most=MOST_LAYERS)
     head_dim = count(c, "head_dim", hidden // heads)
     bias = bool(c.get("attention_bias", False))
-    rope, local_rope = _hf_ropes(family, c)
+    rope, local_rope = ropes_from_hf(family, c, head_dim)
     scalar = positive(c, "query_pre_attn_scalar", float(head_dim)) if gemma else float(head_dim)
     return ModelConfig(
         family=family,
@@ -121,7 +131,7 @@ def _decoder_from_hf(
         activation=activation,
         attention_scale=scalar**-0.5,
         logit_softcap=optional_positive(c, "final_logit_softcapping") if gemma else None,
-        max_context=integer(c, "max_position_embeddings"),
+        max_context=longest_text(rope, integer(c, "max_position_embeddings")),
         eos_ids=all_ids(ids, "eos_token_id"),
     )
 
@@ -134,7 +144,7 @@ def _opt_from_hf(c: Mapping[str, object], ids: Sequence[Mapping[str, object]]) -
     heads = count(c, "num_attention_heads")
     if hidden % heads:
         raise ModelError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
-    layers = integer(c, "num_hidden_layers")
+    layers = integer(c, "num_hidden_layers", most=MOST_LAYERS)
     bias = bool(c.get("enable_bias", True))
     norm_first = bool(c.get("do_layer_norm_before", True))
     return ModelConfig(
@@ -184,47 +194,6 @@ def _hf_windows(family: Family, c: Mapping[str, object], layers: int) -> tuple[i
         return (window,) * layers
     first = integer(c, "max_window_layers")
     return tuple(window if i >= first else None for i in range(layers))
-
-
-def _hf_ropes(family: Family, c: Mapping[str, object]) -> tuple[Rope, Rope | None]:
-    """The global rope and the local one; `rope_parameters` is transformers 5, the other keys are 4."""
-    theta = positive(c, "rope_theta", 10000.0)
-    scaling = c.get("rope_scaling")
-    parameters = c.get("rope_parameters")
-    if family is not Family.GEMMA3:
-        return _hf_rope(parameters if parameters is not None else scaling, theta, c), None
-    local_theta = positive(c, "rope_local_base_freq", 10000.0)
-    if parameters is None:
-        return _hf_rope(scaling, theta, c), Rope(local_theta)
-    if not isinstance(parameters, dict):
-        raise ModelError(f"rope_parameters is {parameters!r}; expected one entry per layer type")
-    full, local = parameters.get("full_attention"), parameters.get("sliding_attention")
-    return _hf_rope(full, theta, c), _hf_rope(local, local_theta, c)
-
-
-def _hf_rope(parameters: object, theta: float, c: Mapping[str, object]) -> Rope:
-    if parameters is None:
-        parameters = {}
-    if not isinstance(parameters, dict):
-        raise ModelError(f"the rope parameters are {parameters!r}; expected a JSON object")
-    theta = positive(parameters, "rope_theta", theta)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if number(parameters, "partial_rotary_factor", number(c, "partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelError(
-            "partial_rotary_factor is not 1; only rotary embeddings of whole heads are supported"
-        )
-    if kind == "default" and not any(isinstance(v, dict) for v in parameters.values()):
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, linear_factor=positive(parameters, "factor"))
-    if kind == "llama3":
-        factor = positive(parameters, "factor")
-        low, high = positive(parameters, "low_freq_factor"), positive(parameters, "high_freq_factor")
-        if low >= high:
-            raise ModelError(f"low_freq_factor is {low}; expected less than high_freq_factor, {high}")
-        context = count(parameters, "original_max_position_embeddings")
-        return Rope(theta, llama3=Llama3Scaling(factor, low, high, context))
-    raise ModelError(f"the rope scaling is {parameters!r}; supported: default, linear, llama3")
 
 
 def _activation(name: object) -> Activation:

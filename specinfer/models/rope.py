@@ -1,48 +1,145 @@
 """Rotary position embeddings (RoFormer), the half-split form all Hugging Face models use.
 
-Shapes: T rows, H head size.
+Shapes: T rows, H head size, F frequencies, of which there is one for each pair of elements that is rotated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.attention.backend import Rotation
-from specinfer.models.config import Llama3Scaling, Rope
+from specinfer.models.config import DynamicScaling, Llama3Scaling, Rope, YarnScaling
 
+_ROTATED: Final = re.compile(r"self_attn\.(?:[qk]_proj\.(?:weight|bias)|[qk]_norm\.weight)$")
 _FEWEST: Final = 512  # positions that rotations are made of at once
 
 
-def rotation(positions_T: Tensor, frequencies: Tensor) -> Rotation:
-    """The rotations of one pass; `frequencies` is the angle per position of each pair, [H / 2]."""
-    angles = positions_T.to(torch.float32)[:, None] * frequencies
-    return Rotation(angles.cos(), angles.sin())
+class RotaryEmbedding:
+    """One rotary embedding on a device: rotations of any positions, each a function of its position alone."""
+
+    __slots__ = ("_dynamic", "_exponents_F", "_frequencies_F", "_scale_F", "_theta")
+
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device | None = None) -> None:
+        self._theta, self._dynamic = rope.theta, rope.dynamic
+        self._exponents_F = _exponents(rope, head_dim).to(device)
+        self._frequencies_F = rope_frequencies(rope, head_dim).to(device)
+        self._scale_F: Tensor | None = None
+        if rope.yarn is not None and rope.yarn.attention_factor != 1.0:
+            scale_F = torch.ones(head_dim // 2)
+            scale_F[: len(self._exponents_F)] = rope.yarn.attention_factor
+            self._scale_F = scale_F.to(device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its rotations are made."""
+        return self._frequencies_F.device
+
+    def at(self, positions: Tensor) -> Rotation:
+        """The rotations of rows at these positions, of any shape: cos and sin are [..., H / 2]."""
+        places = positions.to(torch.float32)[..., None]
+        angles = places * self._frequencies_F
+        if self._dynamic is not None:
+            angles = self._behind_the_original(positions, places, angles, self._dynamic)
+        cos, sin = angles.cos(), angles.sin()
+        return (
+            Rotation(cos, sin)
+            if self._scale_F is None
+            else Rotation(cos * self._scale_F, sin * self._scale_F)
+        )
+
+    def _behind_the_original(
+        self, positions: Tensor, places: Tensor, angles: Tensor, scaling: DynamicScaling
+    ) -> Tensor:
+        """The angles, but for rows behind the original context those by a theta of their own."""
+        size = 2 * len(self._exponents_F)
+        length = (positions + 1).clamp(min=scaling.original_context)
+        grown = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
+        theta = self._theta * grown ** (size / (size - 2))
+        own = places * (1.0 / theta[..., None] ** self._exponents_F)
+        own = F.pad(own, (0, angles.shape[-1] - size // 2))
+        return torch.where(places >= scaling.original_context, own, angles)
 
 
-def rotations(frequencies: Sequence[Tensor], longest: int, positions: int) -> list[Rotation]:
-    """For each of these frequencies the rotations of positions 0, 1, ...: so many, and some that are to come.
+def rotations(embeddings: Sequence[RotaryEmbedding], longest: int, positions: int) -> list[Rotation]:
+    """For each of these the rotations of positions 0, 1, ...: so many, and some that are to come.
 
     A text has `longest` positions at most.
     """
     to_come = 1 << (max(positions, _FEWEST) - 1).bit_length()
-    all_T = torch.arange(max(positions, min(to_come, longest)), device=frequencies[0].device)
-    return [rotation(all_T, one) for one in frequencies]
+    count = max(positions, min(to_come, longest))
+    return [one.at(torch.arange(count, device=one.device)) for one in embeddings]
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """The angle per position of each pair of dimensions, [head_dim / 2], float32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    """The angle per position of each pair of elements, [head_dim / 2], float32; 0 where none is rotated."""
+    exponents = _exponents(rope, head_dim)
     frequencies = 1.0 / rope.theta**exponents
     if rope.llama3 is not None:
         frequencies = _llama3(frequencies, rope.llama3)
+    if rope.yarn is not None:
+        frequencies = _yarn(rope, rope.yarn, exponents)
     if rope.divisors is not None:
         frequencies = frequencies / torch.tensor(rope.divisors, dtype=torch.float32)
-    return frequencies / rope.linear_factor
+    return F.pad(frequencies / rope.linear_factor, (0, head_dim // 2 - len(frequencies)))
+
+
+def rotated_order(rotated: int, head_dim: int) -> list[int]:
+    """For each element of a head as it is computed here, its place in files that rotate a part of each head.
+
+    There pair i is elements i and i + rotated / 2, and what is not rotated comes last.
+    """
+    first, rest = rotated // 2, (head_dim - rotated) // 2
+    return [
+        *range(first),
+        *range(rotated, rotated + rest),
+        *range(first, rotated),
+        *range(rotated + rest, head_dim),
+    ]
+
+
+def is_rotated(name: str) -> bool:
+    """Whether the rows of a tensor of that name are elements of heads that are rotated."""
+    return _ROTATED.search(name) is not None
+
+
+def read_in_order(read: Callable[[int, int], Tensor], start: int, stop: int, order: Sequence[int]) -> Tensor:
+    """Rows start..stop of heads whose elements are put in this order, of a tensor that `read` reads."""
+    size = len(order)
+    first, last = start // size * size, -(-stop // size) * size
+    rows = read(first, last)
+    ordered = rows.view(-1, size, *rows.shape[1:])[:, torch.tensor(order)].reshape(rows.shape)
+    return ordered[start - first : stop - first]
+
+
+def _exponents(rope: Rope, head_dim: int) -> Tensor:
+    """Minus the power of theta that each frequency is, [rotated / 2]."""
+    size = head_dim if rope.rotated is None else rope.rotated
+    return torch.arange(0, size, 2, dtype=torch.float32) / size
+
+
+def _yarn(rope: Rope, scaling: YarnScaling, exponents: Tensor) -> Tensor:
+    """YaRN: keep frequencies that turn often within the original context, divide those that do not."""
+    size = 2 * len(exponents)
+
+    def dimension(turns: float) -> float:
+        """Which one turns so often."""
+        return size * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    width = high - low or 0.001
+    divided = ((torch.arange(len(exponents), dtype=torch.float32) - low) / width).clamp(0, 1)
+    powers = rope.theta**exponents
+    return 1.0 / (scaling.factor * powers) * divided + 1.0 / powers * (1 - divided)
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

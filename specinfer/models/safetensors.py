@@ -22,6 +22,7 @@ from specinfer.files import read_exactly
 from specinfer.hub.model_files import read_json
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.hf_config import config_from_hf
+from specinfer.models.rope import is_rotated, read_in_order, rotated_order
 
 FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER = 100 << 20  # the format's own limit
@@ -70,6 +71,9 @@ class SafetensorsFolder:
             read_json(path / "config.json"), read_json(generation) if generation.is_file() else None
         )
         self._entries = _decoder_names(read_entries(weights), self.config)
+        rope, size = self.config.rope, self.config.head_dim
+        part = None if rope is None else rope.rotated
+        self._order = None if part is None else rotated_order(part, size)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -77,8 +81,14 @@ class SafetensorsFolder:
         return {name: entry.shape for name, entry in self._entries.items()}
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop of a tensor, on the CPU, in the file's dtype."""
-        return self._entries[name].read_rows(start, stop)
+        """Rows start..stop of a tensor, on the CPU, in the file's dtype.
+
+        Elements of query and key heads stand in the decoder's order (Rope.rotated).
+        """
+        read = self._entries[name].read_rows
+        if self._order is None or not is_rotated(name):
+            return read(start, stop)
+        return read_in_order(read, start, stop, self._order)
 
 
 def read_entries(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = FLOATS) -> dict[str, TensorEntry]:

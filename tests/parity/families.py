@@ -81,12 +81,12 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def save_random(name: str, folder: Path, *, tied: bool) -> torch.nn.Module:
-    """Save a random model of that case and return it, float32, in eval mode."""
+def save_random(name: str, folder: Path, *, tied: bool, **more: object) -> torch.nn.Module:
+    """Save a random model of that case and return it, float32, in eval mode; `more` is of its config."""
     import transformers  # seconds, which only those who make such a model should wait
 
     config_class, values = CASES[name]
-    config = getattr(transformers, config_class)(**values, tie_word_embeddings=tied)
+    config = getattr(transformers, config_class)(**{**values, **more}, tie_word_embeddings=tied)
     config._attn_implementation = "eager"
     torch.manual_seed(11)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()

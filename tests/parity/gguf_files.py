@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
+from safetensors.torch import load_file
 
 _ARCHITECTURES = {
     "llama": "llama",
@@ -50,13 +51,19 @@ def write_gguf(
     rope_factors: list[float] | None = None,
     leave_out: str | None = None,
     add: dict[str, np.ndarray] | None = None,
+    more: dict[str, object] | None = None,
+    architecture: str | None = None,
+    rotated: int | None = None,
+    tensors: Path | None = None,
 ) -> dict[str, np.ndarray]:
     """Write the file, matrices quantized as `kind`; returns the bytes of each tensor as written.
 
-    `rope_factors` becomes rope_freqs.weight; `leave_out` names a tensor not to write, `add` further ones.
+    `rope_factors` becomes rope_freqs.weight; `leave_out` names a tensor not to write, `add` further ones;
+    `more` are keys of rope.scaling. Of each head the first `rotated` elements are rotated, by default all.
+    `architecture` and the folder of `tensors` are those of another model that computes the same.
     """
     config = model.config
-    arch = _ARCHITECTURES[config.model_type]
+    arch = architecture or _ARCHITECTURES[config.model_type]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)
@@ -77,11 +84,17 @@ def write_gguf(
     else:
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if arch == "llama":
-        writer.add_rope_dimension_count(head_dim)
+        writer.add_rope_dimension_count(rotated or head_dim)
+    elif rotated is not None:
+        writer.add_rope_dimension_count(rotated)
+    for key, value in (more or {}).items():
+        add_value = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        add_value(f"{arch}.rope.scaling.{key}", value)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_factors, dtype=np.float32))
     written = {}
-    for name, tensor in model.state_dict().items():
+    state = model.state_dict() if tensors is None else load_file(tensors / "model.safetensors")
+    for name, tensor in state.items():
         there = gguf_name(name, arch)
         if there == leave_out or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
@@ -89,9 +102,11 @@ def write_gguf(
         if arch == "gemma3" and "norm" in name:
             values = values + 1
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
-            # llama.cpp rotates neighbours, transformers the two halves of a head.
-            halves = values.reshape(-1, 2, head_dim // 2, *values.shape[1:])
-            values = halves.swapaxes(1, 2).reshape(values.shape)
+            # llama.cpp rotates neighbours, transformers the two halves of what is rotated of a head.
+            heads, part = values.reshape(-1, head_dim, *values.shape[1:]), rotated or head_dim
+            halves = heads[:, :part].reshape(len(heads), 2, part // 2, *values.shape[1:]).swapaxes(1, 2)
+            turned = halves.reshape(len(heads), part, *values.shape[1:])
+            values = np.concatenate((turned, heads[:, part:]), axis=1).reshape(values.shape)
         as_kind = kind if values.ndim == 2 else GGMLQuantizationType.F32
         written[there] = _encode(values, as_kind)
         writer.add_tensor(there, written[there], raw_dtype=as_kind)

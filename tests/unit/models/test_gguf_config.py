@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Family, Rope
+from specinfer.models.config import Family, Rope, YarnScaling
 from specinfer.models.gguf_config import config_from_gguf
 
 GGUF = {
@@ -58,12 +60,41 @@ def test_gguf_rope_scaling():
     assert config_from_gguf(GGUF, SHAPES, divisors).rope == Rope(10000.0, divisors=divisors)
 
 
+YARN = {**GGUF, "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+
+
+def test_gguf_yarn_extends_the_context():
+    """llama.cpp: the original context is the file's where no key says another."""
+    usual = 1 + 0.1 * math.log(4)
+    config = config_from_gguf(YARN, SHAPES)
+    assert config.rope == Rope(10000.0, yarn=YarnScaling(4.0, 512, attention_factor=usual))
+    assert config.max_context == 2048
+    said = YARN | {"llama.rope.scaling.original_context_length": 128, "llama.rope.scaling.attn_factor": 0.5}
+    config = config_from_gguf(said, SHAPES)
+    assert config.rope == Rope(10000.0, yarn=YarnScaling(4.0, 128, attention_factor=usual / 2))
+    assert config.max_context == 512
+    log = config_from_gguf(YARN | {"llama.rope.scaling.yarn_log_multiplier": 0.5}, SHAPES).rope
+    assert log.yarn.attention_factor == pytest.approx(usual / (1 + 0.05 * math.log(4)))
+
+
+def test_gguf_longrope_is_known_by_its_tensors():
+    with pytest.raises(ModelError, match="scales rope by longrope; supported"):
+        config_from_gguf(GGUF, {**SHAPES, "rope_factors_long.weight": (8,)})
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
         ({**GGUF, "general.architecture": "rwkv"}, "architecture is 'rwkv'; supported: gemma3, llama"),
-        ({**GGUF, "llama.rope.scaling.type": "yarn"}, "rope scaling is 'yarn'"),
-        ({**GGUF, "llama.rope.dimension_count": 8}, "rotates 8 of 16"),
+        (
+            {**GGUF, "llama.rope.scaling.type": "longrope"},
+            "rope scaling is 'longrope'; supported: none, linear",
+        ),
+        ({**GGUF, "llama.rope.scaling.type": "yarn"}, r"rope\.scaling\.factor is None"),
+        (YARN | {"llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is not 1"),
+        ({**GGUF, "llama.rope.scaling.attn_factor": 1.19}, r"attn_factor is 1\.19 without YaRN"),
+        ({**GGUF, "llama.rope.dimension_count": 7}, "rotate 7 of a head's 16 elements"),
+        ({**GGUF, "llama.rope.dimension_count": 32}, "rotate 32 of a head's 16 elements"),
         ({**GGUF, "llama.attention.value_length": 8}, "different sizes"),
         ({**GGUF, "llama.expert_count": 8}, "mixture of experts"),
         ({**GGUF, "llama.attention.head_count": 0}, r"attention\.head_count is 0; expected at least 1"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Activation, Family, Llama3Scaling, Rope
+from specinfer.models.config import Activation, DynamicScaling, Family, Llama3Scaling, Rope, YarnScaling
 from specinfer.models.hf_config import config_from_hf
+from specinfer.models.hf_rope import rope_to_hf
 
 LLAMA = {
     "model_type": "llama",
@@ -142,8 +145,32 @@ def test_opt_350m():
         ({"model_type": "mamba"}, "model_type is 'mamba'; supported: gemma3"),
         ({"model_type": None}, "model_type is None"),
         ({"hidden_act": "swiglu"}, "activation is 'swiglu'; supported: gelu_pytorch_tanh, relu, silu"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "supported: default, linear, llama3"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 8}},
+            "rope_type': 'longrope'}; supported: default, linear, llama3, dynamic, yarn$",
+        ),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "supported: default, linear"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 1}},
+            "truncate is 1; expected true",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": 0}},
+            "attention_factor is 0",
+        ),
+        ({"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 4}}, "YaRN needs more than 1"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 0.5}}, r"factor is 0\.5; allowed of dynamic"),
+        ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor is 1\.5; allowed: more than 0, up to 1"),
+        ({"partial_rotary_factor": 0.2}, "rotate 3 of a head's 16 elements; allowed: an even number"),
+        ({"partial_rotary_factor": 0.001}, "rotate 0 of a head's 16 elements"),
+        (
+            {"partial_rotary_factor": 0.125, "rope_scaling": {"rope_type": "dynamic", "factor": 2}},
+            "dynamic rope scaling of 2 rotated elements",
+        ),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; expected at most 16384"),
+        ({"hidden_size": 10**400}, "hidden_size is an integer of 1329 bits; expected an integer"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is an integer of 1329 bits; expected a number"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf; expected a number"),
         ({"quantization_config": {"quant_method": "awq"}}, "unquantized safetensors, or a GGUF file"),
         ({"hidden_size": "64"}, "hidden_size is '64'; expected an integer"),
         ({"vocab_size": None}, "vocab_size is None; expected an integer"),
@@ -213,7 +240,7 @@ def test_a_softcap_of_nothing():
         config_from_hf({**GEMMA_4B, "text_config": text})
 
 
-@pytest.mark.parametrize("ids", ["2", [1, "2"], True])
+@pytest.mark.parametrize("ids", ["2", [1, "2"], True, -5, 2**70, [1, -1], 2.0])
 def test_ends_of_text_that_are_no_ids(ids):
     with pytest.raises(ModelError, match=r"eos_token_id is .*; expected a token id, or a list"):
         config_from_hf({**LLAMA, "eos_token_id": ids})
@@ -224,3 +251,44 @@ def test_layer_types_of_the_wrong_kind_or_number():
         config_from_hf({**MISTRAL, "layer_types": ["chunked_attention"] * 3})
     with pytest.raises(ModelError, match="2 layers, but the model has 3"):
         config_from_hf({**MISTRAL, "layer_types": ["full_attention"] * 2})
+
+
+def test_yarn_and_dynamic_scaling_extend_the_context():
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    config = config_from_hf({**LLAMA, "max_position_embeddings": 512, "rope_scaling": yarn})
+    usual = 1 + 0.1 * math.log(4)
+    assert config.rope == Rope(10000.0, yarn=YarnScaling(4.0, 512, attention_factor=usual))
+    assert config.max_context == 2048
+    whole = {**yarn, "original_max_position_embeddings": 64}
+    assert config_from_hf({**LLAMA, "max_position_embeddings": 512, "rope_scaling": whole}).max_context == 512
+    dynamic = {"rope_type": "dynamic", "factor": 3.0}
+    config = config_from_hf({**LLAMA, "max_position_embeddings": 512, "rope_scaling": dynamic})
+    assert config.rope == Rope(10000.0, dynamic=DynamicScaling(3.0, 512))
+    assert config.max_context == 1536
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+)
+def test_scalings_are_written_as_they_are_read(scaling):
+    rope = config_from_hf({**LLAMA, "rope_scaling": scaling}).rope
+    assert config_from_hf({**LLAMA, "rope_scaling": rope_to_hf(rope)}).rope == rope
+
+
+def test_scalings_that_cannot_be_written():
+    for rope in (Rope(1e4, rotated=8), Rope(1e4, divisors=(1.0,))):
+        with pytest.raises(ModelError, match="cannot be written"):
+            rope_to_hf(rope)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specinfer.attention.sdpa import rotated
-from specinfer.models.config import Llama3Scaling, Rope
-from specinfer.models.rope import rope_frequencies, rotation, rotations
+from specinfer.models.config import DynamicScaling, Llama3Scaling, Rope, YarnScaling
+from specinfer.models.rope import RotaryEmbedding, rope_frequencies, rotated_order, rotations
 
 
 def test_frequencies_fall_from_one_to_one_over_theta():
@@ -41,16 +41,41 @@ def test_a_head_is_rotated_by_complex_multiplication():
     positions = torch.tensor([0, 3, 250])
     x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))
     want = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(1j * positions[:, None, None] * frequencies)
-    got = rotated(x, None, 0.0, rotation(positions, frequencies))
+    got = rotated(x, None, 0.0, RotaryEmbedding(Rope(100.0), 8).at(positions))
     torch.testing.assert_close(got, torch.cat((want.real, want.imag), -1), atol=1e-4, rtol=0)
     torch.testing.assert_close(got[0], x[0])
 
 
 def test_a_text_has_no_rotations_behind_its_longest() -> None:
-    one, other = torch.ones(2), 2 * torch.ones(2)
+    one, other = (RotaryEmbedding(Rope(theta), 4) for theta in (1.0, 16.0))
     for longest, positions, made in ((4096, 3, 512), (4096, 513, 1024), (700, 513, 700), (100, 3, 100)):
         [rope] = rotations([one], longest, positions)
         assert len(rope.cos) == len(rope.sin) == made
     ropes = rotations([one, other], 700, 701)
     assert [len(rope.cos) for rope in ropes] == [701, 701], "what is asked for, there is"
-    assert torch.equal(ropes[1].cos[:300], torch.cos(2 * torch.arange(300.0)[:, None] * one))
+    frequencies = rope_frequencies(Rope(16.0), 4)
+    assert torch.equal(ropes[1].cos[:300], torch.cos(torch.arange(300.0)[:, None] * frequencies))
+
+
+def test_what_is_not_rotated_stays_to_the_bit() -> None:
+    """Four of eight elements: pairs (0, 2) and (1, 3) of a file become (0, 4) and (1, 5)."""
+    assert rotated_order(4, 8) == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert rotated_order(6, 8) == [0, 1, 2, 6, 3, 4, 5, 7]
+    scaling = YarnScaling(4.0, 16, attention_factor=1.25)
+    rope = RotaryEmbedding(Rope(100.0, rotated=4, yarn=scaling), 8).at(torch.tensor([5, 100_000]))
+    assert torch.equal(rope.cos[:, 2:], torch.ones(2, 2))
+    assert torch.equal(rope.sin[:, 2:], torch.zeros(2, 2))
+    assert (rope.cos**2 + rope.sin**2)[:, :2].flatten().tolist() == pytest.approx([1.5625] * 4)
+
+
+def test_dynamic_rotations_are_those_of_the_length_that_ends_there() -> None:
+    """theta becomes theta * (factor * length / original - (factor - 1)) ** (size / (size - 2))."""
+    rope = RotaryEmbedding(Rope(100.0, dynamic=DynamicScaling(2.0, 10)), 4)
+    positions = torch.tensor([[3, 9], [10, 24]])
+    plain = RotaryEmbedding(Rope(100.0), 4).at(positions)
+    made = rope.at(positions)
+    assert torch.equal(made.cos[0], plain.cos[0])
+    for column, grown in ((0, 1.2), (1, 4.0)):  # lengths 11 and 25
+        own = RotaryEmbedding(Rope(100.0 * grown**2), 4).at(positions[1, column])
+        torch.testing.assert_close(made.cos[1, column], own.cos)
+        torch.testing.assert_close(made.sin[1, column], own.sin)

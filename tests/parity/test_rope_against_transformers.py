@@ -1,0 +1,290 @@
+"""Scaled and partial rotary embeddings against transformers, within the original context and behind it.
+
+transformers' dynamic scaling rotates all tokens of a call as the longest text of it asks for, and keeps keys
+it has cached as they are: its logits depend on how a text was cut into calls. Ours are those of its token by
+token run, where every token is rotated as in a text that ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from specinfer.models.weights import load_model, open_model
+from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.runner import ModelRunner
+from tests.kernels import NAMES, kernels
+
+from .families import save_random
+from .gguf_files import write_gguf
+
+TOLERANCE = 1e-4
+ORIGINAL, LENGTH = 16, 48  # the context before it was extended, and the text's
+TEXT = torch.randint(3, 96, (LENGTH,), generator=torch.Generator().manual_seed(3)).tolist()
+TABLE = [6, 2, 9, 1, 5, 0, 3, 11, 4, 8, 7, 10, 13, 12]
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": ORIGINAL,
+}
+SCALINGS = {
+    "yarn": YARN,
+    "yarn-attention-factor": {**YARN, "attention_factor": 0.7},
+    "yarn-mscale": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.3},
+    "yarn-mscale-alone": {**YARN, "mscale": 0.8},
+    "yarn-ramp": {**YARN, "beta_fast": 4.0, "beta_slow": 0.5},
+    "yarn-not-truncated": {**YARN, "truncate": False, "beta_fast": 4.0, "beta_slow": 0.3},
+    "yarn-factor-of-contexts": {**YARN, "factor": None},
+    "yarn-small-theta": {**YARN, "rope_theta": 50.0},
+}
+FAMILIES = {"llama": {}, "mistral-full": {}, "qwen2": {}, "qwen3": {}}
+
+
+def ours_of(folder, run="torch"):
+    model = load_model(folder, dtype=torch.float32, device=torch.device("cpu"), kernels=kernels(run))
+    return model, ModelRunner(model, num_blocks=14, block_size=4)
+
+
+@torch.no_grad()
+def at_once(theirs, text=TEXT):
+    return theirs(torch.tensor([text])).logits[0]
+
+
+@torch.no_grad()
+def one_by_one(theirs, text=TEXT):
+    from transformers import DynamicCache
+
+    cache, logits = DynamicCache(config=theirs.config), []
+    for position, token in enumerate(text):
+        out = theirs(torch.tensor([[token]]), past_key_values=cache, position_ids=torch.tensor([[position]]))
+        logits.append(out.logits[0, 0])
+    return torch.stack(logits)
+
+
+def check(got, want):
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
+
+
+def check_all_ways(runner, want):
+    """The text in one pass, token by token, and its last tokens as the path of a tree."""
+    check(runner.forward([Rows(TEXT, 0, TABLE, 0)]), want)
+    steps = [runner.forward([chain_rows([t], i, TABLE, logits=True)])[0] for i, t in enumerate(TEXT)]
+    check(torch.stack(steps), want)
+    before = LENGTH - 4
+    runner.forward([chain_rows(TEXT[:before], 0, TABLE, logits=False)])
+    tokens, parents = [TEXT[before], 90, *TEXT[before + 1 :]], [-1, 0, 0, 2, 3]
+    check(runner.forward([Rows(tokens, before, TABLE, 0, parents)])[[0, 2, 3, 4]], want[before:])
+
+
+@pytest.mark.parametrize("run", NAMES)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_yarn(scaling, run, tmp_path):
+    theirs = save_random("llama", tmp_path, tied=True, rope_parameters=dict(SCALINGS[scaling]))
+    model, runner = ours_of(tmp_path, run)
+    assert model.config.max_context == 128
+    check_all_ways(runner, at_once(theirs))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_yarn_of_every_family(family, tmp_path):
+    theirs = save_random(family, tmp_path, tied=False, rope_parameters=dict(YARN))
+    check(ours_of(tmp_path)[1].forward([Rows(TEXT, 0, TABLE, 0)]), at_once(theirs))
+
+
+@pytest.mark.parametrize("run", NAMES)
+def test_yarn_of_the_layers_of_gemma_that_see_everything(run, tmp_path):
+    both = {
+        "full_attention": {**YARN, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    theirs = save_random("gemma3", tmp_path, tied=True, rope_parameters=both)
+    check_all_ways(ours_of(tmp_path, run)[1], at_once(theirs))
+
+
+@pytest.mark.parametrize("scaling", ["yarn-mscale", "dynamic"])
+def test_as_transformers_4_wrote_it(scaling, tmp_path):
+    parameters = dict(SCALINGS.get(scaling, {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}))
+    theirs = save_random(
+        "llama", tmp_path, tied=True, rope_parameters=parameters, max_position_embeddings=ORIGINAL
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    old = config.pop("rope_parameters")
+    config |= {"rope_theta": old.pop("rope_theta"), "rope_scaling": old | {"type": old.pop("rope_type")}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check(ours_of(tmp_path)[1].forward([Rows(TEXT, 0, TABLE, 0)]), one_by_one(theirs))
+
+
+@pytest.mark.parametrize("run", NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dynamic(family, run, tmp_path):
+    theirs = save_random(
+        family,
+        tmp_path,
+        tied=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0},
+        max_position_embeddings=ORIGINAL,
+    )
+    model, runner = ours_of(tmp_path, run)
+    assert model.config.max_context == 48, "three times the original"
+    want = one_by_one(theirs)
+    check_all_ways(runner, want)
+    # Behind a long text theirs goes back to its first rotations for one that is shorter than the original.
+    check(want[: ORIGINAL - 1], at_once(theirs, TEXT[: ORIGINAL - 1]))
+    behind = (at_once(theirs) - want).abs().max()
+    assert behind > 100 * TOLERANCE, "one call of theirs rotates the whole text in another way"
+
+
+@pytest.mark.parametrize("run", NAMES)
+def test_dynamic_is_one_call_of_theirs_whose_rotations_are_of_each_position(run, tmp_path):
+    """The one-shot forward at that length, with the rotations that transformers makes for each length."""
+    theirs = save_random(
+        "llama",
+        tmp_path,
+        tied=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0},
+        max_position_embeddings=ORIGINAL,
+    )
+    rotary = theirs.model.rotary_emb
+
+    class ByPosition(torch.nn.Module):
+        def forward(self, x, position_ids):
+            made = [rotary(x, position_ids[:, [i]]) for i in range(position_ids.shape[1])]
+            return tuple(torch.cat(parts, dim=1) for parts in zip(*made, strict=True))
+
+    theirs.model.rotary_emb = ByPosition()
+    check_all_ways(ours_of(tmp_path, run)[1], at_once(theirs))
+
+
+def split_phi3(theirs, folder, share):
+    """A Phi-3 as a Llama: transformers' one decoder of these layers that rotates a part of each head."""
+    c = theirs.config
+    heads, kv = c.num_attention_heads, c.num_key_value_heads
+    size = c.hidden_size // heads
+    tensors = {}
+    for name, tensor in theirs.state_dict().items():
+        if "qkv_proj" in name:
+            parts = tensor.split([heads * size, kv * size, kv * size])
+            tensors |= {
+                name.replace("qkv_proj", f"{x}_proj"): part.clone()
+                for x, part in zip("qkv", parts, strict=True)
+            }
+        elif "gate_up_proj" in name:
+            gate, up = tensor.chunk(2)
+            tensors[name.replace("gate_up_proj", "gate_proj")] = gate.clone()
+            tensors[name.replace("gate_up_proj", "up_proj")] = up.clone()
+        else:
+            tensors[name] = tensor.clone()
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "model_type": "llama",
+        "partial_rotary_factor": share,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        **{
+            name: getattr(c, name)
+            for name in (
+                *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+                *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
+            )
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
+def phi3(tmp_path, share, **more):
+    import transformers
+
+    config = transformers.Phi3Config(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        partial_rotary_factor=share,
+        **more,
+    )
+    torch.manual_seed(7)
+    theirs = transformers.Phi3ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return theirs, split_phi3(theirs, tmp_path / "llama", share)
+
+
+@pytest.mark.parametrize("run", NAMES)
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.875])
+def test_a_part_of_each_head(share, run, tmp_path):
+    theirs, _ = phi3(tmp_path, share)
+    model, runner = ours_of(tmp_path / "llama", run)
+    assert model.config.rope.rotated == 16 * share
+    check_all_ways(runner, at_once(theirs))
+
+
+@pytest.mark.parametrize("run", NAMES)
+def test_a_part_of_each_head_scaled_by_yarn(run, tmp_path):
+    scaling = {**YARN, "partial_rotary_factor": 0.5}
+    theirs, config = phi3(tmp_path, 0.5)
+    # Phi3's config takes no YaRN, its layers do; the field beside the parameters wins.
+    theirs.config.original_max_position_embeddings = ORIGINAL
+    theirs.config.rope_parameters = dict(scaling)
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(config | {"rope_parameters": scaling}))
+    check_all_ways(ours_of(tmp_path / "llama", run)[1], at_once(theirs))
+
+
+@pytest.mark.parametrize("run", NAMES)
+def test_int8_matrices_of_a_part_of_each_head(run, tmp_path):
+    """Quantized matrices are made of the same rows."""
+    theirs, _ = phi3(tmp_path, 0.5)
+    model = load_model(
+        tmp_path / "llama",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        kernels=kernels(run),
+        quantization="int8",
+        cache=tmp_path / "kept",
+    )
+    got = ModelRunner(model, num_blocks=14, block_size=4).forward([Rows(TEXT, 0, TABLE, 0)])
+    want = at_once(theirs)
+    assert (got - want).abs().max() < 0.1 * want.abs().max()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_gguf_with_yarn(family, tmp_path):
+    theirs = save_random(family, tmp_path, tied=True, rope_parameters=dict(YARN))
+    write_gguf(theirs, tmp_path / "model.gguf", more=yarn_keys(theirs))
+    check(ours_of(tmp_path / "model.gguf")[1].forward([Rows(TEXT, 0, TABLE, 0)]), at_once(theirs))
+
+
+def test_gguf_with_yarn_and_the_ends_of_its_ramp(tmp_path):
+    scaling = {**YARN, "beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 0.9}
+    theirs = save_random("llama", tmp_path, tied=True, rope_parameters=scaling)
+    usual = 1 + 0.1 * torch.log(torch.tensor(4.0)).item()
+    own = {"yarn_beta_fast": 4.0, "yarn_beta_slow": 0.5, "attn_factor": 0.9 / usual}
+    write_gguf(theirs, tmp_path / "model.gguf", more=yarn_keys(theirs) | own)
+    check(ours_of(tmp_path / "model.gguf")[1].forward([Rows(TEXT, 0, TABLE, 0)]), at_once(theirs))
+
+
+def yarn_keys(theirs):
+    return {"type": "yarn", "factor": 4.0, "original_context_length": ORIGINAL}
+
+
+@pytest.mark.parametrize("run", NAMES)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_gguf_that_rotates_a_part_of_each_head(architecture, run, tmp_path):
+    """llama.cpp rotates neighbours where it is llama, else elements at half the part's size."""
+    theirs, _ = phi3(tmp_path, 0.5)
+    write_gguf(
+        theirs, tmp_path / "model.gguf", architecture=architecture, rotated=8, tensors=tmp_path / "llama"
+    )
+    assert open_model(tmp_path / "model.gguf").config.rope.rotated == 8
+    check_all_ways(ours_of(tmp_path / "model.gguf", run)[1], at_once(theirs))
