@@ -20,6 +20,7 @@ from specinfer.errors import (
     SourceUnavailableError,
 )
 from specinfer.hub.catalogue import CatalogueEntry, HubSource
+from specinfer.hub.foreign_format import foreign_files
 from specinfer.hub.model_files import PICKLES, instead, weight_files
 from specinfer.hub.verified_file import disk_errors, install_file, require_space
 from specinfer.progress import Progress
@@ -83,6 +84,8 @@ def fetch_folder(repository: str, revision: str | None, progress: Progress) -> P
         if folder is None:
             raise
         return folder
+    if (what := foreign_files(files)) is not None:
+        raise ModelError(f"{repository} is {what}")
     wanted = {
         name: size for name, size in files.items() if "/" not in name and name.endswith(WANTED_SUFFIXES)
     }
@@ -96,8 +99,8 @@ def fetch_folder(repository: str, revision: str | None, progress: Progress) -> P
         own = [name for name in files if "/" not in name]
         if "config.json" in wanted and any(name.endswith(PICKLES) for name in own):
             raise ModelError(
-                f"{repository} has no *.safetensors; {instead(own)}, in a folder with its config.json, and "
-                "give that"
+                f"{repository} has no *.safetensors; {instead(own)}; do so in a folder with its config.json, "
+                "and give that folder"
             )
         raise ModelError(
             f"{repository} has no config.json with *.safetensors, and no GGUF file: it cannot be read"

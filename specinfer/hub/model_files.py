@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.errors import ModelFileError
+from specinfer.hub.foreign_format import foreign_files, foreign_gguf, pickled_weights
 from specinfer.hub.gguf_header import GgufHeader, check_complete, read_header
 
 _MAX_JSON = 32 << 20  # bytes; the index of a hundred thousand tensors has a third of that
 _SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")  # the latter of Medusa's heads
 PICKLES = (".bin", ".pt", ".pth")  # what weights are in elsewhere
-_WEIGHT_SUFFIXES = (".safetensors", *PICKLES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ def local_model(name: str, path: Path) -> ModelFiles:
     if path.is_dir():
         if (path / "pool.json").is_file() and not (path / "config.json").is_file():
             raise ModelFileError(f"{name} is a pool of drafts, which makes no text: name it in drafts")
+        if (what := foreign_files(_names(path))) is not None:
+            raise ModelFileError(f"{name} is {what}")
         return ModelFiles(name, path, weight_files(path))
     if path.stat().st_size == 0:
         raise ModelFileError(f"{path} is empty; fetch it again")
@@ -44,6 +46,8 @@ def local_model(name: str, path: Path) -> ModelFiles:
         hint = " (give the folder it lies in)" if path.suffix in (".safetensors", ".json") else ""
         raise ModelFileError(f"{path} is not a GGUF file; allowed: a .gguf file, or a model's folder{hint}")
     header = read_header(path)
+    if (what := foreign_gguf(header.metadata)) is not None:
+        raise ModelFileError(f"{name} is {what}")
     check_complete(header)
     return ModelFiles(name, path, (path,), header)
 
@@ -68,7 +72,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         for name in _SINGLE:
             if (folder / name).is_file():
                 return (folder / name,)
-        advice = instead(file.name for file in folder.iterdir())
+        advice = instead(_names(folder))
         raise ModelFileError(f"{folder} has neither {_SINGLE[0]} nor {index.name}; {advice}")
     names = _indexed(index)
     missing = [name for name in names if not (folder / name).is_file()]
@@ -98,12 +102,30 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def instead(files: Iterable[str]) -> str:
     """What to do about a folder of these files, whose weights have other names, or are not there."""
-    files = sorted(files)
-    named = {suffix: [name for name in files if name.endswith(suffix)] for suffix in _WEIGHT_SUFFIXES}
-    if named[".safetensors"]:
-        return f"if {named['.safetensors'][0]} is the whole model, call it model.safetensors"
-    others = [name for names in named.values() for name in names]
-    return f"convert {', '.join(others[:8])} to safetensors" if others else "fetch the model again"
+    files = sorted(name for name in files if "/" not in name)
+    whole = [name for name in files if name.endswith(".safetensors")]
+    if whole:
+        return f"if {whole[0]} is the whole model, call it model.safetensors"
+    pickles = pickled_weights(files, PICKLES)
+    if not pickles:
+        return "fetch the model again"
+    which = (
+        "pytorch_model*.bin" if len(pickles) > 1 and pickles[0].startswith("pytorch_model") else pickles[0]
+    )
+    return (
+        f"convert {', '.join(pickles[:8])} to safetensors, as pickled weights can run any code and are never "
+        f'read: python -c "import glob, torch; from safetensors.torch import save_file; save_file({{k: '
+        f"v.contiguous().clone() for f in glob.glob('{which}') for k, v in torch.load(f, weights_only=True)"
+        f".items()}}, 'model.safetensors', metadata={{'format': 'pt'}})\""
+    )
+
+
+def _names(folder: Path) -> list[str]:
+    """The files of a folder and of the folders in it, as paths below it."""
+    return [
+        *(file.name for file in folder.iterdir()),
+        *(f"{file.parent.name}/{file.name}" for file in folder.glob("*/*")),
+    ]
 
 
 def _indexed(index: Path) -> list[str]:

@@ -11,8 +11,8 @@ is trusted: it names no path, holds no pool, and no more members than an engine 
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,7 +139,7 @@ def _figures(path: Path, found: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(value, dict) or len(value) > _MOST_FIGURES:
         raise ModelFileError(f"{path} has figures {_shown(value)}; expected an object of a few numbers")
     for name, number in value.items():
-        if type(number) not in (int, float) or not math.isfinite(number):
+        if type(number) not in (int, float) or not abs(number) <= sys.float_info.max:  # nan is not either
             raise ModelFileError(f"{path} has {name[:40]!r} {_shown(number)}; expected a finite number")
     return {name: float(number) for name, number in value.items()}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from specinfer.errors import ModelError
+from specinfer.hub.foreign_format import quantized_config
 from specinfer.models.config import Activation, Family, ModelConfig
 from specinfer.models.fields import (
     MOST_LAYERS,
@@ -79,15 +80,23 @@ def config_from_hf(
             f"model_type is {model_type!r}; supported: {', '.join(sorted(families))}. "
             "docs/add_a_model.md says how to add one."
         )
-    if config.get("quantization_config") or text.get("quantization_config"):
-        raise ModelError(
-            "config.json has a quantization_config; supported: unquantized safetensors, or a GGUF file"
-        )
+    check_unquantized(config)
+    check_unquantized(text)
     family = families[model_type]
     ids = (text, config, generation_config or {})
     if family is Family.OPT:
         return _opt_from_hf(text, ids)
     return _decoder_from_hf(family, {**_HF_DEFAULTS[family], **text}, ids)
+
+
+def check_unquantized(config: Mapping[str, object]) -> None:
+    """Raise ModelError where a config.json says that the weights are quantized, however they are."""
+    if (method := quantized_config(config)) is not None:
+        raise ModelError(
+            f"config.json says that the weights are quantized by {method}, which is not read; supported: "
+            "unquantized safetensors, or a GGUF file. Give the model it was made from; the option "
+            "quantization makes int8 or int4 of that."
+        )
 
 
 def _decoder_from_hf(

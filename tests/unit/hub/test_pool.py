@@ -58,6 +58,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ({"figures": [1]}, r"has figures \[1\]; expected an object"),
         ({"figures": {"a": "1"}}, "has 'a' '1'; expected a finite number"),
         ({"figures": {"a": float("nan")}}, "has 'a' nan; expected a finite number"),
+        ({"figures": {"a": 10**400}}, "has 'a' 10+; expected a finite number"),
+        ({"figures": {"a": -(10**400)}}, "has 'a' -10+; expected a finite number"),
         ({"figures": {"a": True}}, "has 'a' True; expected a finite number"),
     ],
 )

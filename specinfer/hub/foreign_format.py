@@ -1,0 +1,158 @@
+"""Model formats that are not read: which one a folder, a config.json or a tensor is of, and what to do then.
+
+Nothing here opens a file. What a folder or a file is told to be ends a sentence that begins with its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatch
+from typing import Final
+
+INSTEAD: Final = "give the model it was made from (config.json with *.safetensors), or a GGUF file of it"
+
+# Weights of models in formats of other programs: names of files, and what they are.
+_OTHER_PROGRAMS: Final = {
+    "openvino*.xml": "an OpenVINO model",
+    "*.engine": "a TensorRT engine",
+    "*.plan": "a TensorRT engine",
+    "rank[0-9]*.safetensors": "a TensorRT-LLM checkpoint",
+    "*.onnx": "an ONNX model",
+    "weights*.npz": "an MLX model",
+    "*.mlpackage": "a Core ML model",
+    "*.mlmodel": "a Core ML model",
+    "*.tflite": "a TensorFlow Lite model",
+    "*.pte": "an ExecuTorch model",
+    "*.nemo": "a NeMo model",
+    "tf_model*.h5": "a TensorFlow model",
+    "flax_model*.msgpack": "a Flax model",
+    "qmodel.pt": "a model quantized by HQQ",
+    "consolidated*.pth": "a model as its author trained it",
+    "consolidated*.safetensors": "a model as its author trained it",
+}
+# Files that say how a model is quantized, which older programs write beside config.json.
+_QUANTIZED_BESIDE: Final = {
+    "hf_quant_config.json": "NVIDIA's ModelOpt",
+    "quantize_config.json": "GPTQ",
+    "quant_config.json": "AWQ",
+    "quant_strategy.json": "EXL2",
+}
+_METHODS: Final = {
+    "aqlm": "AQLM",
+    "auto-round": "AutoRound",
+    "awq": "AWQ",
+    "bitnet": "BitNet",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "eetq": "EETQ",
+    "exl2": "EXL2",
+    "exl3": "EXL3",
+    "fbgemm_fp8": "FP8 (fbgemm)",
+    "fp8": "FP8",
+    "gptq": "GPTQ",
+    "hqq": "HQQ",
+    "modelopt": "NVIDIA's ModelOpt",
+    "mxfp4": "MXFP4",
+    "quanto": "Quanto",
+    "quark": "AMD's Quark",
+    "torchao": "torchao",
+    "vptq": "VPTQ",
+}
+# Ends of the names of tensors that only quantized layers have, and who writes them.
+_QUANTIZED_TENSORS: Final = {
+    "AWQ and GPTQ": "qweight qzeros g_idx scales",
+    "MLX": "biases",
+    "compressed-tensors": "weight_packed weight_shape weight_zero_point weight_g_idx weight_global_scale "
+    "input_global_scale bitmask compressed row_offsets",
+    "FP8 formats": "weight_scale weight_scale_inv weight_scale_2 input_scale output_scale activation_scale "
+    "act_scale k_scale v_scale q_scale kv_scale prob_scale pre_quant_scale",
+    "bitsandbytes": "absmax quant_map nested_absmax nested_quant_map SCB weight_format",
+    "EXL2": "q_weight q_scale_max q_groups q_group_map q_invperm q_perm",
+    "EXL3": "trellis suh svh mcg mul1",
+    "HQQ": "W_q W_q_packed",
+    "torchao": "weight_qdata _weight_qdata weight_zero weight__data",
+    "AQLM": "codes codebooks",
+}
+_BY_END: Final = {end: writer for writer, ends in _QUANTIZED_TENSORS.items() for end in ends.split()}
+_QUANT_STATE: Final = re.compile(r"\.quant_state\.")
+
+
+def foreign_files(names: Iterable[str]) -> str | None:
+    """What a folder of these files is, if no language model: its files' names are paths below it."""
+    names = {*names}
+    own = {name for name in names if "/" not in name}
+    whole = any(fnmatch(name, "model*.safetensors*") for name in own)
+    if "adapter_config.json" in own:
+        return (
+            "a model with an adapter beside it, which changes its text: merge the adapter into it, or remove "
+            "adapter_config.json if that was done"
+            if whole
+            else "an adapter (LoRA), which is no model: merge it into the model it was trained on (in peft "
+            "merge_and_unload, then save_pretrained) and give the folder this makes"
+        )
+    if "modules.json" in own or "config_sentence_transformers.json" in own:
+        return "a sentence-transformers model, which makes embeddings, and no text; give a language model"
+    if "model_index.json" in own and not whole:
+        return "a diffusers pipeline, which makes pictures, and no text; give a language model"
+    for name, by in _QUANTIZED_BESIDE.items():
+        if name in own:
+            return f"quantized by {by} ({name} says so), which is not read; {INSTEAD}"
+    if whole or _pickled(own):
+        return None
+    for pattern, what in _OTHER_PROGRAMS.items():
+        if any(fnmatch(name.rpartition("/")[2], pattern) for name in names):
+            return f"{what}, which is not read; {INSTEAD}"
+    return None
+
+
+def quantized_config(config: Mapping[str, object]) -> str | None:
+    """How a model of this config.json is quantized, if it says so."""
+    for key in ("quantization_config", "compression_config", "quantization"):
+        said = config.get(key)
+        if not said:
+            continue
+        if not isinstance(said, dict):
+            return f"{str(said)[:40]!r}"
+        bits = said.get("bits", said.get("w_bit"))
+        shown = f" ({bits} bits)" if isinstance(bits, int) else ""
+        method = said.get("quant_method", said.get("quantization_method"))
+        if isinstance(method, str):
+            return _METHODS.get(method.lower().rpartition("/")[2], repr(method[:40])) + shown
+        if "group_size" in said and "bits" in said:
+            return "MLX" + shown
+        if said.get("load_in_4bit") or said.get("load_in_8bit"):
+            return "bitsandbytes"
+        return "a method it does not name"
+    return None
+
+
+def quantized_tensor(name: str) -> str | None:
+    """Whose quantized layers have a tensor of such a name; None: it may be anybody's."""
+    if _QUANT_STATE.search(name):
+        return "bitsandbytes"
+    return _BY_END.get(name.rpartition(".")[2]) if "." in name else None
+
+
+def foreign_gguf(metadata: Mapping[str, object]) -> str | None:
+    """What a GGUF file of these metadata is, if it is no language model."""
+    kind, architecture = metadata.get("general.type"), metadata.get("general.architecture")
+    if kind == "adapter" or "adapter.type" in metadata:
+        return "an adapter (LoRA), which is no model: merge it into its model with llama.cpp's export-lora"
+    if kind == "mmproj" or architecture == "clip":
+        return "the part of a model that sees images (mmproj); give the GGUF file of its language model"
+    if architecture == "controlvector":
+        return "a control vector, which is no model; give the GGUF file of a language model"
+    if kind == "imatrix" or architecture == "imatrix":
+        return "an importance matrix, which helps to quantize a model; give the GGUF file of the model"
+    return None
+
+
+def pickled_weights(names: Collection[str], suffixes: tuple[str, ...]) -> list[str]:
+    """Those of these files that hold pickled weights: not what training leaves beside them."""
+    beside = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "random_states")
+    return sorted(name for name in names if name.endswith(suffixes) and not name.startswith(beside))
+
+
+def _pickled(own: Collection[str]) -> bool:
+    return any(fnmatch(name, "pytorch_model*.bin") for name in own)

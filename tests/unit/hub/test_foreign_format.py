@@ -1,0 +1,185 @@
+"""Folders and files that are no language models of a format that is read: one line says what each is."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specinfer.errors import ModelError, ModelFileError
+from specinfer.hub.foreign_format import foreign_files, quantized_config
+from specinfer.hub.resolution import resolve
+from specinfer.models.hf_config import config_from_hf
+from specinfer.models.weights import open_model
+from tests.tiny_models import write_tiny_llama
+
+FOLDERS = {
+    (
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ): r"an adapter \(LoRA\), which is no model: merge it into",
+    ("adapter_config.json", "adapter_model.bin"): r"an adapter \(LoRA\)",
+    ("config.json", "adapter_config.json", "adapter_model.safetensors"): r"an adapter \(LoRA\)",
+    ("config.json", "model.safetensors", "adapter_config.json"): "a model with an adapter beside it",
+    (
+        "model_index.json",
+        "unet/diffusion_pytorch_model.safetensors",
+    ): "a diffusers pipeline, which makes pictures",
+    (
+        "config.json",
+        "modules.json",
+        "model.safetensors",
+    ): "a sentence-transformers model, which makes embeddings",
+    (
+        "config.json",
+        "openvino_model.xml",
+        "openvino_model.bin",
+    ): "an OpenVINO model, which is not read; give the",
+    ("config.json", "openvino_language_model.xml"): "an OpenVINO model",
+    ("config.json", "model.onnx"): "an ONNX model, which is not read; give the model it was made from",
+    ("config.json", "onnx/decoder_model_merged.onnx"): "an ONNX model",
+    ("config.json", "rank0.engine"): "a TensorRT engine",
+    ("config.json", "rank0.safetensors"): "a TensorRT-LLM checkpoint",
+    ("config.json", "weights.npz"): "an MLX model",
+    ("config.json", "tf_model.h5"): "a TensorFlow model",
+    ("config.json", "flax_model.msgpack"): "a Flax model",
+    ("config.json", "qmodel.pt"): "a model quantized by HQQ",
+    ("params.json", "consolidated.00.pth"): "a model as its author trained it",
+    ("params.json", "consolidated.safetensors"): "a model as its author trained it",
+    ("config.json", "model.safetensors", "hf_quant_config.json"): "quantized by NVIDIA's ModelOpt",
+    ("config.json", "model.safetensors", "quantize_config.json"): "quantized by GPTQ",
+    ("config.json", "model-00001-of-00002.safetensors", "quant_config.json"): "quantized by AWQ",
+}
+
+
+@pytest.mark.parametrize("files", FOLDERS, ids=" ".join)
+def test_a_folder_is_told_in_one_line(files: tuple[str, ...], tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(ModelFileError, match=f"^{re.escape(str(tmp_path))} is {FOLDERS[files]}") as caught:
+        resolve(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("config.json", "model.safetensors", "onnx/model.onnx", "openvino/openvino_model.xml"),
+        ("config.json", "model-00001-of-00002.safetensors", "consolidated.safetensors"),
+        ("config.json", "model.safetensors.index.json", "tf_model.h5", "flax_model.msgpack"),
+        ("config.json", "medusa_lm_head.safetensors"),
+        ("config.json", "pytorch_model.bin", "tf_model.h5"),  # which is told as pickled
+        (),
+    ],
+    ids=" ".join,
+)
+def test_what_lies_beside_a_model_changes_nothing(files: tuple[str, ...]) -> None:
+    assert foreign_files(files) is None
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_line_on_pickled_weights_converts_them(
+    several: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_llama(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)] if several else ["pytorch_model.bin"]
+    for i, name in enumerate(names):
+        torch.save(dict([*tensors.items()][i :: len(names)]), folder / name)
+    (folder / "training_args.bin").write_bytes(b"no weights")
+    with pytest.raises(ModelFileError, match=rf"; convert {', '.join(names)} to safetensors, as") as caught:
+        resolve(str(folder))
+    command = re.search(r'python -c "([^"]*)"$', str(caught.value))
+    assert command is not None
+    monkeypatch.chdir(folder)
+    exec(command[1], {})  # what the line says
+    assert open_model(folder).config.num_layers == 2
+    converted = load_file(folder / "model.safetensors")
+    assert all(torch.equal(converted[name], tensor) for name, tensor in tensors.items())
+
+
+QUANTIZED: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "awq", "bits": 4, "group_size": 128}, r"AWQ \(4 bits\)"),
+    ({"quant_method": "gptq", "bits": 8}, r"GPTQ \(8 bits\)"),
+    ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "FP8"),
+    ({"quant_method": "fbgemm_fp8"}, r"FP8 \(fbgemm\)"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    ({"load_in_8bit": True}, "bitsandbytes"),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors"),
+    ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+    ({"quant_method": "torchao", "quant_type": {}}, "torchao"),
+    ({"quant_method": "hqq"}, "HQQ"),
+    ({"quant_method": "exl2", "bits": 4.5}, "EXL2"),
+    ({"quant_method": "exl3"}, "EXL3"),
+    ({"quant_method": "intel/auto-round", "bits": 4}, r"AutoRound \(4 bits\)"),
+    ({"quant_method": "mxfp4"}, "MXFP4"),
+    ({"quant_method": "tomorrow's"}, '"tomorrow\'s"'),
+    ({"group_size": 64, "bits": 4}, r"MLX \(4 bits\)"),
+    ({"config_groups": {}}, "a method it does not name"),
+]
+
+
+@pytest.mark.parametrize(("said", "method"), QUANTIZED)
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config", "quantization"])
+def test_an_announced_quantization_is_told_by_its_name(
+    said: dict[str, Any], method: str, key: str, tmp_path: Path
+) -> None:
+    folder = write_tiny_llama(tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | {key: said}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=f"the weights are quantized by {method}, which is not read; supp"):
+        open_model(folder)
+
+
+def test_one_around_the_language_model_counts_too() -> None:
+    inner = {"model_type": "gemma3_text", "quantization_config": {"quant_method": "gptq"}}
+    with pytest.raises(ModelError, match="quantized by GPTQ"):
+        config_from_hf({"model_type": "gemma3", "text_config": inner})
+    assert quantized_config({"quantization_config": None, "quantization": {}}) is None
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general.type": "adapter", "adapter.type": "lora"}, r"an adapter \(LoRA\), which is no model"),
+        (
+            {"general.type": "mmproj", "general.architecture": "clip"},
+            r"sees images \(mmproj\); give the GGUF",
+        ),
+        ({"general.architecture": "controlvector"}, "a control vector"),
+        ({"general.type": "imatrix"}, "an importance matrix"),
+    ],
+)
+def test_gguf_files_that_are_no_models(metadata: dict[str, str], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.gguf"
+    writer = gguf.GGUFWriter(path, metadata.get("general.architecture", "llama"))
+    for key, value in metadata.items():
+        if key != "general.architecture":
+            writer.add_string(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelFileError, match=f"some.gguf is .*{message}"):
+        resolve(str(path))
+
+
+def test_an_adapters_tensors_in_a_models_file(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 32)},
+        folder / "model.safetensors",
+    )
+    with pytest.raises(
+        ModelFileError, match=r"unexpected tensor 'model\.layers\.0\.self_attn\.q_proj\.lora_A"
+    ):
+        open_model(folder)
