@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from specinfer.errors import ModelFileError
 from specinfer.files import read_exactly
+from specinfer.hub.foreign_format import INSTEAD, quantized_tensor
 from specinfer.hub.model_files import read_json
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.hf_config import config_from_hf
@@ -26,6 +28,11 @@ from specinfer.models.rope import is_rotated, read_in_order, rotated_order
 
 FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER = 100 << 20  # the format's own limit
+_MOST_BYTES: Final = 1 << 62
+# Tables that older files carry along, and a version number of OPT's: nothing computes with them.
+_UNUSED: Final = re.compile(
+    r"(?:\.rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|\.masked_bias|decoder\.version)$"
+)
 
 # Where the text decoder sits: alone, saved without its head, or inside a model that also sees images.
 _PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
@@ -67,10 +74,14 @@ class SafetensorsFolder:
         """`weights` are the folder's safetensors files."""
         self.path = path
         generation = path / "generation_config.json"
-        self.config = config_from_hf(
+        config = config_from_hf(
             read_json(path / "config.json"), read_json(generation) if generation.is_file() else None
         )
-        self._entries = _decoder_names(read_entries(weights), self.config)
+        self._entries = _decoder_names(read_entries(weights), config)
+        # As in transformers: embeddings and output layer are one where the config says so, unless the files
+        # have both. Where these are equal nothing but memory tells the difference.
+        both = "lm_head.weight" in self._entries
+        self.config = replace(config, tie_embeddings=config.tie_embeddings and not both)
         rope, size = self.config.rope, self.config.head_dim
         part = None if rope is None else rope.rotated
         self._order = None if part is None else rotated_order(part, size)
@@ -119,7 +130,7 @@ def _read_header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, Ten
         raw = file.read(length)
     try:
         header = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} has a damaged header ({error}); get it again") from error
     if not isinstance(header, dict):
         raise ModelFileError(f"{path} has a damaged header; get it again")
@@ -131,19 +142,22 @@ def _entry(
     path: Path, name: str, value: object, start: int, size: int, dtypes: Mapping[str, torch.dtype]
 ) -> TensorEntry:
     match value:
-        case {"dtype": str(kind), "shape": [*extents], "data_offsets": [int(begin), int(end)]}:
+        case {"dtype": str(kind), "shape": [*extents], "data_offsets": [begin, end]} if all(
+            type(number) is int and 0 <= number < _MOST_BYTES for number in (*extents, begin, end)
+        ):
             pass
         case _:
             raise ModelFileError(f"{path}: the entry of tensor {name!r} is damaged; get the file again")
     if kind not in dtypes:
+        by = quantized_tensor(name)
         raise ModelFileError(
-            f"{path}: tensor {name!r} is of type {kind}; supported: {', '.join(dtypes)}. "
-            "Quantized models are read from GGUF files."
+            f"{path}: tensor {name!r} is of type {kind[:20]}{f', as written by {by}' if by else ''}; "
+            f"supported: {', '.join(dtypes)}. Quantized models are read from GGUF files."
         )
-    dtype, shape = dtypes[kind], tuple(int(extent) for extent in extents)
-    if end - begin != math.prod(shape) * dtype.itemsize or begin < 0:
+    dtype, shape = dtypes[kind], tuple(extents)
+    if end - begin != math.prod(shape) * dtype.itemsize:
         raise ModelFileError(
-            f"{path}: tensor {name!r} has {end - begin} bytes for shape {shape}; get it again"
+            f"{path}: tensor {name!r} has {end - begin} bytes for shape {list(shape)}; get it again"
         )
     if start + end > size:
         raise ModelFileError(
@@ -154,18 +168,27 @@ def _entry(
 
 
 def _decoder_names(entries: Mapping[str, TensorEntry], config: ModelConfig) -> dict[str, TensorEntry]:
-    anchor = "decoder.embed_tokens.weight" if config.family is Family.OPT else "embed_tokens.weight"
+    """The tensors by the decoder's names, but for those that nothing computes with."""
+    path = next(iter(entries.values())).path if entries else "the folder"
+    for name in entries:
+        if (by := quantized_tensor(name)) is not None:
+            raise ModelFileError(
+                f"{path} is quantized, though its config.json does not say so: tensor {name!r} is as written "
+                f"by {by}, which is not read; {INSTEAD}"
+            )
+    opt = config.family is Family.OPT
+    anchor = "decoder.embed_tokens.weight" if opt else "embed_tokens.weight"
     prefix = next((p for p in _PREFIXES if p + anchor in entries), None)
     if prefix is None:
-        path = next(iter(entries.values())).path if entries else "the folder"
         raise ModelFileError(f"{path} has no tensor model.{anchor}; it is no {config.family} language model")
     found: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
-        if name.endswith(".rotary_emb.inv_freq") or name.startswith(_OTHER_MODALITIES):
-            continue  # a table older files carry along; the parts that see images
+        if _UNUSED.search(name):
+            continue
+        if config.family is Family.GEMMA3 and name.startswith(_OTHER_MODALITIES):
+            continue  # the parts that see images
         if name in ("lm_head.weight", "language_model.lm_head.weight"):
-            if not config.tie_embeddings:
-                found["lm_head.weight"] = entry
+            found["lm_head.weight"] = entry
         elif name.startswith(prefix):
             found["model." + name[len(prefix) :]] = entry
         else:

@@ -85,10 +85,10 @@ def test_progress_ends_at_the_total(tmp_path):
     assert shown.works == [("loading tiny", estimate_bytes(folder, torch.float32))]
 
 
-def test_tied_models_may_carry_a_head_that_is_not_used(tmp_path):
+def test_tied_models_may_carry_their_head_once_more(tmp_path):
     folder = write_tiny_llama(tmp_path)
     before = logits_of(load(folder))
-    rewrite(folder, lambda t: t.update({"lm_head.weight": torch.zeros(64, 32)}))
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert torch.equal(logits_of(load(folder)), before)
 
 
@@ -100,10 +100,14 @@ def test_other_prefixes_and_old_tables(tmp_path):
         for name in list(tensors):
             tensors["language_model." + name] = tensors.pop(name)
         tensors["language_model.model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
-        tensors["vision_tower.patch.weight"] = torch.zeros(4)
+        tensors["language_model.model.layers.1.self_attn.rotary_emb.cos_cached"] = torch.zeros(4)
+        tensors["language_model.model.layers.1.self_attn.masked_bias"] = torch.zeros(())
 
     rewrite(folder, rename)
     assert torch.equal(logits_of(load(folder)), before)
+    rewrite(folder, lambda tensors: tensors.update({"vision_tower.patch.weight": torch.zeros(4)}))
+    with pytest.raises(ModelFileError, match=r"unexpected tensor 'vision_tower\.patch\.weight'"):
+        load(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)

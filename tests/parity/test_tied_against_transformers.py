@@ -1,0 +1,58 @@
+"""Whether the output layer is the embeddings: every flag with every tensor, as transformers reads them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specinfer.errors import ModelFileError
+from specinfer.models.weights import load_model, open_model
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.runner import ModelRunner
+
+from .families import save_random
+
+PROMPT = [5, 17, 40, 3, 88, 61, 12, 12, 70, 29, 9, 54]
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "opt", "opt-350m")
+TIED_BY_DEFAULT = ("gemma3", "opt", "opt-350m")
+
+
+def write(family, folder, flag, tensor):
+    """A model whose config.json has this flag (None: none), and its files this lm_head."""
+    save_random(family, folder, tied=False)
+    tensors = load_file(folder / "model.safetensors")
+    [embeddings] = [weight for name, weight in tensors.items() if "embed_tokens" in name]
+    if tensor == "absent":
+        del tensors["lm_head.weight"]
+    if tensor == "equal":
+        tensors["lm_head.weight"] = embeddings.clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(
+        json.dumps(config if flag is None else config | {"tie_word_embeddings": flag})
+    )
+
+
+@pytest.mark.parametrize("tensor", ["absent", "equal", "another"])
+@pytest.mark.parametrize("flag", [True, False, None])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family, flag, tensor, tmp_path):
+    import transformers  # seconds, which only this test should wait
+
+    write(family, tmp_path, flag, tensor)
+    tied = family in TIED_BY_DEFAULT if flag is None else flag
+    if tensor == "absent" and not tied:  # transformers makes up random numbers
+        with pytest.raises(ModelFileError, match=r"lacks tensor 'lm_head\.weight'"):
+            open_model(tmp_path)
+        return
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        want = theirs(torch.tensor([PROMPT])).logits[0]
+    ours = load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+    assert ours.config.tie_embeddings == (tensor == "absent")
+    got = ModelRunner(ours, num_blocks=3, block_size=4).forward([Rows(PROMPT, 0, [2, 0, 1], 0)])
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)

@@ -1,0 +1,153 @@
+"""Headers of safetensors files that are damaged, or meant to harm; quantized tensors nobody announced."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specinfer.errors import ModelFileError
+from specinfer.models.safetensors import FLOATS, read_entries
+from specinfer.models.weights import open_model
+from tests.tiny_models import write_tiny_llama
+
+
+def write_header(path: Path, header: bytes, data: bytes = bytes(16)) -> Path:
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    return path
+
+
+def entry(**changes: Any) -> bytes:
+    return json.dumps({"w": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]} | changes}).encode()
+
+
+def test_an_entry_is_read(tmp_path: Path) -> None:
+    values = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
+    path = write_header(tmp_path / "a", entry(), values.numpy().tobytes())
+    assert torch.equal(read_entries([path])["w"].read_rows(0, 2), values)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": ["x"]},
+        {"shape": [None]},
+        {"shape": [[4]]},
+        {"shape": [True, 4]},
+        {"shape": [2.0, 2]},
+        {"shape": [-2, -2]},
+        {"shape": [2**70, 0]},
+        {"shape": {"a": 1}},
+        {"shape": "22"},
+        {"dtype": 4},
+        {"data_offsets": [0]},
+        {"data_offsets": [0, 8, 16]},
+        {"data_offsets": [-16, 0]},
+        {"data_offsets": [0.0, 16]},
+        {"data_offsets": [False, 16]},
+        {"data_offsets": [0, 2**80]},
+        {"data_offsets": [None, None]},
+        {"data_offsets": None},
+    ],
+    ids=str,
+)
+def test_odd_entries_are_told_in_one_line(changes: dict[str, Any], tmp_path: Path) -> None:
+    path = write_header(tmp_path / "a", entry(**changes))
+    with pytest.raises(ModelFileError, match="the entry of tensor 'w' is damaged; get the file again"):
+        read_entries([path])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data_offsets": [16, 0]}, r"has -16 bytes for shape \[2, 2\]; get it again"),
+        ({"data_offsets": [0, 12]}, "has 12 bytes for shape"),
+        ({"shape": [2**40, 2**20]}, "has 16 bytes for shape"),
+        ({"data_offsets": [4, 20]}, "is truncated: tensor 'w' ends at byte"),
+        ({"dtype": "F" * 9000}, "is of type F{20}; supported: F64"),
+    ],
+    ids=str,
+)
+def test_entries_that_do_not_fit_are_told_in_one_line(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = write_header(tmp_path / "a", entry(**changes))
+    with pytest.raises(ModelFileError, match=message) as caught:
+        read_entries([path])
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b'{"w": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 16]}}',
+        b'{"w": {"dtype": "F32", "shape": [NaN], "data_offsets": [0, 16]}}',
+        b'{"w": {"dtype": "F32", "shape": [' + b"1" * 5000 + b'], "data_offsets": [0, 16]}}',
+        b'{"w": 4}',
+        b'{"w": null}',
+        b"[]",
+        b"4 ",
+        b"\xff\xfe{}",
+    ],
+    ids=lambda header: repr(header[:40]),
+)
+def test_odd_headers_are_told_in_one_line(header: bytes, tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"damaged.*get (it|the file) again"):
+        read_entries([write_header(tmp_path / "a", header)])
+
+
+def test_no_tensor_of_a_quantized_folder_passes_for_a_plain_one(tmp_path: Path) -> None:
+    """The config.json says nothing, as the one of compressed-tensors without its format."""
+    extras = {
+        "model.layers.0.mlp.up_proj.weight_scale": "FP8 formats",
+        "model.layers.0.mlp.up_proj.weight_scale_inv": "FP8 formats",
+        "model.layers.0.mlp.up_proj.input_scale": "FP8 formats",
+        "model.layers.0.self_attn.k_scale": "FP8 formats",
+        "model.layers.0.mlp.up_proj.weight_packed": "compressed-tensors",
+        "model.layers.0.mlp.up_proj.weight_zero_point": "compressed-tensors",
+        "model.layers.0.mlp.up_proj.qweight": "AWQ and GPTQ",
+        "model.layers.0.mlp.up_proj.scales": "AWQ and GPTQ",
+        "model.layers.0.mlp.up_proj.biases": "MLX",
+        "model.layers.0.mlp.up_proj.weight.absmax": "bitsandbytes",
+        "model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4": "bitsandbytes",
+        "model.layers.0.mlp.up_proj.SCB": "bitsandbytes",
+        "model.layers.0.mlp.up_proj.q_scale_max": "EXL2",
+        "model.layers.0.mlp.up_proj.suh": "EXL3",
+        "model.layers.0.mlp.up_proj.W_q": "HQQ",
+        "model.layers.0.mlp.up_proj.codebooks": "AQLM",
+    }
+    folder = write_tiny_llama(tmp_path / "m")
+    plain = load_file(folder / "model.safetensors")
+    for name, writer in extras.items():
+        for instead in (False, True):
+            tensors = plain | {name: torch.ones(4)}
+            if instead:
+                del tensors["model.layers.0.mlp.up_proj.weight"]
+            save_file(tensors, folder / "model.safetensors")
+            with pytest.raises(
+                ModelFileError, match=f"is quantized, though .* as written by {writer}, which"
+            ):
+                open_model(folder)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool],
+    ids=str,
+)
+def test_no_tensor_of_another_type_is_read(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(dtype)}, folder / "model.safetensors")
+    with pytest.raises(
+        ModelFileError, match=f"tensor '{name}' is of type .*; supported: {', '.join(FLOATS)}"
+    ):
+        open_model(folder)
