@@ -33,7 +33,7 @@ class TensorKind(NamedTuple):
     block_bytes: int
 
 
-# By ggml's number, those whose elements we read. The `gguf` package has them too, and takes 0.1 s to load.
+# By ggml's number, the usual ones. The `gguf` package knows all, and takes 0.1 s to load.
 TENSOR_KINDS: Final = {
     0: TensorKind("F32", 1, 4),
     1: TensorKind("F16", 1, 2),
@@ -112,6 +112,7 @@ class GgufHeader:
     metadata: dict[str, Any]  # numbers, booleans, strings, lists of numbers and booleans, Strings
     tensors: tuple[TensorInfo, ...]
     data_offset: int  # bytes from the start of the file to the tensor data
+    parts: tuple[GgufHeader, ...] = ()  # of the files that the model goes on in (gguf_parts.py)
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -133,24 +134,27 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def check_complete(header: GgufHeader) -> None:
-    """Raise ModelFileError when the file ends before the last of its tensors does."""
-    end = 0
-    for tensor in header.tensors:
-        _, block, block_bytes = TENSOR_KINDS.get(tensor.ggml_type) or _foreign(header.path, tensor)
-        elements = 1
-        for length in tensor.shape:
-            elements *= length
-        end = max(end, tensor.offset + elements // block * block_bytes)
-    size = header.path.stat().st_size
-    if size < header.data_offset + end:
-        raise ModelFileError(
-            f"{header.path} is cut short: {format_bytes(size)} of {format_bytes(header.data_offset + end)}; "
-            "fetch it again"
-        )
+    """Raise ModelFileError when the file, or one of its parts, ends before the last of its tensors does."""
+    for part in (header, *header.parts):
+        end = 0
+        for tensor in part.tensors:
+            _, block, block_bytes = tensor_kind(part.path, tensor)
+            elements = 1
+            for length in tensor.shape:
+                elements *= length
+            end = max(end, tensor.offset + elements // block * block_bytes)
+        size = part.path.stat().st_size
+        if size < part.data_offset + end:
+            raise ModelFileError(
+                f"{part.path} is cut short: {format_bytes(size)} of {format_bytes(part.data_offset + end)}; "
+                "fetch it again"
+            )
 
 
-def _foreign(path: Path, tensor: TensorInfo) -> TensorKind:
-    """A kind that is not read here; raises ModelFileError for one that is not known at all."""
+def tensor_kind(path: Path, tensor: TensorInfo) -> TensorKind:
+    """How a tensor's elements are written; raises ModelFileError for a kind that is not known at all."""
+    if (usual := TENSOR_KINDS.get(tensor.ggml_type)) is not None:
+        return usual
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     if tensor.ggml_type not in GGML_QUANT_SIZES:

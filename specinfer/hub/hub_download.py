@@ -21,6 +21,7 @@ from specinfer.errors import (
 )
 from specinfer.hub.catalogue import CatalogueEntry, HubSource
 from specinfer.hub.foreign_format import foreign_files
+from specinfer.hub.gguf_parts import first_parts, part_names
 from specinfer.hub.model_files import PICKLES, instead, weight_files
 from specinfer.hub.verified_file import disk_errors, install_file, require_space
 from specinfer.progress import Progress
@@ -40,30 +41,34 @@ def offline() -> bool:
 
 
 def fetch_file(repository: str, revision: str | None, file: str, progress: Progress) -> Path:
-    """One file of a repository, from the cache or the hub.
+    """One file of a repository, from the cache or the hub; of a split GGUF model all parts, the first's path.
 
     Without a network a copy in the cache is used.
     """
+    parts = part_names(file)
     if offline():
-        cached = _cached_file(repository, revision, file)
-        if cached is None:
-            raise _not_cached(f"{file} of {repository}")
-        return cached
+        lacking = [name for name in parts if _cached_file(repository, revision, name) is None]
+        if lacking:
+            raise _not_cached(f"{lacking[0]} of {repository}")
+        return _fetched(repository, revision, parts[0])
     try:
         with _hub_errors(repository, revision):
             files = _list_files(repository, revision)
     except SourceUnavailableError:
-        cached = _cached_file(repository, revision, file)
-        if cached is None:
+        if any(_cached_file(repository, revision, name) is None for name in parts):
             raise
-        return cached
+        return _fetched(repository, revision, parts[0])
     if file not in files:
-        ggufs = [name for name in files if name.endswith(".gguf")]
+        ggufs = first_parts(name for name in files if name.endswith(".gguf"))
         raise ModelNotFoundError(
             f"{repository} has no file {file}; "
             + (f"it has {_some(ggufs)}" if ggufs else "it has no GGUF file")
         )
-    return _fetch(repository, revision, {file: files[file]}, progress)[file]
+    if missing := [name for name in parts if name not in files]:
+        raise ModelNotFoundError(
+            f"{repository} has {file}, and lacks {missing[0]}, another part of that model"
+        )
+    return _fetch(repository, revision, {name: files[name] for name in parts}, progress)[parts[0]]
 
 
 def fetch_folder(repository: str, revision: str | None, progress: Progress) -> Path:
@@ -90,7 +95,7 @@ def fetch_folder(repository: str, revision: str | None, progress: Progress) -> P
         name: size for name, size in files.items() if "/" not in name and name.endswith(WANTED_SUFFIXES)
     }
     if "config.json" not in wanted or not any(name.endswith(".safetensors") for name in wanted):
-        ggufs = [name for name in files if name.endswith(".gguf")]
+        ggufs = first_parts(name for name in files if name.endswith(".gguf"))
         if ggufs:
             raise ModelError(
                 f"{repository} has no safetensors but GGUF files; "
@@ -197,6 +202,13 @@ def _cached_file(repository: str, revision: str | None, file: str) -> Path | Non
 
     path = try_to_load_from_cache(repository, file, revision=revision)
     return Path(path) if isinstance(path, str) else None
+
+
+def _fetched(repository: str, revision: str | None, file: str) -> Path:
+    """A file that is in the cache."""
+    path = _cached_file(repository, revision, file)
+    assert path is not None
+    return path
 
 
 def _cached_folder(repository: str, revision: str | None) -> Path | None:

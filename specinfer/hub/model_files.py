@@ -10,7 +10,8 @@ from typing import Any
 
 from specinfer.errors import ModelFileError
 from specinfer.hub.foreign_format import foreign_files, foreign_gguf, pickled_weights
-from specinfer.hub.gguf_header import GgufHeader, check_complete, read_header
+from specinfer.hub.gguf_header import GgufHeader, check_complete
+from specinfer.hub.gguf_parts import first_parts, part_names, read_gguf
 
 _MAX_JSON = 32 << 20  # bytes; the index of a hundred thousand tensors has a third of that
 _SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")  # the latter of Medusa's heads
@@ -19,16 +20,16 @@ PICKLES = (".bin", ".pt", ".pth")  # what weights are in elsewhere
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on disk: a folder with config.json and safetensors, or one GGUF file, whose head is read."""
+    """A model on disk: a folder with config.json and safetensors, or a GGUF model, whose head is read."""
 
     name: str  # as the user gave it
-    path: Path
+    path: Path  # of a GGUF model in several files the first
     weights: tuple[Path, ...]  # the files that hold its tensors
     header: GgufHeader | None = field(default=None, compare=False, repr=False)  # of a GGUF file
 
 
 def local_model(name: str, path: Path) -> ModelFiles:
-    """The model in a local folder or GGUF file.
+    """The model in a local folder or GGUF file, or in several, any of which is named.
 
     Raises ModelFileError when the folder lacks a file, or the file is not a whole GGUF.
     """
@@ -37,7 +38,9 @@ def local_model(name: str, path: Path) -> ModelFiles:
             raise ModelFileError(f"{name} is a pool of drafts, which makes no text: name it in drafts")
         if (what := foreign_files(_names(path))) is not None:
             raise ModelFileError(f"{name} is {what}")
-        return ModelFiles(name, path, weight_files(path))
+        if (part := _split_model(path)) is None:
+            return ModelFiles(name, path, weight_files(path))
+        path = part
     if path.stat().st_size == 0:
         raise ModelFileError(f"{path} is empty; fetch it again")
     with path.open("rb") as file:
@@ -45,11 +48,11 @@ def local_model(name: str, path: Path) -> ModelFiles:
     if start != b"GGUF":
         hint = " (give the folder it lies in)" if path.suffix in (".safetensors", ".json") else ""
         raise ModelFileError(f"{path} is not a GGUF file; allowed: a .gguf file, or a model's folder{hint}")
-    header = read_header(path)
+    header = read_gguf(path)
     if (what := foreign_gguf(header.metadata)) is not None:
         raise ModelFileError(f"{name} is {what}")
     check_complete(header)
-    return ModelFiles(name, path, (path,), header)
+    return ModelFiles(name, header.path, (header.path, *(part.path for part in header.parts)), header)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -58,7 +61,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     Raises ModelFileError where config.json or one of these files is not there.
     """
     if not (folder / "config.json").is_file():
-        ggufs = sorted(file.name for file in folder.glob("*.gguf"))
+        ggufs = first_parts(file.name for file in folder.glob("*.gguf"))
         if ggufs:
             raise ModelFileError(
                 f"{folder} has no config.json but GGUF files; give one of them: "
@@ -118,6 +121,15 @@ def instead(files: Iterable[str]) -> str:
         f"v.contiguous().clone() for f in glob.glob('{which}') for k, v in torch.load(f, weights_only=True)"
         f".items()}}, 'model.safetensors', metadata={{'format': 'pt'}})\""
     )
+
+
+def _split_model(folder: Path) -> Path | None:
+    """A part of the one GGUF model whose parts are all that a folder has; None where it is no such folder."""
+    if (folder / "config.json").is_file():
+        return None
+    ggufs = sorted(file.name for file in folder.glob("*.gguf"))
+    split = len(first_parts(ggufs)) == 1 and len(part_names(ggufs[0])) > 1
+    return folder / ggufs[0] if split else None
 
 
 def _names(folder: Path) -> list[str]:

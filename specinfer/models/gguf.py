@@ -1,14 +1,15 @@
 """GGUF models: tensors by row ranges, and the names and layouts that differ from ours.
 
-Nothing of the file stays in memory: tensors are read (not mapped) some rows at a time. hub/gguf_header.py
-reads the file's head.
+Nothing of the files stays in memory: tensors are read (not mapped) some rows at a time. hub/gguf_parts.py
+reads their heads.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from specinfer.errors import ModelFileError
 from specinfer.files import read_exactly
-from specinfer.hub.gguf_header import TENSOR_KINDS, GgufHeader, TensorKind
+from specinfer.hub.gguf_header import TENSOR_KINDS, GgufHeader, TensorKind, tensor_kind
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.gguf_config import config_from_gguf
 from specinfer.models.rope import is_rotated, read_in_order, rotated_order
@@ -27,8 +28,9 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """Where a tensor lies in the file, and how it is written."""
+    """Where a tensor lies, and how it is written."""
 
+    path: Path
     kind: TensorKind
     shape: tuple[int, ...]  # rows first
     offset: int  # bytes from the start of the file
@@ -48,9 +50,16 @@ class GGUFFile:
         self.config = config_from_gguf(header.metadata, shapes, self._rope_divisors())
         self._order = _head_order(header.metadata["general.architecture"], self.config)
         self._names: dict[str, str] = {}  # the decoder's name -> the file's
+        self._scales: dict[str, float] = {}  # by the file's name of a matrix: what it is to be multiplied by
         for name in self._tensors:
-            if name != "rope_freqs.weight":  # part of the config
-                self._names[_decoder_name(name, self.config)] = name
+            if name == "rope_freqs.weight":  # part of the config
+                continue
+            stem, _, end = name.rpartition(".")
+            if end in ("scale", "input_scale") and self._is_scale(name, f"{stem}.weight"):
+                if end == "scale":  # the other one is of activations, which are not quantized here
+                    self._scales[f"{stem}.weight"] = float(self._read(self._tensors[name], 0, 1))
+                continue
+            self._names[_decoder_name(name, self.config)] = name
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -59,25 +68,36 @@ class GGUFFile:
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop of a tensor, on the CPU, in the file's dtype or float32."""
-        tensor = self._tensors[self._names[name]]
-        read = partial(self._read, tensor)
+        there = self._names[name]
+        read = partial(self._read, self._tensors[there])
+        if there in self._scales:
+            return self._in_order(name, read, start, stop).float() * self._scales[there]
+        return self._in_order(name, read, start, stop)
+
+    def _in_order(self, name: str, read: Callable[[int, int], Tensor], start: int, stop: int) -> Tensor:
         if self._order is None or not is_rotated(name):
             return read(start, stop)
         return read_in_order(read, start, stop, self._order)
 
     def _read(self, tensor: _Placed, start: int, stop: int) -> Tensor:
         data = np.empty((stop - start) * tensor.row_bytes, dtype=np.uint8)
-        read_exactly(self.path, tensor.offset + start * tensor.row_bytes, data.data)
+        read_exactly(tensor.path, tensor.offset + start * tensor.row_bytes, data.data)
         shape = (stop - start, *tensor.shape[1:])
         dtype = _PLAIN.get(tensor.kind.name)
         if dtype is not None:
             return torch.from_numpy(data).view(dtype).view(shape)
-        from gguf.constants import (
-            GGMLQuantizationType,
-        )  # a start that has quantized matrices needs none of it
+        # Imported late: a start that has its quantized matrices on disk needs none of it.
+        from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
         return torch.from_numpy(dequantize(data, GGMLQuantizationType[tensor.kind.name])).view(shape)
+
+    def _is_scale(self, name: str, matrix: str) -> bool:
+        """Whether a tensor is one number beside a matrix, as NVFP4 has it."""
+        scale, beside = self._tensors[name], self._tensors.get(matrix)
+        return (
+            (scale.kind.name, scale.shape) == ("F32", (1,)) and beside is not None and len(beside.shape) == 2
+        )
 
     def _rope_divisors(self) -> tuple[float, ...] | None:
         tensor = self._tensors.get("rope_freqs.weight")
@@ -96,34 +116,48 @@ def _head_order(architecture: object, config: ModelConfig) -> list[int] | None:
 
 
 def _read_table(header: GgufHeader) -> dict[str, _Placed]:
-    """The tensors by name; every one is known to lie inside the file, or ModelFileError."""
-    path = header.path
-    parts = header.metadata.get("split.count", 0)
-    if isinstance(parts, int) and parts > 1:
-        raise ModelFileError(f"{path} is one of {parts} parts; merge them first (llama-gguf-split --merge)")
-    size = path.stat().st_size
+    """The tensors by name; every one is known to lie inside its file, or ModelFileError."""
     placed: dict[str, _Placed] = {}
-    for tensor in header.tensors:
-        shape = tensor.shape[::-1]
-        if not 1 <= len(shape) <= 4 or min(shape) < 1 or tensor.name in placed:
-            raise ModelFileError(
-                f"{path}: the entry of tensor {tensor.name!r} is damaged; get the file again"
-            )
-        kind = _kind(path, tensor.name, tensor.ggml_type)
-        placed[tensor.name] = _place(path, tensor.name, kind, shape, header.data_offset + tensor.offset, size)
+    for part in (header, *header.parts):
+        path, size = part.path, part.path.stat().st_size
+        for tensor in part.tensors:
+            shape = tensor.shape[::-1]
+            if not 1 <= len(shape) <= 4 or min(shape) < 1 or tensor.name in placed:
+                raise ModelFileError(
+                    f"{path}: the entry of tensor {tensor.name!r} is damaged; get the file again"
+                )
+            kind = tensor_kind(path, tensor)
+            if kind.name not in _PLAIN and not _dequantized(kind):
+                raise ModelFileError(
+                    f"{path}: tensor {tensor.name!r} is of type {kind.name}; supported: "
+                    f"{' '.join(_readable())}. Use another quantization of the model."
+                )
+            offset = part.data_offset + tensor.offset
+            placed[tensor.name] = _place(path, tensor.name, kind, shape, offset, size)
     return placed
 
 
-def _kind(path: Path, name: str, number: int) -> TensorKind:
-    if (kind := TENSOR_KINDS.get(number)) is not None:
-        return kind
-    from gguf.constants import GGMLQuantizationType
+def _dequantized(kind: TensorKind) -> bool:
+    """Whether the gguf package makes floats of such blocks."""
+    return kind in TENSOR_KINDS.values() or kind.name in _readable()
 
-    names = {kind.value: kind.name for kind in GGMLQuantizationType}
-    raise ModelFileError(
-        f"{path}: tensor {name!r} is of type {names.get(number, number)}; supported: "
-        f"{' '.join(kind.name for kind in TENSOR_KINDS.values())}. Use another quantization of the model."
-    )
+
+@cache
+def _readable() -> list[str]:
+    """The names of kinds of tensors that are read: floats, and what the installed gguf package dequantizes."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    found = [*_PLAIN]
+    for kind in GGMLQuantizationType:
+        if kind.name in _PLAIN or kind not in GGML_QUANT_SIZES:
+            continue
+        try:
+            dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], dtype=np.uint8), kind)
+        except NotImplementedError:
+            continue
+        found.append(kind.name)
+    return found
 
 
 def _place(
@@ -145,7 +179,7 @@ def _place(
         raise ModelFileError(
             f"{path} is truncated: tensor {name!r} ends at byte {end}, the file has {size}. Get it again."
         )
-    return _Placed(kind, shape, offset, row_bytes)
+    return _Placed(path, kind, shape, offset, row_bytes)
 
 
 _TOP_NAMES = {

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from specinfer.files import NewFile, cache_dir, read_exactly
+from specinfer.hub.gguf_parts import part_files
 from specinfer.kernels.quantized import Int4Weight, Int8Weight
 
 _VERSION: Final = 2  # of what the numbers mean and how they lie; a file of another is made anew
@@ -85,7 +86,9 @@ def identity(
 
 
 def _state(model: Path) -> list[object]:
-    files = [model / "config.json", *sorted(model.glob("*.safetensors"))] if model.is_dir() else [model]
+    files = part_files(model)
+    if model.is_dir():
+        files = [model / "config.json", *sorted(model.glob("*.safetensors"))]
     return [
         str(model.resolve()),
         *((file.name, (state := file.stat()).st_size, state.st_mtime_ns) for file in files),

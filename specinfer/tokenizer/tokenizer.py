@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from specinfer.errors import ModelFileError, RequestError
-from specinfer.hub.gguf_header import GgufHeader, read_header
+from specinfer.hub.gguf_header import GgufHeader
+from specinfer.hub.gguf_parts import read_gguf
 from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.tokenizer.token_bytes import TokenBytes
 from specinfer.tokenizer.vocabulary import read_backend, tokenizer_file
@@ -59,7 +60,7 @@ class Tokenizer:
         if path.is_dir():
             return cls._from_folder(path)
         header = files.header if isinstance(files, ModelFiles) else None
-        return cls._from_gguf(header or read_header(path))
+        return cls._from_gguf(header or read_gguf(path))
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """The token ids of a text, with the model's begin-of-text token where it wants one.

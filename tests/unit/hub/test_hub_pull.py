@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import gguf
 import pytest
 from huggingface_hub import constants
 
@@ -183,6 +184,35 @@ def test_one_gguf_file_of_a_repository(hub, tmp_path):
         resolve("org/ggufs")
     with pytest.raises(ModelNotFoundError, match=r"no file c\.gguf; it has a\.Q4_0\.gguf"):
         resolve("org/ggufs:c.gguf")
+
+
+def test_all_parts_of_a_gguf_model_of_a_repository(hub, tmp_path, monkeypatch):
+    plain = gguf.GGUFWriter.__init__
+    monkeypatch.setattr(
+        gguf.GGUFWriter, "__init__", lambda self, path, arch: plain(self, path, arch, split_max_tensors=1)
+    )
+    (tmp_path / "made").mkdir()
+    write_gguf(tmp_path / "made" / "m.gguf")
+    names = [f"Q8/m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    hub.repositories["org/parts"] = {
+        name: (tmp_path / "made" / name.removeprefix("Q8/")).read_bytes() for name in names
+    }
+    files = resolve(f"org/parts:{names[1]}")
+    assert [file.name for file in files.weights] == [name.removeprefix("Q8/") for name in names]
+    assert sorted(hub.served) == names
+    with pytest.raises(ModelError, match=rf"choose one: org/parts:{names[0]}$"):
+        resolve("org/parts")
+    hub.served.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve(f"org/parts:{names[1]}").path == files.path
+    assert hub.served == []
+    files.weights[1].unlink()
+    with pytest.raises(DownloadError, match=f"{names[1]} of org/parts is not in the hub's cache"):
+        resolve(f"org/parts:{names[0]}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    del hub.repositories["org/parts"][names[1]]
+    with pytest.raises(ModelNotFoundError, match=f"org/parts has {names[0]}, and lacks {names[1]}, another"):
+        resolve(f"org/parts:{names[0]}")
 
 
 def test_revisions_are_honoured(hub):

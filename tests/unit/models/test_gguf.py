@@ -11,8 +11,9 @@ from gguf.constants import GGMLQuantizationType as Kind
 
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.hub.gguf_header import read_header
+from specinfer.models import gguf as kinds_of_gguf
 from specinfer.models.gguf import GGUFFile
-from specinfer.models.weights import estimate_bytes, load_model
+from specinfer.models.weights import estimate_bytes, load_model, open_model
 
 VOCAB, HIDDEN, INNER, HEAD = 24, 256, 512, 32
 MATRICES = {
@@ -26,23 +27,28 @@ MATRICES = {
     "blk.0.ffn_down.weight": (HIDDEN, INNER),
 }
 VECTORS = ("output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight")
-ALL_KINDS = (
-    "Q4_0",
-    "Q4_1",
-    "Q5_0",
-    "Q5_1",
-    "Q8_0",
-    "Q2_K",
-    "Q3_K",
-    "Q4_K",
-    "Q5_K",
-    "Q6_K",
-    "IQ4_NL",
-    "IQ4_XS",
-)
 
 
-def write(path, kind=Kind.F32, *, arch="llama", leave_out=(), **extra):
+def _dequantizes(kind):
+    """Whether the installed gguf package makes floats of such blocks."""
+    try:
+        gguf.quants.dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], dtype=np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+# Whatever the package knows: a kind that a later one has is tested, too.
+ALL_KINDS = [kind.name for kind in Kind if kind in GGML_QUANT_SIZES and _dequantizes(kind)]
+
+
+def test_the_kinds_people_have_are_among_them():
+    sure = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS BF16 F16 F32"
+    more = "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S TQ1_0 TQ2_0 MXFP4"
+    assert {*sure.split(), *more.split()} <= {*ALL_KINDS}
+
+
+def write(path, kind=Kind.F32, *, arch="llama", leave_out=(), scales=None, **extra):
     """A one-layer model of random bytes; returns the bytes of each matrix."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(64)
@@ -65,6 +71,8 @@ def write(path, kind=Kind.F32, *, arch="llama", leave_out=(), **extra):
         writer.add_tensor(name, written[name], raw_dtype=kind)
     for name in VECTORS:
         writer.add_tensor(name, random.standard_normal(HIDDEN).astype(np.float32))
+    for name, values in (scales or {}).items():
+        writer.add_tensor(name, np.array(values, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -133,10 +141,51 @@ def test_not_gguf(tmp_path):
 
 
 def test_a_type_without_weights_of_ours(tmp_path):
-    write(tmp_path / "m.gguf", Kind.TQ1_0)
+    write(tmp_path / "m.gguf", Kind.Q8_K)
     refused(
-        tmp_path / "m.gguf", ModelFileError, r"is of type TQ1_0; supported: F32 F16 BF16 Q4_0 .*another quant"
+        tmp_path / "m.gguf", ModelFileError, r"is of type Q8_K; supported: F32 F16 BF16 Q4_0 .*another quant"
     )
+
+
+def test_a_type_that_the_package_learns_is_read(tmp_path, monkeypatch):
+    """Q1_0 has a size today, and nothing that makes floats of it."""
+    write(tmp_path / "m.gguf", Kind.Q1_0)
+
+    class Learnt:
+        @classmethod
+        def dequantize(cls, data):
+            return np.repeat(data.reshape(-1, 18)[:, :1].astype(np.float32), 128, axis=1)
+
+    kinds_of_gguf._readable.cache_clear()
+    monkeypatch.setitem(gguf.quants._type_traits, Kind.Q1_0, Learnt)
+    try:
+        rows = GGUFFile(read_header(tmp_path / "m.gguf")).read_rows(
+            "model.layers.0.mlp.down_proj.weight", 3, 5
+        )
+    finally:
+        kinds_of_gguf._readable.cache_clear()
+    assert rows.shape == (2, INNER)
+    assert len(rows.unique()) > 2
+
+
+def test_a_number_beside_a_matrix_multiplies_it(tmp_path):
+    """As NVFP4 has it; what activations would be divided by changes nothing, as they are floats."""
+    name, there = "model.layers.0.self_attn.q_proj.weight", "blk.0.attn_q"
+    write(tmp_path / "plain.gguf", Kind.Q8_0)
+    write(
+        tmp_path / "m.gguf",
+        Kind.Q8_0,
+        scales={f"{there}.scale": [0.5], f"{there}.input_scale": [3.0], "output.scale": [2.0]},
+    )
+    with pytest.raises(ModelFileError, match=r"unexpected tensor 'output\.scale'"):
+        open_model(tmp_path / "m.gguf")
+    write(tmp_path / "m.gguf", Kind.Q8_0, scales={f"{there}.scale": [0.5], f"{there}.input_scale": [3.0]})
+    plain, scaled = (open_model(tmp_path / f"{file}.gguf") for file in ("plain", "m"))
+    assert torch.equal(scaled.read_rows(name, 5, 40), 0.5 * plain.read_rows(name, 5, 40))
+    assert scaled.shapes == plain.shapes
+    write(tmp_path / "m.gguf", Kind.Q8_0, scales={f"{there}.scale": [0.5, 0.5]})
+    with pytest.raises(ModelFileError, match=r"unexpected tensor 'blk\.0\.attn_q\.scale'"):
+        open_model(tmp_path / "m.gguf")
 
 
 def test_missing_tensors(tmp_path):
@@ -144,11 +193,6 @@ def test_missing_tensors(tmp_path):
     refused(tmp_path / "a.gguf", ModelFileError, r"lacks tensor 'model\.layers\.0\.mlp\.up_proj\.weight'")
     write(tmp_path / "b.gguf", leave_out=("token_embd.weight",))
     refused(tmp_path / "b.gguf", ModelError, r"no token_embd\.weight")
-
-
-def test_one_part_of_several(tmp_path):
-    write(tmp_path / "m.gguf", split__count=3)
-    refused(tmp_path / "m.gguf", ModelFileError, "one of 3 parts; merge them first")
 
 
 def test_unsupported_architecture(tmp_path):

@@ -1,0 +1,133 @@
+"""A GGUF model in several files: any of them is named, or their folder; parts are missing, or foreign."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+
+from specinfer.errors import ModelFileError
+from specinfer.hub.gguf_header import read_header
+from specinfer.hub.gguf_parts import first_parts, part_files, part_names, read_gguf
+from specinfer.hub.resolution import resolve
+from specinfer.models.quantization_cache import identity
+from specinfer.models.weights import open_model
+from specinfer.tokenizer import Tokenizer
+from tests.tiny_gguf import write_tiny_gguf
+
+NAMES = [f"m-0000{number}-of-00004.gguf" for number in range(1, 5)]
+
+
+@pytest.fixture
+def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a tiny model in four parts, and the same whole beside that folder."""
+    write_tiny_gguf(tmp_path / "whole.gguf")
+    plain = gguf.GGUFWriter.__init__
+
+    def in_parts(self: gguf.GGUFWriter, path: Path, arch: str) -> None:
+        plain(self, path, arch, split_max_tensors=3)
+
+    (tmp_path / "parts").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(gguf.GGUFWriter, "__init__", in_parts)
+        write_tiny_gguf(tmp_path / "parts" / "m.gguf")
+    assert sorted(os.listdir(tmp_path / "parts")) == NAMES
+    return tmp_path / "parts"
+
+
+def test_names_of_parts() -> None:
+    assert part_names("a/m-00002-of-00003.gguf") == [f"a/m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    for alone in (
+        "m.gguf",
+        "m-00004-of-00003.gguf",
+        "m-00000-of-00003.gguf",
+        "m-1-of-3.gguf",
+        "m-00001-of-00003",
+    ):
+        assert part_names(alone) == [alone]
+    assert first_parts([*NAMES[1:], "b.gguf"]) == ["b.gguf", NAMES[0]]
+
+
+@pytest.mark.parametrize("name", [*NAMES, ""])
+def test_any_part_or_their_folder_names_the_whole_model(name: str, split: Path) -> None:
+    whole, files = open_model(split.parent / "whole.gguf"), resolve(str(split / name))
+    assert files.path == split / NAMES[0]
+    assert files.weights == tuple(split / part for part in NAMES)
+    parts = open_model(files)
+    assert parts.config == whole.config
+    assert parts.shapes == whole.shapes
+    for tensor, shape in whole.shapes.items():
+        assert torch.equal(parts.read_rows(tensor, 0, shape[0]), whole.read_rows(tensor, 0, shape[0]))
+    text = "the same"
+    assert Tokenizer.load(files).encode(text) == Tokenizer.load(split.parent / "whole.gguf").encode(text)
+    assert Tokenizer.load(split / (name or NAMES[2])).encode(text) == Tokenizer.load(files).encode(text)
+
+
+@pytest.mark.parametrize("name", [*NAMES[:2], NAMES[3], ""])
+def test_a_missing_part_is_named(name: str, split: Path) -> None:
+    (split / NAMES[2]).unlink()
+    with pytest.raises(
+        ModelFileError, match=f"one of 4 parts of a model, of which {NAMES[2]} is not beside it;"
+    ):
+        resolve(str(split / name))
+    (split / NAMES[1]).unlink()
+    with pytest.raises(
+        ModelFileError, match=f"of which {NAMES[1]} is not beside it, nor are 1 more; fetch it"
+    ):
+        resolve(str(split / NAMES[0]))
+
+
+def test_parts_that_were_renamed_say_what_they_are(split: Path) -> None:
+    (split / NAMES[1]).rename(split / "second.gguf")
+    with pytest.raises(
+        ModelFileError, match=r"second\.gguf is one of 4 parts of a model, and its name does not"
+    ):
+        resolve(str(split / "second.gguf"))
+
+
+def test_parts_in_another_order_are_refused(split: Path) -> None:
+    (split / NAMES[1]).rename(split / "second")
+    (split / NAMES[2]).rename(split / NAMES[1])
+    (split / "second").rename(split / NAMES[2])
+    with pytest.raises(ModelFileError, match=rf"{NAMES[1]} says that it is part 2 \(from 0 on\) of 4"):
+        resolve(str(split / NAMES[0]))
+
+
+def test_a_part_of_another_model_is_refused(split: Path) -> None:
+    path = split / NAMES[3]
+    count = len(read_header(path).tensors)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint16("split.no", 3)
+    writer.add_uint16("split.count", 4)
+    writer.add_int32("split.tensors.count", 11)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(
+        ModelFileError, match=f"have {11 - count} tensors of 11; they are of different models"
+    ):
+        read_gguf(split / NAMES[0])
+
+
+def test_a_part_that_is_cut_short_is_named(split: Path) -> None:
+    path = split / NAMES[1]
+    path.write_bytes(path.read_bytes()[:-64])
+    with pytest.raises(ModelFileError, match=f"{NAMES[1]} is cut short"):
+        resolve(str(split / NAMES[0]))
+
+
+def test_a_folder_of_several_models_names_each_once(split: Path) -> None:
+    (split.parent / "whole.gguf").rename(split / "whole.gguf")
+    with pytest.raises(ModelFileError, match=rf"give one of them: \S+{NAMES[0]}, \S+whole\.gguf$"):
+        resolve(str(split))
+
+
+def test_quantized_matrices_are_kept_of_all_parts(split: Path) -> None:
+    before = identity(split / NAMES[0], "int8", torch.float32)
+    os.utime(split / NAMES[2], (1, 1))
+    assert identity(split / NAMES[0], "int8", torch.float32) != before
+    assert part_files(split / NAMES[0]) == [split / name for name in NAMES]
