@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import target_embedding, target_head
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
+from specinfer.models.config import Family
 from specinfer.models.weights import OpenModel
 from tests.heads import VOCAB, block_config, eagle_config, tiny_body, tiny_head, write_tiny_head
 
@@ -46,6 +47,91 @@ def eagle_with_layers(written: Json) -> Json:
     """As SpecForge writes it, whose layer i is the one that puts out what we call i + 1."""
     ids = [tap - 1 for tap in written[EAGLE_LAYERS]]
     return eagle(written) | {"eagle_config": {"use_aux_hidden_state": True, EAGLE_LAYERS: ids}}
+
+
+def eagle_of_authors(written: Json) -> Json:
+    """As SafeAILab publishes it: yuhuili/EAGLE3-LLaMA3.1-Instruct-8B. Its tensors alone tell what it is."""
+    return flat(written, "draft_vocab_size") | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "bos_token_id": 1,
+        "eos_token_id": [2, 3],
+        "num_hidden_layers": 1,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "use_cache": True,
+    }
+
+
+def eagle_of_vicuna(written: Json) -> Json:
+    """The same with the target's number of layers: yuhuili/EAGLE3-Vicuna1.3-13B."""
+    return eagle_of_authors(written) | {"num_hidden_layers": LAYERS}
+
+
+def angelslim(written: Json) -> Json:
+    """As AngelSlim publishes it, a class of vLLM's its name."""
+    return eagle(written) | {"architectures": ["Eagle3LlamaForCausalLM"], "num_hidden_layers": LAYERS}
+
+
+def nvidia(written: Json) -> Json:
+    """As NVIDIA's Model Optimizer writes it, of gpt-oss above all: no layers named are the usual ones."""
+    said = {
+        EAGLE_LAYERS: [],
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+        "next_layer_regular": True,
+        "parallel_draft_step": 1,
+    }
+    return flat(written, "draft_vocab_size") | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_config": said,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+    }
+
+
+def nvidia_with_layers(written: Json) -> Json:
+    """As it writes a Llama 4's: layer i is the one that puts out what we call i + 1."""
+    described = nvidia(written) | {"model_type": "llama4_text"}
+    described["eagle_config"][EAGLE_LAYERS] = [tap - 1 for tap in written[EAGLE_LAYERS]]
+    return described
+
+
+def automodel(written: Json) -> Json:
+    """As NVIDIA's Automodel writes it: the target's config and more, `model.` before names of tensors."""
+    names = ("draft_vocab_size", "target_hidden_size")
+    return flat(written, *names) | {
+        "architectures": ["LlamaEagle3DraftModel"],
+        "num_hidden_layers": LAYERS,
+        "layer_types": ["full_attention"] * LAYERS,
+        "tie_word_embeddings": False,
+    }
+
+
+def parallel_automodel(written: Json) -> Json:
+    return automodel(written) | {
+        "mask_token_id": written["mask_token_id"],
+        "norm_before_residual": written["norm_before_residual"],
+    }
+
+
+def eagle_of_qwen(written: Json) -> Json:
+    """Layers of Qwen's own kind with the target's fields around them, window and all."""
+    return eagle(written) | {
+        "model_type": written["transformer_layer_config"]["model_type"],
+        "num_hidden_layers": LAYERS,
+        "max_window_layers": 28,
+        "sliding_window": 131072,
+        "use_sliding_window": False,
+    }
+
+
+def eagle_of_phi(written: Json) -> Json:
+    """As SpecForge writes Phi-4's: its layers are Llama's, whatever model_type says."""
+    return eagle(written) | {"model_type": "phi3", "tie_word_embeddings": True}
 
 
 def parallel_eagle(written: Json) -> Json:
@@ -184,8 +270,38 @@ PARALLEL = eagle_config(
     own_embedding=True,
 )
 MIDLAYER = {"layers.0.": "midlayer."}
+IN_MODEL = {
+    name: f"model.{name}" for name in ("layers.", "fc.", "norm.", "embed_tokens.", "fc_norm.", "input_norm.")
+}
+USUAL = eagle_config(taps=(2, 4, 5), depth=5)
+QWEN2_BODY = replace(tiny_body(bias=True), family=Family.QWEN2, o_bias=False)
+NAME_NO_LAYERS = (  # and so mean EAGLE-3's own
+    "EAGLE-3",
+    "EAGLE-3 of its authors",
+    "EAGLE-3 of Vicuna",
+    "AngelSlim",
+    "NVIDIA",
+    "Automodel",
+    "Automodel's P-EAGLE",
+    "EAGLE-3 with layers of Qwen2",
+    "EAGLE-3 with layers of Qwen3",
+    "EAGLE-3 beside Phi",
+    "SpecForge's P-EAGLE",
+)
 LAYOUTS: dict[str, Layout] = {
     "EAGLE-3": Layout(eagle_config(taps=(2, 4, 5), depth=5), eagle, MIDLAYER),
+    "EAGLE-3 of its authors": Layout(USUAL, eagle_of_authors, MIDLAYER),
+    "EAGLE-3 of Vicuna": Layout(replace(USUAL, own_embedding=True), eagle_of_vicuna, MIDLAYER),
+    "AngelSlim": Layout(USUAL, angelslim, MIDLAYER),
+    "NVIDIA": Layout(USUAL, nvidia, MIDLAYER),
+    "NVIDIA with layers": Layout(eagle_config(taps=(1, 2, 5), depth=5), nvidia_with_layers),
+    "Automodel": Layout(replace(USUAL, own_embedding=True), automodel, IN_MODEL),
+    "Automodel's P-EAGLE": Layout(PARALLEL, parallel_automodel, IN_MODEL),
+    "EAGLE-3 with layers of Qwen2": Layout(replace(USUAL, body=QWEN2_BODY), eagle_of_qwen, MIDLAYER),
+    "EAGLE-3 with layers of Qwen3": Layout(
+        replace(USUAL, body=tiny_body(qk_norm=True)), eagle_of_qwen, MIDLAYER
+    ),
+    "EAGLE-3 beside Phi": Layout(USUAL, eagle_of_phi, MIDLAYER),
     "EAGLE-3 with taps": Layout(eagle_config(taps=(1, 2, 5), depth=5), eagle_with_taps, MIDLAYER),
     "SpecForge 3.1": Layout(
         eagle_config(taps=(1, 2, 5), depth=5, fc_norm=True, norm_output=True), eagle_with_layers, MIDLAYER

@@ -12,6 +12,14 @@ from specinfer.models.hf_config import config_from_hf
 from specinfer.models.hf_rope import rope_to_hf
 
 # What transformers fills in: a config is written as what differs from its class.
+_QWEN: dict[str, object] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
 _DEFAULTS: dict[str, dict[str, object]] = {
     "llama": {
         "vocab_size": 32000,
@@ -20,14 +28,13 @@ _DEFAULTS: dict[str, dict[str, object]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
     },
-    "qwen3": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-    },
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
+}
+_CLASSES = {
+    Family.LLAMA: "LlamaForCausalLM",
+    Family.QWEN2: "Qwen2ForCausalLM",
+    Family.QWEN3: "Qwen3ForCausalLM",
 }
 _MOST_LAYERS = 64
 _SLIDING = "sliding_attention"
@@ -82,13 +89,13 @@ def body_to_hf(body: ModelConfig, *, causal_block: bool = False) -> dict[str, ob
     Raises ModelError for layers the format has no words for.
     """
     rope = body.rope
-    if body.family not in (Family.LLAMA, Family.QWEN3) or rope is None:
+    if body.family not in _CLASSES or rope is None:
         raise ModelError(f"layers of {body.family} cannot be written as a head's; use llama's or qwen3's")
     if body.activation is not Activation.SILU:
         raise ModelError(f"layers with {body.activation} cannot be written as a head's; use silu")
     written: dict[str, object] = {
         "model_type": body.family.value,
-        "architectures": ["LlamaForCausalLM" if body.family is Family.LLAMA else "Qwen3ForCausalLM"],
+        "architectures": [_CLASSES[body.family]],
         "vocab_size": body.vocab_size,
         "hidden_size": body.hidden_size,
         "intermediate_size": body.intermediate_size,

@@ -22,17 +22,18 @@ from specinfer.errors import ModelError, ModelFileError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.config import AnyHeadConfig, BlockConfig, EagleConfig, MedusaConfig, check_target
 from specinfer.heads.eagle import EagleHead
-from specinfer.heads.foreign_config import config_from_json, is_head_config, named_as_here
+from specinfer.heads.foreign_config import as_tensors_say, config_from_json, is_head_config, named_as_here
 from specinfer.heads.medusa import MedusaHead
 from specinfer.heads.medusa_config import is_medusa, medusa_config, medusa_name
 from specinfer.heads.shapes import head_shapes
 from specinfer.heads.token_names import ChosenRows, Entries, named_by_map, named_by_offsets
 from specinfer.heads.vocabulary import Tables
-from specinfer.hub.model_files import ModelFiles, local_model, read_json
+from specinfer.hub.model_files import ModelFiles, local_model, read_json, weight_files
 from specinfer.hub.pool import FINGERPRINT_DIGITS
 from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import fingerprint
-from specinfer.models.safetensors import FLOATS, TensorEntry, read_entries
+from specinfer.models.hf_config import check_unquantized
+from specinfer.models.safetensors import FLOATS, UNUSED, TensorEntry, head_kind, read_entries, tensor_names
 from specinfer.models.weights import OpenModel
 
 _DTYPES: Final = {
@@ -50,15 +51,17 @@ _ROWS: Final = 1 << 8  # of a table that are chosen at a time
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder holds a head, as far as its config.json says.
+    """Whether a folder holds a head, as its config.json says, or else its tensors.
 
-    Raises ModelFileError where that is no config.
+    Raises ModelFileError where that is no config, or where there are no tensors.
     """
     file = folder / "config.json"
     if not file.is_file():
         return False
     described = read_json(file)
-    return is_head_config(described) or is_medusa(described)
+    if is_head_config(described) or is_medusa(described):
+        return True
+    return head_kind(tensor_names(weight_files(folder))) is not None
 
 
 def open_head(files: ModelFiles | Path, target: OpenModel) -> HeadFolder:
@@ -87,6 +90,7 @@ class HeadFolder:
             files = local_model(str(files), files)
         self.name, self.path = files.name, files.path
         described = read_json(files.path / "config.json")
+        check_unquantized(described)
         self.verifier = _verifier(described)  # its target's name, for people
         self.fingerprint = _fingerprint(files.path, described)  # its target's; None: it does not say
         config: AnyHeadConfig
@@ -99,7 +103,8 @@ class HeadFolder:
             config = medusa_config(described, target.num_layers, shapes)
         else:
             entries = _renamed(files.path, read_entries(files.weights, _DTYPES), named_as_here)
-            config = _as_written(config_from_json(described, target.num_layers), entries)
+            told = as_tensors_say(described, {name: entry.shape for name, entry in entries.items()})
+            config = _as_written(config_from_json(told, target.num_layers), entries)
         check_target(config, target, files.name)
         self.config = config
         if isinstance(config, MedusaConfig):
@@ -196,6 +201,8 @@ def _renamed(
 ) -> dict[str, TensorEntry]:
     renamed = dict[str, TensorEntry]()
     for name, entry in entries.items():
+        if UNUSED.search(name):
+            continue
         if (here := name_here(name)) in renamed:
             raise ModelFileError(f"{path} has tensor {here!r} twice, as {name!r} too; get the head again")
         renamed[here] = entry

@@ -1,10 +1,14 @@
 """config.json of heads as their authors publish them -> EagleConfig, BlockConfig.
 
-    LlamaForCausalLMEagle3    EAGLE-3 and SpecForge: tensors `midlayer.*`; P-EAGLE as vLLM serves it
+    LlamaForCausalLMEagle3    EAGLE-3 of SpecForge, AngelSlim, NVIDIA and others; P-EAGLE as vLLM serves it
     PEagleDraftModel          SpecForge's P-EAGLE
     DFlashDraftModel          DFlash and JetSpec; with projector_type dspark SpecForge's first DSpark
     DSparkDraftModel          SpecForge's DSpark: its fields are in `dflash_config`
     Qwen3DSparkModel          DeepSpec's DSpark: its fields are beside the layers'; SpecForge's for SGLang
+
+EAGLE-3 is told by its tensors, whatever its config.json calls it: its authors' own say LlamaForCausalLM,
+others Eagle3LlamaForCausalLM or LlamaEagle3DraftModel. Many carry the target's number of layers and kind of
+layers along, so these are read off the tensors, too: norms of queries and keys are qwen3's, biases qwen2's.
 
 Layer ids are counted in two ways. `eagle_aux_hidden_state_layer_ids` beside the layers' fields are taps; in
 `eagle_config`, where SpecForge has it, and in every `target_layer_ids` id i is what layer i puts out, tap
@@ -14,6 +18,7 @@ but a comparison shows it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -23,6 +28,7 @@ from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.speculators_config import config_from_speculators, flag, taps_of
 from specinfer.models.config import Rope
 from specinfer.models.fields import count, integer, mapping, number
+from specinfer.models.safetensors import head_kind
 
 _EAGLE_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
 _BLOCK_LAYERS: Final = "target_layer_ids"
@@ -47,6 +53,9 @@ _FIELDS: Final = (
     _BLOCK_LAYERS,
     "use_aux_hidden_state",
 )
+_EAGLES: Final = ("LlamaForCausalLMEagle3", "PEagleDraftModel")
+_EAGLE_3: Final = "EAGLE-3"
+_LAYER: Final = re.compile(r"layers\.(\d+)\.")
 _OF_TRAINING: Final = ("confidence_head_alpha", "loss_decay_gamma", "num_anchors", "num_target_layers")
 _PREFIXES: Final = {"midlayer.": "layers.0.", "logit_head.": ""}  # of tensors
 
@@ -70,8 +79,46 @@ def config_from_json(c: Mapping[str, object], target_layers: int) -> EagleConfig
     return _READERS[architecture](c, target_layers)
 
 
+def as_tensors_say(c: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, object]:
+    """A config.json with what tensors of these names here tell better: of an EAGLE-3 which layers it has.
+
+    Raises ModelError for a head of an earlier EAGLE.
+    """
+    architecture, kind = _architecture(c), head_kind(shapes)
+    if kind is None or "speculators_model_type" in c or architecture not in (None, *_EAGLES):
+        return c
+    if kind != _EAGLE_3:
+        raise ModelError(f"the head is an {kind}, which is not read; supported: EAGLE-3 and others")
+    attention = "layers.0.self_attn."
+    biased = f"{attention}q_proj.bias" in shapes
+    layers = len({found[1] for found in map(_LAYER.match, shapes) if found})
+    kinds = c.get("layer_types")
+    told: dict[str, object] = {
+        "num_hidden_layers": layers,
+        "layer_types": kinds[:layers] if isinstance(kinds, list) else None,
+        "model_type": "llama",
+        "attention_bias": biased,
+        "mlp_bias": "layers.0.mlp.down_proj.bias" in shapes,
+        "tie_word_embeddings": False,
+    }
+    if f"{attention}q_norm.weight" in shapes:
+        told["model_type"] = "qwen3"
+    elif biased and f"{attention}o_proj.bias" not in shapes:
+        told["model_type"] = "qwen2"
+    if (keys := shapes.get(f"{attention}k_proj.weight")) and c.get("head_dim") is None:
+        told["head_dim"] = keys[0] // count(c, "num_key_value_heads", count(c, "num_attention_heads", 32))
+    if (named := shapes.get("d2t", shapes.get("lm_head.weight"))) and c.get("draft_vocab_size") is None:
+        told["draft_vocab_size"] = named[0]
+    if architecture is None:
+        told["architectures"] = [_EAGLES[0]]
+        if "mask_hidden" in shapes:  # NVIDIA's P-EAGLE
+            told["ptd_token_id"] = _mask((c,), ("mask_token_id", *_VLLM_MASKS))
+    return {**c, **told}
+
+
 def named_as_here(name: str) -> str:
     """A tensor's name in the layout of speculators."""
+    name = name.removeprefix("draft_model.").removeprefix("model.")
     for theirs, ours in _PREFIXES.items():
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
@@ -127,7 +174,7 @@ def _eagle_of(c: Mapping[str, object], target_layers: int, mask: int | None) -> 
 
 def _eagle_taps(c: Mapping[str, object], own: Mapping[str, object], target_layers: int) -> tuple[int, ...]:
     beside = taps_of(c, _EAGLE_LAYERS, target_layers)
-    if own.get(_EAGLE_LAYERS) is None:
+    if not own.get(_EAGLE_LAYERS):  # NVIDIA writes [] for those that EAGLE-3 reads of any model
         return beside
     taps = _outputs(own, _EAGLE_LAYERS, target_layers)
     if c.get(_EAGLE_LAYERS) is not None and beside != taps:
@@ -253,8 +300,8 @@ def _inner(c: Mapping[str, object], key: str) -> Mapping[str, object]:
 
 _UNREAD: Final = ("DFlash2DraftModel", "DominoDraftModel")  # they compute what no head here does
 _READERS: Final[Mapping[str, Callable[[Mapping[str, object], int], EagleConfig | BlockConfig]]] = {
-    "LlamaForCausalLMEagle3": _eagle,
-    "PEagleDraftModel": _parallel_eagle,
+    _EAGLES[0]: _eagle,
+    _EAGLES[1]: _parallel_eagle,
     "DFlashDraftModel": _dflash,
     "DSparkDraftModel": _dspark,
     "Qwen3DSparkModel": _dspark,

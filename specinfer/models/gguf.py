@@ -144,7 +144,7 @@ def _dequantized(kind: TensorKind) -> bool:
 
 @cache
 def _readable() -> list[str]:
-    """The names of kinds of tensors that are read: floats, and what the installed gguf package dequantizes."""
+    """The names of kinds that are read: floats, and what the installed gguf package dequantizes."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -30,7 +30,7 @@ FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float1
 _MAX_HEADER = 100 << 20  # the format's own limit
 _MOST_BYTES: Final = 1 << 62
 # Tables that older files carry along, and a version number of OPT's: nothing computes with them.
-_UNUSED: Final = re.compile(
+UNUSED: Final = re.compile(
     r"(?:\.rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|\.masked_bias|decoder\.version)$"
 )
 
@@ -73,6 +73,10 @@ class SafetensorsFolder:
     def __init__(self, path: Path, weights: Sequence[Path]) -> None:
         """`weights` are the folder's safetensors files."""
         self.path = path
+        if (kind := head_kind(tensor_names(weights))) is not None:
+            raise ModelFileError(
+                f"{path} is a draft head ({kind}), which makes no text: name it in drafts, beside its target"
+            )
         generation = path / "generation_config.json"
         config = config_from_hf(
             read_json(path / "config.json"), read_json(generation) if generation.is_file() else None
@@ -102,6 +106,26 @@ class SafetensorsFolder:
         return read_in_order(read, start, stop, self._order)
 
 
+def head_kind(names: Collection[str]) -> str | None:
+    """What draft head has tensors of these names; None: they are of no EAGLE.
+
+    Its authors' config.json may say no more than that it is a language model.
+    """
+    bare = {name.removeprefix("draft_model.").removeprefix("model.") for name in names}
+    if "fc.weight" not in bare:
+        return None
+    if "d2t" in bare or "layers.0.hidden_norm.weight" in bare or "midlayer.hidden_norm.weight" in bare:
+        return "EAGLE-3"
+    first = {name.removeprefix("layers.0.") for name in bare if name.startswith("layers.0.")}
+    # Its one layer reads what fc makes of a token and a hidden state, and has no norm before it.
+    return "EAGLE-1 or EAGLE-2" if first and "input_layernorm.weight" not in first else None
+
+
+def tensor_names(files: Sequence[Path]) -> list[str]:
+    """The names of the tensors of safetensors files; raises ModelFileError where a header is damaged."""
+    return [name for file in files for name in _read_header(file)[0]]
+
+
 def read_entries(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = FLOATS) -> dict[str, TensorEntry]:
     """The tensors of safetensors files by name, all of these dtypes; their bytes stay where they are.
 
@@ -109,7 +133,9 @@ def read_entries(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = FLOA
     """
     entries: dict[str, TensorEntry] = {}
     for file in files:
-        for name, entry in _read_header(file, dtypes).items():
+        header, start, size = _read_header(file)
+        for name, value in header.items():
+            entry = _entry(file, name, value, start, size, dtypes)
             if name in entries:
                 raise ModelFileError(
                     f"tensor {name!r} is in {entries[name].path.name} and in {file.name}; "
@@ -119,7 +145,8 @@ def read_entries(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = FLOA
     return entries
 
 
-def _read_header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, TensorEntry]:
+def _read_header(path: Path) -> tuple[dict[str, object], int, int]:
+    """What a file says of each tensor, where their bytes start, and how many it has in all."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -135,7 +162,7 @@ def _read_header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, Ten
     if not isinstance(header, dict):
         raise ModelFileError(f"{path} has a damaged header; get it again")
     header.pop("__metadata__", None)
-    return {name: _entry(path, name, value, 8 + length, size, dtypes) for name, value in header.items()}
+    return header, 8 + length, size
 
 
 def _entry(
@@ -183,7 +210,7 @@ def _decoder_names(entries: Mapping[str, TensorEntry], config: ModelConfig) -> d
         raise ModelFileError(f"{path} has no tensor model.{anchor}; it is no {config.family} language model")
     found: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
-        if _UNUSED.search(name):
+        if UNUSED.search(name):
             continue
         if config.family is Family.GEMMA3 and name.startswith(_OTHER_MODALITIES):
             continue  # the parts that see images

@@ -10,10 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specinfer.engine.drafts import Found, FoundHead, find, find_drafts
 from specinfer.errors import ModelError
 from specinfer.heads.checkpoint import HeadFolder, is_head
 from specinfer.models.weights import open_model
-from tests.head_layouts import EAGLE_LAYERS, LAYERS, LAYOUTS, Json, name_next_layers, write_layout
+from specinfer.progress import NoProgress
+from tests.head_layouts import (
+    EAGLE_LAYERS,
+    LAYERS,
+    LAYOUTS,
+    NAME_NO_LAYERS,
+    Json,
+    name_next_layers,
+    write_layout,
+)
 from tests.heads import SIZE, VOCAB
 from tests.tiny_models import write_tiny_llama
 
@@ -38,7 +48,7 @@ def test_an_authors_layout_is_read_as_the_head_it_is(name: str, target: Path, tm
         assert borrowed or torch.equal(again[tensor_name], tensor), tensor_name
 
 
-NAMES_LAYERS = [name for name in LAYOUTS if name not in ("EAGLE-3", "SpecForge's P-EAGLE")]
+NAMES_LAYERS = [name for name in LAYOUTS if name not in NAME_NO_LAYERS]
 
 
 @pytest.mark.parametrize("name", NAMES_LAYERS)
@@ -176,7 +186,7 @@ REFUSED: dict[str, tuple[str, Callable[[Json], object], str]] = {
     "layers of DeepSeek V4": (
         DSPARK,
         beside(model_type="deepseek_v4"),
-        "'deepseek_v4'; supported: llama, qwen3",
+        "'deepseek_v4'; supported: llama, qwen2, qwen3",
     ),
     "layers without norms": ("DSpark", beside(model_type="llama"), "supported: qwen3"),
     "last features alone": (
@@ -234,4 +244,85 @@ def test_a_recurrent_term_without_a_word_in_the_config_is_refused(target: Path, 
     tensors["logit_head.markov_head.joint_proj.weight"] = torch.ones(SIZE, SIZE)
     save_file(tensors, tmp_path / "head/model.safetensors")
     with pytest.raises(ModelError, match=r"unexpected tensor 'markov_head\.joint_proj\.weight'"):
+        HeadFolder(tmp_path / "head", open_model(target).config)
+
+
+TOLD_BY_TENSORS = ["EAGLE-3 of its authors", "EAGLE-3 of Vicuna", "AngelSlim", "Automodel"]
+
+
+@pytest.mark.parametrize("name", TOLD_BY_TENSORS)
+def test_a_head_that_calls_itself_a_language_model_makes_no_text(name: str, tmp_path: Path) -> None:
+    write_layout(LAYOUTS[name], tmp_path / "head")
+    with pytest.raises(
+        ModelError, match=r"is a draft head \(EAGLE-3\), which makes no text: name it in drafts"
+    ):
+        open_model(tmp_path / "head")
+    with pytest.raises(ModelError, match="is a draft head, which makes no text: name it in drafts"):
+        find(str(tmp_path / "head"), NoProgress())
+
+
+def test_a_language_model_is_no_head(target: Path) -> None:
+    assert not is_head(target)
+
+
+def test_a_head_and_a_model_are_drafts_by_themselves(target: Path, tmp_path: Path) -> None:
+    """Nothing says which of the two a name in drafts is."""
+    write_layout(LAYOUTS["EAGLE-3 of its authors"], tmp_path / "head")
+    write_tiny_llama(tmp_path / "model", seed=3)
+    names = [str(tmp_path / "head"), str(tmp_path / "model")]
+    found = find_drafts(names, find(str(target), NoProgress()), str(target), NoProgress())
+    assert [type(found[name]) for name in names] == [FoundHead, Found]
+
+
+def test_an_earlier_eagle_is_told_by_its_tensors(target: Path, tmp_path: Path) -> None:
+    """Its layer has no norm before it, and no hidden state is normed."""
+    folder = tmp_path / "head"
+    write_layout(LAYOUTS["EAGLE-3 of its authors"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {
+        name.replace("midlayer.", "layers.0."): tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(
+            ("midlayer.hidden_norm", "midlayer.input_layernorm", "d2t", "t2d", "norm.", "lm_")
+        )
+    }
+    save_file(kept, folder / "model.safetensors")
+    assert is_head(folder)
+    with pytest.raises(
+        ModelError, match="the head is an EAGLE-1 or EAGLE-2, which is not read; supported: EAG"
+    ):
+        HeadFolder(folder, open_model(target).config)
+    with pytest.raises(ModelError, match=r"is a draft head \(EAGLE-1 or EAGLE-2\), which makes no text"):
+        open_model(folder)
+
+
+@pytest.mark.parametrize("field", ["draft_vocab_size", "head_dim", "num_hidden_layers"])
+def test_what_a_config_leaves_out_is_read_off_the_tensors(field: str, target: Path, tmp_path: Path) -> None:
+    head = write_layout(LAYOUTS["EAGLE-3 of its authors"], tmp_path / "head", lambda c: c.pop(field, None))
+    assert HeadFolder(tmp_path / "head", open_model(target).config).config == head.config
+
+
+def test_tables_that_nothing_computes_with_are_passed_over(target: Path, tmp_path: Path) -> None:
+    head = write_layout(LAYOUTS["EAGLE-3 of its authors"], tmp_path / "head")
+    file = tmp_path / "head" / "model.safetensors"
+    save_file(load_file(file) | {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file)
+    assert HeadFolder(tmp_path / "head", open_model(target).config).config == head.config
+
+
+def test_a_published_pickle_gets_the_line_that_converts_it(tmp_path: Path) -> None:
+    """As the authors publish most of their heads: no safetensors at all."""
+    write_layout(LAYOUTS["EAGLE-3 of its authors"], tmp_path / "head")
+    file = tmp_path / "head" / "model.safetensors"
+    torch.save(load_file(file), tmp_path / "head" / "pytorch_model.bin")
+    file.unlink()
+    with pytest.raises(
+        ModelError, match=r"convert pytorch_model\.bin to safetensors, as pickled .*: python -c"
+    ):
+        find(str(tmp_path / "head"), NoProgress())
+
+
+def test_a_quantized_head_is_refused(target: Path, tmp_path: Path) -> None:
+    said = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    write_layout(LAYOUTS["AngelSlim"], tmp_path / "head", lambda c: c.update(quantization_config=said))
+    with pytest.raises(ModelError, match="quantized by compressed-tensors, which is not read"):
         HeadFolder(tmp_path / "head", open_model(target).config)
