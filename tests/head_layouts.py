@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer.heads.block import BlockHead
+from specinfer.heads.body_config import body_to_hf
 from specinfer.heads.checkpoint import target_embedding, target_head
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
@@ -62,6 +63,22 @@ def eagle_of_authors(written: Json) -> Json:
         "torch_dtype": "float16",
         "use_cache": True,
     }
+
+
+def early_eagle(written: Json) -> Json:
+    """As SafeAILab publishes EAGLE-1 and 2: yuhuili/EAGLE-llama2-chat-7B. Tensors alone tell what it is."""
+    described = eagle_of_authors(written | {"draft_vocab_size": None})
+    return {name: value for name, value in described.items() if name != "draft_vocab_size"}
+
+
+def early_eagle_of_qwen(written: Json) -> Json:
+    """The same with layers of Qwen2 and the target's number of them."""
+    return early_eagle(written) | {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": LAYERS}
+
+
+def early_eagle_of_vllm(written: Json) -> Json:
+    """As vLLM's converter writes it: the fields inside."""
+    return {"model_type": "eagle", "model": early_eagle(written) | {"model_type": "eagle"}}
 
 
 def eagle_of_vicuna(written: Json) -> Json:
@@ -275,7 +292,13 @@ IN_MODEL = {
 }
 USUAL = eagle_config(taps=(2, 4, 5), depth=5)
 QWEN2_BODY = replace(tiny_body(bias=True), family=Family.QWEN2, o_bias=False)
+EARLY = eagle_config(
+    taps=(LAYERS,), depth=5, draft_vocab_size=VOCAB, own_head=False, fc_reads_token=True, fc_bias=True
+)
 NAME_NO_LAYERS = (  # and so mean EAGLE-3's own
+    "EAGLE-1",
+    "EAGLE-1 with layers of Qwen2",
+    "EAGLE-1 of vLLM",
     "EAGLE-3",
     "EAGLE-3 of its authors",
     "EAGLE-3 of Vicuna",
@@ -302,6 +325,11 @@ LAYOUTS: dict[str, Layout] = {
         replace(USUAL, body=tiny_body(qk_norm=True)), eagle_of_qwen, MIDLAYER
     ),
     "EAGLE-3 beside Phi": Layout(USUAL, eagle_of_phi, MIDLAYER),
+    "EAGLE-1": Layout(replace(EARLY, own_embedding=True), early_eagle),
+    "EAGLE-1 with layers of Qwen2": Layout(
+        replace(EARLY, body=QWEN2_BODY, fc_bias=False), early_eagle_of_qwen
+    ),
+    "EAGLE-1 of vLLM": Layout(EARLY, early_eagle_of_vllm),
     "EAGLE-3 with taps": Layout(eagle_config(taps=(1, 2, 5), depth=5), eagle_with_taps, MIDLAYER),
     "SpecForge 3.1": Layout(
         eagle_config(taps=(1, 2, 5), depth=5, fc_norm=True, norm_output=True), eagle_with_layers, MIDLAYER
@@ -331,8 +359,12 @@ def write_layout(
 ) -> EagleHead | BlockHead:
     """Write a random head as its author does, but for a change to its config.json; return the head."""
     head = tiny_head(layout.config)
-    write_tiny_head(head, folder)
-    described = layout.described(json.loads((folder / "config.json").read_text()))
+    if isinstance(layout.config, EagleConfig) and layout.config.fc_reads_token:
+        written = _write_early(head, folder)
+    else:
+        write_tiny_head(head, folder)
+        written = json.loads((folder / "config.json").read_text())
+    described = layout.described(written)
     change(described)
     (folder / "config.json").write_text(json.dumps(described))
     tensors = load_file(folder / "model.safetensors")
@@ -343,6 +375,15 @@ def write_layout(
         }
     save_file(tensors, folder / "model.safetensors")
     return head
+
+
+def _write_early(head: EagleHead | BlockHead, folder: Path) -> Json:
+    """Write the tensors of an EAGLE-1, for which speculators has no layout; what is told of its layers."""
+    folder.mkdir()
+    own = {"embed_tokens.weight": head.config.own_embedding, "lm_head.weight": head.config.own_head}
+    tensors = {name: tensor for name, tensor in head.state_dict().items() if own.get(name, True)}
+    save_file(tensors, folder / "model.safetensors")
+    return {"transformer_layer_config": body_to_hf(head.config.body)}
 
 
 def borrow(head: EagleHead | BlockHead, target: OpenModel) -> None:

@@ -61,7 +61,7 @@ class HeadConfig(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig:
-    """A head of EAGLE-3's shape: one pass a level, each fed with what the one before put out.
+    """A head of EAGLE's shape: one pass a level, each fed with what the one before put out.
 
     Its first layer reads the embedding of the next token beside the hidden state; q, k and v are products
     with both.
@@ -81,10 +81,21 @@ class EagleConfig:
     # Rows below the first are of this token, and of hidden states of the head's own: so all levels come from
     # one pass (P-EAGLE). None: a pass a level.
     mask_token_id: int | None = None
+    # EAGLE-1 and 2: fc makes one of the token's embedding and the state, which is the target's last, normed.
+    # Neither the layer it goes to nor the output layer has a norm before it.
+    fc_reads_token: bool = False
+    fc_bias: bool = False
 
     def __post_init__(self) -> None:
         _check(self)
         _check_layers(self.body)
+        others = self.norm_before_residual, self.norm_before_fc, self.fc_norm, self.norm_output
+        if self.fc_reads_token and (len(self.taps) > 1 or any(others) or self.mask_token_id is not None):
+            raise ModelError(
+                "a head of EAGLE-1 or 2 reads one hidden state, and has no norms but of its MLPs"
+            )
+        if self.fc_bias and not self.fc_reads_token:
+            raise ModelError("fc_bias is true; allowed of EAGLE-1 and 2")
         if self.mask_token_id is not None:
             _check_mask(self.mask_token_id, self.body.vocab_size)
         if self.norm_before_fc and self.fc_norm:

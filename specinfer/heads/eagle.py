@@ -5,6 +5,7 @@ a row hang steps: step s is of one more token, and instead of the target's hidde
 s - 1 put out; it sees the rows of the text up to its own, and the steps before it there.
 
 A head that guesses all levels in one pass (P-EAGLE) has steps of a mask token, and hidden states of its own.
+That of EAGLE-1 and 2 is given one hidden state, behind the target's last norm.
 
 Shapes: B sequences, T rows, S steps, N taps, D the head's hidden size, U tokens it can name.
 """
@@ -36,22 +37,28 @@ class EagleHead(Vocabulary):
             self.input_norm = Norm(taps * size, eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(Norm(size, eps) for _ in range(taps))
-        self.fc = nn.Linear(taps * size, body.hidden_size, bias=False)
+        early = config.fc_reads_token
+        width = taps * size + (body.hidden_size if early else 0)
+        self.fc = nn.Linear(width, body.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(
-            HeadLayer(body, reads_token=number == 0) for number in range(body.num_layers)
+            HeadLayer(body, reads_token=number == 0 and not early, input_norm=number > 0 or not early)
+            for number in range(body.num_layers)
         )
-        self.norm = Norm(body.hidden_size, eps)
+        if not early:
+            self.norm = Norm(body.hidden_size, eps)
         if config.mask_token_id is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, taps * size))
 
     def fused(self, taps_BTND: Tensor) -> Tensor:
         """What the head makes of the target's hidden states, [B, T, D]: the features of step 0."""
+        if self.config.fc_reads_token:
+            return taps_BTND.squeeze(-2)
         if self.config.fc_norm:
             parts = [norm(taps_BTND[..., i, :]) for i, norm in enumerate(self.fc_norm)]
             taps_BTND = torch.stack(parts, dim=-2)
         flat = taps_BTND.flatten(-2)
         out: Tensor = self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
-        return out.to(self.norm.weight.dtype)
+        return out.to(self.fc.weight.dtype)
 
     def forward(self, token_ids_BTS: Tensor, taps_BTND: Tensor) -> Tensor:
         """What the output layer reads of every step of every row, [B, T, S, D].
@@ -76,17 +83,19 @@ class EagleHead(Vocabulary):
             embedded = self.embed_tokens(token_ids_BT)
             rotation = rotations(places + step, body.rope, body.head_dim)
             feature = self._layers(embedded, feature, rotation, seen)
-            normed = self.norm(feature)
+            normed = feature if self.config.fc_reads_token else self.norm(feature)
             read.append(normed)
             if self.config.norm_output:
                 feature = normed
         return torch.stack(read, dim=2)
 
     def _layers(self, embedded: Tensor, feature: Tensor, rotation: Rotation, seen: Sequence[_Seen]) -> Tensor:
-        x = feature
+        x = self.fc(torch.cat((embedded, feature), dim=-1)) if self.config.fc_reads_token else feature
         for number, (layer, before) in enumerate(zip(self.layers, seen, strict=True)):
             assert isinstance(layer, HeadLayer)
-            if number == 0:
+            if number == 0 and self.config.fc_reads_token:
+                given = x
+            elif number == 0:
                 normed = layer.hidden_norm(x)
                 if self.config.norm_before_residual:
                     x = normed

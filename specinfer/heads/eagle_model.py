@@ -13,7 +13,7 @@ from torch import Tensor
 from specinfer.attention.backend import Attend, Rotation
 from specinfer.heads.config import EagleConfig
 from specinfer.models.decoder import DecoderLayer
-from specinfer.models.language_model import LanguageModel, Weights
+from specinfer.models.language_model import LanguageModel, Residual, Weights
 from specinfer.models.layers import Attention, GatedMLP, RMSNorm
 from specinfer.models.rope import RotaryEmbedding
 
@@ -42,10 +42,10 @@ class EagleModel:
         self._head = weights.linear("lm_head")
         self._input_norm = norm("input_norm") if head.norm_before_fc else None
         self._fc_norms = [norm(f"fc_norm.{i}") for i in range(len(head.taps))] if head.fc_norm else []
-        self._fc = weights.linear("fc")
+        self._fc = weights.linear("fc", bias=head.fc_bias)
         self._first = _FirstLayer(head, weights)
         self._others = [DecoderLayer(i, body, weights, f"layers.{i}") for i in range(1, body.num_layers)]
-        self._norm = norm("norm")
+        self._norm = None if head.fc_reads_token else norm("norm")
         self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)
         self._masked_1D: Tensor | None = None  # of rows below the first, where all levels come from one pass
         if head.mask_token_id is not None:
@@ -59,6 +59,8 @@ class EagleModel:
 
     def fused(self, taps_TND: Tensor) -> Tensor:
         """What the head makes of the target's hidden states, [T, D]."""
+        if self.head.fc_reads_token:
+            return self._target.final_norm(Residual(taps_TND.squeeze(1).contiguous()))
         if self._fc_norms:
             parts = [norm(taps_TND[:, i].contiguous()) for i, norm in enumerate(self._fc_norms)]
             flat = torch.cat(parts, dim=-1)
@@ -78,9 +80,14 @@ class EagleModel:
             embedded_TD = self._target.embed(token_ids_T, positions_T).summed()
         else:
             embedded_TD = self.kernels.ops.embed(token_ids_T, self._embedding_VD, 1.0)
+        if self.head.fc_reads_token:
+            feature_TD = self._fc(torch.cat((embedded_TD, feature_TD), dim=-1))
         x_TD, y_TD = self._first(embedded_TD, feature_TD, rope, attend)
         for layer in self._others:
             y_TD = layer(x_TD, y_TD, rope, attend)
+        if self._norm is None:
+            x_TD = x_TD + y_TD
+            return x_TD, x_TD
         read_TD = self._norm(x_TD, y_TD)
         return read_TD, read_TD if self.head.norm_output else x_TD
 
@@ -90,7 +97,10 @@ class EagleModel:
 
 
 class _FirstLayer:
-    """The layer that reads a token's embedding beside the hidden state: q, k and v are products with both."""
+    """The layer that reads a token's embedding beside the hidden state: q, k and v are products with both.
+
+    That of EAGLE-1 and 2 is given what fc made of both, without a norm.
+    """
 
     def __init__(self, head: EagleConfig, weights: Weights) -> None:
         body, ops = head.body, weights.kernels.ops
@@ -99,8 +109,8 @@ class _FirstLayer:
         def norm(name: str) -> RMSNorm:
             return RMSNorm(weights.tensor(f"{prefix}.{name}.weight"), body.norm_eps, ops)
 
-        self._of_token = norm("input_layernorm")
-        self._of_hidden = norm("hidden_norm")
+        self._of_token = None if head.fc_reads_token else norm("input_layernorm")
+        self._of_hidden = None if head.fc_reads_token else norm("hidden_norm")
         self._before_mlp = norm("post_attention_layernorm")
         self._normed_stream = head.norm_before_residual
         qk_norm: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
@@ -125,9 +135,11 @@ class _FirstLayer:
         self, embedded_TD: Tensor, x_TD: Tensor, rope: Rotation, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         """The residual stream, and what is to be added to it; `x_TD` may be written to."""
-        hidden_TD = self._of_hidden(x_TD)
-        given_TC = torch.cat((self._of_token(embedded_TD), hidden_TD), dim=-1)
-        if self._normed_stream:
-            x_TD = hidden_TD
+        given_TC = x_TD
+        if self._of_token is not None and self._of_hidden is not None:
+            hidden_TD = self._of_hidden(x_TD)
+            given_TC = torch.cat((self._of_token(embedded_TD), hidden_TD), dim=-1)
+            if self._normed_stream:
+                x_TD = hidden_TD
         y_TD = self._attention(given_TC, rope, attend)
         return x_TD, self._mlp(self._before_mlp(x_TD, y_TD))

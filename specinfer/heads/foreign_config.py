@@ -6,7 +6,7 @@
     DSparkDraftModel          SpecForge's DSpark: its fields are in `dflash_config`
     Qwen3DSparkModel          DeepSpec's DSpark: its fields are beside the layers'; SpecForge's for SGLang
 
-EAGLE-3 is told by its tensors, whatever its config.json calls it: its authors' own say LlamaForCausalLM,
+EAGLE is told by its tensors, whatever its config.json calls it: its authors' own say LlamaForCausalLM,
 others Eagle3LlamaForCausalLM or LlamaEagle3DraftModel. Many carry the target's number of layers and kind of
 layers along, so these are read off the tensors, too: norms of queries and keys are qwen3's, biases qwen2's.
 
@@ -28,7 +28,7 @@ from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.speculators_config import config_from_speculators, flag, taps_of
 from specinfer.models.config import Rope
 from specinfer.models.fields import count, integer, mapping, number
-from specinfer.models.safetensors import head_kind
+from specinfer.models.safetensors import EAGLE_3, head_kind
 
 _EAGLE_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
 _BLOCK_LAYERS: Final = "target_layer_ids"
@@ -54,7 +54,7 @@ _FIELDS: Final = (
     "use_aux_hidden_state",
 )
 _EAGLES: Final = ("LlamaForCausalLMEagle3", "PEagleDraftModel")
-_EAGLE_3: Final = "EAGLE-3"
+_EARLY: Final = "EAGLE-1 or 2"  # whose authors' word is LlamaForCausalLM
 _LAYER: Final = re.compile(r"layers\.(\d+)\.")
 _OF_TRAINING: Final = ("confidence_head_alpha", "loss_decay_gamma", "num_anchors", "num_target_layers")
 _PREFIXES: Final = {"midlayer.": "layers.0.", "logit_head.": ""}  # of tensors
@@ -80,15 +80,11 @@ def config_from_json(c: Mapping[str, object], target_layers: int) -> EagleConfig
 
 
 def as_tensors_say(c: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, object]:
-    """A config.json with what tensors of these names here tell better: of an EAGLE-3 which layers it has.
-
-    Raises ModelError for a head of an earlier EAGLE.
-    """
+    """A config.json with what tensors of these names tell better: that it is an EAGLE's, and its layers."""
     architecture, kind = _architecture(c), head_kind(shapes)
     if kind is None or "speculators_model_type" in c or architecture not in (None, *_EAGLES):
         return c
-    if kind != _EAGLE_3:
-        raise ModelError(f"the head is an {kind}, which is not read; supported: EAGLE-3 and others")
+    c = {**c, **_inner(c, "model")}  # as vLLM wrote EAGLE-1
     attention = "layers.0.self_attn."
     biased = f"{attention}q_proj.bias" in shapes
     layers = len({found[1] for found in map(_LAYER.match, shapes) if found})
@@ -109,6 +105,8 @@ def as_tensors_say(c: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]
         told["head_dim"] = keys[0] // count(c, "num_key_value_heads", count(c, "num_attention_heads", 32))
     if (named := shapes.get("d2t", shapes.get("lm_head.weight"))) and c.get("draft_vocab_size") is None:
         told["draft_vocab_size"] = named[0]
+    if kind != EAGLE_3:
+        return {**c, **told, "architectures": [_EARLY], "fc_bias": "fc.bias" in shapes}
     if architecture is None:
         told["architectures"] = [_EAGLES[0]]
         if "mask_hidden" in shapes:  # NVIDIA's P-EAGLE
@@ -135,6 +133,18 @@ def _architecture(c: Mapping[str, object]) -> str | None:
 
 def _eagle(c: Mapping[str, object], target_layers: int) -> EagleConfig:
     return _eagle_of(c, target_layers, _mask((c,), _VLLM_MASKS))
+
+
+def _early_eagle(c: Mapping[str, object], target_layers: int) -> EagleConfig:
+    body = body_from_hf(c)
+    return EagleConfig(
+        body=body,
+        taps=(target_layers,),
+        target_hidden_size=body.hidden_size,
+        draft_vocab_size=body.vocab_size,
+        fc_reads_token=True,
+        fc_bias=flag(c, "fc_bias"),
+    )
 
 
 def _parallel_eagle(c: Mapping[str, object], target_layers: int) -> EagleConfig:
@@ -302,6 +312,7 @@ _UNREAD: Final = ("DFlash2DraftModel", "DominoDraftModel")  # they compute what 
 _READERS: Final[Mapping[str, Callable[[Mapping[str, object], int], EagleConfig | BlockConfig]]] = {
     _EAGLES[0]: _eagle,
     _EAGLES[1]: _parallel_eagle,
+    _EARLY: _early_eagle,
     "DFlashDraftModel": _dflash,
     "DSparkDraftModel": _dspark,
     "Qwen3DSparkModel": _dspark,

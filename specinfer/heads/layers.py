@@ -83,11 +83,12 @@ class GatedMLP(nn.Module):
 class HeadLayer(nn.Module):
     """A decoder layer's parts; who attends to what is its owner's business."""
 
-    def __init__(self, body: ModelConfig, *, reads_token: bool = False) -> None:
+    def __init__(self, body: ModelConfig, *, reads_token: bool = False, input_norm: bool = True) -> None:
         """`reads_token`: q, k and v are products with a token's normed embedding and the hidden state."""
         super().__init__()
         size = body.hidden_size
-        self.input_layernorm = Norm(size, body.norm_eps)
+        if input_norm:
+            self.input_layernorm = Norm(size, body.norm_eps)
         if reads_token:
             self.hidden_norm = Norm(size, body.norm_eps)
         self.self_attn = SelfAttention(body, 2 * size if reads_token else size)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from specinfer.heads.config import AnyHeadConfig, BlockConfig, EagleConfig, MedusaConfig
 from specinfer.models.config import ModelConfig
 
+_Kind = Literal["plain", "reads token", "behind fc"]  # of a layer
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -13,17 +16,19 @@ def head_shapes(config: AnyHeadConfig) -> Shapes:
     if isinstance(config, MedusaConfig):
         return _of_medusa(config)
     body, taps, size = config.body, len(config.taps), config.body.hidden_size
-    eagle = isinstance(config, EagleConfig)
-    shapes: Shapes = {
-        "fc.weight": (size, taps * config.target_hidden_size),
-        "norm.weight": (size,),
-    }
+    early = isinstance(config, EagleConfig) and config.fc_reads_token
+    shapes: Shapes = {"fc.weight": (size, taps * config.target_hidden_size + (size if early else 0))}
+    if not early:
+        shapes["norm.weight"] = (size,)
     if config.own_embedding:
         shapes["embed_tokens.weight"] = (body.vocab_size, size)
     if config.own_head:
         shapes["lm_head.weight"] = (config.draft_vocab_size, size)
     for number in range(body.num_layers):
-        shapes |= _layer(body, f"layers.{number}", reads_token=eagle and number == 0)
+        kind: _Kind = "plain"
+        if isinstance(config, EagleConfig) and number == 0:
+            kind = "behind fc" if early else "reads token"
+        shapes |= _layer(body, f"layers.{number}", kind)
     return shapes | (_of_eagle(config) if isinstance(config, EagleConfig) else _of_block(config))
 
 
@@ -41,6 +46,8 @@ def _of_medusa(config: MedusaConfig) -> Shapes:
 def _of_eagle(config: EagleConfig) -> Shapes:
     taps, size = len(config.taps), config.target_hidden_size
     shapes: Shapes = {"input_norm.weight": (taps * size,)} if config.norm_before_fc else {}
+    if config.fc_bias:
+        shapes["fc.bias"] = (config.hidden_size,)
     if config.fc_norm:
         shapes |= {f"fc_norm.{i}.weight": (size,) for i in range(taps)}
     if config.mask_token_id is not None:
@@ -66,11 +73,16 @@ def _of_block(config: BlockConfig) -> Shapes:
     return shapes
 
 
-def _layer(body: ModelConfig, prefix: str, *, reads_token: bool) -> Shapes:
+def _layer(body: ModelConfig, prefix: str, kind: _Kind) -> Shapes:
+    """A layer: a decoder's, or an EAGLE's first, with two norms before it (EAGLE-3) or none."""
     size, inner = body.hidden_size, body.intermediate_size
     q, kv = body.num_heads * body.head_dim, body.num_kv_heads * body.head_dim
-    width = 2 * size if reads_token else size
-    norms = ["input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if reads_token else [])]
+    width = 2 * size if kind == "reads token" else size
+    norms = ["post_attention_layernorm"]
+    if kind != "behind fc":
+        norms += ["input_layernorm"]
+    if kind == "reads token":
+        norms += ["hidden_norm"]
     shapes: Shapes = {f"{prefix}.{name}.weight": (size,) for name in norms}
     if body.qk_norm:
         shapes |= {f"{prefix}.self_attn.{x}_norm.weight": (body.head_dim,) for x in "qk"}

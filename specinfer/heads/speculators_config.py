@@ -119,6 +119,8 @@ def config_to_speculators(
 
 
 def _eagle_fields(config: EagleConfig) -> tuple[str, dict[str, object]]:
+    if config.fc_reads_token:
+        raise ModelError("a head of EAGLE-1 or 2 cannot be written in the layout of speculators")
     one_pass = config.mask_token_id is not None
     return "peagle" if one_pass else "eagle3", {
         **({"mask_token_id": config.mask_token_id} if one_pass else {}),

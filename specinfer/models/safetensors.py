@@ -27,6 +27,7 @@ from specinfer.models.hf_config import config_from_hf
 from specinfer.models.rope import is_rotated, read_in_order, rotated_order
 
 FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+EAGLE_3: Final = "EAGLE-3"
 _MAX_HEADER = 100 << 20  # the format's own limit
 _MOST_BYTES: Final = 1 << 62
 # Tables that older files carry along, and a version number of OPT's: nothing computes with them.
@@ -115,10 +116,10 @@ def head_kind(names: Collection[str]) -> str | None:
     if "fc.weight" not in bare:
         return None
     if "d2t" in bare or "layers.0.hidden_norm.weight" in bare or "midlayer.hidden_norm.weight" in bare:
-        return "EAGLE-3"
+        return EAGLE_3
     first = {name.removeprefix("layers.0.") for name in bare if name.startswith("layers.0.")}
     # Its one layer reads what fc makes of a token and a hidden state, and has no norm before it.
-    return "EAGLE-1 or EAGLE-2" if first and "input_layernorm.weight" not in first else None
+    return "EAGLE-1 or 2" if first and "input_layernorm.weight" not in first else None
 
 
 def tensor_names(files: Sequence[Path]) -> list[str]:

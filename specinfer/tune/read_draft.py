@@ -9,7 +9,7 @@ import torch
 from specinfer.errors import ModelError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder, is_head, open_head
-from specinfer.heads.config import BlockConfig, MedusaConfig
+from specinfer.heads.config import BlockConfig, EagleConfig, MedusaConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.hub import resolve
 from specinfer.models.weights import OpenModel, open_model
@@ -29,6 +29,8 @@ def open_draft(folder: Path, target: Target) -> HeadFolder | OpenModel:
         head = open_head(folder, target.model)
         if isinstance(head.config, MedusaConfig):
             raise ModelError(f"{folder} holds Medusa's heads, which cannot be measured; name another draft")
+        if isinstance(head.config, EagleConfig) and head.config.fc_reads_token:
+            raise ModelError(f"{folder} holds an EAGLE-1 or 2, which cannot be measured; name another draft")
         return head
     files = resolve(str(folder))
     small = open_model(files)

@@ -99,10 +99,15 @@ def eagle_logits(
             flat = taps.reshape(-1)
             if config.norm_before_fc:
                 flat = norm(flat, weights["input_norm.weight"], eps)
-            feature = weights["fc.weight"] @ flat
+            feature = flat if config.fc_reads_token else weights["fc.weight"] @ flat
         x = feature
+        if config.fc_reads_token:
+            x = np.concatenate([weights["embed_tokens.weight"][token], feature])
+            x = weights["fc.weight"] @ x + (weights["fc.bias"] if config.fc_bias else 0)
         for number, layer in enumerate(layers):
-            if number == 0:
+            if number == 0 and config.fc_reads_token:
+                given = x
+            elif number == 0:
                 hidden = layer.normed("hidden_norm", x)
                 if config.norm_before_residual:
                     x = hidden
@@ -112,7 +117,7 @@ def eagle_logits(
                 given = layer.normed("input_layernorm", x)
             seen[number].append(layer.seen(given, row))
             x = layer.out(x, given, row, seen[number])
-        read = norm(x, weights["norm.weight"], eps)
+        read = x if config.fc_reads_token else norm(x, weights["norm.weight"], eps)
         feature = read if config.norm_output else x
         logits.append(weights["lm_head.weight"] @ read)
     return np.array(logits)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress
 from tests.head_layouts import (
     EAGLE_LAYERS,
+    EARLY,
     LAYERS,
     LAYOUTS,
     NAME_NO_LAYERS,
@@ -24,7 +27,7 @@ from tests.head_layouts import (
     name_next_layers,
     write_layout,
 )
-from tests.heads import SIZE, VOCAB
+from tests.heads import SIZE, VOCAB, tiny_head, write_tiny_head
 from tests.tiny_models import write_tiny_llama
 
 
@@ -247,14 +250,17 @@ def test_a_recurrent_term_without_a_word_in_the_config_is_refused(target: Path, 
         HeadFolder(tmp_path / "head", open_model(target).config)
 
 
-TOLD_BY_TENSORS = ["EAGLE-3 of its authors", "EAGLE-3 of Vicuna", "AngelSlim", "Automodel"]
+TOLD_BY_TENSORS = [
+    *("EAGLE-3 of its authors", "EAGLE-3 of Vicuna", "AngelSlim", "Automodel"),
+    *("EAGLE-1", "EAGLE-1 with layers of Qwen2", "EAGLE-1 of vLLM"),
+]
 
 
 @pytest.mark.parametrize("name", TOLD_BY_TENSORS)
 def test_a_head_that_calls_itself_a_language_model_makes_no_text(name: str, tmp_path: Path) -> None:
     write_layout(LAYOUTS[name], tmp_path / "head")
     with pytest.raises(
-        ModelError, match=r"is a draft head \(EAGLE-3\), which makes no text: name it in drafts"
+        ModelError, match=r"is a draft head \(EAGLE-(3|1 or 2)\), which makes no text: name it in drafts"
     ):
         open_model(tmp_path / "head")
     with pytest.raises(ModelError, match="is a draft head, which makes no text: name it in drafts"):
@@ -274,26 +280,28 @@ def test_a_head_and_a_model_are_drafts_by_themselves(target: Path, tmp_path: Pat
     assert [type(found[name]) for name in names] == [FoundHead, Found]
 
 
-def test_an_earlier_eagle_is_told_by_its_tensors(target: Path, tmp_path: Path) -> None:
-    """Its layer has no norm before it, and no hidden state is normed."""
-    folder = tmp_path / "head"
-    write_layout(LAYOUTS["EAGLE-3 of its authors"], folder)
-    tensors = load_file(folder / "model.safetensors")
-    kept = {
-        name.replace("midlayer.", "layers.0."): tensor
-        for name, tensor in tensors.items()
-        if not name.startswith(
-            ("midlayer.hidden_norm", "midlayer.input_layernorm", "d2t", "t2d", "norm.", "lm_")
-        )
-    }
-    save_file(kept, folder / "model.safetensors")
-    assert is_head(folder)
-    with pytest.raises(
-        ModelError, match="the head is an EAGLE-1 or EAGLE-2, which is not read; supported: EAG"
-    ):
-        HeadFolder(folder, open_model(target).config)
-    with pytest.raises(ModelError, match=r"is a draft head \(EAGLE-1 or EAGLE-2\), which makes no text"):
-        open_model(folder)
+def test_an_early_eagle_with_norms_that_it_has_not_is_refused(target: Path, tmp_path: Path) -> None:
+    """As some of vLLM's have: what fc reads is normed first."""
+    write_layout(LAYOUTS["EAGLE-1"], tmp_path / "head")
+    file = tmp_path / "head" / "model.safetensors"
+    save_file(load_file(file) | {"enorm.weight": torch.ones(SIZE)}, file)
+    with pytest.raises(ModelError, match=r"has an unexpected tensor 'enorm\.weight'"):
+        HeadFolder(tmp_path / "head", open_model(target).config)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"taps": (1, 3)}, {"norm_output": True}, {"mask_token_id": 3}, {"fc_norm": True}], ids=str
+)
+def test_an_early_eagle_has_nothing_of_later_ones(changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="a head of EAGLE-1 or 2 reads one hidden state, and has no norms"):
+        replace(EARLY, **changes)
+    with pytest.raises(ModelError, match="fc_bias is true; allowed of EAGLE-1 and 2"):
+        replace(EARLY, fc_reads_token=False)
+
+
+def test_an_early_eagle_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="EAGLE-1 or 2 cannot be written in the layout of speculators"):
+        write_tiny_head(tiny_head(EARLY), tmp_path)
 
 
 @pytest.mark.parametrize("field", ["draft_vocab_size", "head_dim", "num_hidden_layers"])

@@ -28,6 +28,10 @@ EAGLES = {
     "EAGLE-3.1": eagle_config(fc_norm=True, norm_output=True),
     "all levels in one pass": eagle_config(mask_token_id=9, fc_norm=True),
     "every token": eagle_config(draft_vocab_size=VOCAB),
+    "EAGLE-1": eagle_config(fc_reads_token=True, taps=(3,), draft_vocab_size=VOCAB),
+    "EAGLE-1, two layers, biases": eagle_config(
+        fc_reads_token=True, fc_bias=True, taps=(3,), body=tiny_body(num_layers=2, bias=True)
+    ),
 }
 BLOCKS = {
     "DSpark, causal": block_config(),
@@ -45,7 +49,8 @@ def taps_of(rows: int, taps: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("config", EAGLES.values(), ids=EAGLES)
 def test_an_eagle_head_is_what_a_loop_over_rows_makes(config: EagleConfig) -> None:
-    head = tiny_head(config)
+    # Without norms numbers grow from step to step.
+    head = tiny_head(config, spread=0.1 if config.fc_reads_token else 0.3)
     assert isinstance(head, EagleHead)
     taps = taps_of(len(TEXT) - 1, len(config.taps))
     # The last row's steps are the path; what other rows' steps hold is seen by nobody else.

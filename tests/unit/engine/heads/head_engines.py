@@ -21,7 +21,7 @@ from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import draws_by_parent
 from tests.engines import ENGINE, Tiny
-from tests.heads import block_config, eagle_config, medusa_config, tiny_body
+from tests.heads import VOCAB, block_config, eagle_config, medusa_config, tiny_body
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3] * 37, [50, 2, 61, 7]]
 AnyHead = EagleHead | BlockHead | MedusaHead
@@ -32,6 +32,9 @@ HEADS: dict[str, AnyHeadConfig] = {
     ),
     "eagle in one pass": eagle_config(
         body=tiny_body(num_layers=2), mask_token_id=2, norm_before_residual=True
+    ),
+    "eagle of the first kind": eagle_config(
+        fc_reads_token=True, taps=(2,), draft_vocab_size=VOCAB, own_head=False
     ),
     "block": block_config(own_head=False),
     "block behind the last state": block_config(reads_last=True),
@@ -81,6 +84,8 @@ def module_logits(
         return head(hidden_TND[end - 2, -1 - shift])[len(above)]
     taps_TND = hidden_TND[None, : end - 1, [tap + shift for tap in head.config.taps]]
     if isinstance(head, EagleHead):
+        if head.config.fc_reads_token:  # one off is the same state before the last norm
+            taps_TND = hidden_TND[None, : end - 1, [-1 - shift]]
         tokens = torch.zeros(1, end - 1, 1 + len(above), dtype=torch.int64)
         tokens[0, :, 0] = torch.tensor(text[1:])
         tokens[0, -1, 1:] = torch.tensor(above)
