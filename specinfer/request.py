@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -19,6 +19,11 @@ class Request:
     seed: int  # params.seed, or the one drawn for this request
     prediction: tuple[int, ...] = ()  # params.prediction as token ids
     index: int = 0  # which of the prompt's n completions
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it computes log-probabilities of the prompt; the first of n completions does so for all."""
+        return self.params.prompt_logprobs is not None and self.index == 0
 
 
 class FinishReason(StrEnum):
@@ -129,7 +134,8 @@ class RequestOutput:
     new_text: str = ""  # what the last step added to `text` (streams)
     index: int = 0  # which of the prompt's n completions
     logprobs: tuple[Logprobs, ...] | None = None  # [output tokens], if asked for
-    prompt_logprobs: tuple[Logprobs | None, ...] | None = None  # [prompt tokens], None first, if asked for
+    # [prompt tokens], None first, if asked for; n completions have one object. Each item is made when read.
+    prompt_logprobs: Sequence[Logprobs | None] | None = None
     cached_tokens: int = 0  # prompt tokens whose KV an earlier request had left behind
     error: str | None = None  # why it ended, where finish_reason is "error"
     internal_error: bool = False  # it is the engine's, or the model's, and not the request's own

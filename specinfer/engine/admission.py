@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from specinfer.request import Request, RequestOutput
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Tokenizer
+from specinfer.verify.prompt_logprobs import FIGURE_BYTES, PromptLogprobs
+
+MOST_FIGURES: Final = (64 << 20) // FIGURE_BYTES  # that are reported of one prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +63,19 @@ class Admission:
         """The names of the engine's speculators, in the order they are asked."""
         return self._limits.names
 
-    def admit(self, request: Request, source: str = "prompt", said: Sequence[int] = ()) -> Admitted:
+    def admit(
+        self,
+        request: Request,
+        source: str = "prompt",
+        said: Sequence[int] = (),
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> Admitted:
         """Check a request, compile its grammar and make its processors.
 
         `source` is the parameter its prompt came from; `said` are output tokens that it has already, from an
-        engine that is gone, and it goes on behind them. Raises RequestError, naming the parameter at fault,
-        when the request can never be served here.
+        engine that is gone, and it goes on behind them. `prompt_logprobs` are those that another completion
+        of its prompt computes for it, too. Raises RequestError, naming the parameter at fault, when the
+        request can never be served here.
         """
         arrived = time.perf_counter()
         with naming(source):
@@ -79,6 +90,7 @@ class Admission:
         ):
             with naming(parameter):
                 self._check_ids(parameter, token_ids)
+        self._check_reports(request)
         self._limits.check(request)
         processors = self.processors(request)
         self._check_first_token(processors)
@@ -88,12 +100,15 @@ class Admission:
             speculators=self._limits.speculators(request),
             processors=processors,
         )
+        if request.scores_prompt and params.prompt_logprobs is not None:
+            prompt_logprobs = PromptLogprobs(len(request.prompt_token_ids), params.prompt_logprobs)
         transcript = Transcript(
             request,
             self.tokenizer,
             ending=processors.ending,
             max_context=self.max_context,
             now=arrived,
+            prompt_logprobs=prompt_logprobs,
         )
         if said:
             with naming("said"):
@@ -146,6 +161,16 @@ class Admission:
                 f"{prompt} prompt tokens and max_tokens {most} need {longest} KV cache positions; the cache "
                 f"has {self._capacity}; lower max_tokens or raise kv_cache_memory",
                 "max_tokens",
+            )
+
+    def _check_reports(self, request: Request) -> None:
+        """What is reported of a prompt is kept until the answer ends, so there is a bound."""
+        prompt, top = len(request.prompt_token_ids), request.params.prompt_logprobs
+        if top is not None and (figures := prompt * (1 + top)) > MOST_FIGURES:
+            raise RequestError(
+                f"prompt_logprobs {top} of {prompt} prompt tokens are {figures} figures; allowed: at most "
+                f"{MOST_FIGURES}; lower prompt_logprobs or shorten the prompt",
+                "prompt_logprobs",
             )
 
     def _check_first_token(self, processors: Processors) -> None:

@@ -39,7 +39,7 @@ from specinfer.speculate.speculator import Outcome
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
-from specinfer.verify.logprobs import raw_logprobs, report
+from specinfer.verify.logprobs import report
 from specinfer.verify.pairs import Verifier
 
 _LOG = logging.getLogger(__name__)
@@ -320,14 +320,11 @@ class Engine:
 
     def _score_prompt(self, entry: PlanEntry, flight: Flight, rows: range) -> None:
         """Report how likely the prompt's tokens behind `entry.start` were, one per row."""
-        top = entry.request.params.prompt_logprobs
-        assert top is not None
-        transcript = self._requests[entry.request.request_id].transcript
-        for position, row in enumerate(rows, start=entry.start + 1):
-            token = entry.token_ids[position]
-            transcript.score_prompt(
-                position, report(raw_logprobs(flight.row(row)), token, top, self._tokenizer)
-            )
+        reports = self._requests[entry.request.request_id].transcript.prompt_logprobs
+        assert reports is not None
+        first = entry.start + 1
+        scores = flight.scores(rows, entry.token_ids[first : first + len(rows)], reports.top)
+        reports.add(first, scores, self._tokenizer.text_of)
 
     def _trace(
         self, request: Request, tree: TokenTree, acceptance: Acceptance, decision: Decision | None

@@ -83,6 +83,8 @@ class Intake:
     ) -> Admitted:
         """The request of one of the prompt's completions, the `index`-th, whatever `params.n`.
 
+        Only that of index 0 reports `prompt_logprobs`: the others would compute the same.
+
         With `said`, output tokens that an engine which is gone gave already, it goes on behind them. Under
         the coupled verifier the text is a function of the target, the prompt and `params.seed`, so it is
         the text that the other engine would have made.
@@ -102,13 +104,14 @@ class Intake:
     def _admit(self, prompts: Sequence[Sequence[int]], params: Params, source: str) -> list[list[Admitted]]:
         """The requests of prompts whose token ids came from the parameter `source`."""
         each = _params_of(prompts, params)
-        return [
-            [
-                self._admission.admit(one, source)
-                for one in self._completions(tuple(prompt), own, range(own.n))
-            ]
-            for prompt, own in zip(prompts, each, strict=True)
-        ]
+        admitted: list[list[Admitted]] = []
+        for prompt, own in zip(prompts, each, strict=True):
+            first, *others = self._completions(tuple(prompt), own, range(own.n))
+            group = [self._admission.admit(first, source)]
+            reports = group[0].transcript.prompt_logprobs  # that the first computes for all
+            group.extend(self._admission.admit(one, source, prompt_logprobs=reports) for one in others)
+            admitted.append(group)
+        return admitted
 
     def _completions(
         self, prompt: tuple[int, ...], params: SamplingParams, indices: Iterable[int]

@@ -14,7 +14,8 @@ blocks run out the newest running request gives up its own and waits at the head
 recomputed later. A tree that has no blocks is left out; nobody gives way to it.
 
 A request starts behind the longest prefix of its text that is in the cache already (kv_blocks.py). It waits
-for a block that another running request is about to compute, instead of computing it again.
+for a block that another running request is about to compute, instead of computing it again, and lets others
+pass meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from specinfer.plan import PlanEntry, StepPlan
 # Measured: 3,500 for a 1.5B model in int8 with matrix units; more without.
 _REACH = 4096
 _LEAST_ROWS = 32  # of fewer each costs more: keys are read in blocks for several rows
-_SCORED_ROWS = 64  # of a prompt that wants log-probabilities: each row yields a whole vocabulary of logits
+# A prompt's row that wants log-probabilities yields a whole vocabulary of logits, which are read, too. That
+# takes less than its pass. Measured: half of it for a 135M model, less for larger ones.
+_SCORED_COST = 2  # rows that it counts as
 
 
 class Scheduler:
@@ -93,14 +96,15 @@ class Scheduler:
         running = self._with_a_row(alone)
         rows = self._config.max_step_tokens - len(running)
         short = self.preemptions > before  # whoever just gave up its blocks does not take them back at once
+        awaited: dict[int, bytes] = {}
         while not short and rows > 0 and len(self.running) < self._config.max_batch_size:
-            admitted = self._admit(alone)
+            admitted = self._admit(alone, awaited)
             if admitted is None:
                 break
             running.append(admitted)
             rows -= 1
         ends = self._text_ends(running, rows)
-        rows -= sum(end - sequence.computed - 1 for sequence, end in zip(running, ends, strict=True))
+        rows -= sum((end - s.computed - 1) * _cost(s) for s, end in zip(running, ends, strict=True))
         return StepPlan(self._with_trees(running, ends, rows))
 
     def _with_a_row(self, alone: SequenceState | None) -> list[SequenceState]:
@@ -121,35 +125,39 @@ class Scheduler:
             else:
                 self._preempt(self.running[-1])  # and the same one tries again, unless it was the one to go
 
-    def _admit(self, alone: SequenceState | None) -> SequenceState | None:
-        """Let the next waiting request run, with blocks for all of its text, where there are so many."""
-        waiting = (
-            alone if alone in self.waiting else self.waiting[0] if alone is None and self.waiting else None
-        )
-        if waiting is None:
-            return None
-        found = self._find(waiting)
-        if found is None:
-            return None  # first come, first served: nobody overtakes
-        needed = self._pool.blocks_for(len(waiting.token_ids)) - len(found)
-        if needed > self._pool.num_free - self._pool.unowned(found):
-            return None
-        self._begin(waiting, found)
-        ensure(self._pool.extend(waiting.block_table, len(waiting.token_ids)), "so many blocks are free")
-        self.waiting.remove(waiting)
-        self.running.append(waiting)
-        return waiting
+    def _admit(self, alone: SequenceState | None, awaited: dict[int, bytes]) -> SequenceState | None:
+        """Let the next waiting request run, with blocks for all of its text, where there are so many.
+
+        First come, first served; but those that wait for a running request to compute a block of theirs are
+        passed over. `awaited` are the blocks found so in this step, by their place, to which are added more.
+        """
+        for waiting in self.waiting:
+            if alone not in (None, waiting):
+                continue
+            found = self._find(waiting, awaited)
+            if found is None:
+                continue
+            needed = self._pool.blocks_for(len(waiting.token_ids)) - len(found)
+            if needed > self._pool.num_free - self._pool.unowned(found):
+                return None
+            self._begin(waiting, found)
+            ensure(self._pool.extend(waiting.block_table, len(waiting.token_ids)), "so many blocks are free")
+            self.waiting.remove(waiting)
+            self.running.append(waiting)
+            return waiting
+        return None
 
     def _text_ends(self, running: Sequence[SequenceState], rows: int) -> list[int]:
         """Where the text ends that each computes in this step, with `rows` beside the one that each has.
 
         Blocks are there: a prompt got them all when it was admitted.
         """
+        costs = [_cost(sequence) for sequence in running]
         missing = [sequence.uncomputed - 1 for sequence in running]
-        ending = [rows_missed if rows_missed <= rows else 0 for rows_missed in missing]
+        ending = [more if more * cost <= rows else 0 for more, cost in zip(missing, costs, strict=True)]
         self._short_alone = any(ending) and ending != missing and not self._short_alone
         most = [self._most_rows(sequence) - 1 for sequence in running]
-        given = prompt_rows(rows, ending if self._short_alone else missing, most)
+        given = prompt_rows(rows, ending if self._short_alone else missing, most, costs)
         return [sequence.computed + 1 + more for sequence, more in zip(running, given, strict=True)]
 
     def _most_rows(self, sequence: SequenceState) -> int:
@@ -157,8 +165,6 @@ class Scheduler:
 
         Fewer the more text is behind them: a row reads all of its keys, and steps should take alike long.
         """
-        if sequence.request.params.prompt_logprobs is not None:
-            return _SCORED_ROWS
         whole = self._config.max_step_tokens
         return max(min(whole, _LEAST_ROWS), whole * _REACH // (_REACH + sequence.computed))
 
@@ -201,22 +207,28 @@ class Scheduler:
             room=sequence.room(self._max_context),
         )
 
-    def _find(self, sequence: SequenceState) -> list[int] | None:
-        """The published blocks a waiting sequence may start behind; None: the next one is being computed."""
+    def _find(self, sequence: SequenceState, awaited: dict[int, bytes]) -> list[int] | None:
+        """The published blocks a waiting sequence may start behind; None: the next one is being computed.
+
+        It is added to `awaited` then, so that others which wait for it are told at once.
+        """
         if not self._prefix_reuse:
             return []
         size = self._pool.block_size
         hashes = sequence.hash_blocks(size)  # of a scored prompt too: others wait for its blocks
-        if sequence.request.params.prompt_logprobs is not None:
+        if sequence.request.scores_prompt:
             return []
         # The last token is always computed: its logits are wanted.
         hashes = hashes[: (len(sequence.token_ids) - 1) // size]
+        if any(hashes[place : place + 1] == [key] for place, key in awaited.items()):
+            return None
         found = self._pool.find(hashes)
         end = len(found) + 1
         if end <= len(hashes):
             for other in self.running:
                 # One that is past this block has a copy nobody can find: no use to wait for it.
                 if other.computed < end * size and other.block_hashes[end - 1 : end] == [hashes[end - 1]]:
+                    awaited[end - 1] = hashes[end - 1]
                     return None
         return found
 
@@ -227,7 +239,7 @@ class Scheduler:
         sequence.computed = len(found) * self._pool.block_size
         if sequence.incarnation == 0:
             sequence.cached_tokens = sequence.computed
-        if self._prefix_reuse and sequence.request.params.prompt_logprobs is None:
+        if self._prefix_reuse and not sequence.request.scores_prompt:
             self.prefix_queries += len(sequence.token_ids)
             self.prefix_hits += sequence.computed
 
@@ -276,20 +288,26 @@ class Scheduler:
             ensure(not sequence.block_table, f"{sequence.request.request_id} waits and owns blocks")
 
 
-def prompt_rows(rows: int, missing: Sequence[int], most: Sequence[int]) -> list[int]:
+def _cost(sequence: SequenceState) -> int:
+    """What a row of its prompt counts as."""
+    return _SCORED_COST if sequence.request.scores_prompt else 1
+
+
+def prompt_rows(rows: int, missing: Sequence[int], most: Sequence[int], costs: Sequence[int]) -> list[int]:
     """How many of `rows` each prompt gets, given oldest first with what it misses and the most it may have.
 
-    Half of them go to the prompts that miss fewest, the rest to the oldest. So a short prompt does not wait
-    for a long one that came before, and a long one goes on, however many short ones come after it.
+    `costs` says how many rows one of its rows counts as. Half of the rows go to the prompts that miss fewest,
+    the rest to the oldest. So a short prompt does not wait for a long one that came before, and a long one
+    goes on, however many short ones come after it.
     """
     given, used = [0] * len(missing), 0
     wanted = [*map(min, missing, most)]
     oldest = range(len(missing))
     for budget, order in ((rows // 2, sorted(oldest, key=missing.__getitem__)), (rows, oldest)):
         for i in order:
-            more = min(budget - used, wanted[i] - given[i])
+            more = min((budget - used) // costs[i], wanted[i] - given[i])
             given[i] += more
-            used += more
+            used += more * costs[i]
     return given
 
 

@@ -10,13 +10,21 @@ from specinfer.tokenizer import Detokenizer, Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import proposed_by
 from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.prompt_logprobs import PromptLogprobs
 
 
 class Transcript:
     """Turns committed tokens into text and decides when the request ends."""
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer, *, ending: frozenset[int], max_context: int, now: float
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        *,
+        ending: frozenset[int],
+        max_context: int,
+        now: float,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         self.request = request
         self._ending = ending  # end-of-text (unless ignored) and stop token ids
@@ -33,7 +41,7 @@ class Transcript:
         self.figures = SpeculationFigures()
         self._logprobs: list[Logprobs] = []  # of the output's tokens, where asked for
         self.cached_tokens = 0  # of the prompt, whose KV was there already
-        self._prompt_logprobs: list[Logprobs | None] = [None] * len(request.prompt_token_ids)
+        self.prompt_logprobs = prompt_logprobs  # where asked for; n completions share them
         self._arrived = now
         self._first_token: float | None = None
         self._finished: float | None = None
@@ -90,10 +98,6 @@ class Transcript:
             self._finished = now
         return tokens[:kept]
 
-    def score_prompt(self, position: int, logprobs: Logprobs) -> None:
-        """Report how likely the prompt's token at `position` was; saying it twice changes nothing."""
-        self._prompt_logprobs[position] = logprobs
-
     def fail(self, error: str, now: float, *, internal: bool) -> None:
         """End the request where it stands.
 
@@ -125,7 +129,7 @@ class Transcript:
             new_text=new_text,
             index=self.request.index,
             logprobs=None if params.logprobs is None else tuple(self._logprobs[: len(self.token_ids)]),
-            prompt_logprobs=None if params.prompt_logprobs is None else tuple(self._prompt_logprobs),
+            prompt_logprobs=self.prompt_logprobs,
             cached_tokens=self.cached_tokens,
             error=self.error,
             internal_error=self._internal_error,

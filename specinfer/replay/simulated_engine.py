@@ -129,7 +129,8 @@ class SimulatedEngine:
         starts = {id(trace): trace.starts for trace, _ in texts}
         waiting = deque(texts)
         while waiting or self._playing:
-            while waiting and len(self._playing) < most:
+            # As an engine has them: those behind one that waits for a running prompt may begin before it.
+            while waiting and (most == self._batch or len(self._playing) < most):
                 trace, number = waiting.popleft()
                 self._add(trace, number, starts[id(trace)][number])
             yield self._step(slowdown)

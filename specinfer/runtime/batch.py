@@ -65,13 +65,14 @@ class StepRows:
     def likelihoods(self, trees: Sequence[TokenTree]) -> list[float]:
         """How likely the logits of each row that wants them are asked for.
 
-        Those of a text are; those of a tree's node as likely as its speculators think that it becomes text.
+        Those of a tree's node as likely as its speculators think that it becomes text. Those of a prompt that
+        is scored are asked for behind all others, so they come last.
         """
         found: list[float] = []
         for tree, root in zip(trees, self.roots, strict=True):
-            found.extend([1.0] * (root - len(found)))
+            found.extend([0.0] * (root - len(found)))
             found.extend(tree.likelihoods())
-        found.extend([1.0] * (self.wanted - len(found)))
+        found.extend([0.0] * (self.wanted - len(found)))
         return found
 
     @property
@@ -117,7 +118,7 @@ def _entry_rows(entry: PlanEntry, tree: TokenTree | None) -> Rows:
 
 def _scores_prompt(entry: PlanEntry) -> bool:
     """Whether the caller wants to know how likely tokens of the prompt were that follow this entry's rows."""
-    return entry.request.params.prompt_logprobs is not None and _unscored(entry) > 0
+    return entry.request.scores_prompt and _unscored(entry) > 0
 
 
 def _unscored(entry: PlanEntry) -> int:

@@ -24,6 +24,7 @@ from torch import Tensor
 from specinfer.processors.changes import Changes, RowChanges
 from specinfer.runtime.inference import inference
 from specinfer.verify.logit_block import LogitBlock, LogitType
+from specinfer.verify.logprobs import Scores, score
 from specinfer.verify.scan import ASK, Ask, Likeliest, Scan, no_likeliest
 
 _FEWEST_BESIDE: Final = 16  # rows for which there must be room beside the likeliest, or these make room
@@ -152,6 +153,19 @@ class Flight:
             found.found[places], found.masses[places] = part.found, part.masses
 
         self._ask(np.array(rows, dtype=np.int64), look)
+        return found
+
+    def scores(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> Scores:
+        """The figures of one token at each row, and of the `top` likeliest there; see `verify.logprobs`.
+
+        A block of logits is reduced to these before the next one is made.
+        """
+        asked, found = np.array(tokens, dtype=np.int64), Scores.empty(len(rows), top)
+
+        def read(places: NDArray[np.int64], block: LogitBlock, there: NDArray[np.int64]) -> None:
+            found.put(places, score(block, there, asked[places], top, self.scan))
+
+        self._ask(np.array(rows, dtype=np.int64), read)
         return found
 
     def tapped(self, layers: Sequence[int]) -> Tensor:

@@ -2,13 +2,68 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.request import Logprob, Logprobs
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
+from specinfer.verify.logit_block import LogitBlock
+from specinfer.verify.scan import NO_TOKEN, Scan
 from specinfer.verify.target_law import target_law
+
+
+class Scores(NamedTuple):
+    """What is reported of one token at each of R rows: its own figures, then those of the likeliest tokens.
+
+    All of it is of the model's own law, as `raw_logprobs` has it.
+    """
+
+    ids: NDArray[np.int32]  # [R, 1 + top]; NO_TOKEN behind the last
+    logprobs: NDArray[np.float64]  # [R, 1 + top]
+    ranks: NDArray[np.int32]  # [R, 1 + top]; one more than the number of likelier tokens
+
+    @classmethod
+    def empty(cls, rows: int, top: int) -> Scores:
+        """Room for so many rows, in which nothing is known."""
+        shape = (rows, 1 + top)
+        return cls(np.full(shape, NO_TOKEN, np.int32), np.zeros(shape), np.zeros(shape, np.int32))
+
+    def put(self, places: slice | NDArray[np.int64], part: Scores) -> None:
+        """Write the rows of `part` to these places."""
+        self.ids[places], self.logprobs[places], self.ranks[places] = part
+
+
+def score(
+    logits: LogitBlock, rows: NDArray[np.int64], tokens: NDArray[np.int64], top: int, scan: Scan
+) -> Scores:
+    """The figures of `tokens[i]` at `rows[i]` of the block, and of the `top` likeliest tokens there.
+
+    The same numbers as `report` of `raw_logprobs`, from one scan of all rows and one sum over each.
+    """
+    scores = Scores.empty(len(rows), top)
+    scores.ids[:, 0] = tokens
+    if top:
+        likeliest = scan.likeliest(logits, rows, top, np.ones(len(rows)))
+        values = likeliest.values
+        scores.ids[:, 1:] = likeliest.ids
+        places = np.arange(1, top + 1)
+        begins = np.ones(values.shape, dtype=np.bool_)  # of a run of equal ones, which have one rank
+        begins[:, 1:] = values[:, 1:] != values[:, :-1]
+        scores.ranks[:, 1:] = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    weights = np.empty(logits.vocab)
+    for place, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+        logits_V = logits[row]
+        highest, own = float(logits_V.max()), logits_V[token]
+        np.subtract(logits_V, highest, out=weights, dtype=np.float64)
+        mass = np.log(np.exp(weights, out=weights).sum())
+        scores.logprobs[place, 0] = float(own) - highest - mass
+        scores.ranks[place, 0] = np.count_nonzero(logits_V > own) + 1
+        if top:
+            scores.logprobs[place, 1:] = values[place].astype(np.float64) - highest - mass
+    return scores
 
 
 def raw_logprobs(logits_V: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -71,7 +71,8 @@ def poor(tmp_path_factory: pytest.TempPathFactory) -> Intake:
 
 @pytest.fixture(scope="module")
 def models(full: Intake, poor: Intake) -> dict[str, Intake]:
-    return {"full": full, "poor": poor, "small": desk(full.tokenizer, capacity=48)}
+    long = desk(full.tokenizer, max_context=1 << 13, capacity=1 << 13)
+    return {"full": full, "poor": poor, "small": desk(full.tokenizer, capacity=48), "long": long}
 
 
 # Requests.
@@ -254,11 +255,12 @@ POOR: dict[str, list[Ask]] = {
     "allowed_token_ids": [prompt([[1]], allowed_token_ids=[5], bad_words=["\x05"])],
 }
 SMALL: dict[str, list[Ask]] = {"max_tokens": [prompt("a", max_tokens=60)]}
+LONG: dict[str, list[Ask]] = {"prompt_logprobs": [prompt("a" * 4191, prompt_logprobs=1000)]}
 
 
 def refusals() -> Iterator[tuple[str, str, Ask]]:
     """The model, the parameter that is at fault, and what is asked."""
-    for model, table in (("full", REFUSALS), ("poor", POOR), ("small", SMALL)):
+    for model, table in (("full", REFUSALS), ("poor", POOR), ("small", SMALL), ("long", LONG)):
         yield from ((model, parameter, ask) for parameter, asks in table.items() for ask in asks)
 
 
@@ -270,6 +272,14 @@ def test_every_refusal_names_its_parameter(models: dict[str, Intake]) -> None:
         if caught.value.parameter != parameter or "\n" in str(caught.value):
             wrong.append((parameter, caught.value.parameter, str(caught.value)))
     assert wrong == []
+
+
+def test_as_many_figures_of_a_prompt_as_are_allowed(models: dict[str, Intake]) -> None:
+    assert 4189 * 1001 <= admission.MOST_FIGURES < 4191 * 1001
+    [[one]] = models["long"].prompts("a" * 4189, SamplingParams(prompt_logprobs=1000))
+    assert one.transcript.prompt_logprobs is not None
+    with pytest.raises(RequestError, match=r"are 4195191 figures; allowed: at most 4194304; lower"):
+        LONG["prompt_logprobs"][0](models["long"])
 
 
 def test_the_parameters_are_those_there_are() -> None:

@@ -106,4 +106,4 @@ def test_a_step_knows_whose_logits_are_likely_asked_for() -> None:
     trees = [builder.build(), single_node(3)]
     step = step_rows(plan(entry([1, 2, 3]), prompt, scored), trees)
     assert step.wanted == 5
-    assert step.likelihoods(trees) == [1.0, 0.25, 1.0, 1.0, 1.0]
+    assert step.likelihoods(trees) == [1.0, 0.25, 0.0, 0.0, 1.0]

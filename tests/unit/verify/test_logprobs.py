@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer import SamplingParams
-from specinfer.verify.logprobs import processed_logprobs, raw_logprobs, report
+from specinfer.kernels.choice import choose_kernels
+from specinfer.request import Logprob
+from specinfer.verify.logit_block import LogitBlock
+from specinfer.verify.logprobs import Scores, processed_logprobs, raw_logprobs, report, score
+from specinfer.verify.prompt_logprobs import FIGURE_BYTES, PromptLogprobs
+from specinfer.verify.scan import NUMPY, Scan
 from tests.exact.oracles import processed_law
 from tests.exact.slow_sampling import logprobs
 
@@ -88,3 +95,77 @@ def test_processed_ones_are_those_of_the_law_tokens_are_chosen_from(params: dict
 def test_greedy_ones_are_taken_at_temperature_one() -> None:
     greedy = SamplingParams(temperature=0, top_k=1)
     assert processed_logprobs(LOGITS, greedy).tolist() == raw_logprobs(LOGITS).tolist()
+
+
+# Many rows at once, and what is kept of them.
+
+SCANS = {"plain": NUMPY, "native": choose_kernels("auto", torch.device("cpu"))[0].scan}
+
+
+@pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("top", [0, 1, 5, 400])
+def test_many_rows_have_the_figures_of_each_to_the_bit(scan: Scan, dtype: str, top: int) -> None:
+    rng = np.random.default_rng(top)
+    logits = rng.normal(size=(40, 300)).astype(np.float32) * 3
+    logits[:, ::7] = np.round(logits[:, ::7])  # equal ones
+    logits[3:9, 100:] = -np.inf
+    block = LogitBlock(logits)
+    if dtype == "bfloat16":
+        block = LogitBlock((logits.view(np.uint32) >> 16).astype(np.uint16))
+    rows, tokens = rng.permutation(40), rng.integers(0, 300, 40)
+    found = PromptLogprobs(41, top)
+    found.add(1, score(block, rows, tokens, top, scan), chr)
+    for place, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+        want = report(raw_logprobs(block[row]), token, top, Characters())  # type: ignore[arg-type]
+        got = found[1 + place]
+        assert got is not None
+        assert list(got.items()) == list(want.items())
+
+
+class Characters:
+    """A tokenizer whose token i is the character i."""
+
+    def text_of(self, token_id: int) -> str:
+        return chr(token_id)
+
+
+def known(first: int, tokens: list[int]) -> tuple[int, Scores]:
+    """The figures of these tokens alone, each its own rank."""
+    ids = np.array([[token] for token in tokens], dtype=np.int32)
+    return first, Scores(ids, -ids.astype(np.float64), ids + 1)
+
+
+def test_a_prompts_reports_are_none_until_they_are_known() -> None:
+    found = PromptLogprobs(4, 0)
+    assert list(found) == [None] * 4
+    found.add(*known(1, [7]), chr)
+    found.add(*known(3, [9]), chr)
+    want = (None, {7: Logprob(-7.0, 8, chr(7))}, None, {9: Logprob(-9.0, 10, chr(9))})
+    assert found == want == found[:]
+    assert (found[-1], found[1:3], len(found)) == (want[3], want[1:3], 4)
+    found.add(*known(2, [8, 9]), chr)
+    assert found != want
+    assert found[2] == {8: Logprob(-8.0, 9, chr(8))}
+    with pytest.raises(IndexError):
+        found[4]
+
+
+def test_a_prompts_reports_are_kept_and_sent_as_numbers() -> None:
+    tokens, top = 4000, 20
+    found = PromptLogprobs(tokens, top)
+    made: list[int] = []
+
+    def text_of(token: int) -> str:
+        made.append(token)
+        return "ab"
+
+    ids = np.arange(tokens * (1 + top), dtype=np.int32).reshape(tokens, 1 + top) % 500
+    scores = Scores(ids, -ids / 7, ids + 1)
+    for first in range(1, tokens, 64):
+        part = slice(first, min(first + 64, tokens))
+        found.add(first, Scores(*(c[part] for c in scores)), text_of)
+    assert len(made) == len(set(made)) <= 500, "the text of each token is made once"
+    sent = pickle.dumps(found)
+    assert len(sent) <= tokens * (1 + top) * FIGURE_BYTES + 500 * 16 + tokens + 1000
+    assert pickle.loads(sent) == found

@@ -1,0 +1,173 @@
+"""What a request for log-probabilities of its prompt costs the others, in steps and rows of logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from specinfer import LLM, SamplingParams
+from specinfer.request import RequestOutput
+from specinfer.runtime.flight import Flight
+from tests.engines import Tiny, engine_of, write_tiny
+
+LONG = [(7 * i) % 60 for i in range(300)]
+ROWS = 32  # of a step
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=512)
+
+
+def params(**more: Any) -> SamplingParams:
+    return SamplingParams(temperature=1, seed=4, max_tokens=3, ignore_eos=True, **more)
+
+
+def count_logits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Notes the rows of logits that are made, block by block."""
+    model, made = engine_of(llm)._target.model, list[int]()
+    logits, init = model.logits, Flight.__init__
+
+    def counted(hidden_RD: Tensor) -> Tensor:
+        made.append(hidden_RD.size(0))
+        return logits(hidden_RD)
+
+    def without_shortcut(self: Flight, hidden_RD: Tensor, head: Any, *args: Any, **options: Any) -> None:
+        init(self, hidden_RD, counted, *args, **{**options, "logits_RV": None})
+
+    monkeypatch.setattr(Flight, "__init__", without_shortcut)
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, {"prefix_reuse": False}, {"max_batch_size": 1}])
+def test_completions_of_a_prompt_share_what_the_first_computes(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    llm = tiny.llm(block_size=4, max_step_tokens=ROWS, **options)
+    [alone] = llm.generate(LONG, params(prompt_logprobs=2))
+    plain = llm.generate(LONG, params(n=5))[0].outputs
+    made = count_logits(llm, monkeypatch)
+    [output] = llm.generate(LONG, params(n=5, prompt_logprobs=2))
+    assert [one.token_ids for one in output.outputs] == [one.token_ids for one in plain]
+    assert all(one.prompt_logprobs is output.prompt_logprobs for one in output.outputs)
+    assert output.prompt_logprobs == alone.prompt_logprobs
+    assert output.prompt_logprobs is not None
+    assert None not in output.prompt_logprobs[1:]
+    answers = 5 * 3
+    assert sum(made) == len(LONG) - 1 + answers, "each of the prompt's rows once, whatever n"
+
+
+def until_first_token(llm: LLM, asked: SamplingParams, tokens: int, steps: int) -> tuple[int, int]:
+    """The steps, and the rows with those of logits, until the first token of somebody with another prompt.
+
+    That one has so many tokens, and comes so many steps after a long prompt.
+    """
+    rows: list[int] = []
+    engine = engine_of(llm)
+    launch = engine._target.launch
+
+    def counted(parts: Any, **more: Any) -> Flight:
+        rows.append(sum(2 * len(part.token_ids) - part.logits_from for part in parts))
+        return launch(parts, **more)
+
+    engine._target.launch = counted  # type: ignore[method-assign, assignment]
+    outputs: list[RequestOutput] = []
+    for one in llm.intake.prompts(LONG, asked)[0]:
+        engine.add(one)
+    for _ in range(steps):
+        engine.step()
+    [[stranger]] = llm.intake.prompts([63] * tokens, params())
+    engine.add(stranger)
+    rows.clear()
+    while stranger.request.request_id not in {output.request_id for output in outputs}:
+        outputs = engine.step()
+    return len(rows), sum(rows)
+
+
+@pytest.mark.parametrize("n", [1, 16])
+@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_others_wait_about_as_long_as_beside_an_ordinary_prompt(
+    tiny: Tiny, n: int, tokens: int, steps: int
+) -> None:
+    def waited(**more: Any) -> tuple[int, int]:
+        llm = tiny.llm(block_size=4, max_step_tokens=ROWS, max_batch_size=16)
+        return until_first_token(llm, params(n=n, **more), tokens, steps)
+
+    (ordinary, rows), (scored, with_logits) = waited(), waited(prompt_logprobs=20)
+    assert scored <= ordinary + 1
+    assert with_logits <= 1.5 * rows
+    assert rows < len(LONG) - ROWS, "completions that wait for the prompt to be read let others pass"
+
+
+def test_what_a_step_scores_is_bounded_however_many_ask(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = tiny.llm(block_size=4, max_step_tokens=ROWS, max_batch_size=8)
+    made = count_logits(llm, monkeypatch)
+    engine = engine_of(llm)
+    prompts = [[i, *LONG] for i in range(8)]
+    for [one] in llm.intake.prompts(prompts, params(prompt_logprobs=20)):
+        engine.add(one)
+    most = 0
+    while engine.has_work:
+        made.clear()
+        engine.step()
+        most = max(most, sum(made))
+    assert most <= 8 + (ROWS - 8) // 2
+
+
+def test_logits_of_a_prompt_are_made_in_blocks_behind_those_of_answers(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = tiny.llm(max_step_tokens=512)
+    held: list[int] = []
+    scores = Flight.scores
+
+    def noted(self: Flight, *args: Any) -> Any:
+        found = scores(self, *args)
+        held.append(max(len(block.rows) for block in self._blocks))
+        return found
+
+    monkeypatch.setattr(Flight, "scores", noted)
+    made = count_logits(llm, monkeypatch)
+    llm.generate([LONG], params(prompt_logprobs=1))
+    assert made[:3] == [64, 64, 64], "not all rows at once"
+    assert max(held) == 64
+
+
+def test_reports_survive_a_step_that_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = tiny.llm(max_step_tokens=ROWS)
+    want = llm.generate(LONG, params(prompt_logprobs=1))[0].prompt_logprobs
+    launch, calls = engine_of(llm)._target.launch, [0]
+
+    def failing(*args: Any, **more: Any) -> Flight:
+        calls[0] += 1
+        if calls[0] == 4:
+            raise RuntimeError("once")
+        return launch(*args, **more)
+
+    monkeypatch.setattr(engine_of(llm)._target, "launch", failing)
+    assert llm.generate(LONG, params(prompt_logprobs=1))[0].prompt_logprobs == want
+
+
+def test_an_aborted_request_reports_what_is_known(tiny: Tiny) -> None:
+    llm = tiny.llm(max_step_tokens=ROWS)
+    engine = engine_of(llm)
+    [[one]] = llm.intake.prompts([LONG], params(prompt_logprobs=0))
+    engine.add(one)
+    engine.step()
+    last = engine.abort(one.request.request_id)
+    assert last is not None
+    assert last.prompt_logprobs is not None
+    known = [report is not None for report in last.prompt_logprobs]
+    assert known == [0 < i <= ROWS // 2 for i in range(len(LONG))]
+
+
+def test_one_completion_of_several_computes_reports(tiny: Tiny) -> None:
+    llm = tiny.llm()
+    asked = params(n=3, prompt_logprobs=0)
+    [first, other] = [llm.intake.completion(LONG, asked, index=index) for index in (0, 2)]
+    outputs = {o.request_id: o for o in llm.loop.stream([first, other]) if o.finished}
+    assert outputs[first.request.request_id].prompt_logprobs is not None
+    assert outputs[other.request.request_id].prompt_logprobs is None
