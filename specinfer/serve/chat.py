@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -13,10 +14,10 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.chat_fields import ChatFields
 from specinfer.serve.chat_prompt import ChatPrompt
-from specinfer.serve.completions import FINGERPRINT, reported_prompt
+from specinfer.serve.completions import FINGERPRINT
 from specinfer.serve.dialect import AnswerReader
 from specinfer.serve.event_stream import event
-from specinfer.serve.reported_logprobs import chat_logprobs
+from specinfer.serve.reported_logprobs import chat_logprobs, prompt_logprobs
 from specinfer.serve.service import Service
 from specinfer.serve.tools.events import ArgumentsPiece, CallStarted, Content, Event, Thought
 from specinfer.serve.usage import Tally
@@ -70,13 +71,19 @@ class Chat:
         prompt = await ChatPrompt.of(service, fields, messages)
         self._tally.prompt_tokens = len(prompt.token_ids)
         readers = [prompt.reader() for _ in range(fields.n or 1)]
+        service.check_reports(len(prompt.token_ids), fields.prompt_logprobs)
         answers = service.answer([prompt.token_ids], [self._params(prompt)], traced=bool(fields.trace))
         try:
             async with aclosing(answers):
                 async for number, delta in answers:
                     self._tally.add(delta, number)
                     piece = self._piece(delta, readers[number])
-                    if piece["delta"] or piece["finish_reason"] or piece["logprobs"] or fields.trace:
+                    if delta.prompt_logprobs is not None:
+                        # Once for the prompt, and in a thread: it is as long as its prompt.
+                        reports = delta.prompt_logprobs if number == 0 else ()
+                        piece["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs, reports) or None
+                    told = piece["delta"] or piece["finish_reason"] or piece["logprobs"]
+                    if told or fields.trace or "prompt_logprobs" in piece:
                         yield number, piece
         except ApiError as error:
             raise prompt.blamed(error) from None
@@ -109,8 +116,6 @@ class Chat:
             piece["logprobs"] = {"content": told, "refusal": None}
         if fields.trace:
             piece["trees"] = list(delta.trees)
-        if delta.prompt_logprobs is not None:
-            piece["prompt_logprobs"] = reported_prompt(delta)
         return piece
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -12,7 +13,7 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.chat_fields import Prediction
 from specinfer.serve.completion_fields import CompletionFields
 from specinfer.serve.event_stream import event
-from specinfer.serve.reported_logprobs import CompletionLogprobs, finite
+from specinfer.serve.reported_logprobs import CompletionLogprobs, prompt_logprobs
 from specinfer.serve.service import Service
 from specinfer.serve.usage import Tally, count_tokens
 from specinfer.serve.work import Delta
@@ -70,13 +71,19 @@ class Completions:
             await service.encode(one, "prompt") if isinstance(one, str) else tuple(one) for one in self._given
         ]
         self._tally.prompt_tokens = count_tokens(self._prompts)
+        service.check_reports(self._tally.prompt_tokens, fields.prompt_logprobs)
         params = [self._params(prompt) for prompt in self._prompts]
         answers = service.answer(self._prompts, params, traced=bool(fields.trace))
         begun: set[int] = set()
         async with aclosing(answers):
             async for number, delta in answers:
                 self._tally.add(delta, number)
-                yield self._choice(number, delta, first=number not in begun)
+                choice = self._choice(number, delta, first=number not in begun)
+                if delta.prompt_logprobs is not None and fields.prompt_logprobs is not None:
+                    # Once for a prompt, and in a thread: it is as long as its prompt.
+                    reports = delta.prompt_logprobs if number % self._n == 0 else ()
+                    choice["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs, reports) or None
+                yield choice
                 begun.add(number)
 
     def _params(self, prompt: tuple[int, ...]) -> SamplingParams:
@@ -101,8 +108,6 @@ class Completions:
         choice["finish_reason"] = None if delta.finish_reason is None else delta.finish_reason.value
         if fields.trace:
             choice["trees"] = list(delta.trees)
-        if delta.prompt_logprobs is not None and fields.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = reported_prompt(delta)
         return choice
 
     def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -114,20 +119,6 @@ class Completions:
             "system_fingerprint": FINGERPRINT,
             "choices": choices,
         }
-
-
-def reported_prompt(delta: Delta) -> list[dict[str, Any] | None]:
-    """A prompt's log-probabilities as vLLM has them: token id -> its figures, None for the first token."""
-    assert delta.prompt_logprobs is not None
-    return [
-        None
-        if of_token is None
-        else {
-            str(token): {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": one.text}
-            for token, one in of_token.items()
-        }
-        for of_token in delta.prompt_logprobs
-    ]
 
 
 def _append(choice: dict[str, Any], piece: dict[str, Any]) -> None:

@@ -61,12 +61,14 @@ class _Answer:
         self.aborted = False
         self.trees: list[dict[str, Any]] = []
         self._sent = len(work.said)
+        self._begun = False
         self._counted = (0, 0, 0)  # steps, drafted and accepted tokens
 
     def delta(self, output: RequestOutput) -> Delta:
         """What is new in `output`."""
         since, self._sent = self._sent, len(output.token_ids)
         trees, self.trees = tuple(self.trees), []
+        begun, self._begun = self._begun, True
         return Delta(
             self.work.id,
             output.new_text,
@@ -78,7 +80,7 @@ class _Answer:
             output.error,
             internal_error=output.internal_error,
             figures=output.figures if output.finished else None,
-            prompt_logprobs=output.prompt_logprobs if output.finished else None,
+            prompt_logprobs=None if begun else output.prompt_logprobs,
             cached_tokens=output.cached_tokens,
         )
 

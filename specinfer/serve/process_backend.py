@@ -36,14 +36,13 @@ _ANSWER_SECONDS: Final = 1.0  # within which an engine that is well says how it 
 class _Reader:
     """Whoever waits for some works, and what they have not read yet."""
 
-    pending: dict[str, Delta] = field(default_factory=dict)  # by the work's id; several are put together
+    pending: dict[str, list[Delta]] = field(default_factory=dict)  # by the work's id
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     failure: str = ""
 
     def put(self, delta: Delta) -> None:
         """Hand over a delta."""
-        before = self.pending.get(delta.id)
-        self.pending[delta.id] = delta if before is None else before.followed_by(delta)
+        self.pending.setdefault(delta.id, []).append(delta)
         self.arrived.set()
 
     def fail(self, reason: str) -> None:
@@ -56,10 +55,16 @@ class _Reader:
 class _Live:
     """A work that has not ended."""
 
-    work: Work  # `said` grows with each delta
+    work: Work
     reader: _Reader
+    said: list[int] = field(default_factory=list)  # the output tokens so far
     deaths: int = 0  # of engines that were busy with it, since its last token
     held: bool = False  # until those before it were tried
+
+    @property
+    def rest(self) -> Work:
+        """What is left of the work, for an engine that has not begun it."""
+        return replace(self.work, said=tuple(self.said))
 
 
 class ProcessBackend:
@@ -143,7 +148,8 @@ class ProcessBackend:
                 pending, reader.pending = reader.pending, {}
                 if not reader.failure:
                     reader.arrived.clear()
-                for delta in pending.values():
+                for deltas in pending.values():
+                    delta = Delta.joined(deltas)
                     if delta.finish_reason is not None:
                         left.discard(delta.id)
                     yield delta
@@ -217,8 +223,10 @@ class ProcessBackend:
             if delta.finish_reason is not None:
                 del self._live[delta.id]
             elif delta.token_ids:
-                live.work = replace(live.work, said=live.work.said + delta.token_ids)
+                live.said.extend(delta.token_ids)
                 live.deaths = 0
+                if delta.prompt_logprobs is not None:  # another engine need not compute them again
+                    live.work = replace(live.work, params=replace(live.work.params, prompt_logprobs=None))
             live.reader.put(delta)
             if live is self._trial and (delta.finish_reason is not None or delta.token_ids):
                 self._try_next()
@@ -240,7 +248,7 @@ class ProcessBackend:
             live.held = False
             if live.deaths >= _MOST_DEATHS:
                 self._give_up(live, f"the engine died {live.deaths} times in a row while it had this request")
-            elif live.work.said and not goes_on(live.work, self._config):
+            elif live.said and not goes_on(live.work, self._config):
                 self._give_up(live, "the engine died; under mss a text that has begun cannot go on as it was")
         self._restarting = asyncio.get_running_loop().create_task(self._restart())
 
@@ -269,14 +277,14 @@ class ProcessBackend:
                 live.held = True
             self._try_next()
         elif self._live:
-            self._send("add", [live.work for live in self._live.values()])
+            self._send("add", [live.rest for live in self._live.values()])
 
     def _try_next(self) -> None:
         """Give the engine the next work that is held: the one before it has ended, or has got a token."""
         self._trial = next((live for live in self._live.values() if live.held), None)
         if self._trial is not None:
             self._trial.held = False
-            self._send("add", [self._trial.work])
+            self._send("add", [self._trial.rest])
 
 
 def goes_on(work: Work, config: EngineConfig) -> bool:

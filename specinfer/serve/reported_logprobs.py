@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from specinfer.request import Logprob, Logprobs
+from specinfer.serve.work import Delta
 from specinfer.tokenizer import Tokenizer
 
 _NEVER: Final = -9999.0  # JSON has no -inf
@@ -63,3 +65,50 @@ def _likeliest(of_token: Logprobs, top: int) -> list[tuple[int, Logprob]]:
 def finite(logprob: float) -> float:
     """A log-probability as JSON can write it."""
     return max(logprob, _NEVER)
+
+
+def prompt_logprobs(reports: Sequence[Logprobs | None]) -> list[dict[str, Any] | None]:
+    """A prompt's log-probabilities as vLLM has them: token id -> its figures, None for the first token."""
+    return [
+        None
+        if of_token is None
+        else {
+            str(token): {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": one.text}
+            for token, one in of_token.items()
+        }
+        for of_token in reports
+    ]
+
+
+class SharedPrompts:
+    """Hands the log-probabilities of prompts, which completion 0 has, to the other completions.
+
+    Each has them with its first delta; what comes of others before they are known is held back.
+    """
+
+    def __init__(self, n: int, prompts: Iterable[int]) -> None:
+        """For n completions of each of these prompts, by number, whose log-probabilities are asked for."""
+        self._n = n
+        self._held: dict[int, list[tuple[int, Delta]]] = {prompt: [] for prompt in prompts}
+        self._known: dict[int, Sequence[Logprobs | None] | None] = {}
+        self._begun: set[int] = set()
+
+    def ready(self, number: int, delta: Delta) -> Iterator[tuple[int, Delta]]:
+        """What can be told now that a delta of the completion with this number has come: none or several."""
+        prompt, completion = divmod(number, self._n)
+        if prompt not in self._held or completion == 0:
+            yield number, delta
+        elif prompt in self._known:
+            yield number, self._with_reports(number, delta)
+        else:
+            self._held[prompt].append((number, delta))
+        if prompt in self._held and completion == 0 and prompt not in self._known:
+            self._known[prompt] = delta.prompt_logprobs
+            for other, held in self._held[prompt]:
+                yield other, self._with_reports(other, held)
+
+    def _with_reports(self, number: int, delta: Delta) -> Delta:
+        if number in self._begun:
+            return delta
+        self._begun.add(number)
+        return replace(delta, prompt_logprobs=self._known[number // self._n])

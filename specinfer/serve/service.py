@@ -25,11 +25,13 @@ from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.observer import Observation, Observer
+from specinfer.serve.reported_logprobs import SharedPrompts
 from specinfer.serve.work import Delta, EngineFacts, Work
 from specinfer.tokenizer import Tokenizer
 
 _AT_ONCE: Final = 20_000  # characters; longer texts are tokenized in a thread, and others answered meanwhile
 _MOST_CHARACTERS: Final = 64  # of a token, on average: a longer prompt cannot fit, and is not tokenized
+MOST_FIGURES: Final = 1 << 18  # of prompts' log-probabilities: each is an object here, and 70 bytes of JSON
 _Made = TypeVar("_Made")
 
 
@@ -124,6 +126,15 @@ class Service:
         self._check_length(len(prompt), param)
         return self.facts.longest - len(prompt)
 
+    def check_reports(self, tokens: int, top: int | None) -> None:
+        """Raise ApiError where log-probabilities of prompts with so many tokens would be too long to send."""
+        if top is not None and (figures := tokens * (1 + top)) > MOST_FIGURES:
+            raise ApiError(
+                f"prompt_logprobs {top} of {tokens} prompt tokens are {figures} figures; allowed: at most "
+                f"{MOST_FIGURES}; lower prompt_logprobs or shorten the prompt",
+                param="prompt_logprobs",
+            )
+
     async def answer(
         self, prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams], *, traced: bool = False
     ) -> AsyncGenerator[tuple[int, Delta]]:
@@ -132,6 +143,8 @@ class Service:
         Raises ApiError: 429 where too many wait, 400 where the engine refuses one or its parameters leave
         nothing to say, 500 where the engine fails or is gone.
         """
+        scored = [i for i, own in enumerate(params) if own.prompt_logprobs is not None]
+        shared = SharedPrompts(max((own.n for own in params), default=1), scored)
         works: dict[str, int] = {}
         all_works: list[Work] = []
         for prompt, own in zip(prompts, params, strict=True):
@@ -154,7 +167,8 @@ class Service:
                         if delta.finish_reason is FinishReason.ERROR:
                             status = 500 if delta.internal_error else 400
                             raise ApiError(delta.error or "it failed", param=delta.parameter, status=status)
-                        yield number, delta
+                        for ready in shared.ready(number, delta):
+                            yield ready
             except BackendError as error:
                 raise ApiError(str(error), status=500, code="engine_died") from None
             finally:

@@ -5,8 +5,9 @@ No torch here: the server's own process never loads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from specinfer.config import SpeculationConfig
@@ -41,19 +42,24 @@ class Delta:
     parameter: str | None = None  # at fault, where the engine refused the work
     internal_error: bool = False  # the engine's or the model's, and not the request's own
     figures: SpeculationFigures | None = None  # of the whole answer, with its end
-    prompt_logprobs: tuple[Logprobs | None, ...] | None = None  # with its end
+    prompt_logprobs: Sequence[Logprobs | None] | None = None  # with its first tokens, of completion 0
     cached_tokens: int = 0  # of the prompt
 
-    def followed_by(self, later: Delta) -> Delta:
-        """Both as one."""
+    @staticmethod
+    def joined(deltas: Sequence[Delta]) -> Delta:
+        """One or more deltas of an answer, in order, as one."""
+        if len(deltas) == 1:
+            return deltas[0]
+        reports = [one.prompt_logprobs for one in deltas if one.prompt_logprobs is not None]
         return replace(
-            later,
-            text=self.text + later.text,
-            token_ids=self.token_ids + later.token_ids,
-            logprobs=self.logprobs + later.logprobs,
-            trees=self.trees + later.trees,
-            steps=self.steps + later.steps,
-            cached_tokens=max(self.cached_tokens, later.cached_tokens),  # none behind a restart
+            deltas[-1],
+            text="".join([one.text for one in deltas]),
+            token_ids=tuple(chain.from_iterable([one.token_ids for one in deltas])),
+            logprobs=tuple(chain.from_iterable([one.logprobs for one in deltas])),
+            trees=tuple(chain.from_iterable([one.trees for one in deltas])),
+            steps=tuple(chain.from_iterable([one.steps for one in deltas])),
+            prompt_logprobs=reports[0] if reports else None,
+            cached_tokens=max(one.cached_tokens for one in deltas),  # none behind a restart
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -80,6 +81,24 @@ def test_logprobs_are_those_of_the_model(client: openai.OpenAI, llm: LLM) -> Non
     older = client.completions.create(model="tiny", prompt="Hi", temperature=0, max_tokens=6, logprobs=2)
     lists = older.choices[0].logprobs
     assert len(lists.tokens) == len(lists.token_logprobs) == len(lists.top_logprobs) == 6
+
+
+def test_log_probabilities_of_a_prompt_come_once_whatever_n(client: openai.OpenAI, llm: LLM) -> None:
+    asked: dict[str, Any] = {"temperature": 0.9, "seed": 3, "n": 3, "max_tokens": 4}
+    [offline] = llm.generate("Hello there", SamplingParams(**asked, prompt_logprobs=2))
+    assert offline.prompt_logprobs is not None
+    more = {"prompt_logprobs": 2}
+    told = client.completions.create(model="tiny", prompt="Hello there", **asked, extra_body=more)
+    assert [choice.text for choice in told.choices] == [output.text for output in offline.outputs]
+    first, *others = [choice.model_extra["prompt_logprobs"] for choice in told.choices]
+    assert others == [None, None]
+    assert first[0] is None
+    for got, want in zip(first[1:], offline.prompt_logprobs[1:], strict=True):
+        assert want is not None
+        assert got == {
+            str(token): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.text}
+            for token, one in want.items()
+        }
 
 
 def test_a_form_a_stop_and_a_prediction(client: openai.OpenAI) -> None:

@@ -270,6 +270,34 @@ def test_of_an_engines_death_is_blamed(name: str, handles: list[Handle]) -> None
     assert said == {name: 3 for name in "abcd" if name not in case.blamed}
 
 
+def test_what_was_reported_of_a_prompt_is_not_computed_again(handles: list[Handle]) -> None:
+    got: list[Delta] = []
+
+    async def ask(backend: ProcessBackend) -> None:
+        params = SamplingParams(seed=1, prompt_logprobs=2)
+        async for delta in backend.generate([replace(WORK, params=params)]):
+            got.append(delta)
+
+    async def run() -> None:
+        backend = ProcessBackend(EngineConfig(model="m"))
+        await backend.start()
+        asked = asyncio.ensure_future(ask(backend))
+        await asyncio.sleep(0)
+        assert [work.params.prompt_logprobs for work in handles[-1].given] == [2]
+        handles[-1].says("deltas", [Delta("w", "x", (7,), prompt_logprobs=(None,))], None)
+        handles[-1].says("deltas", [Delta("w", "y", (8, 9))], None)
+        handles[-1].dies()
+        await asyncio.sleep(10)
+        [work] = handles[-1].given
+        assert (work.params.prompt_logprobs, work.said) == (None, (7, 8, 9))
+        handles[-1].says("deltas", [Delta("w", "z", (3,), finish_reason=FinishReason.LENGTH)], None)
+        await asked
+        await backend.close()
+
+    run_virtual(run())
+    assert [(delta.text, delta.prompt_logprobs) for delta in got] == [("xy", (None,)), ("z", None)]
+
+
 def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) -> None:
     """And never falls, whenever an engine dies and whenever somebody asks."""
     first = EngineState(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.request import FinishReason
+from specinfer.request import FinishReason, Logprob
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.backend import BackendError, Health
 from specinfer.serve.chat import Chat
@@ -23,7 +23,7 @@ from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
 from specinfer.serve.fields import parse
 from specinfer.serve.metrics import Metrics
-from specinfer.serve.service import Service
+from specinfer.serve.service import MOST_FIGURES, Service
 from specinfer.serve.work import Delta, EngineFacts, Work
 from specinfer.tokenizer import Tokenizer
 
@@ -181,6 +181,71 @@ def test_a_seed_is_drawn_here_so_that_another_engine_can_go_on(tokenizer: Tokeni
         assert None not in seeds
 
     asyncio.run(run())
+
+
+REPORTS = (None, {2: Logprob(-0.5, 1, "b")})
+
+
+class Scored(Slow):
+    """A backend whose deltas of completion 0 come last, with the log-probabilities of its prompt."""
+
+    async def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
+        for work in reversed(works):
+            asked = work.params.prompt_logprobs is not None and work.index == 0
+            yield Delta(work.id, "a", (97,), prompt_logprobs=REPORTS if asked else None)
+            yield Delta(work.id, "b", (98,), finish_reason=FinishReason.LENGTH)
+
+
+def test_every_completion_begins_with_what_the_first_computed_of_its_prompt(tokenizer: Tokenizer) -> None:
+    async def run() -> list[tuple[int, str, bool]]:
+        service = service_of(Scored(), tokenizer, max_waiting=8)
+        params = [SamplingParams(n=3, prompt_logprobs=1), SamplingParams(n=3)]
+        answers = service.answer([(1, 2), (3,)], params)
+        return [(n, delta.text, delta.prompt_logprobs is REPORTS) async for n, delta in answers]
+
+    assert asyncio.run(run()) == [
+        *[(5, "a", False), (5, "b", False), (4, "a", False), (4, "b", False), (3, "a", False)],
+        *[(3, "b", False), (0, "a", True), (2, "a", True), (2, "b", False), (1, "a", True), (1, "b", False)],
+        (0, "b", False),
+    ]
+
+
+@pytest.mark.parametrize("what", ["prompt", "messages"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_log_probabilities_of_a_prompt_stand_in_its_first_choice(
+    tokenizer: Tokenizer, what: str, streamed: bool
+) -> None:
+    told = [None, {"2": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}}]
+
+    async def run() -> list[tuple[int, Any]]:
+        service = service_of(Scored(), tokenizer, max_waiting=8)
+        asked: dict[str, Any] = {"n": 2, "prompt_logprobs": 1, "max_tokens": 2}
+        if what == "prompt":
+            fields = parse(CompletionFields, json.dumps(asked | {"prompt": ["ab", "c"]}).encode())
+            answers: Chat | Completions = Completions(service, fields)
+        else:
+            messages = [{"role": "user", "content": "a"}]
+            answers = Chat(service, parse(ChatFields, json.dumps(asked | {"messages": messages}).encode()))
+        if not streamed:
+            return [(one["index"], one["prompt_logprobs"]) for one in (await answers.whole())["choices"]]
+        chunks = [json.loads(event.removeprefix("data: ")) async for event in answers.events()]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        return sorted(
+            [(one["index"], one["prompt_logprobs"]) for one in choices if "prompt_logprobs" in one],
+            key=lambda one: one[0],
+        )
+
+    want = [(0, told), (1, None)]
+    assert asyncio.run(run()) == [*want, *([(2, told), (3, None)] if what == "prompt" else [])]
+
+
+def test_more_figures_of_prompts_than_an_answer_may_have_are_refused(tokenizer: Tokenizer) -> None:
+    service = service_of(Slow(), tokenizer)
+    service.check_reports(MOST_FIGURES // 21, 20)
+    service.check_reports(MOST_FIGURES * 2, None)
+    with pytest.raises(ApiError, match="are 262164 figures; allowed: at most 262144; lower") as error:
+        service.check_reports(MOST_FIGURES // 21 + 1, 20)
+    assert (error.value.status, error.value.body["error"]["param"]) == (400, "prompt_logprobs")
 
 
 @pytest.mark.parametrize("text", ["", "x" * 81, "y" * 1_000_000])
