@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -18,6 +18,7 @@ from specinfer.processors.bad_words import tokenize_bad_words
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Request, RequestOutput
 from specinfer.speculate.limits import SpeculationLimits
+from specinfer.speculate.lookups.indexed_prediction import PredictionShelf
 from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.prompt_logprobs import FIGURE_BYTES, PromptLogprobs
@@ -52,6 +53,7 @@ class Admission:
         self._capacity = capacity  # positions of the KV cache
         self._compiler: GrammarCompiler | None = None  # made when a form is first asked for
         self._making = threading.Lock()
+        self._predictions = PredictionShelf()
 
     @property
     def longest(self) -> int:
@@ -94,6 +96,8 @@ class Admission:
         self._limits.check(request)
         processors = self.processors(request)
         self._check_first_token(processors)
+        if request.prediction:
+            request = replace(request, prediction=self._predictions.indexed(request.prediction))
         sequence = SequenceState(
             request,
             tree_nodes=self._limits.nodes(request),

@@ -10,12 +10,14 @@ import itertools
 import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from specinfer.engine.admission import Admission, Admitted
 from specinfer.errors import RequestError, naming
 from specinfer.request import Request
 from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.lookups.indexed_prediction import within_reach
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.noise import completion_seed
 
@@ -119,10 +121,10 @@ class Intake:
         """Some of one prompt's n requests."""
         number = next(self._numbers)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        guess = params.prediction or ()
-        if isinstance(guess, str):
-            with naming("prediction"):
-                guess = tuple(self.tokenizer.encode(guess, add_special=False))
+        room = min(params.max_tokens, self.max_context - len(prompt))
+        with naming("prediction"):
+            encode = partial(self.tokenizer.encode, add_special=False)
+            guess = within_reach(params.prediction or (), room, encode)
         return [
             Request(
                 request_id=f"request-{number}" if params.n == 1 else f"request-{number}-{index}",

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from specinfer.errors import RequestError, naming
@@ -27,6 +28,7 @@ from specinfer.serve.metrics import Metrics
 from specinfer.serve.observer import Observation, Observer
 from specinfer.serve.reported_logprobs import SharedPrompts
 from specinfer.serve.work import Delta, EngineFacts, Work
+from specinfer.speculate.lookups.indexed_prediction import within_reach
 from specinfer.tokenizer import Tokenizer
 
 _AT_ONCE: Final = 20_000  # characters; longer texts are tokenized in a thread, and others answered meanwhile
@@ -150,6 +152,7 @@ class Service:
         for prompt, own in zip(prompts, params, strict=True):
             if own.seed is None:
                 own = replace(own, seed=secrets.randbits(63))
+            own = await self._predicted(own, len(prompt))
             for index in range(own.n):
                 work = Work(uuid.uuid4().hex, prompt, own, index, traced=traced)
                 works[work.id] = len(all_works)
@@ -175,6 +178,16 @@ class Service:
                 now = time.monotonic()
                 for one in itertools.chain(*observed):
                     one.end(now)
+
+    async def _predicted(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
+        """The parameters with their prediction as token ids, made once for all n, as far as it can matter."""
+        text = params.prediction
+        if not isinstance(text, str):
+            return params
+        room = min(params.max_tokens, self.facts.max_context - prompt_tokens)
+        encode = partial(self.tokenizer.encode, add_special=False)
+        ids = await self._elsewhere(len(text), "prediction", lambda: within_reach(text, room, encode))
+        return replace(params, prediction=ids)
 
     def _observe(self, work: Work, now: float) -> list[Observation]:
         own = self.metrics.request(len(work.prompt_token_ids), now)

@@ -12,10 +12,11 @@ since (a replacement). They are all guessed, until the answer has followed one o
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Final
 
 from specinfer.errors import ensure
+from specinfer.speculate.lookups.indexed_prediction import LENGTHS, IndexedPrediction, PredictionIndex
 
 TRUSTED = 4  # agreeing tokens in a row that make a place certain
 LONGEST_TAIL = 16  # tokens; a longer match is no better a place
@@ -23,7 +24,7 @@ LONGEST_REPLACED = 8  # tokens; longer replacements are not expected again
 NEAR = 16  # places looked at on either side of the anchor
 SIDE_DEPTH = 4  # tokens of every guess but the first: enough to be trusted, cheap enough to be wrong
 LOST = 32  # tokens of the answer since the last certain place; guesses are then few and short
-_LENGTHS = (3, 1)  # of the n-grams by which a place is found, longest first
+_MOST_REPLACED: Final = 64  # stretches that are remembered: each guess looks for all of them
 
 
 class Alignment:
@@ -35,12 +36,8 @@ class Alignment:
 
     def __init__(self, prediction: Sequence[int]) -> None:
         self._prediction = prediction
-        # n-gram -> the positions after it, ascending, as those on either side of the anchor are wanted: the
-        # chains of text_index.py lead from the newest one back.
-        self._stops: dict[tuple[int, ...], list[int]] = {}
-        for n in _LENGTHS:
-            for stop in range(n, len(prediction) + 1):
-                self._stops.setdefault(tuple(prediction[stop - n : stop]), []).append(stop)
+        known = prediction.ngrams if isinstance(prediction, IndexedPrediction) else None
+        self._index = PredictionIndex(prediction) if known is None else known
         self._at = 0  # the answer is thought to go on here
         self._run = TRUSTED  # tokens that say so; 0: no place is preferred. An answer begins at 0
         self._anchor = 0  # the last certain place
@@ -116,10 +113,9 @@ class Alignment:
         The longest match comes first, then what lies at or after the anchor, then what lies nearest.
         """
         found: dict[int, int] = {}
-        for n in _LENGTHS:
-            stops = self._stops.get(tuple(self._tail[-n:]), []) if n <= len(self._tail) else []
-            middle = bisect_left(stops, self._anchor)
-            for stop in stops[max(0, middle - NEAR) : middle + NEAR]:
+        for n in LENGTHS:
+            near = self._index.near(self._tail[-n:], self._anchor, NEAR) if n <= len(self._tail) else []
+            for stop in near:
                 if stop not in found:
                     found[stop] = self._matched(stop)
         anchor = self._anchor
@@ -137,6 +133,8 @@ class Alignment:
         if 0 < old <= LONGEST_REPLACED and 0 < new <= LONGEST_REPLACED and self._since <= len(self._tail):
             was = tuple(self._prediction[self._anchor : self._anchor + old])
             end = len(self._tail)
+            if was not in self._replaced and len(self._replaced) >= _MOST_REPLACED:
+                del self._replaced[next(iter(self._replaced))]  # the oldest
             self._replaced[was] = tuple(self._tail[end - self._since : end - self._run])
 
     def _expect_what_was_kept(self) -> None:

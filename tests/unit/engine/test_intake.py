@@ -29,6 +29,7 @@ from specinfer.processors import bad_words
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import limits
 from specinfer.speculate.limits import SpeculationLimits
+from specinfer.speculate.lookups.indexed_prediction import LEFT_OUT, IndexedPrediction
 from specinfer.speculate.table import build_speculators
 from specinfer.tokenizer import Tokenizer, chat_messages, chat_template, tokenizer
 from specinfer.verify.noise import completion_seed
@@ -90,6 +91,27 @@ def test_a_prompt_is_its_n_requests_each_with_a_seed_of_its_own(full: Intake) ->
         assert [a.sequence.token_ids for a in group] == [list(prompt)] * 3
     ids = [a.request.request_id for a in (*one, *other)]
     assert len(set(ids)) == 6
+
+
+def test_a_prediction_is_cut_encoded_and_indexed_once_for_all_n(
+    models: dict[str, Intake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intake, encoded = models["long"], list[int]()
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, **more: Any) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    params = SamplingParams(n=8, prediction="ab" * (1 << 20), max_tokens=8)
+    [group] = intake.prompts([[1, 2]], params)
+    assert encoded == [16 * (8 + LEFT_OUT)]
+    predictions = [one.request.prediction for one in group]
+    assert {len(one) for one in predictions} == {8 + LEFT_OUT}
+    assert all(isinstance(one, IndexedPrediction) for one in predictions)
+    assert len({id(one.ngrams) for one in predictions}) == 1  # type: ignore[attr-defined]
+    assert group[0].sequence.request is group[0].request
 
 
 def test_a_seed_is_drawn_where_none_is_given(full: Intake) -> None:

@@ -275,8 +275,7 @@ def test_what_was_reported_of_a_prompt_is_not_computed_again(handles: list[Handl
 
     async def ask(backend: ProcessBackend) -> None:
         params = SamplingParams(seed=1, prompt_logprobs=2)
-        async for delta in backend.generate([replace(WORK, params=params)]):
-            got.append(delta)
+        got.extend([delta async for delta in backend.generate([replace(WORK, params=params)])])
 
     async def run() -> None:
         backend = ProcessBackend(EngineConfig(model="m"))

@@ -25,6 +25,7 @@ from specinfer.serve.fields import parse
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.service import MOST_FIGURES, Service
 from specinfer.serve.work import Delta, EngineFacts, Work
+from specinfer.speculate.lookups.indexed_prediction import LEFT_OUT
 from specinfer.tokenizer import Tokenizer
 
 FACTS = EngineFacts(max_context=100, longest=80, pid=1)
@@ -237,6 +238,41 @@ def test_log_probabilities_of_a_prompt_stand_in_its_first_choice(
 
     want = [(0, told), (1, None)]
     assert asyncio.run(run()) == [*want, *([(2, told), (3, None)] if what == "prompt" else [])]
+
+
+def test_a_prediction_is_encoded_once_for_all_n_as_far_as_it_can_matter(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, **more: Any) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+
+    async def run() -> list[Work]:
+        backend = Slow()
+        backend.more.set()
+        params = SamplingParams(n=4, max_tokens=8, prediction="ab" * (1 << 20))
+        async for _ in service_of(backend, tokenizer, max_waiting=8).answer([(1,)], [params]):
+            pass
+        return backend.works
+
+    works = asyncio.run(run())
+    assert encoded == [16 * (8 + LEFT_OUT)]
+    assert len({id(work.params.prediction) for work in works}) == 1
+    assert works[0].params.prediction == tuple(b"ab" * 516)
+
+
+def test_a_prediction_that_is_no_text_is_refused(tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        await anext(service_of(Slow(), tokenizer).answer([(1,)], [SamplingParams(prediction="\ud800")]))
+
+    with pytest.raises(ApiError, match="half of a surrogate pair") as error:
+        asyncio.run(run())
+    assert (error.value.status, error.value.body["error"]["param"]) == (400, "prediction")
 
 
 def test_more_figures_of_prompts_than_an_answer_may_have_are_refused(tokenizer: Tokenizer) -> None:

@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -29,6 +30,15 @@ def test_a_folder_gives_ids_text_and_names(tmp_path):
     assert tokenizer.id_to_token(65) == "A"
     assert tokenizer.id_to_token(258) is None
     assert tokenizer.id_to_token(-1) is None
+
+
+def test_a_long_text_is_encoded_without_the_lock_of_the_interpreter(tmp_path, monkeypatch):
+    tokenizer = Tokenizer.load(write_folder(tmp_path))
+    text = "a\u00e9</s> b" * 5000
+    want = tokenizer._backend.encode(text).ids
+    batched = SimpleNamespace(encode_batch_fast=tokenizer._backend.encode_batch_fast)  # `encode` keeps it
+    monkeypatch.setattr(tokenizer, "_backend", batched)
+    assert tokenizer.encode(text) == want
 
 
 def test_ids_beyond_the_vocabulary_decode_to_nothing(tmp_path):

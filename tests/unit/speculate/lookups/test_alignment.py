@@ -181,3 +181,13 @@ def test_an_answer_that_stays_away_gets_one_short_guess_until_it_comes_back() ->
     assert [len(guess) for guess in after(prediction, far)] == [SIDE_DEPTH]
     assert after(prediction, far + "m") == ["nopq"]
     assert after(prediction, far + "mnop") == ["qrstuv"]
+
+
+def test_of_replaced_stretches_few_are_remembered() -> None:
+    """Each guess looks for all of them at each of its tokens, so a step would take longer and longer."""
+    unlike = range(1000, 1200)
+    prediction = [token for i in unlike for token in (i, 1, 2, 3, 4)]
+    alignment = Alignment(prediction)
+    alignment.advance([token for i in unlike for token in (i + 1000, 1, 2, 3, 4)])
+    assert len(alignment._replaced) == 64
+    assert (1199,) in alignment._replaced
