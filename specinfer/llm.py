@@ -168,7 +168,8 @@ class LLM:
     def on_step(self) -> Callable[[Sequence[str]], None] | None:
         """Called with the ids of a step's requests before anything is computed, by the thread that runs it.
 
-        May be set at any time. It has to be quick, and a step in which it raises is tried again.
+        May be set at any time. It has to be quick. The first exception that it raises is logged, and steps
+        go on.
         """
         return self._open.engine.on_step
 

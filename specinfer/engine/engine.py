@@ -112,7 +112,8 @@ class Engine:
         self._listener_error: Exception | None = None  # of `on_tree`, in the step that runs
         self._suspects: deque[str] = deque()  # requests to be run alone, since steps with all of them failed
         self.clock = StageClock()
-        self.on_step: Callable[[Sequence[str]], None] | None = None  # must not raise
+        self.on_step: Callable[[Sequence[str]], None] | None = None
+        self._on_step_failed = False  # and it was said
         self.on_tree: Callable[[TreeEvent], None] | None = None
         self.explains = False  # what `on_tree` is told says why so much was guessed
 
@@ -184,8 +185,7 @@ class Engine:
         try:
             plan = self._schedule()
             if plan.entries:
-                if self.on_step is not None:
-                    self.on_step([entry.request.request_id for entry in plan.entries])
+                self._announce(plan)
                 self._land(self._launch(plan))
             self._succeeded(plan)
         except Exception as error:
@@ -208,6 +208,17 @@ class Engine:
             plan = self._scheduler.schedule()
         self.clock.lap(Stage.SCHEDULE)
         return plan
+
+    def _announce(self, plan: StepPlan) -> None:
+        """Tell `on_step` who is in the step. What it raises is a listener's fault, and no request's."""
+        if self.on_step is None:
+            return
+        try:
+            self.on_step([entry.request.request_id for entry in plan.entries])
+        except Exception:
+            if not self._on_step_failed:
+                _LOG.exception("on_step failed; steps go on, and this is not said again")
+            self._on_step_failed = True
 
     def _launch(self, plan: StepPlan) -> _Launched:
         """Guess, and start the target's pass over all texts and trees."""

@@ -212,7 +212,10 @@ class EngineProcess:
         """Called within a step, before the step's outputs are received."""
         answer = self._requests.get(event.request_id)
         if answer is not None and answer.work.traced:
-            answer.trees.append(event.to_json(self._llm.tokenizer))
+            try:
+                answer.trees.append(event.to_json(self._llm.tokenizer))
+            except Exception:  # or the loop would take the step for one that failed
+                _LOG.exception("a tree of work %s could not be told", answer.work.id)
 
     def _abort(self, ids: Iterable[str]) -> None:
         for name in ids:

@@ -169,6 +169,28 @@ def test_a_speculator_that_raises_costs_no_text(tiny: Tiny, caplog: pytest.LogCa
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("threaded", [False, True])
+def test_whoever_counts_steps_and_fails_ends_nobodys_request(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture, threaded: bool
+) -> None:
+    want, called = expected(tiny), list[int]()
+
+    def count(ids: Sequence[str]) -> None:
+        called.append(len(ids))
+        raise ValueError("a counter's own bug")
+
+    llm = tiny.llm()
+    llm.on_step = count
+    if threaded:
+        llm.loop.start()
+    assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == want
+    assert len(called) == llm.statistics().steps, "no step was tried again"
+    assert [record.message for record in caplog.records] == [
+        "on_step failed; steps go on, and this is not said again"
+    ]
+    llm.close()
+
+
 def test_what_a_listener_raises_is_its_callers_and_no_text_is_lost(tiny: Tiny) -> None:
     llm = tiny.llm(["similar"])
     streams = [llm.stream(prompt, PARAMS) for prompt in PROMPTS]

@@ -8,7 +8,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from specinfer import LLM, SamplingParams
+from specinfer.engine.trace import TreeEvent
 from specinfer.serve.engine_process import EngineProcess
 from specinfer.serve.work import Work
 
@@ -54,3 +57,24 @@ def test_whom_it_is_busy_with_is_said_before_anything_is_computed(folder: Path) 
     steps = [message[2].steps for message in (*of_a, *of_b) if message[0] == "deltas" and message[2]]
     assert steps == sorted(steps)
     assert steps[-1] == done
+
+
+def test_a_tree_that_cannot_be_told_ends_no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(event: TreeEvent, tokenizer: Any) -> Any:
+        raise ValueError("a bug in telling trees")
+
+    monkeypatch.setattr(TreeEvent, "to_json", broken)
+    server, engine = Pipe()
+    with LLM(folder, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed") as llm:
+        serving = threading.Thread(target=EngineProcess(llm, engine).serve)
+        serving.start()
+        try:
+            params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
+            server.send(("add", [Work("a", (65, 66), params, traced=True), Work("b", (67, 68), params)]))
+            heard = hear(server, ends("a"))
+        finally:
+            server.close()
+            serving.join(60)
+    deltas = [delta for message in heard if message[0] == "deltas" for delta in message[1] if delta.id == "a"]
+    assert [delta.finish_reason for delta in deltas][-1] == "length"
+    assert sum(len(delta.token_ids) for delta in deltas) == 20
