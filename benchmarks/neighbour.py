@@ -1,22 +1,32 @@
-"""How much of its speed decoding keeps beside other programs that keep cores busy.
+"""What neighbours cost: other programs that keep cores busy, or other requests that ask for much.
 
     python benchmarks/neighbour.py --model TARGET --quantization none,int8,int4
+    python benchmarks/neighbour.py --model TARGET --beside requests
 
-Rounds in turns: alone, then beside so many processes that do nothing but count. No speculation, one request,
-greedy; tokens per second of decoding. With two cores and one neighbour two threads have two thirds of the
-machine.
+Programs: rounds in turns, alone, then beside so many processes that do nothing but count. No speculation, one
+request, greedy; tokens per second of decoding. With two cores and one neighbour two threads have two thirds
+of the machine.
+
+Requests: a server with its default options gets one large request at a time, and beside it short ones, one
+after the other; how long their first tokens take, and the memory that the server has before and after.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, Final
 
+import httpx
+import psutil
+from serving.process import Server, free_port
 from study import Study, natural, parser, row, run, settings_of
 
 from specinfer import LLM, SamplingParams
@@ -24,14 +34,35 @@ from specinfer import LLM, SamplingParams
 PROMPT = list(range(100, 132))
 BUSY = "while True: pass"
 SETTLED = 0.5  # seconds until a neighbour counts
+ORDINARY: Final = "an ordinary prompt"
+# What one request asks for beside its prompt.
+LARGE: Final[Mapping[str, Mapping[str, Any]]] = {
+    ORDINARY: {},
+    "prompt_logprobs 20": {"prompt_logprobs": 20},
+    "an ordinary prompt, n 16": {"n": 16},
+    "prompt_logprobs 20, n 16": {"prompt_logprobs": 20, "n": 16},
+    "a prediction of 2 MiB, n 16": {"prediction": "several words " * 149_797, "n": 16},
+}
+STARTING: Final = 600.0  # seconds
 
 
 def main() -> None:
     options = parser(__doc__, model="smollm2-135m", quantization="int8", rounds=5, threads=None)
     options.add_argument("--neighbours", type=natural, default=1, help="processes that keep a core busy each")
     options.add_argument("--tokens", type=natural, default=128, help="of an answer")
+    options.add_argument("--beside", choices=["programs", "requests"], default="programs")
+    options.add_argument("--prompt-tokens", type=natural, default=4000, help="of the large requests")
     args = options.parse_args()
-    study = Study("neighbour", args.out, settings_of(args, without=["quantization"]))
+    if args.beside == "requests":
+        beside_requests(args)
+    else:
+        beside_programs(args)
+
+
+def beside_programs(args: argparse.Namespace) -> None:
+    """Decoding beside programs that keep cores busy."""
+    settings = settings_of(args, without=["quantization", "beside", "prompt_tokens"])
+    study = Study("neighbour", args.out, settings)
     for quantization in args.quantization.split(","):
         if quantization not in study.cells:
             study.keep(quantization, measure(args.model, quantization, args))
@@ -85,6 +116,78 @@ def page(study: Study) -> list[str]:
         alone, beside = (statistics.median(rates[name]) for name in ("alone", "beside"))
         share = f"{beside / alone:.2f}"
         lines.append(row(quantization, _spread(rates["alone"]), _spread(rates["beside"]), share))
+    return lines
+
+
+def beside_requests(args: argparse.Namespace) -> None:
+    """First tokens beside requests that ask for much."""
+    settings = settings_of(args, without=["beside", "neighbours", "tokens"])
+    study = Study("neighbour-requests", args.out, settings)
+    left = [name for name in LARGE if name not in study.cells]
+    if left:
+        port = free_port()
+        flags = ["--quantization", args.quantization, "--port", str(port), "--log-level", "warning"]
+        command = [sys.executable, "-m", "specinfer", "serve", args.model, *flags]
+        server = Server(command, {}, port)
+        try:
+            server.wait_until_ready(STARTING)
+            for name in left:
+                study.keep(name, asyncio.run(drive(server, LARGE[name], args)))
+        finally:
+            server.close()
+    print(study.write(page_of_requests(study), args.threads))
+
+
+async def drive(server: Server, large: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds to the first token of short requests beside a large one, and bytes of memory around it."""
+    numbers = random.Random(0)
+    seconds: list[float] = []
+    async with httpx.AsyncClient(base_url=f"{server.url}/v1", timeout=None) as http:
+
+        async def ask(tokens: int, **more: Any) -> float:
+            # No two begin alike, so that none is found in the cache.
+            prompt = [numbers.randrange(1000, 30_000) for _ in range(tokens)]
+            begun = time.perf_counter()
+            answer = await http.post("/completions", json={"prompt": prompt, "temperature": 0, **more})
+            if answer.status_code != 200:
+                sys.exit(f"error: {answer.text[:200]}")
+            return time.perf_counter() - begun
+
+        await ask(16, max_tokens=1)
+        before = memory_of(server)
+        for _ in range(args.rounds):
+            asked = asyncio.create_task(ask(args.prompt_tokens, max_tokens=8, **large))
+            await asyncio.sleep(0.1)  # it is in a step, or will be in the next one
+            while not asked.done():
+                seconds.append(await ask(16, max_tokens=1))
+            await asked
+        after = memory_of(server)
+    return {"seconds": seconds, "memory_before": before, "memory_after": after}
+
+
+def memory_of(server: Server) -> int:
+    """Bytes that the server's processes have resident, together."""
+    process = psutil.Process(server.pid)
+    return sum(int(one.memory_info().rss) for one in (process, *process.children(recursive=True)))
+
+
+def page_of_requests(study: Study) -> list[str]:
+    settings = study.settings
+    usual = statistics.median(study.cells[ORDINARY]["seconds"])
+    lines = [
+        f"# First tokens beside one large request: {settings['model']}",
+        "",
+        f"Short requests one after the other beside one of {settings['prompt_tokens']:,} prompt tokens, "
+        f"{settings['rounds']} rounds, {settings['quantization']}.",
+        "",
+        f"| beside | median s | longest s | of {ORDINARY} | MiB before | after |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, cell in study.cells.items():
+        seconds = cell["seconds"]
+        middle = statistics.median(seconds)
+        memory = [f"{cell[key] / 2**20:,.0f}" for key in ("memory_before", "memory_after")]
+        lines.append(row(name, f"{middle:.2f}", f"{max(seconds):.2f}", f"{middle / usual:.2f}", *memory))
     return lines
 
 
