@@ -16,6 +16,7 @@ from specinfer.structured_output import StructuredOutput, structured_output
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the law is a point mass in float32 anyway
 LogprobsMode = Literal["raw", "processed"]
 _MOST_LOGPROBS = 1000
+_LONGEST_SALT = 1024  # characters: it is kept with what earlier requests left, and compared in each step
 _LARGEST_BIAS = 100.0  # as in OpenAI's API: +-100 decides, and stays finite in float32 sums
 _LARGEST_REPETITION = 1000.0  # nor less than its inverse: logits stay finite in float32
 
@@ -170,9 +171,12 @@ class SamplingParams:
         self._set("speculation", SpeculationParams.of(self.speculation))
         if self.prediction is not None and not isinstance(self.prediction, str):
             self._set("prediction", _token_ids("prediction", self.prediction))
-        if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
+        salt = self.cache_salt
+        if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= _LONGEST_SALT):
+            given = f"a string of {len(salt)} characters" if isinstance(salt, str) and salt else repr(salt)
             raise RequestError(
-                f"cache_salt is {self.cache_salt!r}; allowed: a non-empty string, or None", "cache_salt"
+                f"cache_salt is {given}; allowed: a string of 1 to {_LONGEST_SALT} characters, or None",
+                "cache_salt",
             )
 
 
