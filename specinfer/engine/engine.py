@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
 
 from specinfer.engine.admission import Admission, Admitted
 from specinfer.engine.metrics import Stage, StageClock, Statistics
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.sequence import SequenceState
+from specinfer.engine.suspects import Suspects
 from specinfer.engine.target_laws import TargetLaws, verify_trees
 from specinfer.engine.trace import TreeEvent
 from specinfer.engine.transcript import Transcript
@@ -43,7 +42,6 @@ from specinfer.verify.logprobs import report
 from specinfer.verify.pairs import Verifier
 
 _LOG = logging.getLogger(__name__)
-_PATIENCE: Final = 3  # failures, until requests are run alone to find out whose they are
 
 
 @dataclass(slots=True)
@@ -107,10 +105,8 @@ class Engine:
         self._requests: dict[str, _Running] = {}
         self._outputs: list[RequestOutput] = []  # made and not yet returned: an interrupt loses none
         self._launched: list[_Launched] = []  # whose answers are not in the texts yet
-        self._failures = 0  # steps that raised, until some in a row have not
-        self._good_steps = 0  # since then
+        self._suspects = Suspects()  # of making steps fail
         self._listener_error: Exception | None = None  # of `on_tree`, in the step that runs
-        self._suspects: deque[str] = deque()  # requests to be run alone, since steps with all of them failed
         self.clock = StageClock()
         self.on_step: Callable[[Sequence[str]], None] | None = None
         self._on_step_failed = False  # and it was said
@@ -187,7 +183,7 @@ class Engine:
             if plan.entries:
                 self._announce(plan)
                 self._land(self._launch(plan))
-            self._succeeded(plan)
+            self._suspects.succeeded(plan, self._requests.keys())
         except Exception as error:
             self._recover()
             self._failed(plan, error)
@@ -201,10 +197,10 @@ class Engine:
         return outputs
 
     def _schedule(self) -> StepPlan:
-        alone = self._suspects[0] if self._suspects else None
+        alone = self._suspects.next
         plan = self._scheduler.schedule(self._requests[alone].sequence if alone is not None else None)
         if alone is not None and not plan.entries:  # others hold what it needs: let them go on
-            self._suspects.clear()
+            self._suspects.acquit()
             plan = self._scheduler.schedule()
         self.clock.lap(Stage.SCHEDULE)
         return plan
@@ -353,40 +349,17 @@ class Engine:
         self._scheduler.remove(running.sequence)
         del self._requests[running.sequence.request.request_id]
 
-    def _succeeded(self, plan: StepPlan) -> None:
-        """Forget failures after some steps that made tokens; the suspect that ran alone is cleared."""
-        if not self._failures or not plan.tree_entries:  # a text that is read again may fail where it did
-            return
-        self._good_steps += 1
-        if self._suspects:
-            self._suspects.popleft()
-            while self._suspects and self._suspects[0] not in self._requests:
-                self._suspects.popleft()
-        elif self._good_steps >= _PATIENCE:
-            self._failures = 0
-
     def _failed(self, plan: StepPlan | None, error: Exception) -> None:
-        """Count a failure; after a few in a row find out whose it is, and end that request."""
-        self._failures += 1
-        self._good_steps = 0
-        _LOG.error("a step failed (%d); requests go on from what they said", self._failures, exc_info=error)
-        if self._failures < _PATIENCE:
-            return
-        concerned = [entry.request.request_id for entry in plan.entries] if plan else list(self._suspects)[:1]
-        suspects = [name for name in concerned or self._requests if name in self._requests]
-        self._suspects = deque(name for name in self._suspects if name not in suspects)
-        if len(suspects) > 1:
-            self._suspects = deque(suspects)
-            return
-        for name in suspects:
+        """Count a failure, and end the request whose fault it is, once that is known."""
+        failures = self._suspects.failures + 1
+        _LOG.error("a step failed (%d); requests go on from what they said", failures, exc_info=error)
+        for name in self._suspects.failed(plan, self._requests.keys()):
             running = self._requests[name]
             reason = f"its steps failed again and again: {error!r}"
             running.transcript.fail(reason, time.perf_counter(), internal=True)
             self._outputs.append(running.transcript.output())
             self._leave(running)
             self._speculators.observe(StepReport([Outcome(name, (), finished=True)]))
-        if not self._suspects:
-            self._failures = 0
 
     def _recover(self) -> None:
         """After a step that was cut short: texts are what was said, and nothing in a cache is trusted."""

@@ -47,7 +47,7 @@ WITHOUT_TORCH = (
     *("tokenizer", "hub", "progress", "tree", "grammar", "processors", "plan", "verify", "speculate.limits"),
     *("engine.scheduler", "engine.kv_blocks", "engine.sequence", "engine.transcript", "engine.trace"),
     *("engine.trace_file", "serve.page_files", "serve.trace_server", "cli.view"),
-    *("engine.metrics", "engine.admission", "engine.intake", "engine.loop"),
+    *("engine.metrics", "engine.admission", "engine.intake", "engine.loop", "engine.suspects"),
     *("serve.reader", "serve.reasoning", "serve.tools", "serve.engine_child"),
     *(
         "kernels.cgroups",
