@@ -12,7 +12,7 @@ _PATIENCE: Final = 3  # failures, until requests are run alone to find out whose
 
 
 class Suspects:
-    """After a few failures in a row each request concerned runs alone, and whose own step fails is at fault."""
+    """After a few failures in a row each request concerned runs alone, to see whose own step fails."""
 
     def __init__(self) -> None:
         self._failures = 0  # steps that raised, until some in a row have not
