@@ -38,7 +38,6 @@ from specinfer.speculate.speculator import Outcome
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
-from specinfer.verify.logprobs import report
 from specinfer.verify.pairs import Verifier
 
 _LOG = logging.getLogger(__name__)
@@ -270,10 +269,7 @@ class Engine:
         top = laws.request.params.logprobs
         if top is None:
             return []
-        return [
-            report(laws.logprobs(node), token, top, self._tokenizer)
-            for node, token in zip((0, *acceptance.path), tokens, strict=False)
-        ]
+        return laws.reports((0, *acceptance.path)[: len(tokens)], tokens, top, self._tokenizer)
 
     def _advance(self, plan: StepPlan, answers: Sequence[_Answer]) -> None:
         """What the next plan needs of a step: ids, KV and processors."""

@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from specinfer.errors import DrawRuleError, IntegrityError, LogitsError, RequestError, UserError
 from specinfer.plan import PlanEntry
 from specinfer.processors.changes import NOTHING, RowChanges
+from specinfer.request import Logprobs
 from specinfer.runtime.flight import Flight
+from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.law import Law
 from specinfer.verify.logit_block import LogitBlock
-from specinfer.verify.logprobs import processed_logprobs, raw_logprobs
+from specinfer.verify.logprobs import processed_logprobs, report
 from specinfer.verify.multistep import seeded_coin, verify_multistep
 from specinfer.verify.pairs import Verifier
 from specinfer.verify.scan import ASK, NO_TOKEN, Ask, ask
@@ -101,11 +103,18 @@ class TargetLaws:
             return point_mass(self.tree.token_ids[node], self._flight.vocab)
         return target_law(self.logits(node), self.request.params, self._flight.scan)
 
-    def logprobs(self, node: int) -> NDArray[np.float64]:
-        """Log-probabilities of the token after `node`, [vocab], raw or processed as the request says."""
-        if self.request.params.logprobs_mode == "raw":
-            return raw_logprobs(self._flight.row(self.row(node)))
-        return processed_logprobs(self.logits(node), self.request.params)
+    def reports(
+        self, nodes: Sequence[int], tokens: Sequence[int], top: int, tokenizer: Tokenizer
+    ) -> list[Logprobs]:
+        """Log-probabilities of the token after each of these nodes, raw or processed as the request says."""
+        params = self.request.params
+        if params.logprobs_mode == "raw":
+            scores = self._flight.scores([self.row(node) for node in nodes], tokens, top)
+            return [scores.report(place, tokenizer.text_of) for place in range(len(nodes))]
+        return [
+            report(processed_logprobs(self.logits(node), params), token, top, tokenizer)
+            for node, token in zip(nodes, tokens, strict=True)
+        ]
 
     def is_over(self, node: int) -> bool:
         """Whether the text ends with `node`."""

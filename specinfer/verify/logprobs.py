@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,15 @@ class Scores(NamedTuple):
     def put(self, places: slice | NDArray[np.int64], part: Scores) -> None:
         """Write the rows of `part` to these places."""
         self.ids[places], self.logprobs[places], self.ranks[places] = part
+
+    def report(self, row: int, text_of: Callable[[int], str]) -> Logprobs:
+        """What is known at a row, the token itself first; `text_of` says what a token is as text."""
+        columns = self.ids[row].tolist(), self.logprobs[row].tolist(), self.ranks[row].tolist()
+        return {
+            token: Logprob(logprob, rank, text_of(token))
+            for token, logprob, rank in zip(*columns, strict=True)
+            if token != NO_TOKEN
+        }
 
 
 def score(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, overload
 
-from specinfer.request import Logprob, Logprobs
+from specinfer.request import Logprobs
 from specinfer.verify.logprobs import Scores
 from specinfer.verify.scan import NO_TOKEN
 
@@ -58,12 +58,7 @@ class PromptLogprobs(Sequence[Logprobs | None]):
         if not self._known[place]:
             return None
         assert self._scores is not None
-        ids, logprobs, ranks = (column[place].tolist() for column in self._scores)
-        return {
-            token: Logprob(logprob, rank, self._texts[token])
-            for token, logprob, rank in zip(ids, logprobs, ranks, strict=True)
-            if token != NO_TOKEN
-        }
+        return self._scores.report(place, self._texts.__getitem__)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, (str, bytes)):
