@@ -207,6 +207,8 @@ def _strings(name: str, values: object) -> tuple[str, ...]:
 def _token_ids(name: str, values: object) -> tuple[int, ...]:
     allowed = "token ids >= 0"
     items = _items(name, values, allowed)
+    if set(map(type, items)) == {int} and min(items) >= 0:
+        return items
     for token in items:
         if not _is_integer(token) or token < 0:
             raise RequestError(f"{name} has {token!r}; allowed: {allowed}", name)

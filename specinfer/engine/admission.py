@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -185,9 +185,9 @@ class Admission:
                 f"{' and '.join(bans)} leave no token to begin with; relax one of them", bans[0]
             )
 
-    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
-        for token in token_ids:
-            if not 0 <= token < self._vocab:
-                raise RequestError(
-                    f"{name} has token id {token}, outside the model's vocabulary of {self._vocab} tokens"
-                )
+    def _check_ids(self, name: str, token_ids: Collection[int]) -> None:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab:
+            token = next(token for token in token_ids if not 0 <= token < self._vocab)
+            raise RequestError(
+                f"{name} has token id {token}, outside the model's vocabulary of {self._vocab} tokens"
+            )

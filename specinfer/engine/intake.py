@@ -194,6 +194,8 @@ def _prompt_ids(prompt: object) -> list[int]:
     ids: list[Any] = [prompt]
     if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping)):
         ids = list(prompt)
+    if set(map(type, ids)) == {int}:  # as tokenizers and JSON have them: others are looked at one by one
+        return ids
     for token in ids:
         if not _is_id(token):
             raise RequestError(f"a prompt has {token!r} among its token ids; allowed: text, or integers")
