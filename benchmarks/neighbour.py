@@ -39,7 +39,7 @@ ORDINARY: Final = "an ordinary prompt"
 LARGE: Final[Mapping[str, Mapping[str, Any]]] = {
     ORDINARY: {},
     "prompt_logprobs 20": {"prompt_logprobs": 20},
-    "an ordinary prompt, n 16": {"n": 16},
+    f"{ORDINARY}, n 16": {"n": 16},
     "prompt_logprobs 20, n 16": {"prompt_logprobs": 20, "n": 16},
     "a prediction of 2 MiB, n 16": {"prediction": "several words " * 149_797, "n": 16},
 }
@@ -173,21 +173,21 @@ def memory_of(server: Server) -> int:
 
 def page_of_requests(study: Study) -> list[str]:
     settings = study.settings
-    usual = statistics.median(study.cells[ORDINARY]["seconds"])
     lines = [
         f"# First tokens beside one large request: {settings['model']}",
         "",
         f"Short requests one after the other beside one of {settings['prompt_tokens']:,} prompt tokens, "
         f"{settings['rounds']} rounds, {settings['quantization']}.",
         "",
-        f"| beside | median s | longest s | of {ORDINARY} | MiB before | after |",
+        "| beside | median s | longest s | of beside an ordinary one of its n | MiB before | after |",
         "|---|---|---|---|---|---|",
     ]
     for name, cell in study.cells.items():
-        seconds = cell["seconds"]
-        middle = statistics.median(seconds)
+        usual = study.cells[f"{ORDINARY}, n 16" if "n" in LARGE[name] else ORDINARY]
+        times = [(f(cell["seconds"]), f(usual["seconds"])) for f in (statistics.median, max)]
         memory = [f"{cell[key] / 2**20:,.0f}" for key in ("memory_before", "memory_after")]
-        lines.append(row(name, f"{middle:.2f}", f"{max(seconds):.2f}", f"{middle / usual:.2f}", *memory))
+        ratios = ", ".join(f"{own / other:.2f}" for own, other in times)
+        lines.append(row(name, *(f"{own:.2f}" for own, _ in times), ratios, *memory))
     return lines
 
 
