@@ -53,9 +53,10 @@ class SamplingParams:
     grammar: str | None = None  # Lark or EBNF
     preamble: str | None = None  # Lark rules, whose rule `preamble` is what stands before the form
 
-    max_tokens: int = 128
+    max_tokens: int = 128  # 0 computes the prompt alone, for prompt_logprobs say
     min_tokens: int = 0  # no end of text, stop token or stop string before this many tokens
     stop: tuple[str, ...] = ()  # cut before the first of these strings
+    include_stop_str_in_output: bool = False  # cut behind the stop string instead
     stop_token_ids: tuple[int, ...] = ()  # end after one of these; the token is kept out of the text
     ignore_eos: bool = False
     visible_token_ids: tuple[int, ...] = ()  # special tokens whose names stand in the text
@@ -147,10 +148,11 @@ class SamplingParams:
         self._set("stop", _strings("stop", self.stop))
         for name in ("stop_token_ids", "visible_token_ids"):
             self._set(name, _token_ids(name, getattr(self, name)))
-        self._integer("max_tokens", lambda n: n > 0, "an integer >= 1")
+        self._integer("max_tokens", lambda n: n >= 0, "an integer >= 0")
         self._integer("min_tokens", lambda n: n >= 0, "an integer >= 0")
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos is {self.ignore_eos!r}; allowed: True or False", "ignore_eos")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {getattr(self, name)!r}; allowed: True or False", name)
         if self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); lower it",

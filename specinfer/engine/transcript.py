@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from specinfer.engine.stop_strings import StopStrings
 from specinfer.errors import RequestError
 from specinfer.request import FinishReason, Logprobs, Request, RequestOutput, SpeculationFigures, Timing
 from specinfer.tokenizer import Detokenizer, Tokenizer
@@ -30,8 +31,7 @@ class Transcript:
         self._ending = ending  # end-of-text (unless ignored) and stop token ids
         self._max_context = max_context
         self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params.visible_token_ids)
-        self._stop = request.params.stop
-        self._longest_stop = max((len(s) for s in self._stop), default=0)
+        self._stops = StopStrings(request.params.stop)
         self._text = ""  # final text; a stop string's beginning may be held back at its end
         self._shown = 0  # characters of _text already handed out
         self.token_ids: list[int] = []
@@ -149,37 +149,32 @@ class Transcript:
         reason = self._end_after(token, count)
         if reason is FinishReason.STOP:
             self._end(reason, flush=True)
-            return
-        before = len(self._text)
-        self._text += self._detokenizer.push((token,))
-        if count >= self.request.params.min_tokens and self._cut_at_stop_string(before):
+        elif self._grow(self._detokenizer.push((token,)), may_stop=count >= self.request.params.min_tokens):
             self._end(FinishReason.STOP, flush=False)
         elif reason is not None:
             self._end(reason, flush=True)
 
     def _end(self, reason: FinishReason, *, flush: bool) -> None:
         if flush:
-            before = len(self._text)
-            self._text += self._detokenizer.flush()
-            self._cut_at_stop_string(before)
+            self._grow(self._detokenizer.flush(), may_stop=True)
         self.finish_reason = reason
 
-    def _cut_at_stop_string(self, before: int) -> bool:
-        """Whether a stop string ends in what came after `before`; the text is cut in front of the first."""
-        found = [
-            at for s in self._stop if (at := self._text.find(s, max(0, before - len(s) + 1))) >= 0
-        ]  # each from where its own end can first be new: one that min_tokens let pass stays text
-        if found:
-            self._text = self._text[: min(found)]
-        return bool(found)
+    def _grow(self, text: str, *, may_stop: bool) -> bool:
+        """Add text; whether a stop string ends in it, at which the text is cut then.
+
+        One that ends where it may not stop the text, as min_tokens says, stays text.
+        """
+        self._text += text
+        found = self._stops.feed(text)
+        if found is None or not may_stop:
+            return False
+        start, end = found
+        self._text = self._text[: end if self.request.params.include_stop_str_in_output else start]
+        return True
 
     def _safe_length(self) -> int:
         """How much of the text no stop string can still take back."""
-        for held in range(min(self._longest_stop - 1, len(self._text)), 0, -1):
-            tail = self._text[-held:]
-            if any(s.startswith(tail) for s in self._stop):
-                return len(self._text) - held
-        return len(self._text)
+        return len(self._text) - self._stops.held
 
     def _count(self, tree: TokenTree, acceptance: Acceptance, kept: int) -> None:
         figures = self.figures

@@ -31,8 +31,9 @@ from specinfer.sampling_params import SamplingParams
         ({"seed": -1}, "seed is -1; allowed: an integer in [0, 2**63)"),
         ({"seed": 1 << 63}, f"seed is {1 << 63}; allowed: an integer in [0, 2**63)"),
         ({"seed": "x"}, "seed is 'x'; allowed: an integer in [0, 2**63)"),
-        ({"max_tokens": 0}, "max_tokens is 0; allowed: an integer >= 1"),
-        ({"max_tokens": None}, "max_tokens is None; allowed: an integer >= 1"),
+        ({"max_tokens": -1}, "max_tokens is -1; allowed: an integer >= 0"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output is 1; allowed: True or False"),
+        ({"max_tokens": None}, "max_tokens is None; allowed: an integer >= 0"),
         ({"min_tokens": -1}, "min_tokens is -1; allowed: an integer >= 0"),
         (
             {"min_tokens": 9, "max_tokens": 8},

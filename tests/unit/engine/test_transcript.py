@@ -120,3 +120,38 @@ def test_figures_count_steps_after_the_first_token_and_give_credit(tokenizer: To
     assert figures.accepted_by == {"guesser": 2, "other": 1}
     assert figures.proposed_by == {"guesser": 4, "other": 4}
     assert t.output().timing.ttft == 1.0
+
+
+@pytest.mark.parametrize(
+    ("params", "said", "text"),
+    [
+        ({"stop": "lo"}, "hello there", "hello"),
+        ({"stop": ("there", "ell")}, "hello there", "hell"),
+        ({"stop": ("ab", "abc")}, "xabc", "xab"),
+        ({"stop": "l", "min_tokens": 4}, "hello lo", "hell"),
+        ({"stop": "zzz", "max_tokens": 3}, "hello", "hel"),
+        ({}, b"hi\x03there", "hi"),
+        ({"stop": "é!"}, "né! and", "né!"),
+    ],
+)
+def test_a_stop_string_may_stay_in_the_text(
+    tokenizer: Tokenizer, params: dict[str, Any], said: str | bytes, text: str
+) -> None:
+    t = transcript(tokenizer, include_stop_str_in_output=True, **params)
+    pieces = say(t, said)
+    assert t.output().text == text
+    assert "".join(pieces) == text  # nothing comes twice or is missing, wherever a piece ends
+
+
+def test_a_stop_string_in_the_middle_of_a_token_ends_the_text_there(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path))
+    special = tokenizer.special_id("<s>")
+    assert special is not None
+    for included, text in ((False, "a"), (True, "a<")):
+        params = SamplingParams(
+            temperature=0, stop="<", include_stop_str_in_output=included, visible_token_ids=(special,)
+        )
+        t = Transcript(Request("r", (65,), params, 0), tokenizer, ending=frozenset(), max_context=9, now=0.0)
+        for token in (ord("a"), special):
+            t.commit(single_node(0), Acceptance((), token), now=1.0)
+        assert (t.output().text, t.finish_reason) == (text, FinishReason.STOP)
