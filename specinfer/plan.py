@@ -41,6 +41,11 @@ class PlanEntry:
         """Whether this entry ends in a tree, and so yields tokens."""
         return self.max_nodes > 0
 
+    @property
+    def ends_with_prompt(self) -> bool:
+        """Whether the request ends with this step: its prompt is computed, and it wants no token."""
+        return self.room == 0 and self.end == len(self.token_ids)
+
     def lets_guess(self, speculator: str) -> bool:
         """Whether the speculator of this name may guess for it."""
         return self.speculators is None or speculator in self.speculators

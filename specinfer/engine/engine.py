@@ -307,6 +307,14 @@ class Engine:
             self._outputs.append(transcript.output())
             if finished:
                 self._leave(running)
+        for entry in launched.plan.entries:
+            if entry.ends_with_prompt:
+                running = self._requests[entry.request.request_id]
+                running.transcript.cached_tokens = running.sequence.cached_tokens
+                running.transcript.end_with_prompt(now)
+                outcomes.append(Outcome(entry.request.request_id, (), finished=True))
+                self._outputs.append(running.transcript.output())
+                self._leave(running)
         return outcomes
 
     def _hear(self, launched: _Launched, answers: Sequence[_Answer]) -> None:

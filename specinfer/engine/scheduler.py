@@ -181,11 +181,12 @@ class Scheduler:
 
     def _nodes_wanted(self, sequence: SequenceState, end: int) -> int:
         """The nodes of the tree behind a text that is computed up to `end`, as far as only it counts."""
-        if end < len(sequence.token_ids):
+        room = sequence.room(self._max_context)
+        if end < len(sequence.token_ids) or room == 0:
             return 0
         # A prefill ends in a one-node tree: the first token does not wait for the speculators.
         prefill = sequence.uncomputed > 1 or sequence.num_output == 0
-        alone = prefill or sequence.room(self._max_context) < 2  # the bonus token is the last
+        alone = prefill or room < 2  # the bonus token is the last
         return 1 if alone else min(self._tree_nodes, sequence.tree_nodes)
 
     def _entry(self, sequence: SequenceState, end: int, nodes: int) -> PlanEntry:

@@ -38,7 +38,8 @@ class Suspects:
 
         `known` are the requests that have not ended.
         """
-        if not self._failures or not plan.tree_entries:  # a text that is read again may fail where it did
+        came = plan.tree_entries or any(entry.ends_with_prompt for entry in plan.entries)
+        if not self._failures or not came:  # a text that is read again may fail where it did
             return
         self._good_steps += 1
         if self._waiting:

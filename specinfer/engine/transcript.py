@@ -98,6 +98,11 @@ class Transcript:
             self._finished = now
         return tokens[:kept]
 
+    def end_with_prompt(self, now: float) -> None:
+        """End a request that wants no token, once its prompt is computed."""
+        self._end(FinishReason.LENGTH, flush=False)
+        self._finished = now
+
     def fail(self, error: str, now: float, *, internal: bool) -> None:
         """End the request where it stands.
 

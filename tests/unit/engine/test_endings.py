@@ -8,6 +8,7 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.errors import RequestError
+from specinfer.request import FinishReason
 from specinfer.speculate.policy.speculation_policy import StepReport
 from tests.engines import Tiny, assert_idle, engine_of, slow_generate, write_tiny
 
@@ -77,3 +78,39 @@ def test_speculators_keep_nothing_of_a_request_that_left(tiny: Tiny, ending: str
     assert [finished for name, finished in told if name == first.request_id].count(True) == 1
     by_name = {s.name: s for s in engine_of(llm)._speculators._speculators}  # type: ignore[attr-defined]
     assert (by_name["0-similar"]._memory, by_name["ngram"]._indexes) == ({}, {})
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 5, "max_batch_size": 4, "block_size": 4}])
+@pytest.mark.parametrize("speculation", SPECULATION)
+def test_a_request_may_want_no_token(tiny: Tiny, speculation: str, limits: dict[str, int]) -> None:
+    llm = tiny.llm(**SPECULATION[speculation], **limits)
+    told: list[str] = []
+    observe = engine_of(llm)._speculators.observe
+
+    def heard(report: StepReport) -> None:
+        told.extend(outcome.request_id for outcome in report.outcomes if outcome.finished)
+        observe(report)
+
+    engine_of(llm)._speculators.observe = heard  # type: ignore[method-assign]
+    some, none = SamplingParams(temperature=0, max_tokens=9), SamplingParams(max_tokens=0, n=2)
+    expected = tiny.llm().generate(PROMPTS, some)
+    batch = [*zip(PROMPTS, [some] * 3, strict=True), *zip(PROMPTS, [none] * 3, strict=True)]
+    outputs = llm.generate([prompt for prompt, _ in batch], [params for _, params in batch])
+    assert [output.token_ids for output in outputs[:3]] == [output.token_ids for output in expected]
+    empty = [one for output in outputs[3:] for one in output.outputs]
+    assert {(one.text, one.token_ids, one.finish_reason) for one in empty} == {("", (), FinishReason.LENGTH)}
+    assert len(empty) == 6
+    assert all(one.finished and one.timing.finished for one in empty)
+    assert sorted(told) == sorted(one.request_id for output in outputs for one in output.outputs)
+    llm.check_integrity()
+    assert_idle(llm)
+
+
+def test_a_prompt_that_was_computed_for_no_token_is_found_again(tiny: Tiny) -> None:
+    llm = tiny.llm(block_size=4)
+    llm.generate([PROMPTS[1]], SamplingParams(max_tokens=0))
+    (output,) = llm.generate([PROMPTS[1]], SamplingParams(temperature=0, max_tokens=3))
+    assert output.cached_tokens == 8
+    assert output.token_ids == tiny.llm().generate([PROMPTS[1]], SamplingParams(temperature=0, max_tokens=3))[
+        0
+    ].token_ids

@@ -73,3 +73,21 @@ def test_asking_for_logprobs_changes_no_text(llms: dict[str, LLM]) -> None:
         asked = llms["both"].generate(PROMPTS, params_of(name, logprobs=0, prompt_logprobs=0))
         assert tokens(asked) == tokens(plain)
         assert all(len(found) == 1 for o in asked for found in o.logprobs or ())
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 7, "max_batch_size": 4}])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_prompt_is_scored_as_a_plain_pass_scores_it(
+    tiny: Tiny, oracle: Oracle, max_tokens: int, limits: dict[str, int]
+) -> None:
+    params = params_of("nothing", max_tokens=max_tokens, prompt_logprobs=1, n=2)
+    outputs = tiny.llm(**{**SPECULATION["both"], **limits}).generate(PROMPTS, params)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        for one in output.outputs:
+            assert len(one.token_ids) == max_tokens
+            assert one.prompt_logprobs is not None
+            assert len(one.prompt_logprobs) == len(prompt)
+            assert one.prompt_logprobs[0] is None
+            for i in range(1, len(prompt)):
+                expected = reported(logprobs(oracle.row(tuple(prompt[:i]))), prompt[i], 1)
+                assert_reports(one.prompt_logprobs[i], expected, tiny)
