@@ -107,10 +107,7 @@ def test_a_request_may_want_no_token(tiny: Tiny, speculation: str, limits: dict[
 
 
 def test_a_prompt_that_was_computed_for_no_token_is_found_again(tiny: Tiny) -> None:
-    llm = tiny.llm(block_size=4)
+    llm, params = tiny.llm(block_size=4), SamplingParams(temperature=0, max_tokens=3)
     llm.generate([PROMPTS[1]], SamplingParams(max_tokens=0))
-    (output,) = llm.generate([PROMPTS[1]], SamplingParams(temperature=0, max_tokens=3))
-    assert output.cached_tokens == 8
-    assert output.token_ids == tiny.llm().generate([PROMPTS[1]], SamplingParams(temperature=0, max_tokens=3))[
-        0
-    ].token_ids
+    (output,), (alone,) = (one.generate([PROMPTS[1]], params) for one in (llm, tiny.llm()))
+    assert (output.cached_tokens, output.token_ids) == (8, alone.token_ids)

@@ -38,9 +38,7 @@ def slow_found(text: str, before: int, strings: Sequence[str]) -> tuple[int, int
 def test_what_is_found_and_held_is_what_a_slow_search_says(letters: str) -> None:
     draw = random.Random(letters)
     for _ in range(300):
-        strings = [
-            "".join(draw.choices(letters, k=draw.randint(1, 5))) for _ in range(draw.randint(0, 4))
-        ]
+        strings = ["".join(draw.choices(letters, k=draw.randint(1, 5))) for _ in range(draw.randint(0, 4))]
         stops, text = StopStrings(strings), ""
         for _ in range(12):
             piece = "".join(draw.choices(letters, k=draw.randint(0, 4)))
