@@ -17,7 +17,7 @@ from specinfer.serve.chat_prompt import ChatPrompt
 from specinfer.serve.completions import FINGERPRINT
 from specinfer.serve.dialect import AnswerReader
 from specinfer.serve.event_stream import event
-from specinfer.serve.reported_logprobs import chat_logprobs, prompt_logprobs
+from specinfer.serve.reported_logprobs import chat_logprobs, reported_prompt
 from specinfer.serve.service import Service
 from specinfer.serve.tools.events import ArgumentsPiece, CallStarted, Content, Event, Thought
 from specinfer.serve.usage import Tally
@@ -78,12 +78,11 @@ class Chat:
                 async for number, delta in answers:
                     self._tally.add(delta, number)
                     piece = self._piece(delta, readers[number])
-                    if delta.prompt_logprobs is not None:
+                    if delta.prompt_logprobs is not None and fields.prompt_logprobs is not None:
                         # Once for the prompt, and in a thread: it is as long as its prompt.
-                        reports = delta.prompt_logprobs if number == 0 else ()
-                        piece["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs, reports) or None
-                    told = piece["delta"] or piece["finish_reason"] or piece["logprobs"]
-                    if told or fields.trace or "prompt_logprobs" in piece:
+                        reports, top = delta.prompt_logprobs if number == 0 else (), fields.prompt_logprobs
+                        piece["prompt_logprobs"] = await asyncio.to_thread(reported_prompt, reports, top) or None
+                    if any(piece.values()) or fields.trace or "prompt_logprobs" in piece:
                         yield number, piece
         except ApiError as error:
             raise prompt.blamed(error) from None

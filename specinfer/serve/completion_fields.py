@@ -33,11 +33,6 @@ class CompletionFields(SamplingFields):
     def check(self) -> None:
         """Refuse what cannot be honoured."""
         super().check()
-        if self.echo and self.logprobs is not None:
-            raise ApiError(
-                "echo and logprobs are given; ask for prompt_logprobs to see how likely the prompt is",
-                param="echo",
-            )
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError(
                 f"best_of is {self.best_of}; it is not offered beyond n: set n and logprobs, and choose the "

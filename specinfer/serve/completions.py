@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.chat_fields import Prediction
 from specinfer.serve.completion_fields import CompletionFields
 from specinfer.serve.event_stream import event
-from specinfer.serve.reported_logprobs import CompletionLogprobs, prompt_logprobs
+from specinfer.serve.reported_logprobs import CompletionLogprobs, reported_prompt
 from specinfer.serve.service import Service
 from specinfer.serve.usage import Tally, count_tokens
 from specinfer.serve.work import Delta
@@ -71,20 +71,26 @@ class Completions:
             await service.encode(one, "prompt") if isinstance(one, str) else tuple(one) for one in self._given
         ]
         self._tally.prompt_tokens = count_tokens(self._prompts)
-        service.check_reports(self._tally.prompt_tokens, fields.prompt_logprobs)
+        service.check_reports(self._tally.prompt_tokens, self._scored)
         params = [self._params(prompt) for prompt in self._prompts]
         answers = service.answer(self._prompts, params, traced=bool(fields.trace))
         begun: set[int] = set()
         async with aclosing(answers):
             async for number, delta in answers:
                 self._tally.add(delta, number)
-                choice = self._choice(number, delta, first=number not in begun)
-                if delta.prompt_logprobs is not None and fields.prompt_logprobs is not None:
-                    # Once for a prompt, and in a thread: it is as long as its prompt.
-                    reports = delta.prompt_logprobs if number % self._n == 0 else ()
-                    choice["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs, reports) or None
-                yield choice
+                first = number not in begun
+                if delta.prompt_logprobs is None:
+                    yield self._choice(number, delta, first=first)
+                else:  # in a thread: it is as long as its prompt
+                    yield await asyncio.to_thread(self._choice, number, delta, first=first)
                 begun.add(number)
+
+    @property
+    def _scored(self) -> int | None:
+        """How many of the likeliest tokens are wanted of each of the prompts' tokens; None for no figures."""
+        fields = self._fields
+        asked = [fields.prompt_logprobs, fields.logprobs if fields.echo else None]
+        return max((most for most in asked if most is not None), default=None)
 
     def _params(self, prompt: tuple[int, ...]) -> SamplingParams:
         fields = self._fields
@@ -93,22 +99,37 @@ class Completions:
         return fields.params(
             max_tokens=min(_USUAL_TOKENS, room) if fields.max_tokens is None else fields.max_tokens,
             logprobs=fields.logprobs,
+            prompt_logprobs=self._scored,
             prediction=guess.text if isinstance(guess, Prediction) else guess,
         )
 
     def _choice(self, number: int, delta: Delta, *, first: bool) -> dict[str, Any]:
-        fields, tokenizer = self._fields, self._service.tokenizer
+        fields = self._fields
         choice: dict[str, Any] = {"index": number, "text": delta.text, "logprobs": None}
-        if fields.logprobs is not None:
-            shape = self._logprobs.setdefault(number, CompletionLogprobs(fields.logprobs))
-            texts = [tokenizer.text_of(token) for token in delta.token_ids]
-            choice["logprobs"] = shape.add(delta.logprobs, texts)
+        told, logprobs = delta.token_ids, delta.logprobs
         if fields.echo and first:
-            choice["text"] = tokenizer.decode(self._prompts[number // self._n]) + choice["text"]
+            prompt = self._prompts[number // self._n]
+            choice["text"] = self._service.tokenizer.decode(prompt) + delta.text
+            told, logprobs = (*prompt, *told), (*(delta.prompt_logprobs or [None] * len(prompt)), *logprobs)
+        if fields.logprobs is not None:
+            shape = self._logprobs.get(number)
+            if shape is None:
+                shape = self._logprobs[number] = self._shape(fields.logprobs, told)
+            choice["logprobs"] = shape.add(told, logprobs)
         choice["finish_reason"] = None if delta.finish_reason is None else delta.finish_reason.value
         if fields.trace:
             choice["trees"] = list(delta.trees)
+        if delta.prompt_logprobs is not None and fields.prompt_logprobs is not None:
+            reports = delta.prompt_logprobs if number % self._n == 0 else ()  # once for a prompt
+            choice["prompt_logprobs"] = reported_prompt(reports, fields.prompt_logprobs) or None
         return choice
+
+    def _shape(self, top: int, tokens: Sequence[int]) -> CompletionLogprobs:
+        """The shape of a choice's log-probabilities, which begin with those of `tokens`."""
+        tokenizer = self._service.tokenizer
+        text = b"".join(tokenizer.token_bytes[token] for token in tokens) if self._fields.echo else b""
+        cut = text.startswith(b" ") and tokenizer.token_bytes.strips_first_space
+        return CompletionLogprobs(top, tokenizer, behind=int(cut))
 
     def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

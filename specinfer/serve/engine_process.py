@@ -68,6 +68,7 @@ class _Answer:
         """What is new in `output`."""
         since, self._sent = self._sent, len(output.token_ids)
         trees, self.trees = tuple(self.trees), []
+        # The whole prompt is computed before the first token; behind a restart it was told before.
         begun, self._begun = self._begun, True
         return Delta(
             self.work.id,
@@ -80,7 +81,7 @@ class _Answer:
             output.error,
             internal_error=output.internal_error,
             figures=output.figures if output.finished else None,
-            prompt_logprobs=None if begun else output.prompt_logprobs,
+            prompt_logprobs=output.prompt_logprobs if since == 0 and not begun else None,
             cached_tokens=output.cached_tokens,
         )
 

@@ -20,7 +20,8 @@ def chat_logprobs(logprobs: Iterable[Logprobs], top: int, tokenizer: Tokenizer) 
         return {
             "token": one.text,
             "logprob": finite(one.logprob),
-            "bytes": list(tokenizer.token_bytes[token]),
+            # A special token stands for no text; its bytes are those of its name.
+            "bytes": list(tokenizer.token_bytes[token] or one.text.encode()),
         }
 
     found = []
@@ -30,28 +31,55 @@ def chat_logprobs(logprobs: Iterable[Logprobs], top: int, tokenizer: Tokenizer) 
     return found
 
 
-class CompletionLogprobs:
-    """The older shape: parallel lists, with where each token begins in the text."""
+def reported_prompt(logprobs: Iterable[Logprobs | None], top: int) -> list[dict[str, Any] | None]:
+    """A prompt's log-probabilities as vLLM has them: token id -> its figures, None for the first token."""
 
-    def __init__(self, top: int) -> None:
-        self._top = top
-        self._offset = 0
-
-    def add(self, logprobs: Sequence[Logprobs | None], texts: Sequence[str]) -> dict[str, Any]:
-        """The lists for the next tokens; None for the prompt's first, of which nothing is known."""
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
+    def told(of_token: Logprobs) -> dict[str, Any]:
+        [chosen, *_] = of_token.items()
         return {
-            "tokens": list(texts),
+            str(token): {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": one.text}
+            for token, one in dict([chosen, *_likeliest(of_token, top)]).items()
+        }
+
+    return [None if of_token is None else told(of_token) for of_token in logprobs]
+
+
+class CompletionLogprobs:
+    """The older shape: parallel lists, with where each token begins in the text.
+
+    `behind` is how many characters of the tokens' text are before the choice's: those that decoding takes
+    away in front of a prompt.
+    """
+
+    def __init__(self, top: int, tokenizer: Tokenizer, behind: int = 0) -> None:
+        self._top = top
+        self._tokenizer = tokenizer
+        self._offset = -behind
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> dict[str, Any]:
+        """The lists for the next tokens; None for the prompt's first, of which nothing is known."""
+        tokenizer, offsets = self._tokenizer, []
+        for token in token_ids:
+            offsets.append(max(self._offset, 0))
+            self._offset += _begun_characters(tokenizer.token_bytes[token])
+        return {
+            "tokens": [tokenizer.text_of(token) for token in token_ids],
             "token_logprobs": [None if one is None else finite(_chosen(one).logprob) for one in logprobs],
-            "top_logprobs": [
-                None if one is None else {p.text: finite(p.logprob) for _, p in _likeliest(one, self._top)}
-                for one in logprobs
-            ],
+            "top_logprobs": [None if one is None else self._likeliest(one) for one in logprobs],
             "text_offset": offsets,
         }
+
+    def _likeliest(self, of_token: Logprobs) -> dict[str, float]:
+        """The likeliest tokens by their text; of those that are written alike, the likelier."""
+        told: dict[str, float] = {}
+        for _, one in _likeliest(of_token, self._top):
+            told.setdefault(one.text, finite(one.logprob))
+        return told
+
+
+def _begun_characters(text: bytes) -> int:
+    """How many characters of UTF-8 begin in these bytes: one that began before them is not counted."""
+    return sum(byte & 0xC0 != 0x80 for byte in text)
 
 
 def _chosen(of_token: Logprobs) -> Logprob:
@@ -65,19 +93,6 @@ def _likeliest(of_token: Logprobs, top: int) -> list[tuple[int, Logprob]]:
 def finite(logprob: float) -> float:
     """A log-probability as JSON can write it."""
     return max(logprob, _NEVER)
-
-
-def prompt_logprobs(reports: Sequence[Logprobs | None]) -> list[dict[str, Any] | None]:
-    """A prompt's log-probabilities as vLLM has them: token id -> its figures, None for the first token."""
-    return [
-        None
-        if of_token is None
-        else {
-            str(token): {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": one.text}
-            for token, one in of_token.items()
-        }
-        for of_token in reports
-    ]
 
 
 class SharedPrompts:

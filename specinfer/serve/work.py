@@ -42,7 +42,7 @@ class Delta:
     parameter: str | None = None  # at fault, where the engine refused the work
     internal_error: bool = False  # the engine's or the model's, and not the request's own
     figures: SpeculationFigures | None = None  # of the whole answer, with its end
-    prompt_logprobs: Sequence[Logprobs | None] | None = None  # with its first tokens, of completion 0
+    prompt_logprobs: Sequence[Logprobs | None] | None = None  # with the first token, or without one
     cached_tokens: int = 0  # of the prompt
 
     @staticmethod

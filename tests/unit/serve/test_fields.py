@@ -129,7 +129,6 @@ def test_a_conversation_that_cannot_be_served(body: Any, param: str | None, said
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": "a", "logprobs": True}, "logprobs"),
         ({"prompt": "a", "prediction": {"text": "b"}}, "prediction"),
         ({"prompt": "a", "stream": False, "stream_options": {}}, "stream_options"),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from specinfer.request import FinishReason, Logprob, SpeculationFigures
 from specinfer.serve.work import Delta
 
@@ -12,6 +14,7 @@ FIRST = Delta(
 MIDDLE = Delta("w", "l", (5,))
 FIGURES = SpeculationFigures(steps=2)
 # Of another engine, which found nothing cached.
+PROMPT = (None, {7: Logprob(-2.0, 3, "p")})
 LAST = Delta("w", "lo", (3,), (), (), ((0, 0),), FinishReason.STOP, figures=FIGURES)
 
 
@@ -29,3 +32,9 @@ def test_several_deltas_are_one_with_everything_in_order() -> None:
         prompt_logprobs=PROMPT,
         cached_tokens=4,
     )
+
+
+def test_what_was_said_of_the_prompt_stays() -> None:
+    first = replace(FIRST, prompt_logprobs=PROMPT)
+    assert first.followed_by(LAST).prompt_logprobs == PROMPT
+    assert FIRST.followed_by(replace(LAST, prompt_logprobs=PROMPT)).prompt_logprobs == PROMPT
