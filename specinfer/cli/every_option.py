@@ -82,6 +82,7 @@ PURPOSES: Final = {
     "max_connections": "At once; more get 503.",
     "idle_timeout": "Seconds that a connection may say nothing.",
     "grace": "Seconds that answers in progress get after SIGTERM.",
+    "unknown_fields": "Of requests: error refuses them, ignore takes them out and says so once a name.",
     "stored_responses": "Answers that previous_response_id may name.",
     "call_format": "How the model writes tool calls; auto: as its chat template says.",
     "log_traffic": "A file that gets prompts and answers, to tune drafts on.",

@@ -23,6 +23,13 @@ _TYPES = {
     503: "server_error",
 }
 _LONGEST: Final = 100  # characters of what is told of a value or a name
+_LONGEST_MESSAGE: Final = 1000  # whatever a message repeats of a request
+_LAST: Final = 400  # characters of a longer message that are its end: what is allowed, and what to do
+_AS_JSON: Final = {  # where the library speaks of Python
+    "list_type": "Input should be a valid array",
+    "dict_type": "Input should be an object",
+    "model_type": "Input should be an object",
+}
 MOST_FAULTS: Final = 1000  # of a body that are told one from another: each becomes an object of its own
 
 
@@ -38,12 +45,14 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > _LONGEST_MESSAGE:
+            message = f"{message[: _LONGEST_MESSAGE - _LAST]}...{message[-_LAST:]}"
         super().__init__(message)
         self.status = status
         self.headers = headers
         kind = _TYPES.get(status, "invalid_request_error")
         self.body: dict[str, Any] = {
-            "error": {"message": message, "type": kind, "param": param, "code": code}
+            "error": {"message": message, "type": kind, "param": param and cut(param), "code": code}
         }
 
     @classmethod
@@ -68,19 +77,21 @@ class ApiError(Exception):
             if isinstance(part, int):
                 where += f"[{part}]"
             elif named or not _is_tag(part):
-                name = _cut(part)
+                name = cut(part)
                 where += f".{name}" if where else name
         if kind == "extra_forbidden":
             return cls(
-                f"{where or repr(where)} is no field of this endpoint; drop it",
+                f"{where or repr(where)} is no field of this endpoint; drop it, or serve with "
+                "--unknown-fields=ignore",
                 param=where,
                 code="unknown_parameter",
             )
         if kind == "json_invalid":
             return cls(f"the body is not JSON: {message}")
         if kind == "literal_error":
-            given, allowed = _shown(fault["input"]), fault["ctx"]["expected"]
+            given, allowed = shown(fault["input"]), fault["ctx"]["expected"]
             return cls(f"{where} is {given}; allowed: {allowed}", param=where)
+        message = _AS_JSON.get(kind, message)
         return cls(f"{where or 'the body'}: {message[:1].lower()}{message[1:]}", param=where or None)
 
     def response(self) -> Response:
@@ -114,14 +125,17 @@ async def tell_http_error(request: Request, error: Exception) -> Response:
     ).response()
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A JSON value, short enough to be told."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
-    return repr(_cut(value) if isinstance(value, str) else value)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(cut(value)) if isinstance(value, str) else cut(repr(value))
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """A text, short enough to be told."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 

@@ -92,7 +92,7 @@ def _add_openai_paths(app: FastAPI, service: Service) -> None:
         """A path that answers in one piece or as a stream."""
 
         async def endpoint(request: Request) -> Response:
-            fields = parse(kind, await request.body(), service.config.max_body)
+            fields = parse(kind, await request.body(), service.config.max_body, service.field_policy)
             answer = make(service, fields)
             if getattr(fields, "stream", None):
                 return await unless_gone(request, streamed(answer.events()))
@@ -159,7 +159,7 @@ def _add_token_paths(app: FastAPI, service: Service) -> None:
 
     def answering(path: str, kind: type[BaseModel], make: Callable[[Service, Any], Awaitable[Any]]) -> None:
         async def endpoint(request: Request) -> Response:
-            fields = parse(kind, await request.body(), service.config.max_body)
+            fields = parse(kind, await request.body(), service.config.max_body, service.field_policy)
             return JSONResponse(await make(service, fields))
 
         _add(app, path, endpoint, kind, bodies)

@@ -43,15 +43,12 @@ class Chat:
         async with aclosing(self._pieces()) as pieces:
             async for number, piece in pieces:
                 answers[number].add(piece)
-        return self._object("chat.completion", [one.choice(i) for i, one in enumerate(answers)]) | {
-            "usage": self._tally.usage(),
-            "metrics": self._tally.metrics(),
-        }
+        told = self._object("chat.completion", [one.choice(i) for i, one in enumerate(answers)])
+        return told | self._tally.report(steps=bool(self._fields.trace))
 
     async def events(self) -> AsyncGenerator[str]:
         """The answer as the events of a stream."""
-        options = self._fields.stream_options
-        usage = options is not None and bool(options.include_usage)
+        fields = self._fields
         begun: set[int] = set()
         async with aclosing(self._pieces()) as pieces:
             async for number, piece in pieces:
@@ -59,9 +56,10 @@ class Chat:
                     begun.add(number)
                     piece["delta"] = {"role": "assistant", "content": ""} | piece["delta"]
                 chunk = self._object("chat.completion.chunk", [{"index": number} | piece])
-                yield event(chunk | ({"usage": None} if usage else {}))
-        if usage:
-            last = {"usage": self._tally.usage(), "metrics": self._tally.metrics()}
+                so_far = self._tally.usage() if fields.usage_in_chunks else None
+                yield event(chunk | ({"usage": so_far} if fields.usage_in_stream else {}))
+        if fields.usage_in_stream:
+            last = self._tally.report(steps=bool(fields.trace))
             yield event(self._object("chat.completion.chunk", []) | last)
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, dict[str, Any]]]:

@@ -146,13 +146,6 @@ class ChatFields(ConversationFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     reasoning_effort: str | None = Field(None, description="Handed to the model's chat template.")
 
-    # Fields of OpenAI's API that change nothing here at these values, and are refused at others.
-    modalities: Items[Literal["text"]] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None  # prefixes are found by their text; cache_salt keeps users apart
-
     def check(self) -> None:
         """Refuse what contradicts itself."""
         super().check()
@@ -164,16 +157,16 @@ class ChatFields(ConversationFields):
                     f"content is required of a message of role {message.role!r}; give a text",
                     param=f"messages[{i}].content",
                 )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs: true; add it", param="top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens):
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
             raise ApiError(
-                "max_tokens and max_completion_tokens are given; give one of them", param="max_tokens"
+                "max_tokens and max_completion_tokens are given, and differ; give one of them",
+                param="max_tokens",
             )
-        if not self.tools:
-            for name in ("tool_choice", "parallel_tool_calls"):
-                if getattr(self, name) not in (None, "none"):
-                    raise ApiError(f"{name} needs tools; add them", param=name)
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise ApiError("tool_choice needs tools; add them", param="tool_choice")
 
     @property
     def described_tools(self) -> list[dict[str, Any]]:
@@ -182,8 +175,8 @@ class ChatFields(ConversationFields):
 
     @property
     def chosen_tool(self) -> str | dict[str, Any] | None:
-        """What `tool_choice` says."""
-        choice = self.tool_choice
+        """What `tool_choice` says; "auto" says nothing without tools."""
+        choice = self.tool_choice if self.tools else None
         return choice if choice is None or isinstance(choice, str) else choice.model_dump()
 
     @property

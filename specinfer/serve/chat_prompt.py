@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from specinfer.errors import RequestError
-from specinfer.serve.api_error import ApiError
+from specinfer.serve.api_error import ApiError, cut
 from specinfer.serve.conversation_fields import ConversationFields
 from specinfer.serve.dialect import AnswerReader, Dialect
-from specinfer.serve.reasoning import CLOSE, Reasoning, ReasoningSplitter
+from specinfer.serve.reasoning import CLOSE, OPEN, Reasoning, ReasoningSplitter
 from specinfer.serve.service import Service
 from specinfer.serve.tools.call_grammar import call_grammar
 from specinfer.serve.tools.conversation import for_template
@@ -49,10 +49,17 @@ class ChatPrompt:
             raise ApiError.of(error) from None
         except RecursionError:
             raise ApiError("arguments of a call nest too deep; send flatter ones", param="messages") from None
-        text = await service.render(messages, tools=shown, variables=_variables(service, fields))
-        starts_inside, preamble = _thoughts(dialect.reasoning, text, fields)
+        text = await service.render(
+            messages,
+            tools=shown,
+            variables=_variables(service, fields),
+            add_generation_prompt=fields.add_generation_prompt is not False,
+            continue_final_message=fields.continue_final_message is True,
+        )
+        begun = str(messages[-1]["content"]) if fields.continue_final_message else ""
+        starts_inside, preamble = _thoughts(dialect.reasoning, text, begun, fields)
         return cls(
-            await service.encode(text, "messages", add_special=False),
+            await service.encode(text, "messages", add_special=fields.add_special_tokens is True),
             dialect,
             tools,
             choice,
@@ -109,33 +116,56 @@ def _tools(fields: ConversationFields) -> tuple[Sequence[Tool], ToolChoice]:
 
 
 def _thoughts(
-    reasoning: Reasoning | None, prompt: str, fields: ConversationFields
+    reasoning: Reasoning | None, prompt: str, begun: str, fields: ConversationFields
 ) -> tuple[bool, str | None]:
     """Whether an answer to this prompt begins inside of reasoning, and what of it may stand before a form.
 
-    A rule that speaks of the mark has the reasoning in it.
+    `begun` is the message that it goes on with, if it does. A rule that speaks of the mark has the reasoning
+    in it.
     """
     if reasoning is None:
         return False, None
-    opened = reasoning.opened_by(prompt)
+    opened = reasoning.opened_by(prompt) or begun.rfind(OPEN) > begun.rfind(CLOSE)
     thinks_itself = any(CLOSE in rule for rule in (fields.regex, fields.grammar) if rule is not None)
-    if not fields.forms or thinks_itself or reasoning.closed_by(prompt):
+    closed = reasoning.closed_by(prompt) or (begun.strip() and not opened)
+    if not fields.forms or thinks_itself or closed:
         return opened, None
     rules = [f"{name}: {body}" for name, body in reasoning.preamble(opened).items()]
     return opened, "\n".join(rules)
 
 
 def _variables(service: Service, fields: ConversationFields) -> dict[str, Any]:
-    """Variables of the chat template; raises ApiError for one that it never looks at."""
-    given = dict(fields.chat_template_kwargs or {})
+    """Variables of the chat template; raises ApiError for one that it never looks at.
+
+    A template that knows no amounts of reasoning may know a switch, `enable_thinking` or `thinking`; one that
+    knows neither is asked for nothing where its model does anyway what is wanted.
+    """
+    given = {name: one for name, one in (fields.chat_template_kwargs or {}).items() if one is not None}
     names = dict.fromkeys(given, "chat_template_kwargs")
     param, effort = fields.effort
-    if effort is not None:
+    if not given and effort is None:
+        return given
+    known = service.tokenizer.template_variables
+    reasons = service.dialect.reasoning is not None
+    if effort is not None and "reasoning_effort" in known:
         given["reasoning_effort"] = effort
         names["reasoning_effort"] = param
-    known = service.tokenizer.template_variables if names else frozenset[str]()
-    for name, param in names.items():
+    elif effort is not None and "enable_thinking" not in given and (reasons or effort != "medium"):
+        given["enable_thinking"] = effort != "none"
+        names["enable_thinking"] = param
+    if (thinks := given.get("enable_thinking")) is not None and "enable_thinking" not in known:
+        if "thinking" in known:
+            names.setdefault("thinking", names["enable_thinking"])
+            given.setdefault("thinking", given.pop("enable_thinking"))
+        elif thinks is reasons:  # by itself
+            del given["enable_thinking"]
+        elif names["enable_thinking"] == param:
+            raise ApiError(
+                f"{param} is {cut(repr(effort))}, and the model's chat template knows no reasoning; drop it",
+                param=param,
+            )
+    for name in given:
         if name not in known:
             allowed = f"; allowed: {', '.join(sorted(known))}" if known else ""
-            raise ApiError(f"the model's chat template knows no {name}{allowed}", param=param)
+            raise ApiError(f"the model's chat template knows no {cut(name)}{allowed}", param=names[name])
     return given

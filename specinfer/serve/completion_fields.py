@@ -17,8 +17,9 @@ class CompletionFields(SamplingFields):
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: bool | None = None
     prediction: str | Prediction | None = None
-    suffix: None = Field(None, description="Not offered: no model here fills in the middle.")
-    best_of: int | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Whether a text gets the begin-of-text token that its model wants."
+    )
 
     def prompts(self) -> list[str | Ids]:
         """The prompts, one or several; raises ApiError where there is none."""
@@ -29,13 +30,3 @@ class CompletionFields(SamplingFields):
             raise ApiError(f"prompt is an empty list; give {allowed}", param="prompt")
         ids = [one for one in self.prompt if isinstance(one, int)]
         return [ids] if ids else [one for one in self.prompt if not isinstance(one, int)]
-
-    def check(self) -> None:
-        """Refuse what cannot be honoured."""
-        super().check()
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ApiError(
-                f"best_of is {self.best_of}; it is not offered beyond n: set n and logprobs, and choose the "
-                "answer you like best",
-                param="best_of",
-            )

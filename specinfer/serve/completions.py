@@ -48,27 +48,27 @@ class Completions:
                 choice = choices.setdefault(piece["index"], piece)
                 if choice is not piece:
                     _append(choice, piece)
-        return self._object([choices[number] for number in sorted(choices)]) | {
-            "usage": self._tally.usage(),
-            "metrics": self._tally.metrics(),
-        }
+        told = self._object([choices[number] for number in sorted(choices)])
+        return told | self._tally.report(steps=bool(self._fields.trace))
 
     async def events(self) -> AsyncGenerator[str]:
         """The answer as the events of a stream."""
-        options = self._fields.stream_options
-        usage = options is not None and bool(options.include_usage)
+        fields = self._fields
         async with aclosing(self._choices()) as pieces:
             async for piece in pieces:
-                yield event(self._object([piece]) | ({"usage": None} if usage else {}))
-        if usage:
-            last = {"usage": self._tally.usage(), "metrics": self._tally.metrics()}
-            yield event(self._object([]) | last)
+                so_far = self._tally.usage() if fields.usage_in_chunks else None
+                yield event(self._object([piece]) | ({"usage": so_far} if fields.usage_in_stream else {}))
+        if fields.usage_in_stream:
+            yield event(self._object([]) | self._tally.report(steps=bool(fields.trace)))
 
     async def _choices(self) -> AsyncGenerator[dict[str, Any]]:
         """What each delta adds, as a choice."""
         fields, service = self._fields, self._service
         self._prompts = [
-            await service.encode(one, "prompt") if isinstance(one, str) else tuple(one) for one in self._given
+            await service.encode(one, "prompt", add_special=fields.add_special_tokens is not False)
+            if isinstance(one, str)
+            else tuple(one)
+            for one in self._given
         ]
         self._tally.prompt_tokens = count_tokens(self._prompts)
         service.check_reports(self._tally.prompt_tokens, self._scored)
@@ -96,8 +96,9 @@ class Completions:
         fields = self._fields
         room = self._service.room(prompt, "prompt")
         guess = fields.prediction
+        wanted = min(_USUAL_TOKENS, room) if fields.max_tokens is None else fields.max_tokens
         return fields.params(
-            max_tokens=min(_USUAL_TOKENS, room) if fields.max_tokens is None else fields.max_tokens,
+            max_tokens=room if wanted == -1 else wanted,
             logprobs=fields.logprobs,
             prompt_logprobs=self._scored,
             prediction=guess.text if isinstance(guess, Prediction) else guess,

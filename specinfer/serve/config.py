@@ -10,6 +10,7 @@ from specinfer.serve.hosts import ANY, is_host
 from specinfer.serve.logs import LogFormat
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+UnknownFields = Literal["error", "ignore"]
 _TEXTS = ("host", "root_path", "call_format")
 _TEXTS_OR_NONE = ("api_key_file", "log_traffic", "otlp_endpoint")
 _LISTS = ("served_model_name", "api_key", "cors_origin", "allowed_host")
@@ -37,6 +38,7 @@ class ServeConfig:
     idle_timeout: float = 75.0  # seconds that a connection may say nothing while something is asked of it
     grace: float = 30.0  # seconds that answers in progress get after SIGTERM
 
+    unknown_fields: UnknownFields = "error"  # ignore: taken out, and told in the log once for each name
     stored_responses: int = 256  # answers that `previous_response_id` may name
     call_format: str = "auto"  # how the model writes tool calls; auto: as its chat template says
     log_traffic: str | None = None  # a file that gets prompts and answers, to tune drafts on
@@ -48,7 +50,11 @@ class ServeConfig:
     def __post_init__(self) -> None:
         self._check_texts()
         self._check_numbers()
-        for name, allowed in (("log_level", get_args(LogLevel)), ("log_format", get_args(LogFormat))):
+        for name, allowed in (
+            ("log_level", get_args(LogLevel)),
+            ("log_format", get_args(LogFormat)),
+            ("unknown_fields", get_args(UnknownFields)),
+        ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
         if not isinstance(self.page, bool):

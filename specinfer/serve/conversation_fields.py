@@ -16,6 +16,15 @@ class ConversationFields(SamplingFields):
     """What a conversation may ask beside its messages."""
 
     parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = Field(
+        None, description="Whether the template opens the assistant's turn: true."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Whether the last message is gone on with, where it ends, instead."
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the begin-of-text token stands before what the template writes: false."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the model's chat template."
     )
@@ -45,6 +54,11 @@ class ConversationFields(SamplingFields):
     def check(self) -> None:
         """Refuse what contradicts itself; raises ApiError."""
         super().check()
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ApiError(
+                "add_generation_prompt and continue_final_message are true; give one of them",
+                param="continue_final_message",
+            )
         if self.described_tools and self.chosen_tool != "none":
             for name in self.forms:
                 raise ApiError(

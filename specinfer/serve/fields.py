@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, ValidationError
+from pydantic_core import from_json
 
 from specinfer.errors import RequestError
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import MOST_FAULTS, ApiError
+from specinfer.serve.field_policy import FieldPolicy
 from specinfer.serve.json_tokens import beginning, has_more_tokens
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -40,6 +42,10 @@ _BYTES_OF_TOKEN: Final = 32
 _ALWAYS_TOKENS: Final = 100_000  # whatever the limit of a body's bytes
 _EARLY_TOKENS: Final = 4000  # in which the first fault is looked for where there are too many to tell apart
 
+# Of one request: each stop string is looked for in every step, and each bad word in every law.
+MOST_STOPS: Final = 64
+MOST_BAD_WORDS: Final = 1024
+_LONGEST_STOP: Final = 1024  # characters, of a bad word too
 MOST_LOGPROBS: Final = 20  # of a token, as OpenAI and vLLM have it: each is an object in two processes
 
 
@@ -53,6 +59,7 @@ class StreamOptions(Fields):
     """How a stream ends."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="Whether each chunk has the usage so far.")
     include_obfuscation: Literal[False] | None = Field(
         None, description="Padding against listeners is not offered."
     )
@@ -82,6 +89,7 @@ class SamplingFields(Fields):
 
     min_tokens: int | None = None
     stop: str | Items[str] | None = None
+    include_stop_str_in_output: bool | None = None
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     logprobs_mode: str | None = None
@@ -97,9 +105,31 @@ class SamplingFields(Fields):
     trace: bool | None = Field(None, description="Whether chunks carry the token tree of each step.")
 
     def check(self) -> None:
-        """Refuse what contradicts itself; raises ApiError."""
-        if self.stream_options is not None and not self.stream:
-            raise ApiError("stream_options needs stream: true; add it, or drop them", param="stream_options")
+        """Refuse what contradicts itself or is too much; raises ApiError."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        for name, given, most in (
+            ("stop", stops, MOST_STOPS),
+            ("bad_words", self.bad_words or [], MOST_BAD_WORDS),
+        ):
+            longest = max(map(len, given), default=0)
+            if len(given) > most or longest > _LONGEST_STOP:
+                raise ApiError(
+                    f"{name} has {len(given)} strings, the longest of {longest} characters; allowed: at most "
+                    f"{most}, of at most {_LONGEST_STOP}; send fewer or shorter ones",
+                    param=name,
+                )
+
+    @property
+    def usage_in_stream(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def usage_in_chunks(self) -> bool:
+        """Whether each chunk of such a stream has the usage so far."""
+        return self.usage_in_stream and bool(
+            self.stream_options is not None and self.stream_options.continuous_usage_stats
+        )
 
     def params(self, **more: Any) -> SamplingParams:
         """What these fields mean, with others of SamplingParams; a field that is None is left at its default.
@@ -121,33 +151,49 @@ class SamplingFields(Fields):
 _OF_PARAMS = frozenset(SamplingParams.__dataclass_fields__)
 
 
-def parse(kind: type[_Body], body: bytes, most_bytes: int = 16 << 20) -> _Body:
-    """A request's body, of which there may be `most_bytes`; raises ApiError.
+def parse(
+    kind: type[_Body], body: bytes, most_bytes: int = 16 << 20, policy: FieldPolicy | None = None
+) -> _Body:
+    """A request's body, of which there may be `most_bytes`, under the policy of fields; raises ApiError.
 
     That is where it is not JSON, or not what the endpoint takes, or has so many values that much more memory
     than `most_bytes` would be needed for them.
     """
+    policy = policy or FieldPolicy()
     most = max(_ALWAYS_TOKENS, most_bytes // _BYTES_OF_TOKEN)
     if has_more_tokens(body, most):
-        raise _early_fault(kind, body) or ApiError(
+        raise _early_fault(kind, body, policy) or ApiError(
             f"the body has more than {most} strings, commas, colons and brackets; send fewer values",
             status=413,
         )
+    given = _json(body)
+    policy.apply(kind, given)
     try:
-        return kind.model_validate_json(body)
+        return policy.read(kind, given)
     except ValidationError as error:
-        early = _early_fault(kind, body) if error.error_count() > MOST_FAULTS else None
+        early = _early_fault(kind, body, policy) if error.error_count() > MOST_FAULTS else None
         fault = early or ApiError.of_validation(error)
     raise fault  # here, where it does not keep all of the faults as its context
 
 
-def _early_fault(kind: type[_Body], body: bytes) -> ApiError | None:
+def _json(body: bytes) -> Any:
+    try:
+        return from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(f"the body is not JSON: {error}") from None
+
+
+def _early_fault(kind: type[_Body], body: bytes, policy: FieldPolicy) -> ApiError | None:
     """What is wrong at a body's beginning, found without the rest; None where nothing is."""
     part = beginning(body, _EARLY_TOKENS)
     if not part:
         return None
     try:
-        kind.model_validate_json(part)
+        given = _json(part)
+        policy.apply(kind, given)
+        policy.read(kind, given)
+    except ApiError as error:
+        return error
     except ValidationError as error:
         for fault in error.errors(include_url=False):
             if fault["type"] != "missing":  # in the beginning alone, perhaps

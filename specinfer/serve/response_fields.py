@@ -17,12 +17,7 @@ LOGPROBS: Final = "message.output_text.logprobs"  # what `include` may ask for
 _FORMATS: Final = ("text", "json_object", "json_schema")
 # Fields of OpenAI's API that cannot be honoured here, and what to do instead.
 _REFUSED: Final = {
-    "background": "answers are made while the client waits; ask without background, or with stream: true",
-    "conversation": "conversations are not kept; send previous_response_id, or the messages as input",
     "prompt": "prompt templates are not kept; send their text as instructions and input",
-    "context_management": "nothing is left out of a context; shorten the input",
-    "max_tool_calls": "it counts calls of built-in tools, and there are none; drop it",
-    "moderation": "nothing is moderated; drop it",
     "n": "a response is one answer; ask again, with another seed",
     "prompt_logprobs": "a response has no place for them; ask /v1/completions",
     "response_format": "at this endpoint it is text.format; move it there",
@@ -96,27 +91,15 @@ class ResponseFields(ConversationFields):
     tools: Items[_Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
 
-    # Fields of OpenAI's API that change nothing here at these values, and are refused at others.
-    truncation: Literal["disabled"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    # They change nothing, and are given back.
     prompt_cache_key: str | None = None  # prefixes are found by their text; cache_salt keeps users apart
     safety_identifier: str | None = None
 
-    background: Any = None
-    conversation: Any = None
     prompt: Any = None
-    context_management: Any = None
-    max_tool_calls: Any = None
-    moderation: Any = None
 
     def check(self) -> None:
         """Refuse what cannot be honoured."""
         super().check()
-        if self.stream_options is not None and self.stream_options.include_usage is not None:
-            raise ApiError(
-                "stream_options.include_usage is not offered here: usage comes with the last event; drop it",
-                param="stream_options.include_usage",
-            )
         for name, reason in _REFUSED.items():
             value = getattr(self, name)
             if value is not None and value is not False and (name, value) != ("n", 1):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from specinfer.serve.api_error import ApiError
+from specinfer.serve.api_error import ApiError, cut
 
 _MOST_BYTES: Final = 256 << 20  # of all responses together, about
 
@@ -51,8 +51,8 @@ class ResponseStore:
         """The messages that a response with this `previous_response_id` goes on from."""
         if name not in self._kept:
             raise ApiError(
-                f"there is no response {name!r}: it was not stored, or has left; send the whole conversation "
-                "as input",
+                f"there is no response {cut(name)!r}: it was not stored, or has left; send the whole "
+                "conversation as input",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
@@ -71,7 +71,7 @@ class ResponseStore:
     def _check(self, name: str) -> None:
         if name not in self._kept:
             raise ApiError(
-                f"there is no response {name!r}: it was not stored, or has left",
+                f"there is no response {cut(name)!r}: it was not stored, or has left",
                 status=404,
                 code="response_not_found",
             )

@@ -197,7 +197,7 @@ class Responses:
             "user": fields.user,
         }
         if status != "in_progress":
-            response |= {"usage": self._usage(), "metrics": self._tally.metrics()}
+            response |= self._tally.report(steps=bool(fields.trace)) | {"usage": self._usage()}
             if fields.trace:
                 response["trees"] = self._trees
         return response

@@ -20,10 +20,11 @@ from typing import Any, Final, TypeVar
 from specinfer.errors import RequestError, naming
 from specinfer.request import FinishReason
 from specinfer.sampling_params import SamplingParams
-from specinfer.serve.api_error import ApiError
+from specinfer.serve.api_error import ApiError, cut
 from specinfer.serve.backend import Backend, BackendError
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
+from specinfer.serve.field_policy import FieldPolicy
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.observer import Observation, Observer
 from specinfer.serve.reported_logprobs import SharedPrompts
@@ -60,6 +61,7 @@ class Service:
         self.dialect = dialect
         self.models = tuple(models)  # the names requests may use, the own one first
         self.metrics = metrics
+        self.field_policy = FieldPolicy(config.unknown_fields)
         self._observers = observers
         self._most = batch + config.max_waiting  # completions at once
         self._busy = 0
@@ -69,7 +71,7 @@ class Service:
         """The model's name as the answer says it; raises ApiError for another model."""
         if name is not None and name not in self.models:
             raise ApiError(
-                f"the model {name!r} is not served here; allowed: {', '.join(self.models)}",
+                f"the model {cut(name)!r} is not served here; allowed: {', '.join(self.models)}",
                 param="model",
                 status=404,
                 code="model_not_found",
@@ -111,8 +113,16 @@ class Service:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
-        """A conversation as the model reads it, through the chat template."""
+        """A conversation as the model reads it, through the chat template.
+
+        `continue_final_message`: up to where the last message's content ends, for it to be gone on with.
+        """
+        mark = ""
+        if continue_final_message:
+            mark, add_generation_prompt = f"mark{uuid.uuid4().hex}", False
+            messages = _marked(messages, mark)
         size = sum(len(str(message)) for message in messages)
         self._check_length(size // _MOST_CHARACTERS, "messages")
 
@@ -121,7 +131,8 @@ class Service:
                 messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
             )
 
-        return await self._elsewhere(size, "messages", make)
+        text = await self._elsewhere(size, "messages", make)
+        return _before(mark, text) if mark else text
 
     def room(self, prompt: Sequence[int], param: str) -> int:
         """How many tokens an answer to this prompt may have; raises ApiError where there is no room."""
@@ -233,3 +244,26 @@ class Service:
                 return make() if size < _AT_ONCE else await asyncio.to_thread(make)
         except RequestError as error:
             raise ApiError.of(error) from None
+
+
+def _marked(messages: Sequence[Mapping[str, Any]], mark: str) -> list[Mapping[str, Any]]:
+    """The messages with a mark behind the last one's content; raises ApiError where that is no text."""
+    last: Mapping[str, Any] = messages[-1] if messages else {}
+    content = last.get("content")
+    if not isinstance(content, str) or last.get("tool_calls"):
+        raise ApiError(
+            "continue_final_message is true, and the last message is no text; drop it, or give one",
+            param="continue_final_message",
+        )
+    return [*messages[:-1], {**last, "content": content + mark}]
+
+
+def _before(mark: str, text: str) -> str:
+    before, *behind = text.split(mark)
+    if len(behind) != 1:
+        raise ApiError(
+            "continue_final_message is true, and the model's chat template does not show the last message as "
+            "it is; drop it, or ask /v1/completions",
+            param="continue_final_message",
+        )
+    return before

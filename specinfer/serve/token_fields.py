@@ -22,6 +22,7 @@ class TokenizeFields(Fields):
     messages: Items[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -38,14 +39,19 @@ async def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
     if (fields.prompt is None) == (fields.messages is None):
         raise ApiError("give prompt or messages, one of them", param="prompt")
     if fields.messages is None:
-        if fields.add_generation_prompt is not None:
-            raise ApiError("add_generation_prompt is for messages; drop it", param="add_generation_prompt")
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if getattr(fields, name) is not None:
+                raise ApiError(f"{name} is for messages; drop it", param=name)
         special = fields.add_special_tokens is not False
         tokens = await service.encode(fields.prompt or "", "prompt", add_special=special)
     else:
         messages = [message.rendered() for message in fields.messages]
         prompted = fields.add_generation_prompt is not False
-        text = await service.render(messages, add_generation_prompt=prompted)
+        text = await service.render(
+            messages,
+            add_generation_prompt=prompted,
+            continue_final_message=fields.continue_final_message is True,
+        )
         tokens = await service.encode(text, "messages", add_special=fields.add_special_tokens is True)
     answer: dict[str, Any] = {
         "count": len(tokens),

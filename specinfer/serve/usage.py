@@ -38,6 +38,15 @@ class Tally:
             self.figures.add(delta.figures)
         self.steps.extend(delta.steps)
 
+    def report(self, *, steps: bool) -> dict[str, Any]:
+        """What an answer says of itself; `steps`: of each step, too, which may be thousands."""
+        metrics = self.metrics()
+        if steps:
+            drafted, accepted = zip(*self.steps, strict=True) if self.steps else ((), ())
+            per_step = {"per_step_accepted": list(accepted), "per_step_drafted": list(drafted)}
+            metrics["speculative_decoding"] |= per_step
+        return {"usage": self.usage(), "metrics": metrics}
+
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object."""
         credited, tried = self.figures.accepted_by, self.figures.proposed_by
@@ -58,7 +67,6 @@ class Tally:
         """vLLM's extension, and which speculator the accepted tokens came from."""
         figures = self.figures
         at_least = [figures.steps, *figures.accepted_per_depth, 0]
-        drafted, accepted = zip(*self.steps, strict=True) if self.steps else ((), ())
         return {
             "speculative_decoding": {
                 "mean_acceptance_length": round(figures.tokens_per_step, 4),
@@ -67,8 +75,6 @@ class Tally:
                 "num_spec_steps": figures.steps,
                 "num_accepted_draft_tokens": figures.accepted_tokens,
                 "num_draft_tokens": figures.drafted_tokens,
-                "per_step_accepted": list(accepted),
-                "per_step_drafted": list(drafted),
                 "accepted_by": dict(figures.accepted_by),
                 "proposed_by": dict(figures.proposed_by),
             }

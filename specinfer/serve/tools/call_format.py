@@ -125,6 +125,6 @@ def _why_none(template: str) -> str:
         else "knows no tools"
     )
     return (
-        f"the model's chat template {shown}; leave tools out, or choose a tool format "
-        f"({', '.join(FORMAT_NAMES)}): a system message then tells the model of tools"
+        f"the model's chat template {shown}; leave tools out, or serve with --call-format and one of "
+        f"{', '.join(FORMAT_NAMES)}: a system message then tells the model of tools"
     )

@@ -80,7 +80,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "top_p 0": (["--top-p", "0", "hi"], "top_p is 0.0; allowed: a number in (0, 1]"),
     "top_p 1.5": (["--top-p", "1.5", "hi"], "top_p is 1.5"),
     "min_p": (["--min-p", "2", "hi"], "min_p is 2.0"),
-    "max_tokens": (["--max-tokens", "0", "hi"], "max_tokens is 0; allowed: an integer >= 1"),
+    "max_tokens": (["--max-tokens", "-1", "hi"], "max_tokens is -1; allowed: an integer >= 0"),
     "min over max": (["--min-tokens", "9", "--max-tokens", "3", "hi"], "more than max_tokens (3)"),
     "expansion without a draft": (["--expansion", "2,2", "hi"], "--expansion is for draft models"),
     "draw without a draft": (["--draw", "top_k", "hi"], "--draw is for draft models"),

@@ -47,7 +47,8 @@ FLAGS = (
     *("--no-prefix-reuse", "--no-suffix", "--otlp-endpoint", "--page", "--port"),
     *("--prediction-branches", "--prediction-depth", "--prefix-reuse", "--quantization"),
     *("--root-path", "--served-model-name", "--speculative-config", "--stored-responses", "--suffix"),
-    *("--suffix-depth", "--suffix-memory", "--suffix-nodes", "--threads", "--tree-size", "--verifier"),
+    *("--suffix-depth", "--suffix-memory", "--suffix-nodes", "--threads", "--tree-size"),
+    *("--unknown-fields", "--verifier"),
 )
 
 

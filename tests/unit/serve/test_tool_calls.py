@@ -159,7 +159,6 @@ def test_responses_have_calls_and_reasoning_as_items(client: openai.OpenAI) -> N
         ({"tools": [WEATHER], "tool_choice": "must"}, "tool_choice", "must"),
         ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format", "one of them"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "knows no reasoning_effort"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
             "tools[0].function.parameters",

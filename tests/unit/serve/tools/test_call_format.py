@@ -42,7 +42,7 @@ def test_a_template_shows_the_form(template, name):
         (None, "the model has no chat template, by which it could learn of tools; leave tools out"),
         (
             PLAIN,
-            "the model's chat template knows no tools; leave tools out, or choose a tool format (hermes, q",
+            "the model's chat template knows no tools; leave tools out, or serve with --call-format",
         ),
         (
             OTHER,

@@ -1,0 +1,474 @@
+"""Requests that were written for other servers: what is taken, translated, refused and ignored."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+from pydantic import BaseModel
+
+from specinfer import SamplingParams
+from specinfer.serve.api_error import ApiError
+from specinfer.serve.chat_fields import ChatFields
+from specinfer.serve.completion_fields import CompletionFields
+from specinfer.serve.field_policy import FieldPolicy
+from specinfer.serve.fields import parse
+from specinfer.serve.foreign_fields import INSIDE, NOTES, RENAMED, TRANSLATED, USUAL
+from specinfer.serve.response_fields import ResponseFields
+from specinfer.serve.token_fields import DetokenizeFields, TokenizeFields
+
+from . import request_schemas as schemas
+from .request_schemas import SCHEMA, TOOL
+
+HI = [{"role": "user", "content": "Hi"}]
+PLAIN: dict[Any, dict[str, Any]] = {
+    ChatFields: {"messages": HI},
+    CompletionFields: {"prompt": "a"},
+    ResponseFields: {"input": "Hi"},
+    TokenizeFields: {"prompt": "a"},
+    DetokenizeFields: {"tokens": [1]},
+}
+MADE = (ChatFields, CompletionFields, ResponseFields)  # those that make text
+
+
+def read(kind: Any, more: dict[str, Any], policy: FieldPolicy | None = None) -> Any:
+    """A body of that kind, checked."""
+    fields = parse(kind, json.dumps(PLAIN[kind] | more).encode(), policy=policy)
+    if kind in MADE:
+        fields.check()
+    return fields
+
+
+def params(kind: Any, more: dict[str, Any]) -> SamplingParams:
+    """What the request means; at /v1/responses with its form."""
+    fields = read(kind, more)
+    found = fields.sampling_params(99) if kind is ResponseFields else fields.params()
+    assert isinstance(found, SamplingParams)
+    return found
+
+
+def refusal(kind: Any, more: dict[str, Any]) -> dict[str, Any]:
+    with pytest.raises(ApiError) as caught:
+        params(kind, more)
+    assert caught.value.status == 400
+    error: dict[str, Any] = caught.value.body["error"]
+    return error
+
+
+SERVERS: list[tuple[str, Any, dict[str, Any]]] = [
+    ("OpenAI", ChatFields, schemas.OPENAI_CHAT),
+    ("OpenAI", CompletionFields, schemas.OPENAI_COMPLETION),
+    ("OpenAI", ResponseFields, schemas.OPENAI_RESPONSE),
+    ("vLLM", ChatFields, schemas.VLLM_CHAT),
+    ("vLLM", CompletionFields, schemas.VLLM_COMPLETION),
+    ("vLLM", ResponseFields, schemas.VLLM_RESPONSE),
+    ("llama.cpp", ChatFields, schemas.LLAMA_CPP_CHAT),
+    ("llama.cpp", CompletionFields, schemas.LLAMA_CPP),
+    ("LM Studio", ChatFields, schemas.LM_STUDIO),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        pytest.param(kind, name, value, id=f"{server} {kind.__name__} {name}")
+        for server, kind, schema in SERVERS
+        for name, value in schema.items()
+    ],
+)
+def test_each_field_of_other_servers_is_taken_with_its_usual_value(kind: Any, name: str, value: Any) -> None:
+    params(kind, {name: value})
+    assert params(kind, {name: None} if name not in PLAIN[kind] else {}) == params(kind, {})
+
+
+@pytest.mark.parametrize(
+    ("schema", "module", "base"),
+    [
+        (schemas.OPENAI_CHAT, chat_create_params, "CompletionCreateParamsBase"),
+        (schemas.OPENAI_COMPLETION, completion_create_params, "CompletionCreateParamsBase"),
+        (schemas.OPENAI_RESPONSE, response_create_params, "ResponseCreateParamsBase"),
+    ],
+)
+def test_openais_own_package_has_no_other_fields(schema: dict[str, Any], module: Any, base: str) -> None:
+    assert set(typing.get_type_hints(getattr(module, base))) | {"stream"} == set(schema)
+
+
+def test_clients_that_send_all_of_it_are_served() -> None:
+    both = {"reasoning_effort": None, "response_format": None, "functions": None, "thinking": None}
+    wanted = SamplingParams(seed=7, stop=("\n",), logit_bias={})
+    assert params(ChatFields, schemas.OPENAI_CHAT | both) == wanted
+    forms = {"structured_outputs": None, "guided_regex": None, "guided_choice": None, "guided_grammar": None}
+    asked = params(CompletionFields, schemas.VLLM_COMPLETION | forms)
+    assert asked.structured_output == params(CompletionFields, {"json_schema": SCHEMA}).structured_output
+    llama = schemas.LLAMA_CPP | {"repeat_last_n": -1, "samplers": None}
+    asked = params(CompletionFields, llama)
+    assert (asked.repetition_penalty, asked.seed, asked.top_k) == (1.1, None, 40)
+    assert asked.logit_bias == {15: 1.0, 16: -100.0}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_null_is_absent_and_what_asks_for_nothing_changes_nothing(kind: Any) -> None:
+    plain = read(kind, {})
+    nothing: dict[str, Any] = dict.fromkeys([*kind.model_fields, *NOTES, *USUAL, *RENAMED])
+    assert read(kind, {name: one for name, one in nothing.items() if name not in PLAIN[kind]}) == plain
+    for name, (usual, _) in USUAL.items():
+        for value in usual:
+            if name not in kind.model_fields:
+                assert read(kind, {name: value}) == plain, name
+    for name in NOTES - set(kind.model_fields):
+        for value in ("x", 5, {"a": [1]}, False):
+            assert read(kind, {name: value}) == plain
+    assert read(kind, {"speculative.n_max": 5}) == plain
+
+
+def test_nulls_and_notes_inside_of_objects() -> None:
+    told: dict[str, Any] = {
+        "messages": [
+            {"role": "system", "content": "Be brief.", "name": None, "cache_control": {"type": "ephemeral"}},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "citations": None}
+                ],
+            },
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning": "Hm.",
+                "reasoning_details": [],
+                "provider_specific_fields": {},
+                "function_call": None,
+                "tool_calls": [
+                    {
+                        "id": "1",
+                        "type": "function",
+                        "index": None,
+                        "function": {"name": "f", "arguments": "{}"},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "x", "name": None},
+        ],
+        "tools": [
+            TOOL | {"cache_control": {"type": "ephemeral"}, "defer_loading": False},
+            {"type": "function", "function": {"name": "g", "description": None, "strict": None}},
+        ],
+        "stream_options": {"include_usage": None},
+        "speculation": {"max_nodes": 8.0, "expansion": None},
+        "response_format": None,
+    }
+    fields = read(ChatFields, told)
+    assert fields.messages[2].reasoning_content == "Hm."
+    assert fields.described_tools == [TOOL, {"type": "function", "function": {"name": "g"}}]
+    assert fields.described_tools[0]["function"]["parameters"]["properties"]["a"]["enum"] == [None, 1.0]
+    assert isinstance(fields.tools[0].function.parameters["properties"]["a"]["enum"][1], float)
+    assert fields.speculation == {"max_nodes": 8}
+    item = {
+        "role": "user",
+        "content": [{"type": "input_text", "text": "a", "cache_control": None}],
+        "id": None,
+    }
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "async": None}
+    assert read(ResponseFields, {"input": [item, call]}).messages[0] == {"role": "user", "content": "a"}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": SCHEMA, "strict": None, "description": None},
+    }
+    assert params(ChatFields, {"response_format": form}) == params(ChatFields, {"guided_json": SCHEMA})
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "value"),
+    [
+        ({"max_tokens": 4.0}, "max_tokens", 4),
+        ({"top_k": 3.0, "n": 2.0, "seed": 5.0, "min_tokens": 1.0}, "n", 2),
+        ({"stop_token_ids": [1.0, 2]}, "stop_token_ids", [1, 2]),
+        ({"prompt": [1.0, 2.0]}, "prompt", [1, 2]),
+        ({"prompt": [[1.0], [2.0]]}, "prompt", [[1], [2]]),
+        ({"temperature": 1}, "temperature", 1.0),
+        ({"top_k": -1}, "top_k", None),
+        ({"seed": -1}, "seed", None),
+        ({"stop": ""}, "stop", None),
+        ({"stop": []}, "stop", None),
+        ({"stop": [""]}, "stop", None),
+        ({"stop": [None, "", "a"]}, "stop", ["a"]),
+        ({"grammar": ""}, "grammar", None),
+        ({"logprobs": False}, "logprobs", None),
+        ({"max_tokens": -1}, "max_tokens", -1),  # as many as there is room for, where 16 are usual
+    ],
+)
+def test_values_that_are_written_otherwise(more: dict[str, Any], name: str, value: Any) -> None:
+    assert getattr(read(CompletionFields, more), name) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(ChatFields, "max_tokens"), (ResponseFields, "max_output_tokens")]
+)
+def test_no_limit_is_what_conversations_have_anyway(kind: Any, name: str) -> None:
+    for asked in (name, "max_completion_tokens", "n_predict", "max_tokens", "max_new_tokens"):
+        assert getattr(read(kind, {asked: -1}), name) is None
+    assert read(ChatFields, {"max_completion_tokens": -1}).max_completion_tokens is None
+
+
+JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize(
+    ("more", "means"),
+    [
+        ({"repeat_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"repeat_penalty": 1.2, "repeat_last_n": -1}, {"repetition_penalty": 1.2}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a"]}, {"choice": ("a",)}),
+        ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+        ({"ebnf": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+        ({"guided_json": SCHEMA}, {"response_format": JSON}),
+        ({"guided_json": json.dumps(SCHEMA)}, {"response_format": JSON}),
+        ({"json_schema": SCHEMA}, {"response_format": JSON}),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, {"response_format": JSON}),
+        ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": False}}, {"regex": "a"}),
+        ({"structured_outputs": {"choice": ["a"], "backend": "auto"}}, {"choice": ("a",)}),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, {"grammar": 'root ::= "a"'}),
+        ({"structured_outputs": True}, {}),
+        ({"min_new_tokens": 3, "random_seed": 4}, {"min_tokens": 3, "seed": 4}),
+        ({"stop": "a", "no_stop_trim": True}, {"stop": "a", "include_stop_str_in_output": True}),
+        (
+            {"stop": "a", "include_stop_str_in_output": True},
+            {"stop": "a", "include_stop_str_in_output": True},
+        ),
+        ({"logit_bias": [[5, 1.5], [6, -2], [7, False]]}, {"logit_bias": {5: 1.5, 6: -2.0, 7: -100.0}}),
+        (
+            {"samplers": ["penalties", "temperature", "top_k", "top_p"], "temperature": 0.5, "top_p": 0.5},
+            {"temperature": 0.5, "top_p": 0.5},
+        ),
+        (
+            {"samplers": ["top_k", "temperature"], "temperature": 0.5, "top_k": 5},
+            {"temperature": 0.5, "top_k": 5},
+        ),
+        ({"samplers": ["top_p", "temperature"], "top_p": 0.5}, {"top_p": 0.5}),
+    ],
+)
+def test_what_others_call_otherwise_is_translated(
+    kind: Any, more: dict[str, Any], means: dict[str, Any]
+) -> None:
+    found, wanted = params(kind, more), SamplingParams(**means)
+    if kind is ResponseFields:
+        wanted = SamplingParams(**means, max_tokens=99)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("name", ["n_predict", "num_predict", "max_new_tokens", "max_tokens"])
+def test_lengths_have_many_names(name: str) -> None:
+    assert read(ChatFields, {name: 7}).max_tokens == 7
+    assert read(CompletionFields, {name: 7}).max_tokens == 7
+    assert read(ResponseFields, {name: 7}).max_output_tokens == 7
+    assert read(CompletionFields, {"max_completion_tokens": 7}).max_tokens == 7
+    assert read(ChatFields, {"n_cmpl": 3}).n == 3
+
+
+def test_two_names_may_say_the_same_and_no_more() -> None:
+    assert read(ChatFields, {"max_tokens": 4, "max_completion_tokens": 4.0}).max_tokens == 4
+    assert refusal(ChatFields, {"max_tokens": 4, "max_completion_tokens": 5})["param"] == "max_tokens"
+    assert read(CompletionFields, {"n_predict": 4, "max_tokens": 4}).max_tokens == 4
+    assert refusal(CompletionFields, {"n_predict": 4, "max_tokens": 5})["param"] == "n_predict"
+    same = {"guided_json": SCHEMA, "json_schema": SCHEMA}
+    assert params(ChatFields, same) == params(ChatFields, {"guided_json": SCHEMA})
+    assert refusal(ChatFields, {"guided_json": SCHEMA, "json_schema": {}})["param"] == "json_schema"
+    assert refusal(ChatFields, {"guided_json": SCHEMA, "regex": "a"})["param"] in ("regex", "response_format")
+    assert refusal(ResponseFields, {"text": {"format": {"type": "json_object"}}, "guided_json": SCHEMA})
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "schema": SCHEMA},
+        {"type": "json_schema", "schema": SCHEMA},
+        {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+        {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}},
+    ],
+)
+def test_forms_in_llama_cpps_shapes(form: dict[str, Any]) -> None:
+    for kind in (ChatFields, CompletionFields):
+        assert params(kind, {"response_format": form}).structured_output == (
+            params(kind, {"guided_json": SCHEMA}).structured_output
+        )
+
+
+OTHERS: list[tuple[dict[str, Any], str, str]] = [
+    ({"typical_p": 0.9}, "typical_p", "allowed: 1; this sampler is not offered; use"),
+    ({"mirostat": 2}, "mirostat", "not offered"),
+    ({"mirostat": True}, "mirostat", "is true; allowed: 0"),
+    ({"xtc_probability": 0.5}, "xtc_probability", "not offered"),
+    ({"dry_multiplier": 0.8}, "dry_multiplier", "use frequency_penalty"),
+    ({"tfs_z": 0.5}, "tfs_z", "not offered"),
+    ({"use_beam_search": True}, "use_beam_search", "set n and logprobs"),
+    ({"best_of": 3}, "best_of", "set n and logprobs"),
+    ({"best_of": 1, "n": 2}, "best_of", "beyond n"),
+    ({"length_penalty": 2}, "length_penalty", "no beam search"),
+    ({"skip_special_tokens": False}, "skip_special_tokens", "allowed: true"),
+    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "shorten it"),
+    ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n", "send -1"),
+    ({"frequency_penalty": 1, "repeat_last_n": 0}, "repeat_last_n", "send -1"),
+    ({"samplers": ["top_p", "temperature"], "top_p": 0.5, "temperature": 0.5}, "samplers", "in the order"),
+    ({"samplers": ["temperature"], "top_p": 0.5}, "samplers", "in the order"),
+    ({"samplers": "kpt"}, "samplers", "in the order"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "model's own template"),
+    ({"documents": [{"text": "a"}]}, "documents", "into a message"),
+    ({"functions": [{"name": "f"}]}, "functions", "send them as tools"),
+    ({"verbosity": "low"}, "verbosity", "say in a message"),
+    ({"web_search_options": {}}, "web_search_options", "nothing is looked up"),
+    ({"modalities": ["text", "audio"]}, "modalities", "only text"),
+    ({"priority": 1}, "priority", "in the order they come"),
+    ({"guided_json": "{"}, "guided_json", "a JSON schema"),
+    ({"guided_json": 5}, "guided_json", "a JSON schema"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "allowed: json"),
+    ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs.disable_any", "allowed"),
+    ({"structured_outputs": [1]}, "structured_outputs", "an object"),
+    ({"logit_bias": [["Hello", 1.0]]}, "logit_bias", "a token id"),
+    ({"logit_bias": [5]}, "logit_bias", "a token id"),
+    ({"logit_bias": [[5, "x"]]}, "logit_bias", "a token id"),
+    ({"n_probs": 3}, "n_probs", "use logprobs"),
+    ({"return_token_ids": True}, "return_token_ids", "do not report"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 99}}, "thinking", "without a budget"),
+    ({"think": 5}, "think", "true or false"),
+    ({"enable_thinking": "yes"}, "enable_thinking", "true or false"),
+    ({"thinking": {"type": ["enabled"]}}, "thinking", "true or false"),
+    ({"reasoning_budget": 100}, "reasoning_budget", "use max_tokens"),
+    ({"odd": 1}, "odd", "is no field of this endpoint"),
+]
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize(("more", "param", "said"), OTHERS)
+def test_what_would_change_the_text_is_refused_by_name(
+    kind: Any, more: dict[str, Any], param: str, said: str
+) -> None:
+    error = refusal(kind, more)
+    assert error["param"].startswith(param)
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "param"),
+    [
+        (
+            ChatFields,
+            {"messages": [{"role": "assistant", "content": "a", "prefix": True}]},
+            "messages[0].prefix",
+        ),
+        (ChatFields, {"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),
+        (ChatFields, {"echo": True}, "echo"),
+        (ChatFields, {"reasoning": {"max_tokens": 5}}, "reasoning"),
+        (ChatFields, {"reasoning": {"exclude": True}}, "reasoning"),
+        (ChatFields, {"reasoning": "high"}, "reasoning"),
+        (
+            ChatFields,
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+        ),
+        (CompletionFields, {"suffix": "b"}, "suffix"),
+        (CompletionFields, {"tools": [TOOL]}, "tools"),
+        (CompletionFields, {"reasoning_effort": "high"}, "reasoning_effort"),
+        (CompletionFields, {"enable_thinking": True}, "enable_thinking"),
+        (CompletionFields, {"continue_final_message": True}, "continue_final_message"),
+        (ResponseFields, {"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        (ResponseFields, {"background": True}, "background"),
+        (ResponseFields, {"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "reasoning_effort"),
+    ],
+)
+def test_what_one_endpoint_cannot_do(kind: Any, more: dict[str, Any], param: str) -> None:
+    assert refusal(kind, more)["param"] == param
+
+
+def test_what_a_request_says_of_reasoning() -> None:
+    for more, variables in (
+        ({"enable_thinking": False}, {"enable_thinking": False}),
+        ({"think": True}, {"enable_thinking": True}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"reasoning": {"enabled": True}}, {"enable_thinking": True}),
+        ({"enable_thinking": True, "chat_template_kwargs": {"a": 1}}, {"a": 1, "enable_thinking": True}),
+        ({"thinking": {"type": "auto"}}, None),
+    ):
+        assert read(ChatFields, more).chat_template_kwargs == variables
+        assert read(ResponseFields, more if "reasoning" not in more else {}).described_tools == []
+    for more in ({"reasoning_effort": "low"}, {"think": "low"}, {"reasoning": {"effort": "low"}}):
+        assert read(ChatFields, more).effort == ("reasoning_effort", "low")
+        assert read(ResponseFields, more).effort == ("reasoning.effort", "low")
+    clash = {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}
+    assert refusal(ChatFields, clash)["param"] == "enable_thinking"
+
+
+def test_unknown_fields_are_ignored_with_one_line_a_name(caplog: pytest.LogCaptureFixture) -> None:
+    policy = FieldPolicy("ignore")
+    message = {"role": "user", "content": [{"type": "text", "text": "a", "odd part": 1}], "odd one": 2}
+    more: dict[str, Any] = {
+        "odd": {"deep": 1},
+        "messages": [message, message | {"another": 3}],
+        "tools": [TOOL | {"odd": 1}],
+    }
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            fields = read(ChatFields, more, policy)
+    assert fields.described_tools == [TOOL]
+    assert [one.rendered()["content"] for one in fields.messages] == ["a", "a"]
+    told = [record.getMessage() for record in caplog.records]
+    names = ("another", "odd", "odd one", "odd part")
+    assert sorted(told) == sorted(f"the unknown field {name!r} is ignored" for name in names)
+    for wrong in ({"temperature": -1}, {"typical_p": 0.5}, {"messages": [{"role": "robot", "odd": 1}]}):
+        with pytest.raises(ApiError):
+            read(ChatFields, more | wrong, policy).params()
+
+
+def test_names_that_are_remembered_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    policy = FieldPolicy("ignore")
+    with caplog.at_level(logging.WARNING):
+        for batch in range(3):
+            names = {f"k{number}-{'x' * 200}": 1 for number in range(batch * 2000, (batch + 1) * 2000)}
+            assert read(CompletionFields, names, policy).prompt == "a"
+    assert len(caplog.records) == 1000
+    assert "the rest is ignored" in caplog.records[-1].getMessage()
+    assert max(len(record.getMessage()) for record in caplog.records) < 200
+    assert len(policy._told) == 1000
+
+
+def test_unknown_fields_are_refused_at_every_depth() -> None:
+    for more, param in (
+        ({"odd": 1}, "odd"),
+        ({"messages": [HI[0] | {"odd": 1}]}, "messages[0].odd"),
+        ({"stream_options": {"odd": 1}}, "stream_options.odd"),
+        ({"tools": [TOOL | {"odd": 1}]}, "tools[0].odd"),
+    ):
+        error = refusal(ChatFields, more)
+        assert (error["param"], error["code"]) == (param, "unknown_parameter")
+        assert "--unknown-fields=ignore" in error["message"]
+
+
+def test_the_documentation_names_every_field_there_is_a_rule_for() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    named = set(re.findall(r"`([\w.]+)`", page))
+    inside = [name for rules in INSIDE.values() for name in (*rules.notes, *rules.usual, *rules.renamed)]
+    models: list[type[BaseModel]] = [ChatFields, CompletionFields, ResponseFields]
+    own = [name for kind in models for name in kind.model_fields]
+    assert {*NOTES, *USUAL, *RENAMED, *TRANSLATED, *inside, *own} - named == set()
+
+
+def test_a_body_is_left_as_it_is_where_it_holds_the_callers_own_values() -> None:
+    body = {
+        "messages": HI,
+        "guided_json": SCHEMA,
+        "chat_template_kwargs": {"a": [1.0, None]},
+    }
+    fields = read(ChatFields, body)
+    assert fields.response_format["json_schema"]["schema"] == SCHEMA
+    assert isinstance(fields.chat_template_kwargs["a"][0], float)
+    assert fields.chat_template_kwargs["a"][1] is None
