@@ -36,7 +36,9 @@ def test_a_conversation_is_answered_as_offline(client: openai.OpenAI, llm: LLM, 
     assert whole.usage.completion_tokens == sum(len(o.token_ids) for o in offline.outputs)
 
     texts, reasons, last = ["", ""], [None, None], None
-    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    for chunk in client.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}, extra_body={"trace": True}
+    ):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
             reasons[choice.index] = choice.finish_reason or reasons[choice.index]

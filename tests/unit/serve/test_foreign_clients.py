@@ -1,0 +1,314 @@
+"""Requests of other servers' clients, answered: what their fields come to, over HTTP and without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import (
+    FACTS,
+    Script,
+    ScriptedBackend,
+    byte_tokenizer,
+    http_client,
+    says,
+    says_in_steps,
+    scripted_app,
+)
+
+HI = [{"role": "user", "content": "Hi"}]
+BEGUN = [*HI, {"role": "assistant", "content": "It is "}]
+SWITCH = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if not NAME %}<think></think>{% endif %}{% endif %}"
+)
+TEMPLATES = {
+    "plain": "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "switch": SWITCH.replace("NAME", "enable_thinking"),
+    "other switch": SWITCH.replace("NAME", "thinking"),
+    "effort": "{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    "always": "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}",
+    "twice": "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    return {
+        name: byte_tokenizer(tmp_path_factory.mktemp("template"), template)
+        for name, template in TEMPLATES.items()
+    }
+
+
+class Asked:
+    """An answer, and what the engine was asked."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, path: str, body: Any, script: Script = (), **options: Any
+    ) -> None:
+        backend = ScriptedBackend(script or says("ok"))
+
+        async def run() -> None:
+            async with http_client(scripted_app(tokenizer, backend, **options)) as client:
+                answer = await client.post(path, json=body)
+            self.status, self.text = answer.status_code, answer.text
+
+        asyncio.run(run())
+        self.works = backend.works
+
+    @property
+    def prompt(self) -> str:
+        assert self.status == 200, self.text
+        return bytes(self.works[0].prompt_token_ids).decode()
+
+    @property
+    def param(self) -> str:
+        assert self.status == 400, self.text
+        assert self.works == []
+        named: str = json.loads(self.text)["error"]["param"]
+        return named
+
+    @property
+    def chunks(self) -> list[dict[str, Any]]:
+        lines = [line.removeprefix("data: ") for line in self.text.splitlines() if line.startswith("data: {")]
+        return [json.loads(line) for line in lines]
+
+
+def chat(tokenizer: Tokenizer, script: Script = (), **body: Any) -> Asked:
+    return Asked(tokenizer, "/chat/completions", {"messages": HI, **body}, script)
+
+
+THINKS, DOES_NOT = "<user>Hi</user><assistant>", "<user>Hi</user><assistant><think></think>"
+
+
+@pytest.mark.parametrize("template", ["switch", "other switch"])
+@pytest.mark.parametrize(
+    ("body", "prompt"),
+    [
+        ({"reasoning_effort": "none"}, DOES_NOT),
+        ({"reasoning_effort": "medium"}, THINKS),
+        ({"reasoning_effort": "low"}, THINKS),
+        ({"enable_thinking": True}, THINKS),
+        ({"enable_thinking": False}, DOES_NOT),
+        ({"think": True}, THINKS),
+        ({"reasoning": {"effort": "high"}}, THINKS),
+        ({"reasoning": {"enabled": False}}, DOES_NOT),
+        ({"thinking": {"type": "enabled"}}, THINKS),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, THINKS),
+        ({"chat_template_kwargs": {"enable_thinking": None}}, DOES_NOT),
+        ({"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "high"}, DOES_NOT),
+    ],
+)
+def test_a_template_with_a_switch(
+    tokenizers: dict[str, Tokenizer], template: str, body: dict[str, Any], prompt: str
+) -> None:
+    assert chat(tokenizers[template], **body).prompt == prompt
+
+
+def test_a_template_that_knows_efforts_gets_them_as_they_are(tokenizers: dict[str, Tokenizer]) -> None:
+    assert chat(tokenizers["effort"], reasoning_effort="xhigh").prompt == "xhighHi"
+    body = {"input": "Hi", "reasoning_effort": "minimal"}
+    assert Asked(tokenizers["effort"], "/responses", body).prompt == "minimalHi"
+
+
+@pytest.mark.parametrize(
+    ("template", "taken", "refused"),
+    [
+        ("plain", ["none", "medium"], ["minimal", "low", "high", "xhigh"]),
+        ("always", ["medium", "low", "high"], ["none"]),
+    ],
+)
+def test_where_a_template_knows_nothing_what_happens_anyway_is_taken(
+    tokenizers: dict[str, Tokenizer], template: str, taken: list[str], refused: list[str]
+) -> None:
+    tokenizer = tokenizers[template]
+    plain = chat(tokenizer).prompt
+    for effort in taken:
+        assert chat(tokenizer, reasoning_effort=effort).prompt == plain
+    for effort in refused:
+        assert chat(tokenizer, reasoning_effort=effort).param == "reasoning_effort"
+    reasons = template == "always"
+    assert chat(tokenizer, enable_thinking=reasons).prompt == plain
+    assert chat(tokenizer, enable_thinking=not reasons).param == "chat_template_kwargs"
+    assert chat(tokenizer, chat_template_kwargs={"odd": 1}).param == "chat_template_kwargs"
+    assert chat(tokenizer, chat_template_kwargs={"odd": None}).prompt == plain
+
+
+def test_a_message_that_has_begun_is_gone_on_with(tokenizers: dict[str, Tokenizer]) -> None:
+    plain = tokenizers["plain"]
+    begun = chat(plain, messages=BEGUN, continue_final_message=True)
+    assert begun.prompt == "<user>Hi</user><assistant>It is "  # with the blank at its end
+    both = chat(plain, messages=BEGUN, continue_final_message=True, add_generation_prompt=False)
+    assert both.prompt == begun.prompt
+    assert json.loads(begun.text)["choices"][0]["message"]["content"] == "ok"
+    closed = chat(plain, messages=BEGUN, add_generation_prompt=False)
+    assert closed.prompt == "<user>Hi</user><assistant>It is </assistant>"
+    items = {"input": BEGUN, "continue_final_message": True}
+    assert Asked(plain, "/responses", items).prompt == begun.prompt
+    counted = Asked(plain, "http://server/tokenize", {"messages": BEGUN, "continue_final_message": True})
+    assert bytes(json.loads(counted.text)["tokens"]).decode() == begun.prompt
+    assert chat(plain, messages=BEGUN, add_special_tokens=True).status == 200
+
+
+def test_what_cannot_be_gone_on_with(tokenizers: dict[str, Tokenizer]) -> None:
+    plain, calls = tokenizers["plain"], [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]
+    for tokenizer, messages in (
+        (plain, [*HI, {"role": "assistant", "content": "a", "tool_calls": calls}]),
+        (tokenizers["twice"], BEGUN),
+    ):
+        asked = chat(tokenizer, messages=messages, continue_final_message=True)
+        assert asked.param == "continue_final_message"
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    assert chat(plain, messages=BEGUN, **both).param == "continue_final_message"
+
+
+@pytest.mark.parametrize(
+    ("begun", "reasoning", "content"),
+    [
+        ("<think>So far", " more", "done"),
+        ("<think>So</think>Yes: ", None, " more</think>done"),
+        ("", "a", "b"),
+    ],
+)
+def test_thoughts_that_have_begun_are_told_from_the_answer(
+    tokenizers: dict[str, Tokenizer], begun: str, reasoning: str | None, content: str
+) -> None:
+    script = says("<think>a</think>b") if not begun else says(" more</think>", "done")
+    messages = [*HI, {"role": "assistant", "content": begun}]
+    asked = chat(tokenizers["switch"], script, messages=messages, continue_final_message=True)
+    assert asked.prompt == f"<user>Hi</user><assistant>{begun}"
+    message = json.loads(asked.text)["choices"][0]["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+
+
+@pytest.mark.parametrize(
+    ("path", "asks"), [("/chat/completions", {"messages": HI}), ("/completions", {"prompt": "a"})]
+)
+def test_chunks_may_have_the_usage_so_far(
+    tokenizers: dict[str, Tokenizer], path: str, asks: dict[str, Any]
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = Asked(
+        tokenizers["plain"], path, {**asks, "stream": True, "stream_options": options}, says("a", "bc")
+    )
+    assert [chunk["usage"]["completion_tokens"] for chunk in asked.chunks] == [1, 3, 3]
+    usual = {"include_usage": True, "continuous_usage_stats": False}
+    asked = Asked(
+        tokenizers["plain"], path, {**asks, "stream": True, "stream_options": usual}, says("a", "bc")
+    )
+    assert [bool(chunk["usage"]) for chunk in asked.chunks] == [False, False, True]
+    whole = Asked(tokenizers["plain"], path, {**asks, "stream": False, "stream_options": options}, says("a"))
+    assert json.loads(whole.text)["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "asks"),
+    [
+        ("/chat/completions", {"messages": HI}),
+        ("/completions", {"prompt": "a"}),
+        ("/responses", {"input": "a"}),
+    ],
+)
+def test_figures_of_each_step_come_with_the_trace(
+    tokenizers: dict[str, Tokenizer], path: str, asks: dict[str, Any]
+) -> None:
+    script: Sequence[Any] = says_in_steps("one two three four five six seven eight")
+    for traced in (False, True):
+        asked = Asked(tokenizers["plain"], path, {**asks, "trace": traced}, script)
+        figures = json.loads(asked.text)["metrics"]["speculative_decoding"]
+        assert ("per_step_accepted" in figures, "per_step_drafted" in figures) == (traced, traced)
+        if traced:
+            assert sum(figures["per_step_accepted"]) == figures["num_accepted_draft_tokens"]
+            assert len(figures["per_step_drafted"]) == figures["num_spec_steps"] > 1
+
+
+def test_lengths(tokenizers: dict[str, Tokenizer]) -> None:
+    def wanted(path: str, **body: Any) -> int:
+        work = Asked(tokenizers["plain"], path, body).works[0]
+        assert len(work.prompt_token_ids) + work.params.max_tokens <= FACTS.longest
+        return work.params.max_tokens
+
+    assert wanted("/completions", prompt="a") == 16
+    assert wanted("/completions", prompt="a", max_tokens=-1) == FACTS.longest - 1
+    assert wanted("/completions", prompt="a", n_predict=-1) == FACTS.longest - 1
+    assert wanted("/completions", prompt="a", max_tokens=0) == 0
+    assert wanted("/chat/completions", messages=HI, max_tokens=-1) == FACTS.longest - len(THINKS)
+    assert wanted("/responses", input="Hi", max_tokens=7) == 7
+
+
+def test_the_begin_of_text_token_may_be_left_out(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path)
+    seen: list[bool] = []
+    encode = tokenizer.encode
+
+    def spied(text: str, *, add_special: bool = True) -> list[int]:
+        seen.append(add_special)
+        return encode(text, add_special=add_special)
+
+    tokenizer.encode = spied  # type: ignore[method-assign]
+    for path, asks in (("/completions", {"prompt": "a"}), ("/chat/completions", {"messages": HI})):
+        for given in (None, True, False):
+            assert Asked(tokenizer, path, {**asks, "add_special_tokens": given}).status == 200
+    assert seen == [True, True, False, False, True, False]
+
+
+def test_unknown_fields_may_be_ignored(
+    tokenizers: dict[str, Tokenizer], caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"messages": HI, "odd": 1, "typical_p": 1}
+    assert Asked(tokenizers["plain"], "/chat/completions", body).param == "odd"
+    with caplog.at_level(logging.WARNING, "specinfer"):
+        asked = Asked(tokenizers["plain"], "/chat/completions", body, unknown_fields="ignore")
+    assert asked.prompt == THINKS
+    assert [record.getMessage() for record in caplog.records] == ["the unknown field 'odd' is ignored"]
+    refused = Asked(
+        tokenizers["plain"], "/chat/completions", body | {"typical_p": 0.5}, unknown_fields="ignore"
+    )
+    assert refused.param == "typical_p"
+    counted = Asked(
+        tokenizers["plain"], "http://server/tokenize", {"prompt": "a", "odd": 1}, unknown_fields="ignore"
+    )
+    assert json.loads(counted.text)["count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/chat/completions", {"messages": HI, "model": "🦆" * 100_000}),
+        ("/responses", {"input": "a", "previous_response_id": "🦆" * 100_000}),
+        ("/chat/completions", {"messages": HI, "speculation": {"🦆" * 100_000: 1}}),
+        ("/chat/completions", {"messages": HI, "speculation": {"verifier": "🦆" * 100_000}}),
+        ("/chat/completions", {"messages": HI, "logit_bias": {"🦆" * 100_000: 1}}),
+        ("/chat/completions", {"messages": HI, "logit_bias": [["🦆" * 100_000, 1]]}),
+        ("/chat/completions", {"messages": HI, "chat_template_kwargs": {"🦆" * 100_000: 1}}),
+        ("/chat/completions", {"messages": HI, "logprobs_mode": "🦆" * 100_000}),
+        ("/chat/completions", {"messages": HI, "structured_outputs": {"🦆" * 100_000: 1}}),
+        ("/chat/completions", {"messages": HI, "temperature": "🦆" * 100_000}),
+        ("/chat/completions", {"messages": HI, "seed": int("9" * 4000)}),
+        ("/chat/completions", {"messages": HI, "verbosity": "🦆" * 100_000}),
+        ("/chat/completions", {"messages": HI, "mirostat": int("9" * 4000)}),
+        ("/chat/completions", {"messages": HI, "reasoning_effort": "🦆" * 100_000}),
+        ("/responses", {"input": "a", "text": {"format": {"type": "🦆" * 100_000}}}),
+        ("/responses", {"input": [{"type": "🦆" * 100_000}]}),
+        ("/responses", {"input": "a", "tools": [{"type": "🦆" * 100_000}]}),
+        ("/responses", {"input": [{"type": "function_call_output", "call_id": "🦆" * 99_999, "output": ""}]}),
+        ("http://server/%F0%9F%A6%86" + "a" * 5000, {}),
+    ],
+)
+def test_an_error_repeats_little_of_what_it_was_given(
+    tokenizers: dict[str, Tokenizer], path: str, body: dict[str, Any]
+) -> None:
+    asked = Asked(tokenizers["plain"], path, body)
+    assert asked.status in (400, 404)
+    assert len(asked.text) < 20_000  # a character may take twelve bytes
+    error = json.loads(asked.text)["error"]
+    assert len(error["message"]) <= 1003
+    assert len(error["param"] or "") <= 103
