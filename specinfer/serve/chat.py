@@ -78,8 +78,9 @@ class Chat:
                     piece = self._piece(delta, readers[number])
                     if delta.prompt_logprobs is not None and fields.prompt_logprobs is not None:
                         # Once for the prompt, and in a thread: it is as long as its prompt.
-                        reports, top = delta.prompt_logprobs if number == 0 else (), fields.prompt_logprobs
-                        piece["prompt_logprobs"] = await asyncio.to_thread(reported_prompt, reports, top) or None
+                        reports = delta.prompt_logprobs if number == 0 else ()
+                        told = await asyncio.to_thread(reported_prompt, reports, fields.prompt_logprobs)
+                        piece["prompt_logprobs"] = told or None
                     if any(piece.values()) or fields.trace or "prompt_logprobs" in piece:
                         yield number, piece
         except ApiError as error:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
+from specinfer.request import Logprobs
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.chat_fields import Prediction
 from specinfer.serve.completion_fields import CompletionFields
@@ -107,7 +108,8 @@ class Completions:
     def _choice(self, number: int, delta: Delta, *, first: bool) -> dict[str, Any]:
         fields = self._fields
         choice: dict[str, Any] = {"index": number, "text": delta.text, "logprobs": None}
-        told, logprobs = delta.token_ids, delta.logprobs
+        told = delta.token_ids
+        logprobs: Sequence[Logprobs | None] = delta.logprobs
         if fields.echo and first:
             prompt = self._prompts[number // self._n]
             choice["text"] = self._service.tokenizer.decode(prompt) + delta.text

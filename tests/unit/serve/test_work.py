@@ -14,7 +14,6 @@ FIRST = Delta(
 MIDDLE = Delta("w", "l", (5,))
 FIGURES = SpeculationFigures(steps=2)
 # Of another engine, which found nothing cached.
-PROMPT = (None, {7: Logprob(-2.0, 3, "p")})
 LAST = Delta("w", "lo", (3,), (), (), ((0, 0),), FinishReason.STOP, figures=FIGURES)
 
 
@@ -35,6 +34,5 @@ def test_several_deltas_are_one_with_everything_in_order() -> None:
 
 
 def test_what_was_said_of_the_prompt_stays() -> None:
-    first = replace(FIRST, prompt_logprobs=PROMPT)
-    assert first.followed_by(LAST).prompt_logprobs == PROMPT
-    assert FIRST.followed_by(replace(LAST, prompt_logprobs=PROMPT)).prompt_logprobs == PROMPT
+    later = [replace(FIRST, prompt_logprobs=None), replace(LAST, prompt_logprobs=PROMPT)]
+    assert Delta.joined(later).prompt_logprobs == PROMPT
