@@ -13,6 +13,10 @@ class BackendError(Exception):
     """The engine is gone, and an answer cannot go on; the message says why."""
 
 
+class UnavailableError(BackendError):
+    """An answer is not made now, through no fault of its request: the client may ask again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Health:
     """How a backend is."""
@@ -29,6 +33,8 @@ class Backend(Protocol):
 
     def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
         """The deltas of these works as they come, each one's last with a finish reason.
+
+        Some say nothing: the first, when the work is admitted, and one when its first step begins.
 
         Of a reader that is slow, deltas of one work are put together. A generator that is closed aborts what
         is left. Raises BackendError when an answer cannot go on.

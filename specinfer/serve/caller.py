@@ -1,7 +1,8 @@
-"""Who asks: what of a request's HTTP is wanted where its answers are made."""
+"""Who asks: what of a request's HTTP is wanted where its answers are made, and what it is told of them."""
 
 from __future__ import annotations
 
+import asyncio
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
@@ -19,3 +20,5 @@ class Caller:
 
 # Each request is answered in a context of its own, so endpoints need not hand this on.
 CALLER: Final[ContextVar[Caller]] = ContextVar("caller", default=Caller())  # noqa: B039 - it is frozen
+# Where a stream waits for the engine to take its request; whoever hears of that sets it.
+ADMITTED: Final[ContextVar[asyncio.Event | None]] = ContextVar("admitted", default=None)

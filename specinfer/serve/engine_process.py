@@ -11,7 +11,8 @@ and go ("ready", facts) or ("failed", message), then
 
     ("busy", ids)             the works of the step that begins, and those that are being checked
     ("deltas", [...], state)  all that are there, so a busy engine sends one message a step; with the state
-                              where an answer ends and now and then, else None
+                              where an answer ends and now and then, else None. A work's first delta says
+                              nothing: it is admitted. So does the one with which its first step begins
     ("answer", number, value)
 
 Whose works it is about is said before it begins: the next step may be the process's last. When the socket
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _INTAKE_THREADS: Final = 2  # a grammar takes a second to compile, and others must not wait for it
 _STATE_SECONDS: Final = 0.2  # of what it counts, so much may go unheard when it dies
+_MUTE: Final = 70  # the exit status of a process that cannot tell its answers: an internal error
 Message = tuple[Any, ...]
 
 
@@ -59,6 +61,7 @@ class _Answer:
         self.work = work
         self.admitted: Admitted | None = None  # None until it is checked
         self.aborted = False
+        self.begun = False  # whether a step has begun that it takes part in
         self.trees: list[dict[str, Any]] = []
         self._sent = len(work.said)
         self._begun = False
@@ -156,9 +159,10 @@ class EngineProcess:
             if work.traced:
                 self._llm.on_tree = self._on_tree  # for good: another thread may trace the next one by now
             self._llm.loop.submit([admitted], lambda output: self._receive(answer, output))
+            self._outbox.put(Delta(work.id))
             if answer.aborted:  # meanwhile
                 self._llm.loop.cancel([admitted])
-        except Exception as error:
+        except BaseException as error:  # as libraries in Rust raise, and somebody waits for an answer
             if not isinstance(error, SpecInferError):
                 _LOG.exception("work %s could not be begun", work.id)
             self._answers.pop(work.id, None)
@@ -202,10 +206,17 @@ class EngineProcess:
             with self._sending:
                 self._stepped = list(request_ids)
                 self._tell_busy()
+            for name in request_ids:
+                answer = self._requests.get(name)
+                if answer is not None and not answer.begun:
+                    answer.begun = True
+                    self._outbox.put(Delta(answer.work.id, begun=True))
 
     def _tell_busy(self) -> None:
         """Say at once, not by way of the outbox, which works the process is busy with."""
-        stepped = [self._requests[name].work.id for name in self._stepped if name in self._requests]
+        # One that ends meanwhile is taken away by the loop's thread, without the lock.
+        answers = [self._requests.get(name) for name in self._stepped]
+        stepped = [answer.work.id for answer in answers if answer is not None]
         with contextlib.suppress(OSError):  # the server is gone, and the reading thread ends the process
             self._connection.send(("busy", [*self._checked, *stepped]))
 
@@ -257,6 +268,16 @@ class EngineProcess:
 
     def _send(self) -> None:
         """The thread of the outbox: whoever makes deltas does not wait for the socket to take them."""
+        try:
+            self._send_all()
+        except (OSError, ClosedError):  # the server is gone, and the reading thread ends the process
+            return
+        except BaseException:
+            # Nobody would ever hear of an answer again. A process that ends is started again.
+            _LOG.exception("the engine process ends, as it cannot tell its answers")
+            os._exit(_MUTE)
+
+    def _send_all(self) -> None:
         told = 0.0
         while True:
             batch = [self._outbox.get()]
@@ -264,17 +285,14 @@ class EngineProcess:
                 batch.append(self._outbox.get())
             deltas = [one for one in batch if isinstance(one, Delta)]
             ending, now, state = any(one.finish_reason for one in deltas), time.monotonic(), None
-            try:
-                if ending or (deltas and now - told > _STATE_SECONDS):
-                    state, told = self._state(), now
-                with self._sending:
-                    if deltas:
-                        self._connection.send(("deltas", deltas, state))
-                    for message in batch:
-                        if not isinstance(message, Delta):
-                            self._connection.send(message)
-            except (OSError, ClosedError):  # the server is gone, and the reading thread ends the process
-                return
+            if ending or (deltas and now - told > _STATE_SECONDS):
+                state, told = self._state(), now
+            with self._sending:
+                if deltas:
+                    self._connection.send(("deltas", deltas, state))
+                for message in batch:
+                    if not isinstance(message, Delta):
+                        self._connection.send(message)
 
 
 def main() -> None:

@@ -10,10 +10,12 @@ from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from specinfer.serve.api_error import ApiError
+from specinfer.serve.caller import ADMITTED
 
+PING: Final = b": ping\n\n"  # a comment: clients drop it, and proxies see that the stream lives
 _Answer = TypeVar("_Answer")
 _ENCODED: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -23,40 +25,61 @@ def event(value: object) -> str:
     return f"data: {_ENCODED(value)}\n\n"
 
 
-async def stream(events: AsyncGenerator[str], *, done: str = "data: [DONE]\n\n") -> StreamingResponse:
-    """Events as a response, which begins with the first one: an error before it is an error of its own.
+async def stream(
+    events: AsyncGenerator[str], *, done: str = "data: [DONE]\n\n", ping: float = 0.0
+) -> StreamingResponse:
+    """Events as a response, which begins when the engine has taken the request, or with the first event.
 
-    One behind it is an event, the last; `done` comes at the end of a stream without.
+    An error before that is an error of its own; one behind it is an event, the last. `done` comes at the end
+    of a stream without. Whenever nothing has been sent for `ping` seconds a comment is, unless that is 0.
     """
+    admitted = asyncio.Event()
+    outside = ADMITTED.set(admitted)
+    first = asyncio.ensure_future(_first(events))  # in a context of its own, where that is known
+    ADMITTED.reset(outside)
+    taken = asyncio.ensure_future(admitted.wait())
     try:
-        first = await anext(events)
-    except StopAsyncIteration:
-        first = ""
+        await asyncio.wait({first, taken}, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        await _cancel(first)
+        raise
+    finally:
+        taken.cancel()
+    if first.done():
+        first.result()
 
     async def whole() -> AsyncGenerator[str]:
         async with aclosing(events):
             try:
-                yield first
+                yield await first
                 async for one in events:
                     yield one
                 yield done
             except ApiError as error:
                 yield error.event
 
-    return _Events(whole(), events)
+    return _Events(whole(), events, first, ping)
+
+
+async def _first(events: AsyncGenerator[str]) -> str:
+    return await anext(events, "")
 
 
 class _Events(StreamingResponse):
-    """A response whose events are closed with it.
+    """A response that is kept alive while nothing is said, and whose events are closed with it.
 
     The framework leaves that to the garbage collector where it stops while it sends: a reader that takes
     nothing would have its answer made to the end.
     """
 
-    def __init__(self, *generators: AsyncGenerator[str]) -> None:
-        self._generators = generators  # the one that is sent, and what it reads from if it ever begins
+    def __init__(
+        self, whole: AsyncGenerator[str], events: AsyncGenerator[str], first: asyncio.Future[str], ping: float
+    ) -> None:
+        self._generators = (whole, events)  # the one that is sent, and what it reads from if it ever begins
+        self._first = first
+        self._ping = ping
         super().__init__(
-            generators[0],
+            whole,
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},  # a proxy hands on at once
         )
@@ -65,8 +88,45 @@ class _Events(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
+            await _cancel(self._first)
             for one in self._generators:
                 await one.aclose()
+
+    async def stream_response(self, send: Send) -> None:
+        """As the framework has it, with comments in between."""
+        loop, pinging = asyncio.get_running_loop(), None
+        sent = loop.time()
+
+        async def keep_alive() -> None:
+            nonlocal sent
+            while True:
+                await asyncio.sleep(sent + self._ping - loop.time())
+                if loop.time() >= sent + self._ping:
+                    sent = loop.time()
+                    await send({"type": "http.response.body", "body": PING, "more_body": True})
+
+        async def tell(message: Message) -> None:
+            nonlocal sent, pinging
+            sent = loop.time()
+            if pinging is not None and not message.get("more_body"):
+                await _cancel(pinging)
+            await send(message)
+            if self._ping and pinging is None:
+                pinging = asyncio.ensure_future(keep_alive())
+
+        try:
+            await super().stream_response(tell)
+        finally:
+            if pinging is not None:
+                await _cancel(pinging)
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    """End a task, and return when it has ended."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # nobody else asks for it
 
 
 async def unless_gone(request: Request, answer: Coroutine[Any, Any, _Answer]) -> _Answer:

@@ -79,6 +79,7 @@ class Metrics:
         self.waiting = gauge("num_requests_waiting", "Requests the engine has no room for yet.")
         self.cache = gauge("kv_cache_usage_perc", "Of the KV cache's blocks the part in use, 0 to 1.")
         self.hit_rate = gauge("prefix_cache_hit_rate", "Of looked up prompt tokens the part found, 0 to 1.")
+        self.queue_time = histogram("request_queue_time_seconds", "From arrival to the first step.", _LONG)
         self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", _LONG)
         self.between = histogram("inter_token_latency_seconds", "Between two deltas, by token.", _SHORT)
         self.per_token = histogram(
@@ -143,6 +144,7 @@ class Observed:
     def __init__(self, metrics: Metrics, begun: float) -> None:
         self._metrics = metrics
         self._begun = begun
+        self._waits = True  # for its first step
         self._first: float | None = None
         self._last = begun
         self._tokens = 0
@@ -151,6 +153,9 @@ class Observed:
     def delta(self, delta: Delta, now: float) -> None:
         """Take in a delta that arrived now."""
         metrics, count = self._metrics, len(delta.token_ids)
+        if self._waits and (delta.begun or count):
+            self._waits = False
+            metrics.queue_time.observe(now - self._begun)
         if count:
             metrics.generation_tokens.inc(count)
             if self._first is None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from specinfer.config import EngineConfig
-from specinfer.serve.backend import BackendError, Health
+from specinfer.serve.backend import BackendError, Health, UnavailableError
 from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.engine_handle import EngineHandle
 from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
@@ -30,6 +30,7 @@ _LOG = logging.getLogger(__name__)
 _MOST_DEATHS: Final = 3  # while the engine was busy with a work, without a token between: it is the cause
 _MOST_FAILED_STARTS: Final = 3  # in a row; then nobody waits any longer
 _ANSWER_SECONDS: Final = 1.0  # within which an engine that is well says how it is
+_QUESTIONS: Final = 10  # in a row without an answer, after which an engine is taken for hung
 
 
 @dataclass(eq=False)
@@ -38,16 +39,18 @@ class _Reader:
 
     pending: dict[str, list[Delta]] = field(default_factory=dict)  # by the work's id
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    failure: str = ""
+    failure: BackendError | None = None
+    begun: bool = False  # whether the first step of one of them has begun
 
     def put(self, delta: Delta) -> None:
         """Hand over a delta."""
         self.pending.setdefault(delta.id, []).append(delta)
+        self.begun = self.begun or delta.begun or not delta.is_sign
         self.arrived.set()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, failure: BackendError) -> None:
         """End all of it."""
-        self.failure = reason
+        self.failure = failure
         self.arrived.set()
 
 
@@ -72,6 +75,8 @@ class ProcessBackend:
 
     All methods belong to one event loop. `start` returns when the engine takes work; `close` ends it. The
     first engine is that of `child`, where one is given; `log` is the level and the form of engines' logs.
+    Requests of which nothing has been computed after `max_wait` seconds fail, and an engine that gives no
+    sign of life for `timeout` seconds is killed; 0 is never, of both.
     """
 
     def __init__(
@@ -79,10 +84,16 @@ class ProcessBackend:
         config: EngineConfig,
         log: tuple[str, str] = ("info", "text"),
         child: EngineChild | None = None,
+        *,
+        max_wait: float = 0.0,
+        timeout: float = 0.0,
     ) -> None:
         self._config = config
         self._log = log
         self._child = child
+        self._max_wait = max_wait
+        self._timeout = timeout
+        self._watching: asyncio.Task[None] | None = None
         self._live: dict[str, _Live] = {}
         self._engine: EngineHandle | None = None  # None while one starts
         self._facts: EngineFacts | None = None
@@ -107,22 +118,31 @@ class ProcessBackend:
             engine.kill()
             raise
         self._engine, self._trouble = engine, ""
+        if self._timeout:
+            self._watching = asyncio.get_running_loop().create_task(self._watch(engine))
         return self._facts
 
     async def close(self) -> None:
         """End the engine process; answers in progress fail."""
         self._closed = True
         self._trouble = "the server is closing"
+        if self._watching is not None:
+            self._watching.cancel()
         if self._restarting is not None:
             self._restarting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._restarting
-        for live in self._live.values():
-            live.reader.fail(self._trouble)
+        self.cut(self._trouble)
         self._live.clear()
         if (engine := self._engine) is not None:
             self._engine = None
             await engine.close()
+
+    def cut(self, reason: str) -> int:
+        """End all answers with an error that says why; returns how many there were."""
+        for live in self._live.values():
+            live.reader.fail(UnavailableError(reason))
+        return len(self._live)
 
     @property
     def pid(self) -> int | None:
@@ -140,11 +160,14 @@ class ProcessBackend:
             self._live[work.id] = _Live(work, reader, held=held)
         if not held:
             self._send("add", works)
+        patience = None
+        if self._max_wait:
+            patience = asyncio.get_running_loop().call_later(self._max_wait, self._lose_patience, reader)
         try:
             while left:
                 await reader.arrived.wait()
                 if reader.failure and not reader.pending:
-                    raise BackendError(reader.failure)
+                    raise reader.failure
                 pending, reader.pending = reader.pending, {}
                 if not reader.failure:
                     reader.arrived.clear()
@@ -154,7 +177,18 @@ class ProcessBackend:
                         left.discard(delta.id)
                     yield delta
         finally:
+            if patience is not None:
+                patience.cancel()
             self.abort(left)
+
+    def _lose_patience(self, reader: _Reader) -> None:
+        if not reader.begun:
+            reader.fail(
+                UnavailableError(
+                    f"the request has waited for {self._max_wait:g} seconds, --max-wait, and others are "
+                    "still before it; come again"
+                )
+            )
 
     def abort(self, ids: Iterable[str]) -> None:
         """As Backend says."""
@@ -254,7 +288,24 @@ class ProcessBackend:
 
     def _give_up(self, live: _Live, reason: str) -> None:
         del self._live[live.work.id]
-        live.reader.fail(reason)
+        live.reader.fail(BackendError(reason))
+
+    async def _watch(self, engine: EngineHandle) -> None:
+        """Kill an engine that gives no sign of life; that is a death as any other.
+
+        It answers within a step, however long that takes. It is asked several times, each for a part of the
+        time: where this process was stopped itself, only one of the questions is in vain.
+        """
+        while engine is self._engine:
+            for _ in range(_QUESTIONS):
+                answer = await self._ask("ask", self._timeout / _QUESTIONS)
+                if answer is not None or engine is not self._engine:
+                    break
+            else:
+                _LOG.error("the engine has given no sign of life for %g seconds and is killed", self._timeout)
+                engine.kill()
+                return
+            await asyncio.sleep(self._timeout / _QUESTIONS)
 
     async def _restart(self) -> None:
         for attempt in itertools.count(1):

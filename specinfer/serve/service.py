@@ -21,7 +21,8 @@ from specinfer.errors import RequestError, naming
 from specinfer.request import FinishReason
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError, cut
-from specinfer.serve.backend import Backend, BackendError
+from specinfer.serve.backend import Backend, BackendError, UnavailableError
+from specinfer.serve.caller import ADMITTED
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
 from specinfer.serve.field_policy import FieldPolicy
@@ -153,8 +154,11 @@ class Service:
     ) -> AsyncGenerator[tuple[int, Delta]]:
         """The deltas of n completions of each prompt, each with its number: prompt * n + completion.
 
+        Sets ADMITTED when the engine has taken all of them; with `max_wait`, when one has begun. One of
+        several that fails in the engine ends with finish reason "error", and the others go on.
+
         Raises ApiError: 429 where too many wait, 400 where the engine refuses one or its parameters leave
-        nothing to say, 500 where the engine fails or is gone.
+        nothing to say, 500 where the engine fails or is gone, 503 where it cannot be had now.
         """
         scored = [i for i, own in enumerate(params) if own.prompt_logprobs is not None]
         shared = SharedPrompts(max((own.n for own in params), default=1), scored)
@@ -171,6 +175,8 @@ class Service:
         with self._room_for(len(all_works)):
             begun = time.monotonic()
             observed = [self._observe(work, begun) for work in all_works]
+            untaken, failed = set(works), 0
+            may_begin = not self.config.max_wait  # a stream that has begun can be refused no more
             try:
                 async with aclosing(self.backend.generate(all_works)) as deltas:
                     async for delta in deltas:
@@ -179,10 +185,18 @@ class Service:
                         for one in observed[number]:
                             one.delta(delta, now)
                         if delta.finish_reason is FinishReason.ERROR:
-                            status = 500 if delta.internal_error else 400
-                            raise ApiError(delta.error or "it failed", param=delta.parameter, status=status)
-                        for ready in shared.ready(number, delta):
-                            yield ready
+                            failed += 1
+                            if not delta.internal_error or failed == len(all_works):
+                                raise _failure(delta)
+                        untaken.discard(delta.id)
+                        may_begin = may_begin or delta.begun or not delta.is_sign
+                        if may_begin and not untaken and delta.finish_reason is None:
+                            _tell_admitted()
+                        if not delta.is_sign:
+                            for ready in shared.ready(number, delta):
+                                yield ready
+            except UnavailableError as error:
+                raise ApiError(str(error), status=503, headers={"Retry-After": "5"}) from None
             except BackendError as error:
                 raise ApiError(str(error), status=500, code="engine_died") from None
             finally:
@@ -267,3 +281,13 @@ def _before(mark: str, text: str) -> str:
             param="continue_final_message",
         )
     return before
+
+
+def _tell_admitted() -> None:
+    if (admitted := ADMITTED.get()) is not None:
+        admitted.set()
+
+
+def _failure(delta: Delta) -> ApiError:
+    status = 500 if delta.internal_error else 400
+    return ApiError(delta.error or "it failed", param=delta.parameter, status=status)

@@ -44,6 +44,12 @@ class Delta:
     figures: SpeculationFigures | None = None  # of the whole answer, with its end
     prompt_logprobs: Sequence[Logprobs | None] | None = None  # with the first token, or without one
     cached_tokens: int = 0  # of the prompt
+    begun: bool = False  # whether its first step begins
+
+    @property
+    def is_sign(self) -> bool:
+        """Whether the answer has gained nothing: the work is admitted, or its first step begins."""
+        return not (self.token_ids or self.text or self.finish_reason)
 
     @staticmethod
     def joined(deltas: Sequence[Delta]) -> Delta:
@@ -60,6 +66,7 @@ class Delta:
             steps=tuple(chain.from_iterable([one.steps for one in deltas])),
             prompt_logprobs=reports[0] if reports else None,
             cached_tokens=max(one.cached_tokens for one in deltas),  # none behind a restart
+            begun=any(one.begun for one in deltas),
         )
 
 
