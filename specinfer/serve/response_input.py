@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -17,6 +18,7 @@ _KINDS: Final = {
     "function_call": "Call",
     "function_call_output": "CallOutput",
 }
+_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 _Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -151,6 +153,24 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
                 result = {"tool_call_id": item.call_id, "content": _text(item.output)}
                 messages.append({"role": "tool"} | result)
     return [message if "content" in message else message | {"content": ""} for message in messages]
+
+
+def kept_items(given: str | Iterable[Item]) -> list[dict[str, Any]]:
+    """An input's items as they are listed later: each with an id and a status, texts as lists of parts."""
+    items = [MessageItem(role="user", content=given)] if isinstance(given, str) else given
+    return [_kept(item) for item in items]
+
+
+def _kept(item: Item) -> dict[str, Any]:
+    kind = item.type or "message"
+    kept = {"status": "completed", **item.model_dump(exclude_none=True, by_alias=True), "type": kind}
+    kept.setdefault("id", f"{_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}")
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
+        part = {"type": "output_text", "text": item.content, "annotations": []}
+        kept["content"] = [part if item.role == "assistant" else {"type": "input_text", "text": item.content}]
+    if isinstance(item, ReasoningItem):
+        kept.setdefault("summary", [])
+    return kept
 
 
 def output_messages(output: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

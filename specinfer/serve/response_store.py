@@ -16,6 +16,7 @@ _MOST_BYTES: Final = 256 << 20  # of all responses together, about
 class _Kept:
     body: bytes  # the response, as JSON
     messages: tuple[Mapping[str, Any], ...]  # the conversation with its answer, without instructions
+    items: tuple[Mapping[str, Any], ...]  # of its own input
     size: int
 
 
@@ -37,12 +38,18 @@ class ResponseStore:
             raise ApiError("store is true, and this server keeps no responses; drop it", param="store")
         return asked is not False and bool(self._most)
 
-    def keep(self, name: str, response: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
-        """Keep a response that has ended, with the conversation it belongs to."""
+    def keep(
+        self,
+        name: str,
+        response: Mapping[str, Any],
+        messages: Sequence[Mapping[str, Any]],
+        items: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Keep a response that has ended, with the conversation it belongs to and the items of its input."""
         body = json.dumps(response, ensure_ascii=False).encode()
         # Messages are shared with the responses before: they are counted once too often, not too rarely.
-        size = len(body) + sum(len(str(message)) for message in messages)
-        self._kept[name] = _Kept(body, tuple(messages), size)
+        size = len(body) + sum(len(str(one)) for one in (*messages, *items))
+        self._kept[name] = _Kept(body, tuple(messages), tuple(items), size)
         self._size += size
         while len(self._kept) > self._most or (self._size > self._most_bytes and len(self._kept) > 1):
             self.forget(next(iter(self._kept)))
@@ -60,18 +67,44 @@ class ResponseStore:
 
     def body(self, name: str) -> bytes:
         """The response as JSON; raises ApiError where there is none of that id."""
-        self._check(name)
+        self.check(name)
         return self._kept[name].body
 
-    def forget(self, name: str) -> None:
-        """Let a response go; raises ApiError where there is none of that id."""
-        self._check(name)
-        self._size -= self._kept.pop(name).size
-
-    def _check(self, name: str) -> None:
+    def check(self, name: str) -> None:
+        """Raise ApiError where there is no response of that id."""
         if name not in self._kept:
             raise ApiError(
                 f"there is no response {cut(name)!r}: it was not stored, or has left",
                 status=404,
                 code="response_not_found",
             )
+
+    def page(self, name: str, *, after: str | None, limit: int, order: str) -> dict[str, Any]:
+        """Some items of a response's input, in OpenAI's shape of a list: those behind the one called `after`.
+
+        Raises ApiError where there is no such response, or no such item in it.
+        """
+        self.check(name)
+        items = list(self._kept[name].items)
+        if order == "desc":
+            items.reverse()
+        if after is not None:
+            ids = [item["id"] for item in items]
+            if after not in ids:
+                raise ApiError(
+                    f"after is {after[:_LONGEST]!r}, which is no item of this response's input", param="after"
+                )
+            items = items[ids.index(after) + 1 :]
+        shown = items[:limit]
+        return {
+            "object": "list",
+            "data": shown,
+            "first_id": shown[0]["id"] if shown else "",
+            "last_id": shown[-1]["id"] if shown else "",
+            "has_more": len(items) > limit,
+        }
+
+    def forget(self, name: str) -> None:
+        """Let a response go; raises ApiError where there is none of that id."""
+        self.check(name)
+        self._size -= self._kept.pop(name).size

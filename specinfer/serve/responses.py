@@ -15,12 +15,13 @@ from pydantic import BaseModel
 from specinfer.request import FinishReason
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
+from specinfer.serve.caller import ADMITTED
 from specinfer.serve.chat_prompt import ChatPrompt
 from specinfer.serve.dialect import AnswerReader
 from specinfer.serve.event_stream import event
 from specinfer.serve.reported_logprobs import chat_logprobs
 from specinfer.serve.response_fields import ResponseFields
-from specinfer.serve.response_input import output_messages
+from specinfer.serve.response_input import kept_items, output_messages
 from specinfer.serve.response_items import Event, Output
 from specinfer.serve.response_store import ResponseStore
 from specinfer.serve.service import Service
@@ -92,7 +93,9 @@ class Responses:
                         yield told(grown)
         except ApiError as error:
             if not begun:
-                raise
+                if (admitted := ADMITTED.get()) is None or not admitted.is_set():
+                    raise
+                yield told(self._opening())  # the stream has begun, and cannot be another answer any more
             yield told([{"type": "response.failed", "response": self._failed(error)}])
             return
         yield told([{"type": f"response.{self._ended}", "response": self._finish()}])
@@ -153,7 +156,8 @@ class Responses:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._stored:
             answer = output_messages(response["output"])
-            self._store.keep(self._id, response, [*self._conversation, *answer])
+            items = kept_items(self._fields.input)
+            self._store.keep(self._id, response, [*self._conversation, *answer], items)
         return response
 
     def _failed(self, error: ApiError) -> dict[str, Any]:
