@@ -23,7 +23,7 @@ from specinfer.serve.config import ServeConfig
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _PARTS: Final = (SpeculationConfig, CacheConfig, SchedulerConfig)
-_SIZES: Final = ("kv_cache_memory", "suffix_memory", "max_body", "log_traffic_size")
+_SIZES: Final = ("kv_cache_memory", "suffix_memory", "max_body", "max_bodies_memory", "log_traffic_size")
 _STEP_TOKENS: Final = (
     128  # a step of more keeps whoever comes meanwhile waiting; of fewer reads prompts slowly
 )
@@ -79,8 +79,12 @@ PURPOSES: Final = {
     "max_n": "Completions of one prompt, and prompts of one request.",
     "max_prompt_tokens": "Of one prompt; default: what the context leaves.",
     "max_body": "Bytes of one request, like 16MB.",
+    "max_bodies_memory": "Bytes of all unanswered requests; more get 503. Default: 4 times --max-body.",
     "max_connections": "At once; more get 503.",
     "idle_timeout": "Seconds that a connection may say nothing.",
+    "max_wait": "Seconds that a request may wait for its first step; more get 503. 0: no limit.",
+    "ping_interval": "Seconds after which a quiet stream gets a comment, so that no proxy ends it; 0: never.",
+    "engine_timeout": "Seconds after which an engine that gives no sign of life is started again; 0: never.",
     "grace": "Seconds that answers in progress get after SIGTERM.",
     "unknown_fields": "Of requests: error refuses them, ignore takes them out and says so once a name.",
     "stored_responses": "Answers that previous_response_id may name.",

@@ -26,7 +26,9 @@ def serve(model: str | None, file: Path | None, **flags: Any) -> None:
     from specinfer.progress import ProgressBar
     from specinfer.serve.engine_child import EngineChild
 
-    if not flags["api_key"] and (key := os.environ.get(_KEY_VARIABLE)):
+    if not flags["api_key"] and (key := os.environ.get(_KEY_VARIABLE)) is not None:
+        if not key:
+            raise ConfigError(f"{_KEY_VARIABLE} is empty, which lets nobody in; give it a key, or unset it")
         flags["api_key"] = (key,)
     options, config = configs({"model": model, **flags}, file)
     engine = engine_config(options)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.caller import CALLER, Caller
-from specinfer.serve.hosts import Hosts
+from specinfer.serve.hosts import Hosts, is_origin_of
 
 _LOG = logging.getLogger("specinfer.serve.access")
 PROBES: Final = ("/health", "/ready")  # asked for by load balancers, which have no key, nor any name for us
@@ -25,6 +25,8 @@ OPEN_PATHS: Final = ("/version", "/")  # nobody's secret
 _PLAIN: Final = "/:@!$&'()*+,;=~"
 _LONGEST_PATH: Final = 256  # characters, in the log
 _LONGEST_HOST: Final = 256  # characters, in an answer
+_ONCE: Final = (b"host", b"authorization", b"x-api-key")  # headers of which a second one would be a trick
+CROWDED: Final = "specinfer.crowded"  # in a scope's state: it comes over one connection too many
 _OPEN_FOLDER: Final = "/page/"  # what the page at / is made of; it asks for the key itself
 
 
@@ -37,13 +39,14 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
-    def admit(self, authorization: bytes) -> bool:
-        """Whether a header like `Bearer KEY` holds one of them."""
+    def admit(self, authorization: bytes, x_api_key: bytes = b"") -> bool:
+        """Whether a header like `Bearer KEY`, or the value of X-Api-Key (Anthropic's), holds one of them."""
         scheme, _, given = authorization.partition(b" ")
-        found = False
+        bearer, plain = False, False
         for key in self._keys:
-            found |= hmac.compare_digest(key, given.strip())
-        return found and scheme.lower() == b"bearer"
+            bearer |= hmac.compare_digest(key, given.strip())
+            plain |= hmac.compare_digest(key, x_api_key.strip())
+        return (bearer and scheme.lower() == b"bearer") or plain
 
 
 class Access:
@@ -58,7 +61,6 @@ class Access:
         idle_timeout: float,
         origins: Sequence[str] = (),
         hosts: Hosts | None = None,
-        crowded: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
@@ -67,7 +69,6 @@ class Access:
         self._idle_timeout = idle_timeout
         self._origins = origins  # whose pages may call; "*": any
         self._hosts = hosts  # by whose names it is asked; None: by any
-        self._crowded = crowded  # whether there are more connections than there may be
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,7 +93,9 @@ class Access:
             if error is not None:
                 await error.response()(scope, receive, tell)
             else:
-                await self._app(scope, self._bounded(scope, receive), tell)
+                # To HEAD the server sends what it sends to GET, and no body.
+                method = "GET" if scope["method"] == "HEAD" else scope["method"]
+                await self._app({**scope, "method": method}, self._bounded(scope, receive), tell)
         except TimeoutError:
             _LOG.info("%s reads nothing; its connection is closed", name)
         except ClientDisconnect:
@@ -122,6 +125,10 @@ class Access:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = dict(scope["headers"])
+        names = [name for name, _ in scope["headers"]]
+        for once in _ONCE:
+            if names.count(once) > 1:
+                return ApiError(f"the header {once.decode()} comes twice; send it once")
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in PROBES:
             return None
@@ -134,7 +141,7 @@ class Access:
                 status=421,
                 code="host_not_allowed",
             )
-        if self._crowded():
+        if CROWDED in scope.get("state", ()):
             return ApiError(
                 "more connections are open than --max-connections; come again",
                 status=503,
@@ -142,9 +149,10 @@ class Access:
             )
         is_open = path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
         asked = bool(self._keys) and not is_open and scope["method"] != "OPTIONS"
-        if asked and not self._keys.admit(headers.get(b"authorization", b"")):
+        given = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")
+        if asked and not self._keys.admit(*given):
             return ApiError(
-                "no API key that is known; send Authorization: Bearer KEY",
+                "no API key that is known; send Authorization: Bearer KEY, or X-Api-Key: KEY",
                 status=401,
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
@@ -159,12 +167,19 @@ class Access:
     def _is_foreign(self, scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
         """Whether a page of another origin makes this server work.
 
-        A browser keeps the answer from such a page, but lets it send a body of plain text without asking.
+        A browser keeps the answer from such a page, but lets it send a body of plain text without asking. It
+        says where the page is from in Sec-Fetch-Site, but only to this machine itself and over TLS; in Origin
+        it says so to all.
         """
-        asks = headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin")
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        site = headers.get(b"sec-fetch-site")
+        if site is None:
+            asks = bool(origin) and not is_origin_of(origin, headers.get(b"host", b"").decode("latin-1"))
+        else:
+            asks = site not in (b"none", b"same-origin")
         if not asks or scope["method"] in ("GET", "HEAD", "OPTIONS") or "*" in self._origins:
             return False
-        return headers.get(b"origin", b"").decode("latin-1") not in self._origins
+        return origin not in self._origins
 
     def _bounded(self, scope: Scope, receive: Receive) -> Receive:
         """`receive`, which raises ApiError where the body is too long, or too long in coming."""

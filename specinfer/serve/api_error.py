@@ -120,8 +120,10 @@ async def tell_http_error(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 500)
     allowed = getattr(error, "headers", None)
     phrase = HTTPStatus(status).phrase.lower()
+    path = request.scope["path"]
+    advice = "; drop the slash at its end" if status == 404 and path.endswith("/") and path != "/" else ""
     return ApiError(
-        f"{request.method} {request.scope['path']}: {phrase}", status=status, headers=allowed
+        f"{request.method} {_cut(path)}: {phrase}{advice}", status=status, headers=allowed
     ).response()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
@@ -33,6 +33,8 @@ from specinfer.serve.token_fields import DetokenizeFields, TokenizeFields, detok
 from specinfer.serve.work import EngineFacts
 from specinfer.version import VERSION
 
+_MOST_ITEMS: Final = 100  # of one list, as in OpenAI's API
+
 
 class _Answering(Protocol):
     """A request's answers, as `Chat`, `Completions` and `Responses` are."""
@@ -42,9 +44,7 @@ class _Answering(Protocol):
     def events(self) -> AsyncGenerator[str]: ...
 
 
-def build_app(
-    service: Service, keys: Keys, hosts: Hosts | None = None, crowded: Callable[[], bool] = lambda: False
-) -> FastAPI:
+def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> FastAPI:
     """The server's application; `hosts` are whom it may be asked for by, None for any name."""
     config = service.config
     app = FastAPI(
@@ -52,6 +52,7 @@ def build_app(
         version=VERSION,
         docs_url=None,  # its page would come from somewhere else
         redoc_url=None,
+        redirect_slashes=False,  # the place it would name is not the one by which a proxy is asked
     )
     app.add_exception_handler(ApiError, tell_api_error)
     app.add_exception_handler(HTTPException, tell_http_error)
@@ -68,14 +69,14 @@ def build_app(
         idle_timeout=config.idle_timeout,
         origins=config.cors_origin,
         hosts=hosts,
-        crowded=crowded,
     )
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origin),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["*"],  # clients have headers of their own
+            expose_headers=["X-Request-Id", "Retry-After"],
         )
     return app
 
@@ -87,7 +88,7 @@ def _add_openai_paths(app: FastAPI, service: Service) -> None:
         path: str,
         kind: type[BaseModel],
         make: Callable[[Service, Any], _Answering],
-        streamed: Callable[[AsyncGenerator[str]], Coroutine[Any, Any, Response]] = stream,
+        streamed: Callable[..., Coroutine[Any, Any, Response]] = stream,
     ) -> None:
         """A path that answers in one piece or as a stream."""
 
@@ -95,7 +96,8 @@ def _add_openai_paths(app: FastAPI, service: Service) -> None:
             fields = parse(kind, await request.body(), service.config.max_body, service.field_policy)
             answer = make(service, fields)
             if getattr(fields, "stream", None):
-                return await unless_gone(request, streamed(answer.events()))
+                pings = service.config.ping_interval
+                return await unless_gone(request, streamed(answer.events(), ping=pings))
             return JSONResponse(await unless_gone(request, answer.whole()))
 
         _add(app, path, endpoint, kind, bodies)
@@ -143,8 +145,7 @@ def _add_kept_responses(app: FastAPI, kept: ResponseStore) -> None:
     @app.get("/v1/responses/{name}")
     async def response(name: str, request: Request) -> Response:
         """A response that was kept, in one piece."""
-        for param in request.query_params:
-            raise ApiError(f"{param} is no parameter here; drop it", param=param)
+        _parameters(request)
         return Response(kept.body(name), media_type="application/json")
 
     @app.delete("/v1/responses/{name}")
@@ -152,6 +153,35 @@ def _add_kept_responses(app: FastAPI, kept: ResponseStore) -> None:
         """Forget a response; those that went on from it stay."""
         kept.forget(name)
         return {"id": name, "object": "response", "deleted": True}
+
+    @app.get("/v1/responses/{name}/input_items")
+    async def input_items(name: str, request: Request) -> dict[str, Any]:
+        """The items of a kept response's input; those of responses before it are listed with these."""
+        given = _parameters(request, "after", "limit", "order")
+        limit, order = given.get("limit", "20"), given.get("order", "desc")
+        if not limit.isdecimal() or not 1 <= int(limit[:4]) <= _MOST_ITEMS:
+            raise ApiError(f"limit is {limit[:20]!r}; allowed: 1 to {_MOST_ITEMS}", param="limit")
+        if order not in ("asc", "desc"):
+            raise ApiError(f"order is {order[:20]!r}; allowed: asc, desc", param="order")
+        return kept.page(name, after=given.get("after"), limit=int(limit), order=order)
+
+    @app.post("/v1/responses/{name}/cancel")
+    async def cancel(name: str) -> None:
+        """Nothing to cancel: a response is kept when it has ended."""
+        kept.check(name)
+        raise ApiError(
+            "only responses that are made in the background can be cancelled, and none are here; "
+            "close the connection to end one"
+        )
+
+
+def _parameters(request: Request, *allowed: str) -> dict[str, str]:
+    """The parameters of a request's query; raises ApiError for one that is not among these."""
+    for param in request.query_params:
+        if param not in allowed:
+            known = f"allowed: {', '.join(allowed)}" if allowed else "drop it"
+            raise ApiError(f"{param[:100]} is no parameter here; {known}", param=param[:100])
+    return dict(request.query_params)
 
 
 def _add_token_paths(app: FastAPI, service: Service) -> None:

@@ -34,8 +34,14 @@ class ServeConfig:
     max_n: int = 16  # completions of one prompt, and prompts of one request
     max_prompt_tokens: int | None = None  # None: what the context leaves
     max_body: int = 16 << 20  # bytes of one request
+    max_bodies_memory: int | None = None  # bytes of all requests not answered yet; None: four times max_body
     max_connections: int = 2048
     idle_timeout: float = 75.0  # seconds that a connection may say nothing while something is asked of it
+    max_wait: float = 0.0  # seconds that a request may wait for its first step; 0: as long as it takes
+    ping_interval: float = 15.0  # seconds after which a quiet stream gets a comment; 0: none
+    engine_timeout: float = (
+        120.0  # seconds without a sign of life, then the engine is started again; 0: never
+    )
     grace: float = 30.0  # seconds that answers in progress get after SIGTERM
 
     unknown_fields: UnknownFields = "error"  # ignore: taken out, and told in the log once for each name
@@ -62,6 +68,11 @@ class ServeConfig:
         for key in self.api_key:
             if not key.strip() or key != key.strip() or not key.isascii():
                 raise ConfigError("an api_key is blank, or not ASCII, or has blanks around it; give another")
+
+    @property
+    def bodies_memory(self) -> int:
+        """Bytes that all requests together may have that are not answered yet."""
+        return 4 * self.max_body if self.max_bodies_memory is None else self.max_bodies_memory
 
     def _check_texts(self) -> None:
         """Of what kind the values are: a file may have any, and a text is a sequence of texts."""
@@ -91,12 +102,20 @@ class ServeConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} is {value!r}; allowed: an integer >= {least}")
+        most = self.max_bodies_memory
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < self.max_body):
+            raise ConfigError(
+                f"max_bodies_memory is {most!r}; allowed: an integer >= {self.max_body}, which is max_body"
+            )
         if self.port > 65535:
             raise ConfigError(f"port is {self.port}; allowed: 0 to 65535")
         most = self.max_prompt_tokens
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
             raise ConfigError(f"max_prompt_tokens is {most!r}; allowed: an integer >= 1")
-        for name in ("idle_timeout", "grace"):
+        for name in ("idle_timeout", "grace", "max_wait", "ping_interval", "engine_timeout"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
-                raise ConfigError(f"{name} is {value!r}; allowed: seconds above 0")
+            may_be_zero = name not in ("idle_timeout", "grace")
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 <= value < 1e6 or (value == 0 and not may_be_zero):
+                allowed = "from 0 on" if may_be_zero else "above 0"
+                raise ConfigError(f"{name} is {value!r}; allowed: seconds {allowed}")

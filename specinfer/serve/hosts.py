@@ -42,6 +42,20 @@ class Hosts:
         return name in self._names or is_loopback(name)
 
 
+def is_origin_of(origin: str, header: str) -> bool:
+    """Whether a header Origin names the very server that was asked for, which is in the header Host.
+
+    A proxy with TLS may leave the port out of Host, where Origin has none either.
+    """
+    scheme, found, rest = origin.partition("://")
+    own, asked = _HOST.fullmatch(rest), _HOST.fullmatch(header)
+    if not found or own is None or asked is None or _plain(own[1]) != _plain(asked[1]):
+        return False
+    ports = [one[2].removeprefix(":") if one[2] else "" for one in (own, asked)]
+    usual = {"http": "80", "https": "443"}.get(scheme.lower(), "")
+    return len({port or usual for port in ports}) == 1
+
+
 def is_host(text: str) -> bool:
     """Whether a text is a name or an address, without a port or anything else."""
     return _NAME.fullmatch(text) is not None or _is_address(text.removeprefix("[").removesuffix("]"))

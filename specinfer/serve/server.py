@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import resource
 import signal
 import socket
-from collections import deque
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError, UserError
@@ -22,9 +23,10 @@ from specinfer.hub.model_files import ModelFiles
 from specinfer.hub.resolution import resolve
 from specinfer.progress import Progress
 from specinfer.serve.access import Keys
-from specinfer.serve.api_error import ApiError
 from specinfer.serve.backend import BackendError
 from specinfer.serve.config import ServeConfig
+from specinfer.serve.connection import Connection
+from specinfer.serve.crowd import SPARE, Crowd
 from specinfer.serve.dialect import Dialect
 from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.hosts import Hosts, is_loopback
@@ -39,13 +41,15 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 _LOG = logging.getLogger(__name__)
-_NO_HTTP: Final = (
-    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-    b"connection: close\r\n\r\n%b"
-)
-_MOST_QUEUED: Final = 16  # requests of one connection; of others nothing is read before one is answered
-_ENDING: Final = (signal.SIGTERM, signal.SIGINT)
+_ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_AT_ONCE: Final = 32  # connections that are accepted before the first of them is looked at
+_BACKLOG: Final = 2048  # connections that wait to be accepted
+# Beside connections: those that are accepted and not looked at yet, the engine's sockets, logs, files.
+_OWN_DESCRIPTORS: Final = SPARE + 4 * _AT_ONCE + 64
+_COMPLAINT_SECONDS: Final = 60.0  # between two log lines that say the same
 _FAREWELL_SECONDS: Final = 0.2  # for a load balancer to see that the server is not ready
+_CUT: Final = "the server ended before the answer did; ask again"
+_CUT_SECONDS: Final = 2.0  # for clients to take in that their answers were cut
 
 
 def serve(
@@ -61,6 +65,7 @@ def serve(
     else the engine cannot be started with.
     """
     configure(config.log_format, config.log_level, "server")
+    config = fit_descriptors(config)
     keys = Keys(read_keys(config))
     with listen(config) as listener:
         if not keys and not is_loopback(listener.getsockname()[0]):
@@ -73,7 +78,10 @@ def serve(
 
 
 def read_keys(config: ServeConfig) -> list[str]:
-    """The keys of the options and of their file; raises ConfigError where it cannot be read."""
+    """The keys of the options and of their file; raises ConfigError where it cannot be read.
+
+    Lines of the file that begin with # are comments.
+    """
     keys = list(config.api_key)
     if config.api_key_file is not None:
         try:
@@ -81,11 +89,35 @@ def read_keys(config: ServeConfig) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
             raise ConfigError(f"cannot read api_key_file {config.api_key_file}: {reason}") from None
-        found = [line.strip() for line in lines if line.strip()]
+        found = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
         if not found:
             raise ConfigError(f"api_key_file {config.api_key_file} has no key; write one to a line")
         keys += found
     return keys
+
+
+def fit_descriptors(config: ServeConfig) -> ServeConfig:
+    """Raise this process's limit of file descriptors, and fit `max_connections` to it.
+
+    Raises ConfigError where the hard limit leaves no room for connections.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard == resource.RLIM_INFINITY or config.max_connections + _OWN_DESCRIPTORS <= hard:
+        return config
+    most = hard - _OWN_DESCRIPTORS
+    if most < 1:
+        raise ConfigError(
+            f"this process may open {hard} files, and the server needs more than {_OWN_DESCRIPTORS}; "
+            "raise ulimit -n"
+        )
+    _LOG.warning(
+        "max_connections is %d, not %d: this process may open %d files (ulimit -n, LimitNOFILE)",
+        most,
+        config.max_connections,
+        hard,
+    )
+    return replace(config, max_connections=most)
 
 
 def listen(config: ServeConfig) -> socket.socket:
@@ -120,7 +152,14 @@ async def _serve(
 ) -> None:
     names = list(dict.fromkeys(config.served_model_name or [engine.model]))  # the usual one first
     metrics = Metrics(names[0])
-    backend = ProcessBackend(engine, (config.log_level, config.log_format), child)
+    backend = ProcessBackend(
+        engine,
+        (config.log_level, config.log_format),
+        child,
+        max_wait=config.max_wait,
+        timeout=config.engine_timeout,
+    )
+    asyncio.get_running_loop().set_exception_handler(_Complaints())
     starting = asyncio.ensure_future(backend.start())
     try:
         await asyncio.sleep(0)  # it takes seconds, and these are loaded meanwhile
@@ -142,11 +181,8 @@ async def _serve(
             )
             host, port = listener.getsockname()[:2]
             hosts = Hosts.of(config.host, config.allowed_host, keyed=bool(keys), address=host)
-
-            def crowded() -> bool:
-                return len(server.server_state.connections) > config.max_connections
-
-            server = _Server(_uvicorn_config(config, build_app(service, keys, hosts, crowded)), service)
+            app = build_app(service, keys, hosts)
+            server = _Server(_uvicorn_config(config, app), service, backend.cut)
             server.on_ready = lambda: ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
             await server.serve(sockets=[listener])
     except BackendError as error:
@@ -160,34 +196,43 @@ async def _serve(
 def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=_protocol(config.idle_timeout),
+        http=partial(  # type: ignore[arg-type]  # whatever makes a protocol will do
+            Connection, idle=config.idle_timeout, crowd=Crowd(config.max_connections, config.bodies_memory)
+        ),
+        ws="none",
         lifespan="off",
+        backlog=_AT_ONCE,
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=max(1, int(config.idle_timeout)),
-        timeout_graceful_shutdown=max(1, int(config.grace)),
         root_path=config.root_path,
     )
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which stops taking work first when it is told to end."""
+    """uvicorn's, which stops taking work first when it is told to end.
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    `cut(reason)` ends the answers that are still made, and returns how many there were.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, cut: Callable[[str], int]) -> None:
         super().__init__(config)
         self._service = service
+        self._cut = cut
         self.on_ready: Callable[[], None] = lambda: None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C drain, and the process ends with 0; uvicorn's own would raise them again.
+        """The signals that end it drain, and the process ends with 0; uvicorn's own would raise them again.
 
         The event loop does not watch for them: it loses a signal while the pipe that wakes it is full, as it
-        is where an engine has told of hundreds of steps since the loop last looked.
+        is where an engine has told of hundreds of steps since the loop last looked. A SIGHUP that is ignored,
+        as nohup has it, stays so.
         """
-        earlier = {number: signal.signal(number, self.handle_exit) for number in _ENDING}
+        heard = [one for one in _ENDING if signal.getsignal(one) is not signal.SIG_IGN]
+        earlier = {number: signal.signal(number, self.handle_exit) for number in heard}
         try:
             yield
         finally:
@@ -196,89 +241,41 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(_BACKLOG)  # uvicorn's number is also how many are accepted at once
         if self.started:
             self.on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.draining = True
         await asyncio.sleep(_FAREWELL_SECONDS)
-        await super().shutdown(sockets)
+        ending = asyncio.ensure_future(super().shutdown(sockets))
+        done, _ = await asyncio.wait({ending}, timeout=self._service.config.grace)
+        if not done:
+            cut = self._cut(_CUT)
+            await asyncio.wait({ending}, timeout=_CUT_SECONDS)
+            # What is open still neither sends the rest of its request nor reads its answer.
+            for connection in [*self.server_state.connections]:
+                connection.transport.abort()
+            _LOG.warning("%d answers were cut at the end of --grace", cut)
+        await ending
 
 
-def _protocol(idle: float) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, which waits neither for half a request nor for a reader that takes nothing.
+class _Complaints:
+    """An event loop's exception handler, which says in one line that no connection can be accepted.
 
-    And which tells the request that is being answered when the client goes away: where a client sends several
-    at once, uvicorn tells the last one alone, which waits behind it. What is no HTTP is told so as any other
-    fault is.
+    The event loop pauses for a second then, and asks for a traceback at each try.
     """
 
-    class Patient(HttpToolsProtocol):
-        _waiting: asyncio.TimerHandle | None = None  # for the rest of a request's headers
-        _stuck: asyncio.TimerHandle | None = None  # since the client takes nothing
+    def __init__(self) -> None:
+        self._told = -_COMPLAINT_SECONDS
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._unanswered: deque[RequestResponseCycle] = deque()  # in the order in which they came
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._wait()
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._wait()
-
-        def on_headers_complete(self) -> None:
-            _cancel(self._waiting)
-            earlier = self.cycle
-            super().on_headers_complete()
-            if self.cycle is not earlier:
-                self._unanswered.append(self.cycle)
-            if len(self._unanswered) <= _MOST_QUEUED:
-                # uvicorn stops reading behind a second one, and then hears of no end either.
-                self.flow.resume_reading()
-
-        def on_response_complete(self) -> None:
-            self._unanswered.popleft()
-            super().on_response_complete()
-
-        def send_400_response(self, msg: str) -> None:
-            error = ApiError(f"{msg} Send HTTP/1.1 requests to this port; TLS is a proxy's.")
-            body = json.dumps(error.body).encode()
-            self.transport.write(_NO_HTTP % (len(body), body))
-            self.transport.close()
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            # Access lets go of it before; a transport that is closed would still wait for it to read.
-            self._stuck = self.loop.call_later(2 * idle, self.transport.abort)
-
-        def resume_writing(self) -> None:
-            _cancel(self._stuck)
-            super().resume_writing()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            _cancel(self._waiting)
-            _cancel(self._stuck)
-            for cycle in self._unanswered:
-                cycle.disconnected = True
-                cycle.message_event.set()
-            super().connection_lost(exc)
-
-        def _wait(self) -> None:
-            _cancel(self._waiting)
-            self._waiting = self.loop.call_later(idle, self._give_up)
-
-        def _give_up(self) -> None:
-            if self._unanswered:
-                self._wait()  # it is we who keep it waiting: an earlier request is being answered
-            else:
-                self.transport.close()
-
-    return Patient
-
-
-def _cancel(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not str(context.get("message")).startswith("socket.accept() out of system resource"):
+            loop.default_exception_handler(context)
+        elif (now := time.monotonic()) - self._told >= _COMPLAINT_SECONDS:
+            self._told = now
+            _LOG.warning(
+                "no connection can be accepted (%s); others go on, and it is tried again every second",
+                context.get("exception"),
+            )

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from specinfer.serve.access import Access, Keys
+from specinfer.serve.access import CROWDED, Access, Keys
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -25,7 +25,12 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def ask(
-    access: Access, *pieces: bytes, path: str = "/v1/models", stall: bool = False, **headers: str
+    access: Access,
+    *pieces: bytes,
+    path: str = "/v1/models",
+    stall: bool = False,
+    state: dict[str, Any] | None = None,
+    **headers: str,
 ) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of the answer to a POST whose body comes in these pieces."""
     sent: list[Message] = []
@@ -44,6 +49,7 @@ def ask(
         "method": "POST",
         "path": path,
         "client": ("10.0.0.1", 1),
+        "state": state or {},
         "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()],
     }
 
@@ -103,18 +109,16 @@ def test_a_page_elsewhere_makes_nothing_work_here(site: str, origin: str, status
 
 
 def test_who_comes_when_all_connections_are_taken_is_told_so_but_for_probes() -> None:
-    crowded = True
-    access = Access(echo, keys=Keys(()), max_body=10, idle_timeout=5.0, crowded=lambda: crowded)
+    access = guarded()
     for path in ("/v1/models", "/", "/metrics"):
-        status, headers, body = ask(access, path=path)
+        status, headers, body = ask(access, path=path, state={CROWDED: True})
         error = json.loads(body)["error"]
         assert (status, error["type"]) == (503, "server_error")
         assert "--max-connections" in error["message"]
         assert (headers["retry-after"], headers["connection"]) == ("1", "close")
     for path in ("/health", "/ready"):
-        assert ask(access, path=path)[0] == 200
-    crowded = False
-    assert ask(access)[0] == 200
+        assert ask(access, path=path, state={CROWDED: True})[0] == 200
+    assert ask(access, state={})[0] == 200
 
 
 def test_a_body_is_bounded_whether_its_length_is_told_or_not() -> None:

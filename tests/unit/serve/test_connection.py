@@ -13,7 +13,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from specinfer.serve.server import _protocol
+from specinfer.serve.connection import Connection
+from specinfer.serve.crowd import Crowd
 
 WHOLE = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"
 PIECE = b"x" * (1 << 20)
@@ -45,13 +46,16 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def listening(idle: float) -> AsyncGenerator[tuple[int, ServerState]]:
+async def listening(idle: float, crowd: Crowd | None = None) -> AsyncGenerator[tuple[int, ServerState]]:
     """The port of a server with that protocol, and what it knows of its connections."""
+    crowd = crowd or Crowd(1000, 1 << 30)
     config = uvicorn.Config(answer, log_config=None, lifespan="off", timeout_keep_alive=60)
     config.load()
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
-        lambda: _protocol(idle)(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+        lambda: Connection(idle=idle, crowd=crowd, config=config, server_state=state, app_state={}),
+        "127.0.0.1",
+        0,
     )
     async with server:
         yield server.sockets[0].getsockname()[1], state
@@ -95,7 +99,8 @@ def test_what_is_no_http_is_told_so_as_other_faults_are(said: bytes) -> None:
     assert f"content-length: {len(body)}".encode() in head
     error = json.loads(body)["error"]
     assert error["type"] == "invalid_request_error"
-    assert error["message"].startswith("Invalid HTTP request received. Send HTTP/1.1 requests")
+    assert error["message"].startswith("this is no HTTP request: ")
+    assert "TLS" in error["message"]
 
 
 def test_a_connection_whose_reader_takes_nothing_is_gone_in_time() -> None:

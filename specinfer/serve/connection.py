@@ -1,0 +1,324 @@
+"""Connection: HTTP on one client's connection, as uvicorn speaks it, with bounds on all that a client sends.
+
+uvicorn's parser keeps headers without a limit. Here it gets small pieces, and what it keeps is counted before
+it gets the next one. A request that is too large, or no HTTP, is answered here, and no endpoint sees it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Final
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from specinfer.serve.access import CROWDED
+from specinfer.serve.api_error import ApiError
+from specinfer.serve.crowd import Crowd
+
+_LOG = logging.getLogger(__name__)
+MOST_HEADERS: Final = 100  # of a request, trailers included
+MOST_HEAD: Final = 64 << 10  # bytes of its first line and headers, and between two pieces of its body
+MOST_URL: Final = 32 << 10
+PIECE: Final = 4096  # bytes that the parser gets at once: a head may be so much longer
+_MOST_QUEUED: Final = 16  # requests of one connection; of others nothing is read before one is answered
+_FIRST_SECONDS: Final = 10.0  # within which a connection sends the head of its first request
+_LINGER_SECONDS: Final = 2.0  # in which a client that is still sending can read why we listen no longer
+_UPGRADES: Final = (b"upgrade", b"http2-settings", b"connection")  # headers of an upgrade that we ignore
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol with bounds on heads, bodies and time. `idle` is in seconds.
+
+    It waits neither for half a request nor for a client that does not read its answer. It tells the request
+    that is being answered when the client goes away: where a client sends several at once, uvicorn tells
+    only the last one.
+    """
+
+    def __init__(self, *args: Any, idle: float, crowd: Crowd, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._idle = idle
+        self._crowd = crowd
+        self._is_crowded = False  # whether it is one connection too many
+        self._unanswered: deque[RequestResponseCycle] = deque()  # in the order in which they came
+        self._sizes: deque[int] = deque()  # bytes of their bodies that have come
+        self._reading: RequestResponseCycle | None = None  # whose body has not come to its end
+        self._keeps = True  # whether the connection stays open after that one
+        self._quiet = 0  # bytes since a message began, or since the last piece of its body
+        self._headers = 0  # of this message, trailers included
+        self._fault: ApiError | None = None  # raised within the parser
+        self._is_deaf = False  # whatever comes is dropped
+        self._waiting: asyncio.TimerHandle | None = None  # for the rest of a request's headers
+        self._stuck: asyncio.TimerHandle | None = None  # since the client takes nothing
+
+    @property
+    def is_reading(self) -> bool:
+        """As Member says."""
+        return self._reading is not None
+
+    def leave(self) -> None:
+        """As Member says."""
+        self._is_deaf = True
+        self.transport.abort()
+
+    def connection_made(self, transport: Any) -> None:
+        """As asyncio says."""
+        super().connection_made(_Lingering(transport, self._linger))
+        self._is_crowded = self._crowd.enter(self)
+        self._wait(min(self._idle, _FIRST_SECONDS))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As asyncio says."""
+        self._crowd.forget(self)
+        _cancel(self._waiting)
+        _cancel(self._stuck)
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """As asyncio says."""
+        left = memoryview(data)
+        while left and not (self._is_deaf or self.transport.is_closing()):
+            piece, left = left[:PIECE], left[PIECE:]
+            self._quiet += len(piece)
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as upgrade:
+                left = memoryview(b"".join((self._without_upgrade(), piece[upgrade.args[0] :], left)))
+                self.parser = httptools.HttpRequestParser(self)
+            except httptools.HttpParserError as error:
+                message = f"this is no HTTP request: {error}; send HTTP/1.1 to this port; TLS is a proxy's"
+                self.refuse(self._fault or ApiError(message))
+            if self._quiet > MOST_HEAD:
+                self.refuse(_too_large())
+
+    def on_message_begin(self) -> None:
+        """As the parser says: a request begins."""
+        super().on_message_begin()
+        self._quiet = self._headers = 0
+        if self._is_crowded:
+            self.scope["state"][CROWDED] = True
+        self._unset_keepalive_if_required()
+        if self._waiting is None or self._waiting.cancelled():  # the first request's runs already
+            self._wait(self._idle)
+
+    def on_url(self, url: bytes) -> None:
+        """As the parser says: a piece of a URL."""
+        if len(self.url) + len(url) > MOST_URL:
+            self._fail(ApiError(f"the URL has more than {MOST_URL} bytes; shorten it", status=414))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """As the parser says: a whole header, or a trailer."""
+        self._headers += 1
+        if self._headers > MOST_HEADERS:
+            self._fail(_too_large())
+        if self._reading is None:  # else it is a trailer, which must not pass for a header
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """As the parser says: a request's head has come."""
+        self._check()
+        if self.parser.should_upgrade():
+            return  # it is read once more, without
+        _cancel(self._waiting)
+        self._unset_keepalive_if_required()
+        self._crowd.hear(self)
+        self._quiet = 0
+        super().on_headers_complete()
+        self._unanswered.append(self.cycle)
+        self._sizes.append(0)
+        # An answer that begins before the body has ended closes the connection: nobody reads the rest.
+        self._reading, self._keeps, self.cycle.keep_alive = self.cycle, self.cycle.keep_alive, False
+        if len(self._unanswered) <= _MOST_QUEUED:
+            # uvicorn stops reading behind a second one, and then hears of no end either.
+            self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """As the parser says: a piece of a body."""
+        self._quiet = 0
+        if self._reading is not None and not self.cycle.response_complete:
+            self._sizes[-1] += len(body)
+            self._crowd.hold(self, len(body))
+        if self._is_deaf:
+            self._fail(ApiError("the body was refused"))
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """As the parser says: a whole request has come."""
+        self._quiet = 0
+        if self._reading is None:
+            return  # an upgrade that is ignored, or refused
+        self._reading = None
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self._keeps
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """As uvicorn says: the oldest request is answered."""
+        self._unanswered.popleft()
+        self._crowd.release(self, self._sizes.popleft())
+        super().on_response_complete()
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer what is being read with an error, and close; what came before it is answered first."""
+        if self._is_deaf:
+            return
+        self._is_deaf = True
+        _cancel(self._waiting)
+        _LOG.info("%d to %s: %s", error.status, self.client[0] if self.client else "-", error)
+        cycle, self._reading = self._reading, None
+        if cycle is not None:
+            self._unanswered.pop()
+            self._crowd.release(self, self._sizes.pop())
+            if self.pipeline and self.pipeline[0][0] is cycle:
+                self.pipeline.popleft()
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if self._unanswered:
+            self._unanswered[-1].keep_alive = False  # within its answer there is no place for another one
+            return
+        if cycle is None or not cycle.response_started:
+            self.transport.write(_answer(error))
+        self.transport.close()
+
+    def shutdown(self) -> None:
+        """As uvicorn says: what is being answered is the last."""
+        self._keeps = False
+        super().shutdown()
+
+    def pause_writing(self) -> None:
+        """As asyncio says."""
+        super().pause_writing()
+        # Access lets go of it before; a transport that is closed would still wait for it to read.
+        self._stuck = self.loop.call_later(2 * self._idle, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """As asyncio says."""
+        _cancel(self._stuck)
+        super().resume_writing()
+
+    def _check(self) -> None:
+        """Raise, within the parser, for a head that is well formed and still not to be served."""
+        codings = b",".join(value for name, value in self.headers if name == b"transfer-encoding")
+        if codings and codings.strip().lower() != b"chunked":
+            self._fail(
+                ApiError(
+                    f"Transfer-Encoding is {codings.decode('latin-1')[:100]!r}; allowed: chunked", status=501
+                )
+            )
+        if self.parser.get_method() == b"CONNECT":
+            self._fail(ApiError("this server is no proxy, and opens no tunnels", status=501))
+
+    def _fail(self, error: ApiError) -> None:
+        """End the parser; `data_received` refuses with this error, unless it has refused already."""
+        self._fault = error
+        raise error
+
+    def _without_upgrade(self) -> bytes:
+        """The head that was read, as it would be without the wish for another protocol (RFC 9110, 7.8)."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                kept = [one for one in value.split(b",") if one.strip().lower() not in _UPGRADES]
+                lines.append(b"connection: " + b",".join(kept))
+            elif name not in _UPGRADES:
+                lines.append(name + b": " + value)
+        return b"\r\n".join([*lines, b"", b""])
+
+    def _linger(self) -> bool:
+        """Whether the client may still be sending; then all of it is dropped from now on."""
+        if self._reading is None and not self._is_deaf:
+            return False
+        self._is_deaf = True
+        self._crowd.end(self)
+        self.flow.resume_reading()
+        return True
+
+    def _wait(self, seconds: float) -> None:
+        _cancel(self._waiting)
+        self._waiting = self.loop.call_later(seconds, self._give_up)
+
+    def _give_up(self) -> None:
+        if self._unanswered:
+            self._wait(self._idle)  # it is we who keep it waiting: an earlier request is being answered
+        else:
+            self.transport.close()
+
+
+class _Lingering(asyncio.Transport):
+    """A transport that is closed some time after our last words, while the client may still be sending.
+
+    A socket that is closed with unread bytes in it takes back what was sent last: the client would not hear
+    why. `may_linger` is asked once, when it is closed.
+    """
+
+    def __init__(self, transport: asyncio.Transport, may_linger: Callable[[], bool]) -> None:
+        super().__init__()
+        self._transport = transport
+        self._may_linger = may_linger
+        self._is_closing = False
+
+    def close(self) -> None:
+        """Say that nothing follows, and close when the client has, or after a moment."""
+        if self.is_closing():
+            return
+        self._is_closing = True
+        if self._may_linger():
+            self._transport.write_eof()
+            asyncio.get_running_loop().call_later(_LINGER_SECONDS, self._transport.close)
+        else:
+            self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._is_closing or self._transport.is_closing()
+
+    def abort(self) -> None:
+        self._is_closing = True
+        self._transport.abort()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if not self._is_closing:
+            self._transport.write(data)
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+
+def _too_large() -> ApiError:
+    return ApiError(
+        f"the request has more than {MOST_HEADERS} headers or {MOST_HEAD} bytes of them; send fewer",
+        status=431,
+    )
+
+
+def _answer(error: ApiError) -> bytes:
+    """An error as a whole HTTP answer, the last on its connection."""
+    body = json.dumps(error.body).encode()
+    lines = [
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        *(f"{name}: {value}" for name, value in (error.headers or {}).items()),
+        "connection: close",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -1,0 +1,110 @@
+"""Crowd: all connections of a server, how many there may be, and how much of their bodies is kept."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from specinfer.serve.api_error import ApiError
+
+SPARE: Final = 64  # connections beyond the limit that are told so, and probes among them are answered
+
+
+class Member(Protocol):
+    """A connection, as the crowd knows it."""
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a part of a body has come, and its end has not."""
+
+    def leave(self) -> None:
+        """Close it at once."""
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer what it is sending with an error, and close it."""
+
+
+class Crowd:
+    """Counts connections and the bytes of requests that are not answered yet. Belongs to one event loop."""
+
+    def __init__(self, most: int, most_bodies: int) -> None:
+        self._most = most
+        self._most_bodies = most_bodies
+        self._all: set[Member] = set()
+        self._silent: dict[Member, None] = {}  # those from which no request has come, the oldest first
+        self._held: dict[Member, int] = {}  # bytes of bodies
+        self._total = 0
+
+    @property
+    def size(self) -> int:
+        """How many connections there are."""
+        return len(self._all)
+
+    @property
+    def held(self) -> int:
+        """Bytes of all bodies that are kept."""
+        return self._total
+
+    def enter(self, one: Member) -> bool:
+        """Take a new connection in; return whether it is one too many, which is told so when it asks.
+
+        At the limit the oldest connection that has not sent a request leaves for it. Where all have, there
+        is room for `SPARE` more; beyond these the new one leaves at once.
+        """
+        crowded = False
+        if len(self._all) >= self._most:
+            if self._silent:
+                self._dismiss(next(iter(self._silent)))
+            elif len(self._all) < self._most + SPARE:
+                crowded = True
+            else:
+                one.leave()
+                return True
+        self._all.add(one)
+        self._silent[one] = None
+        return crowded
+
+    def hear(self, one: Member) -> None:
+        """A request has come from this connection: it stays."""
+        self._silent.pop(one, None)
+
+    def end(self, one: Member) -> None:
+        """Nothing is read from this connection any more: it leaves before others do."""
+        if one in self._all:
+            self._silent[one] = None
+
+    def forget(self, one: Member) -> None:
+        """This connection is lost."""
+        self._all.discard(one)
+        self._silent.pop(one, None)
+        self.release(one, self._held.get(one, 0))
+
+    def hold(self, one: Member, size: int) -> None:
+        """Count bytes of a body that have come.
+
+        Where all are more than there may be, the connection that sends the largest body is refused.
+        """
+        self._held[one] = self._held.get(one, 0) + size
+        self._total += size
+        if self._total > self._most_bodies:
+            largest = max((m for m in self._held if m.is_reading), key=lambda m: self._held[m], default=one)
+            largest.refuse(
+                ApiError(
+                    f"requests that are not answered yet have more than {self._most_bodies} bytes, "
+                    "--max-bodies-memory, and this one most of them; come again",
+                    status=503,
+                    headers={"Retry-After": "5"},
+                )
+            )
+
+    def release(self, one: Member, size: int) -> None:
+        """Bytes of a body are not kept any more."""
+        if size:
+            self._total -= size
+            self._held[one] -= size
+            if not self._held[one]:
+                del self._held[one]
+
+    def _dismiss(self, one: Member) -> None:
+        self._all.discard(one)
+        self._silent.pop(one, None)
+        one.leave()
