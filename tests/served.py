@@ -22,8 +22,12 @@ _STARTING = 120.0  # seconds; machines that run tests are busy
 class Served:
     """`specinfer serve MODEL FLAGS`, ready when the `with` block begins and ended behind it."""
 
-    def __init__(self, model: str | Path, *flags: str, python: str = sys.executable) -> None:
-        self._command = [python, "-m", "specinfer", "serve", str(model), "--port", "0", *flags]
+    def __init__(
+        self, model: str | Path, *flags: str, python: str = sys.executable, script: str | None = None
+    ) -> None:
+        """`script` is a program that becomes `specinfer`, for what is done before it."""
+        program = ["-m", "specinfer"] if script is None else ["-c", script]
+        self._command = [python, *program, "serve", str(model), "--port", "0", *flags]
         self._env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
         self.log: list[str] = []
         self.url = ""

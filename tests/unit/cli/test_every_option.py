@@ -158,6 +158,12 @@ def test_a_file_that_is_not_there_and_one_that_is_empty(tmp_path: Path) -> None:
         *({"log_level": "loud"}, {"api_key": (" a",)}, {"api_key": ("",)}, {"api_key": ("\u00e4",)}),
         *({"api_key": "sesame"}, {"api_key": (12345,)}, {"served_model_name": "tiny"}, {"host": 0}),
         *({"api_key_file": 1}, {"idle_timeout": "75"}, {"grace": True}, {"page": "no"}),
+        *({"grace": 0}, {"max_wait": -1}, {"ping_interval": "15"}, {"engine_timeout": float("nan")}),
+        *(
+            {"max_bodies_memory": 1 << 20},
+            {"max_bodies_memory": True},
+            {"max_body": 1 << 27, "max_bodies_memory": 9},
+        ),
         *({"max_prompt_tokens": "5"}, {"root_path": "llm"}, {"root_path": "/llm/"}),
     ],
 )

@@ -29,7 +29,9 @@ def ask(
     *pieces: bytes,
     path: str = "/v1/models",
     stall: bool = False,
+    method: str = "POST",
     state: dict[str, Any] | None = None,
+    twice: tuple[str, str] | None = None,
     **headers: str,
 ) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of the answer to a POST whose body comes in these pieces."""
@@ -46,12 +48,14 @@ def ask(
 
     scope: dict[str, Any] = {
         "type": "http",
-        "method": "POST",
+        "method": method,
         "path": path,
         "client": ("10.0.0.1", 1),
         "state": state or {},
         "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()],
     }
+    if twice is not None:
+        scope["headers"] += [(twice[0].encode(), twice[1].encode())] * 2
 
     asyncio.run(access(scope, receive, send))
     start, *bodies = sent
@@ -84,6 +88,41 @@ def test_only_a_known_key_gets_in(given: dict[str, str], status: int) -> None:
         assert json.loads(body)["error"]["code"] == "invalid_api_key"
 
 
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ({"x_api_key": "sesame"}, 200),
+        ({"x_api_key": "other", "authorization": "Bearer wrong"}, 200),
+        ({"x_api_key": "wrong", "authorization": "Bearer other"}, 200),
+        ({"x_api_key": "Bearer sesame"}, 401),
+        ({"x_api_key": ""}, 401),
+    ],
+)
+def test_a_key_may_come_as_anthropics_clients_send_it(given: dict[str, str], status: int) -> None:
+    assert ask(guarded("sesame", "other"), **given)[0] == status
+
+
+@pytest.mark.parametrize("name", ["Host", "Authorization", "X-Api-Key"])
+@pytest.mark.parametrize("path", ["/v1/models", "/health"])
+def test_of_two_headers_none_is_believed(name: str, path: str) -> None:
+    """Where a proxy looks at the first and a server at the last, one lets in what the other does not see."""
+    status, _, body = ask(guarded("sesame"), path=path, twice=(name.lower(), "Bearer sesame"))
+    assert status == 400
+    assert f"the header {name.lower()} comes twice" in json.loads(body)["error"]["message"]
+
+
+def test_to_head_is_said_what_is_said_to_get() -> None:
+    asked = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.append(scope["method"])
+        await PlainTextResponse("ok")(scope, receive, send)
+
+    access = Access(app, keys=Keys(()), max_body=10, idle_timeout=5.0)
+    assert ask(access, method="HEAD")[0] == 200
+    assert asked == ["GET"]
+
+
 def test_nobody_needs_a_key_where_there_is_none_or_for_what_load_balancers_ask() -> None:
     assert ask(guarded())[0] == 200
     assert ask(guarded("sesame"), path="/health")[0] == 200
@@ -106,6 +145,34 @@ def test_a_page_elsewhere_makes_nothing_work_here(site: str, origin: str, status
     assert ask(access, sec_fetch_site=site, origin=origin)[0] == status
     anybody = Access(echo, keys=Keys(()), max_body=10, idle_timeout=5.0, origins=("*",))
     assert ask(anybody, sec_fetch_site=site, origin=origin)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "status"),
+    [
+        ("http://192.0.2.1:8000", "192.0.2.1:8000", 200),
+        ("http://LLM.example", "llm.example", 200),
+        ("http://llm.example", "llm.example:80", 200),
+        ("https://llm.example", "llm.example", 200),
+        ("https://llm.example:443", "llm.example", 200),
+        ("http://[::1]:8000", "[::1]:8000", 200),
+        ("http://friend", "192.0.2.1:8000", 200),
+        ("http://evil.example", "192.0.2.1:8000", 403),
+        ("http://192.0.2.1:9000", "192.0.2.1:8000", 403),
+        ("http://192.0.2.1", "192.0.2.1:8000", 403),
+        ("http://evil.example/192.0.2.1:8000", "192.0.2.1:8000", 403),
+        ("null", "192.0.2.1:8000", 403),
+        ("http://", "", 403),
+        ("x", "x", 403),
+    ],
+)
+def test_where_a_browser_says_no_more_origins_are_compared(origin: str, host: str, status: int) -> None:
+    """It names its page's site only to this machine itself and over TLS."""
+    access = Access(echo, keys=Keys(()), max_body=10, idle_timeout=5.0, origins=("http://friend",))
+    assert ask(access, origin=origin, host=host)[0] == status
+    assert ask(access, origin=origin, host=host, method="GET")[0] == 200
+    assert ask(access, origin=origin, host=host, sec_fetch_site="same-origin")[0] == 200
+    assert ask(guarded(), host=host)[0] == 200
 
 
 def test_who_comes_when_all_connections_are_taken_is_told_so_but_for_probes() -> None:

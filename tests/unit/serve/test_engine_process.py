@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,8 +14,10 @@ import pytest
 
 from specinfer import LLM, SamplingParams
 from specinfer.engine.trace import TreeEvent
+from specinfer.request import FinishReason
+from specinfer.serve import engine_process
 from specinfer.serve.engine_process import EngineProcess
-from specinfer.serve.work import Work
+from specinfer.serve.work import Delta, Work
 
 LONG = SamplingParams(seed=1, max_tokens=200, ignore_eos=True)
 
@@ -78,3 +82,67 @@ def test_a_tree_that_cannot_be_told_ends_no_answer(folder: Path, monkeypatch: py
     deltas = [delta for message in heard if message[0] == "deltas" for delta in message[1] if delta.id == "a"]
     assert [delta.finish_reason for delta in deltas][-1] == "length"
     assert sum(len(delta.token_ids) for delta in deltas) == 20
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", max_batch_size=1) as made:
+        yield made
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize("error", [Panic("it panics"), ValueError("a bug")])
+def test_a_work_that_cannot_be_begun_is_answered_whatever_was_raised(
+    llm: LLM, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **more: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(llm.intake, "completion", fail)
+    server, engine = Pipe()
+    process = EngineProcess(llm, engine)
+    answer = engine_process._Answer(Work("a", (65,), LONG))
+    process._answers["a"] = answer
+    process._admit(answer)
+    delta = process._outbox.get_nowait()
+    assert isinstance(delta, Delta)
+    assert (delta.finish_reason, delta.error, delta.internal_error) == (FinishReason.ERROR, str(error), True)
+    assert server.recv() == ("busy", ["a"])
+    assert server.recv() == ("busy", [])
+
+
+def test_a_process_that_cannot_tell_its_answers_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would look alive, and nobody would ever hear of it again."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    _, engine = Pipe()
+    process = EngineProcess(llm, engine)
+    process._outbox.put(("answer", 1, threading.Lock()))  # which cannot be sent
+    process._send()
+    assert ended == [70]
+
+
+def test_an_answer_says_first_that_it_is_admitted_and_when_its_first_step_begins(folder: Path) -> None:
+    server, engine = Pipe()
+    with LLM(folder, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", max_batch_size=1) as llm:
+        serving = threading.Thread(target=EngineProcess(llm, engine).serve)
+        serving.start()
+        try:
+            assert server.recv()[0] == "ready"
+            server.send(("add", [Work("a", (65, 66), LONG), Work("b", (67, 68), LONG)]))
+            heard = [*hear(server, ends("a")), *hear(server, ends("b"))]
+        finally:
+            server.close()
+            serving.join(60)
+    deltas = [delta for message in heard if message[0] == "deltas" for delta in message[1]]
+    order = [
+        (delta.id, "begins" if delta.begun else "ends" if delta.finish_reason else "is taken")
+        for delta in deltas
+        if delta.is_sign or delta.finish_reason
+    ]
+    assert sorted(order[:3]) == [("a", "begins"), ("a", "is taken"), ("b", "is taken")]
+    assert order[3:] == [("a", "ends"), ("b", "begins"), ("b", "ends")]
+    assert [delta.begun for delta in deltas].count(True) == 2

@@ -48,3 +48,17 @@ def test_what_was_guessed_and_whether_anybody_may_is_the_engines_to_say() -> Non
         assert found["speculation_on",] == on
         assert found["guessed_tokens", "ngram"] == guessed
         assert found["guessed_tokens", "suffix"] == 0
+
+
+def test_how_long_requests_wait_for_their_first_step_is_counted_once() -> None:
+    metrics = Metrics("tiny")
+    one, other, never = (metrics.request(3, 10.0) for _ in range(3))
+    for delta, now in ((Delta("a"), 11.0), (Delta("a", begun=True), 14.0), (Delta("a", "x", (1,)), 20.0)):
+        one.delta(delta, now)
+    other.delta(Delta("b", "x", (1,), begun=True), 12.0)  # heard of together
+    never.delta(Delta("c"), 11.0)
+    never.end(30.0)
+    found = told(metrics)
+    assert found["request_queue_time_seconds_count",] == 2
+    assert found["request_queue_time_seconds_sum",] == 4.0 + 2.0
+    assert found["time_to_first_token_seconds_sum",] == 10.0 + 2.0

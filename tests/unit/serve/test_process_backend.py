@@ -21,7 +21,7 @@ from specinfer.config import EngineConfig
 from specinfer.errors import UserError
 from specinfer.request import FinishReason
 from specinfer.serve import process_backend
-from specinfer.serve.backend import BackendError
+from specinfer.serve.backend import BackendError, UnavailableError
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.process_backend import ProcessBackend
 from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
@@ -148,6 +148,8 @@ class Handle:
         self.given: list[Work] = []
         self.status: int | None = None
         self.pid = 1
+        self.killed = False
+        self.is_stopped = False  # it answers nobody
         self.state = EngineState()  # its answer to whoever asks
         self.made.append(self)
 
@@ -155,7 +157,8 @@ class Handle:
         return EngineFacts(10, 10, 1)
 
     def kill(self) -> None:
-        pass
+        self.killed = True
+        asyncio.get_running_loop().call_soon(self.dies)
 
     async def close(self) -> None:
         pass
@@ -164,7 +167,7 @@ class Handle:
         command, argument = message
         if command == "add":
             self.given += argument
-        elif command == "ask":
+        elif command == "ask" and not self.is_stopped:
             self.says("answer", argument, self.state)
 
     def says(self, *message: Any) -> None:
@@ -419,6 +422,97 @@ def test_nobody_waits_for_an_engine_that_cannot_be_started(
         await backend.close()
 
     run_virtual(test())
+
+
+def test_an_engine_that_gives_no_sign_of_life_is_started_again(handles: list[Handle]) -> None:
+    async def run() -> None:
+        backend = ProcessBackend(EngineConfig(model="m"), timeout=120.0)
+        await backend.start()
+        heard = asyncio.ensure_future(anext(backend.generate([WORK])))
+        await asyncio.sleep(1000)
+        assert not handles[0].killed  # it is in a long step, and answers
+        handles[0].is_stopped = True
+        await asyncio.sleep(60)
+        handles[0].is_stopped = False  # half of the time is not enough
+        await asyncio.sleep(1000)
+        assert not handles[0].killed
+        handles[0].is_stopped = True
+        await asyncio.sleep(119)
+        assert not handles[0].killed
+        await asyncio.sleep(20)
+        assert handles[0].killed
+        assert backend.restarts == 1
+        assert [work.id for work in handles[1].given] == ["w"]
+        handles[1].says("deltas", [Delta("w", "x", (7,))], None)
+        assert (await heard).text == "x"
+        await asyncio.sleep(1000)
+        assert len(handles) == 2
+        await backend.close()
+        await asyncio.sleep(1)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(run())
+
+
+REFUSED = "the request has waited for 5 seconds, --max-wait, and others are still before it; come again"
+
+
+def test_a_request_waits_no_longer_than_it_may_unless_its_first_step_has_begun(handles: list[Handle]) -> None:
+    async def ask(backend: ProcessBackend, *names: str) -> list[tuple[str, float]]:
+        """What came of them, and when."""
+        heard: list[tuple[str, float]] = []
+        loop, deltas = asyncio.get_running_loop(), backend.generate([replace(WORK, id=n) for n in names])
+        try:
+            heard.extend([(delta.id, loop.time()) async for delta in deltas])
+        except UnavailableError as error:
+            heard.append((str(error), loop.time()))
+        return heard
+
+    async def run() -> None:
+        backend = ProcessBackend(EngineConfig(model="m"), max_wait=5.0)
+        await backend.start()
+        asked = [asyncio.ensure_future(ask(backend, *names)) for names in ("a", "b", "cd")]
+        await asyncio.sleep(1)
+        for name in "abcd":
+            handles[0].says("deltas", [Delta(name)], None)
+        await asyncio.sleep(3)
+        for name in "ac":  # of c and d one has been computed, and what is computed is not thrown away
+            handles[0].says("deltas", [Delta(name, begun=True)], None)
+        await asyncio.sleep(6)
+        ended = FinishReason.LENGTH
+        for name in "acd":
+            handles[0].says("deltas", [Delta(name, "x", (7,), finish_reason=ended)], None)
+        assert [await one for one in asked] == [
+            [("a", 1), ("a", 4), ("a", 10)],
+            [(REFUSED, 5)],
+            [("c", 1), ("d", 1), ("c", 4), ("c", 10), ("d", 10)],
+        ]
+        await backend.close()
+
+    run_virtual(run())
+
+
+def test_answers_can_be_cut_with_a_reason_and_are_counted(handles: list[Handle]) -> None:
+    async def ask(backend: ProcessBackend, name: str) -> str:
+        async for _ in backend.generate([replace(WORK, id=name)]):
+            pass
+        return "whole"
+
+    async def run() -> None:
+        backend = ProcessBackend(EngineConfig(model="m"))
+        await backend.start()
+        asked = [asyncio.ensure_future(ask(backend, name)) for name in "abc"]
+        await asyncio.sleep(1)
+        handles[0].says("deltas", [Delta("a", "x", (7,), finish_reason=FinishReason.LENGTH)], None)
+        assert await asked[0] == "whole"
+        assert backend.cut("it is over") == 2
+        for one in asked[1:]:
+            with pytest.raises(UnavailableError, match="it is over"):
+                await one
+        assert backend.cut("it is over") == 0
+        await backend.close()
+
+    run_virtual(run())
 
 
 @pytest.mark.thorough

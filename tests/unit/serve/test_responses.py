@@ -239,3 +239,55 @@ def test_trees_come_where_they_are_asked_for(tokenizer: Tokenizer) -> None:
         assert server.backend.works[0].traced
 
     ask(tokenizer, [says("ok", trees=(tree,))], do)
+
+
+def test_the_items_of_an_input_can_be_listed(tokenizer: Tokenizer) -> None:
+    async def do(server: Asking) -> None:
+        first = await server.responses.create(model=MODEL, input="One")
+        listed = [one async for one in server.responses.input_items.list(first.id)]
+        [item] = [one.model_dump() for one in listed]
+        assert (item["type"], item["role"], item["status"]) == ("message", "user", "completed")
+        assert item["content"][0]["text"] == "One"
+        assert item["content"][0]["type"] == "input_text"
+        call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+        items = [
+            {"role": "user", "content": [{"type": "input_text", "text": "Two"}]},
+            {"type": "message", "role": "assistant", "content": "Three", "id": "msg_3"},
+            call,
+            {"type": "function_call_output", "call_id": "c1", "output": "four"},
+        ]
+        second = await server.responses.create(model=MODEL, input=items, previous_response_id=first.id)  # type: ignore[arg-type]
+        page = await server.responses.input_items.list(second.id, limit=3, order="asc")
+        assert page.has_more is True  # type: ignore[attr-defined]
+        assert [one.type for one in page.data] == ["message", "message", "function_call"]
+        assert page.data[1].id == "msg_3"
+        found = [one async for one in server.responses.input_items.list(second.id, limit=1)]
+        assert [one.type for one in found] == ["function_call_output", "function_call", "message", "message"]
+        assert len({one.id for one in found}) == 4
+        behind = await server.responses.input_items.list(second.id, after="msg_3")
+        assert [one.type for one in behind.data] == ["message"]
+        for query, param in (
+            ("limit=0", "limit"),
+            ("limit=101", "limit"),
+            ("limit=x", "limit"),
+            ("order=up", "order"),
+            ("after=x", "after"),
+            ("include=x", "include"),
+        ):
+            refused = await server.http.get(f"/responses/{second.id}/input_items?{query}")
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+    ask(tokenizer, [says("ok")], do)
+
+
+def test_what_has_ended_is_not_cancelled(tokenizer: Tokenizer) -> None:
+    async def do(server: Asking) -> None:
+        answer = await server.responses.create(model=MODEL, input="One")
+        with pytest.raises(openai.BadRequestError, match="in the background"):
+            await server.responses.cancel(answer.id)
+        with pytest.raises(openai.NotFoundError):
+            await server.responses.cancel("resp_none")
+        with pytest.raises(openai.NotFoundError):
+            await server.responses.input_items.list("resp_" + "x" * 10_000)
+
+    ask(tokenizer, [says("ok")], do)

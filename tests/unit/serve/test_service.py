@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.request import FinishReason, Logprob
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.backend import BackendError, Health
+from specinfer.serve.backend import BackendError, Health, UnavailableError
+from specinfer.serve.caller import ADMITTED
 from specinfer.serve.chat import Chat
 from specinfer.serve.chat_fields import ChatFields
 from specinfer.serve.completion_fields import CompletionFields
@@ -166,6 +168,75 @@ def test_whose_fault_an_error_is_shows_in_its_status(
     with pytest.raises(ApiError, match="no token is left") as error:
         asyncio.run(run())
     assert (error.value.status, error.value.body["error"]["param"]) == (status, parameter)
+
+
+class Told(Slow):
+    """A backend that says what a test says, of works by their number."""
+
+    def __init__(self, *said: tuple[int, Delta] | BackendError) -> None:
+        super().__init__()
+        self.said = said
+
+    async def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
+        for one in self.said:
+            if isinstance(one, BackendError):
+                raise one
+            yield replace(one[1], id=works[one[0]].id)
+
+
+def test_one_of_several_that_fails_leaves_the_others_their_answers(tokenizer: Tokenizer) -> None:
+    failed = Delta("", finish_reason=FinishReason.ERROR, error="3 steps failed", internal_error=True)
+    whole = Delta("", "a", (97,), finish_reason=FinishReason.LENGTH)
+
+    async def run(*said: tuple[int, Delta]) -> list[tuple[int, str | None]]:
+        service = service_of(Told(*said), tokenizer)
+        answers = service.answer([(1,)], [SamplingParams(n=2)])
+        return [(number, delta.finish_reason) async for number, delta in answers]
+
+    length, error = FinishReason.LENGTH, FinishReason.ERROR
+    assert asyncio.run(run((0, failed), (1, whole))) == [(0, error), (1, length)]
+    assert asyncio.run(run((0, whole), (1, failed))) == [(0, length), (1, error)]
+    with pytest.raises(ApiError, match="3 steps failed"):
+        asyncio.run(run((0, failed), (1, failed)))
+    refused = replace(failed, internal_error=False, parameter="regex")
+    with pytest.raises(ApiError, match="3 steps failed") as told:  # which holds for all of them
+        asyncio.run(run((0, refused), (1, whole)))
+    assert told.value.status == 400
+
+
+@pytest.mark.parametrize("max_wait", [0, 5])
+def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_more(
+    tokenizer: Tokenizer, max_wait: int
+) -> None:
+    signs = (0, Delta("")), (1, Delta("")), (1, Delta("", begun=True))
+    ended = Delta("", "a", (97,), finish_reason=FinishReason.LENGTH)
+    seen = []
+
+    class Watched(Told):
+        async def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
+            async with aclosing(super().generate(works)) as deltas:
+                async for delta in deltas:
+                    seen.append(admitted.is_set())
+                    yield delta
+
+    async def run() -> list[str]:
+        service = service_of(Watched(*signs, (0, ended), (1, ended)), tokenizer, max_wait=max_wait)
+        ADMITTED.set(admitted)
+        return [delta.text async for _, delta in service.answer([(1,)], [SamplingParams(n=2)])]
+
+    admitted = asyncio.Event()
+    assert asyncio.run(run()) == ["a", "a"]  # signs are no part of an answer
+    assert seen == [False, False, not max_wait, True, True]
+
+
+def test_who_may_ask_again_is_told_so(tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        async for _ in service_of(Told(UnavailableError("it waited")), tokenizer).answer([(1,)], [GREEDY]):
+            raise AssertionError("nothing was said")
+
+    with pytest.raises(ApiError, match="it waited") as error:
+        asyncio.run(run())
+    assert (error.value.status, error.value.headers) == (503, {"Retry-After": "5"})
 
 
 def test_a_seed_is_drawn_here_so_that_another_engine_can_go_on(tokenizer: Tokenizer) -> None:

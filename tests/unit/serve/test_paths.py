@@ -1,0 +1,88 @@
+"""Paths, methods and origins, as browsers, probes and hasty clients ask for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def asking(tokenizer: Tokenizer, do: Callable[[httpx.AsyncClient], Awaitable[None]], **options: Any) -> None:
+    async def run() -> None:
+        app = scripted_app(tokenizer, ScriptedBackend(says("ok")), **options)
+        async with http_client(app) as client:
+            client.base_url = httpx.URL("http://server")
+            await do(client)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/metrics", "/version", "/"])
+def test_probes_may_ask_with_head(tokenizer: Tokenizer, path: str) -> None:
+    async def do(client: httpx.AsyncClient) -> None:
+        head, get = await client.head(path), await client.get(path)
+        assert (head.status_code, head.headers["content-type"]) == (200, get.headers["content-type"])
+
+    asking(tokenizer, do)
+
+
+def test_a_slash_too_many_is_told_and_leads_nowhere(tokenizer: Tokenizer) -> None:
+    """A redirection would name the server's own address, which behind a proxy is not the client's."""
+
+    async def do(client: httpx.AsyncClient) -> None:
+        for path in ("/v1/chat/completions/", "/health/"):
+            answer = await client.post(path, json={})
+            assert answer.status_code == 404
+            assert answer.json()["error"]["message"] == f"POST {path}: not found; drop the slash at its end"
+        answer = await client.get("/" + "x" * 10_000)
+        assert answer.status_code == 404
+        assert len(answer.content) < 300
+
+    asking(tokenizer, do)
+
+
+def test_pages_of_an_allowed_origin_may_send_the_headers_their_clients_send(tokenizer: Tokenizer) -> None:
+    async def do(client: httpx.AsyncClient) -> None:
+        wished = "authorization,content-type,x-stainless-lang,x-stainless-retry-count,anthropic-version"
+        asked = {"Origin": "http://app.example", "Access-Control-Request-Method": "POST"}
+        told = await client.options(
+            "/v1/chat/completions", headers=asked | {"Access-Control-Request-Headers": wished}
+        )
+        assert told.status_code == 200
+        allowed = told.headers["access-control-allow-headers"].lower().replace(" ", "").split(",")
+        assert set(wished.split(",")) <= set(allowed)
+        answer = await client.get("/v1/models", headers={"Origin": "http://app.example"})
+        exposed = answer.headers["access-control-expose-headers"]
+        assert {"X-Request-Id", "Retry-After"} == set(exposed.split(", "))
+        elsewhere = await client.options(
+            "/v1/chat/completions", headers=asked | {"Origin": "http://evil.example"}
+        )
+        assert elsewhere.status_code == 400
+
+    asking(tokenizer, do, cors_origin=("http://app.example",))
+
+
+def test_an_empty_key_in_the_environment_lets_nobody_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from click.testing import CliRunner
+
+    from specinfer.cli.serve import serve
+    from specinfer.errors import ConfigError
+
+    monkeypatch.setenv("SPECINFER_API_KEY", "")
+    found = CliRunner().invoke(serve, [str(tmp_path)])
+    assert isinstance(found.exception, ConfigError)
+    assert "SPECINFER_API_KEY is empty" in str(found.exception)

@@ -1,0 +1,158 @@
+"""The server as a process: its file descriptors, its keys, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from specinfer.errors import ConfigError
+from specinfer.serve.config import ServeConfig
+from specinfer.serve.server import _OWN_DESCRIPTORS, _Complaints, fit_descriptors, read_keys
+from tests.served import Served
+from tests.unit.serve.conftest import FLAGS
+
+
+@pytest.mark.parametrize(
+    ("hard", "wanted", "most"),
+    [
+        (resource.RLIM_INFINITY, 2048, 2048),
+        (1 << 20, 2048, 2048),
+        (2048 + _OWN_DESCRIPTORS, 2048, 2048),
+        (1024, 2048, 1024 - _OWN_DESCRIPTORS),
+        (1024, 100, 100),
+        (_OWN_DESCRIPTORS + 1, 2048, 1),
+    ],
+)
+def test_connections_are_as_many_as_there_can_be_files(
+    hard: int, wanted: int, most: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = [(min(64, hard) if hard > 0 else 64, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both))
+    assert fit_descriptors(ServeConfig(max_connections=wanted)).max_connections == most
+    assert limits[-1] == (hard, hard)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * (most != wanted)
+
+
+def test_a_process_that_may_open_hardly_a_file_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: None)
+    with pytest.raises(ConfigError, match="may open 64 files, and the server needs more than"):
+        fit_descriptors(ServeConfig())
+
+
+def test_comments_of_a_file_of_keys_are_no_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# keys of team A\nk1\n\n  # another\n  k2 \nk#3\n")
+    assert read_keys(ServeConfig(api_key=("k0",), api_key_file=str(file))) == ["k0", "k1", "k2", "k#3"]
+    file.write_text("# none yet\n")
+    with pytest.raises(ConfigError, match="has no key"):
+        read_keys(ServeConfig(api_key_file=str(file)))
+
+
+def test_out_of_descriptors_one_line_is_said_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.new_event_loop()
+    complain = _Complaints()
+    error = OSError(24, "Too many open files")
+    for _ in range(1000):
+        complain(loop, {"message": "socket.accept() out of system resource", "exception": error})
+    [record] = caplog.records
+    assert "no connection can be accepted ([Errno 24] Too many open files)" in record.getMessage()
+    assert record.exc_info is None
+    complain(loop, {"message": "a bug"})
+    assert "a bug" in caplog.text
+    loop.close()
+
+
+LONG = {"prompt": "abc", "max_tokens": 1800, "ignore_eos": True}
+
+
+@pytest.mark.thorough
+def test_answers_that_outlast_the_grace_end_with_an_error_that_can_be_read(folder: Path) -> None:
+    """One by one they take their time: with a batch of one the last cannot be done when the grace is over."""
+    found: dict[int, tuple[int, str]] = {}
+    with Served(folder, *FLAGS, "--max-batch-size", "1", "--grace", "0.3") as served:
+
+        def ask(number: int) -> None:
+            body = {**LONG, "n": 4, "stream": number % 2 == 0}
+            answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)
+            found[number] = answer.status_code, answer.text
+
+        asking = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+        for one in asking:
+            one.start()
+        until = time.monotonic() + 60
+        while served.metric("num_requests_running") + served.metric("num_requests_waiting") < 16:
+            assert time.monotonic() < until
+        served.process.send_signal(signal.SIGHUP)
+        for one in asking:
+            one.join(60)
+        assert served.process.wait(60) == 0
+    assert [status for status, _ in (found[number] for number in range(4))] == [200, 503, 200, 503]
+    message = "the server ended before the answer did; ask again"
+    for number, (_, text) in found.items():
+        error = json.loads(text if number % 2 else text.strip().splitlines()[-1].removeprefix("data: "))
+        assert error["error"]["message"] == message
+    log = "".join(served.log)
+    assert re.search(r"WARNING .*1[0-6] answers were cut at the end of --grace", log)
+    assert "Traceback" not in log
+
+
+@pytest.mark.thorough
+def test_a_hung_engine_is_started_again_and_answers_go_on(folder: Path) -> None:
+    with Served(folder, *FLAGS, "--engine-timeout", "2") as served:
+        body = {**LONG, "seed": 1}
+        expected = served.post("/v1/completions", body).json()["choices"][0]["text"]
+        engine = served.engine_pid
+        assert engine is not None
+        os.kill(engine, signal.SIGSTOP)
+        assert served.post("/v1/completions", body).json()["choices"][0]["text"] == expected
+        assert served.metric("engine_restarts") == 1
+        assert any("no sign of life for 2 seconds" in line for line in served.log)
+
+
+@pytest.mark.thorough
+def test_with_few_descriptors_probes_are_answered_beside_a_flood(folder: Path) -> None:
+    script = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512)); "
+        "sys.argv = ['specinfer', *sys.argv[1:]]; runpy.run_module('specinfer', run_name='__main__')"
+    )
+    with Served(folder, *FLAGS, "--log-level", "info", script=script) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        flood = [socket.socket() for _ in range(1300)]
+        for one in flood:
+            one.setblocking(False)
+            one.connect_ex((host, int(port)))
+        for _ in range(20):
+            assert served.get("/health").status_code == 200
+            assert served.get("/ready").status_code == 200
+        for one in flood:
+            one.close()
+    log = "".join(served.log)
+    assert f"max_connections is {512 - _OWN_DESCRIPTORS}, not 2048" in log
+    assert "Traceback" not in log
+    assert len([line for line in served.log if "WARNING" in line]) <= 2
+
+
+def test_nohup_is_heeded() -> None:
+    program = (
+        "import signal, uvicorn; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "from specinfer.serve.server import _Server\n"
+        "with _Server(uvicorn.Config('none:app'), None, None).capture_signals():\n"
+        "    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN\n"
+        "    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
