@@ -79,7 +79,7 @@ PURPOSES: Final = {
     "max_n": "Completions of one prompt, and prompts of one request.",
     "max_prompt_tokens": "Of one prompt; default: what the context leaves.",
     "max_body": "Bytes of one request, like 16MB.",
-    "max_bodies_memory": "Bytes of all unanswered requests; more get 503. Default: 4 times --max-body.",
+    "max_bodies_memory": "Bytes of all unanswered requests; more get 503. Default: twice --max-body.",
     "max_connections": "At once; more get 503.",
     "idle_timeout": "Seconds that a connection may say nothing.",
     "max_wait": "Seconds that a request may wait for its first step; more get 503. 0: no limit.",

@@ -20,7 +20,7 @@ from specinfer.serve.chat import Chat
 from specinfer.serve.chat_fields import ChatFields
 from specinfer.serve.completion_fields import CompletionFields
 from specinfer.serve.completions import Completions
-from specinfer.serve.event_stream import stream, unless_gone
+from specinfer.serve.event_stream import body_of, stream, unless_gone
 from specinfer.serve.fields import parse
 from specinfer.serve.hosts import Hosts
 from specinfer.serve.metrics import TEXT_TYPE
@@ -93,7 +93,7 @@ def _add_openai_paths(app: FastAPI, service: Service) -> None:
         """A path that answers in one piece or as a stream."""
 
         async def endpoint(request: Request) -> Response:
-            fields = parse(kind, await request.body(), service.config.max_body, service.field_policy)
+            fields = parse(kind, await body_of(request), service.config.max_body, service.field_policy)
             answer = make(service, fields)
             if getattr(fields, "stream", None):
                 pings = service.config.ping_interval
@@ -189,7 +189,7 @@ def _add_token_paths(app: FastAPI, service: Service) -> None:
 
     def answering(path: str, kind: type[BaseModel], make: Callable[[Service, Any], Awaitable[Any]]) -> None:
         async def endpoint(request: Request) -> Response:
-            fields = parse(kind, await request.body(), service.config.max_body, service.field_policy)
+            fields = parse(kind, await body_of(request), service.config.max_body, service.field_policy)
             return JSONResponse(await make(service, fields))
 
         _add(app, path, endpoint, kind, bodies)

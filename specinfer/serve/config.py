@@ -34,7 +34,7 @@ class ServeConfig:
     max_n: int = 16  # completions of one prompt, and prompts of one request
     max_prompt_tokens: int | None = None  # None: what the context leaves
     max_body: int = 16 << 20  # bytes of one request
-    max_bodies_memory: int | None = None  # bytes of all requests not answered yet; None: four times max_body
+    max_bodies_memory: int | None = None  # bytes of all requests not answered yet; None: twice max_body
     max_connections: int = 2048
     idle_timeout: float = 75.0  # seconds that a connection may say nothing while something is asked of it
     max_wait: float = 0.0  # seconds that a request may wait for its first step; 0: as long as it takes
@@ -72,7 +72,7 @@ class ServeConfig:
     @property
     def bodies_memory(self) -> int:
         """Bytes that all requests together may have that are not answered yet."""
-        return 4 * self.max_body if self.max_bodies_memory is None else self.max_bodies_memory
+        return 2 * self.max_body if self.max_bodies_memory is None else self.max_bodies_memory
 
     def _check_texts(self) -> None:
         """Of what kind the values are: a file may have any, and a text is a sequence of texts."""

@@ -1,4 +1,4 @@
-"""Server-sent events, and answers that end when the client goes away."""
+"""What a request says, server-sent events, and answers that end when the client goes away."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
+from io import BytesIO
 from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
@@ -127,6 +128,14 @@ async def _cancel(task: asyncio.Future[Any]) -> None:
     await asyncio.wait({task})
     if not task.cancelled():
         task.exception()  # nobody else asks for it
+
+
+async def body_of(request: Request) -> bytes:
+    """A request's body, which is in memory once, and no longer than the caller keeps it."""
+    body = BytesIO()
+    async for piece in request.stream():
+        body.write(piece)
+    return body.getvalue()  # its own bytes, not a copy
 
 
 async def unless_gone(request: Request, answer: Coroutine[Any, Any, _Answer]) -> _Answer:

@@ -112,6 +112,48 @@ def test_answers_that_outlast_the_grace_end_with_an_error_that_can_be_read(folde
 
 
 @pytest.mark.thorough
+def test_a_stream_behind_others_begins_at_once_and_is_kept_alive(folder: Path) -> None:
+    flags = ("--max-batch-size", "1", "--ping-interval", "0.05")
+    with Served(folder, *FLAGS, *flags) as served:
+        url = f"{served.url}/v1/completions"
+        with httpx.stream("POST", url, json={**LONG, "n": 8, "stream": True}, timeout=60) as first:
+            lines = first.iter_lines()  # one that is let go closes the connection
+            assert next(lines).startswith("data: ")
+            refused = httpx.post(url, json={"prompt": "abc", "regex": "(", "stream": True}, timeout=60)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "regex")
+            with httpx.stream(
+                "POST", url, json={**LONG, "max_tokens": 3, "stream": True}, timeout=60
+            ) as second:
+                assert served.metric("num_requests_waiting") > 0
+                assert second.status_code == 200
+                waited = []
+                for line in second.iter_lines():
+                    if line.startswith("data: "):
+                        break
+                    waited.append(line)
+                assert ": ping" in waited
+        assert served.metric("request_queue_time_seconds_sum") > 0
+        with httpx.Client(base_url=served.url) as client:
+            for path in ("/health", "/v1/models", "/metrics"):
+                head = client.head(path)
+                assert (head.status_code, head.content) == (200, b"")
+                assert client.get(path).status_code == 200  # on the same connection
+
+
+@pytest.mark.thorough
+def test_a_request_that_waits_too_long_is_told_to_come_again(folder: Path) -> None:
+    with Served(folder, *FLAGS, "--max-batch-size", "1", "--max-wait", "0.2") as served:
+        url = f"{served.url}/v1/completions"
+        with httpx.stream("POST", url, json={**LONG, "n": 16, "stream": True}, timeout=60) as first:
+            lines = first.iter_lines()  # one that is let go closes the connection
+            assert next(lines).startswith("data: ")
+            for streamed in (False, True):
+                refused = httpx.post(url, json={**LONG, "stream": streamed}, timeout=60)
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+                assert "--max-wait" in refused.json()["error"]["message"]
+
+
+@pytest.mark.thorough
 def test_a_hung_engine_is_started_again_and_answers_go_on(folder: Path) -> None:
     with Served(folder, *FLAGS, "--engine-timeout", "2") as served:
         body = {**LONG, "seed": 1}
