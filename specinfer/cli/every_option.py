@@ -27,7 +27,7 @@ _SIZES: Final = ("kv_cache_memory", "suffix_memory", "max_body", "max_bodies_mem
 _STEP_TOKENS: Final = (
     128  # a step of more keeps whoever comes meanwhile waiting; of fewer reads prompts slowly
 )
-_LISTS: Final = ("served_model_name", "api_key", "cors_origin", "allowed_host")  # of the server's options
+_LISTS: Final = ("served_model_name", "api_key", "cors_origin", "allowed_host", "trusted_proxy")
 _FLAGS: Final = {"drafts": "draft"}  # one is given at a time
 
 PURPOSES: Final = {
@@ -74,6 +74,7 @@ PURPOSES: Final = {
     "api_key_file": "More keys, a line each.",
     "cors_origin": "Let pages of this origin call; repeatable.",
     "allowed_host": "Answer where asked for by this name, a proxy's perhaps; repeatable; * for any.",
+    "trusted_proxy": "A proxy's address or network, whose X-Forwarded-For is logged; repeatable; * for any.",
     "page": "Show a page to chat on at /.",
     "max_waiting": "Completions that may wait for the engine; more get 429.",
     "max_n": "Completions of one prompt, and prompts of one request.",

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from specinfer.errors import ConfigError
-from specinfer.serve.hosts import ANY, is_host
+from specinfer.serve.hosts import ANY, is_host, is_network
 from specinfer.serve.logs import LogFormat
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 UnknownFields = Literal["error", "ignore"]
 _TEXTS = ("host", "root_path", "call_format")
 _TEXTS_OR_NONE = ("api_key_file", "log_traffic", "otlp_endpoint")
-_LISTS = ("served_model_name", "api_key", "cors_origin", "allowed_host")
+_LISTS = ("served_model_name", "api_key", "cors_origin", "allowed_host", "trusted_proxy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,7 @@ class ServeConfig:
     api_key_file: str | None = None  # more of them, a line each
     cors_origin: tuple[str, ...] = ()  # pages of these origins may call; (): none but the server's own
     allowed_host: tuple[str, ...] = ()  # names it may be asked for by, beside this machine's own; "*": any
+    trusted_proxy: tuple[str, ...] = ()  # addresses or networks whose X-Forwarded-For is believed; "*": any
     page: bool = True  # whether / shows a page to chat on
 
     max_waiting: int = 128  # completions that wait for the engine; more are told to come again
@@ -89,6 +90,11 @@ class ServeConfig:
             if name != ANY and not is_host(name):
                 raise ConfigError(
                     f"allowed_host has {name!r}; allowed: a name or an address, without a port, or *"
+                )
+        for address in self.trusted_proxy:
+            if address != ANY and not is_network(address):
+                raise ConfigError(
+                    f"trusted_proxy has {address!r}; allowed: an address, a network like 10.0.0.0/8, or *"
                 )
         path = self.root_path
         if path and (not path.startswith("/") or path.endswith("/") or not path.isascii()):

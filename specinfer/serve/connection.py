@@ -130,7 +130,6 @@ class Connection(HttpToolsProtocol):
             return  # it is read once more, without
         _cancel(self._waiting)
         self._unset_keepalive_if_required()
-        self._crowd.hear(self)
         self._quiet = 0
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
@@ -157,6 +156,7 @@ class Connection(HttpToolsProtocol):
         if self._reading is None:
             return  # an upgrade that is ignored, or refused
         self._reading = None
+        self._crowd.hear(self)
         if not self.cycle.response_started:
             self.cycle.keep_alive = self._keeps
         super().on_message_complete()

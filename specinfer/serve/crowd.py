@@ -30,7 +30,7 @@ class Crowd:
         self._most = most
         self._most_bodies = most_bodies
         self._all: set[Member] = set()
-        self._silent: dict[Member, None] = {}  # those from which no request has come, the oldest first
+        self._silent: dict[Member, None] = {}  # those from which no whole request has come, the oldest first
         self._held: dict[Member, int] = {}  # bytes of bodies
         self._total = 0
 
@@ -47,8 +47,8 @@ class Crowd:
     def enter(self, one: Member) -> bool:
         """Take a new connection in; return whether it is one too many, which is told so when it asks.
 
-        At the limit the oldest connection that has not sent a request leaves for it. Where all have, there
-        is room for `SPARE` more; beyond these the new one leaves at once.
+        At the limit the oldest connection that has not sent a whole request leaves for it. Where all have,
+        there is room for `SPARE` more; beyond these the new one leaves at once.
         """
         crowded = False
         if len(self._all) >= self._most:
@@ -64,7 +64,7 @@ class Crowd:
         return crowded
 
     def hear(self, one: Member) -> None:
-        """A request has come from this connection: it stays."""
+        """A whole request has come from this connection: it stays."""
         self._silent.pop(one, None)
 
     def end(self, one: Member) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from typing import Final
 
 ANY: Final = "*"  # among the allowed names: the server may be asked for by whichever
@@ -59,6 +59,15 @@ def is_origin_of(origin: str, header: str) -> bool:
 def is_host(text: str) -> bool:
     """Whether a text is a name or an address, without a port or anything else."""
     return _NAME.fullmatch(text) is not None or _is_address(text.removeprefix("[").removesuffix("]"))
+
+
+def is_network(text: str) -> bool:
+    """Whether a text is an address or a network of addresses."""
+    try:
+        ip_network(text)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(name: str) -> bool:

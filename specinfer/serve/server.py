@@ -219,7 +219,8 @@ def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,
+        proxy_headers=bool(config.trusted_proxy),
+        forwarded_allow_ips=list(config.trusted_proxy),
         timeout_keep_alive=max(1, int(config.idle_timeout)),
         root_path=config.root_path,
     )

@@ -65,7 +65,7 @@ FLAGS = (
     *("--prediction-branches", "--prediction-depth", "--prefix-reuse", "--quantization"),
     *("--root-path", "--served-model-name", "--speculative-config", "--stored-responses", "--suffix"),
     *("--suffix-depth", "--suffix-memory", "--suffix-nodes", "--threads", "--tree-size"),
-    *("--unknown-fields", "--verifier"),
+    *("--trusted-proxy", "--unknown-fields", "--verifier"),
 )
 
 
@@ -158,6 +158,7 @@ def test_a_file_that_is_not_there_and_one_that_is_empty(tmp_path: Path) -> None:
         *({"log_level": "loud"}, {"api_key": (" a",)}, {"api_key": ("",)}, {"api_key": ("\u00e4",)}),
         *({"api_key": "sesame"}, {"api_key": (12345,)}, {"served_model_name": "tiny"}, {"host": 0}),
         *({"api_key_file": 1}, {"idle_timeout": "75"}, {"grace": True}, {"page": "no"}),
+        *({"trusted_proxy": ("proxy",)}, {"trusted_proxy": ("10.0.0.0/99",)}),
         *({"grace": 0}, {"max_wait": -1}, {"ping_interval": "15"}, {"engine_timeout": float("nan")}),
         *(
             {"max_bodies_memory": 1 << 20},

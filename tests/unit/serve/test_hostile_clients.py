@@ -371,11 +371,13 @@ def test_at_the_limit_silent_connections_go_first_and_those_that_are_in_stay() -
         used, of_used = server.connect()
         used.data_received(ask)
         silent = [server.connect() for _ in range(25)]
+        for one, _ in silent:  # half a request is none
+            one.data_received(HEAD + b"Content-Length: 100\r\n\r\nhalf")
         await settle()
         assert [pipe.is_over for _, pipe in silent] == [True] * 21 + [False] * 4
         used.data_received(ask)
         for one, _ in silent[-4:]:
-            one.data_received(ask)
+            one.data_received(b"x" * 96)
         await settle()
         assert of_used.statuses == [200, 200]
         assert all(pipe.statuses == [200] for _, pipe in silent[-4:])

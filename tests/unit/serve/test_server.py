@@ -14,13 +14,22 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
 from specinfer.errors import ConfigError
 from specinfer.serve.config import ServeConfig
-from specinfer.serve.server import _OWN_DESCRIPTORS, _Complaints, fit_descriptors, read_keys
+from specinfer.serve.server import (
+    _OWN_DESCRIPTORS,
+    _Complaints,
+    _uvicorn_config,
+    fit_descriptors,
+    read_keys,
+)
 from tests.served import Served
 from tests.unit.serve.conftest import FLAGS
 
@@ -187,6 +196,23 @@ def test_with_few_descriptors_probes_are_answered_beside_a_flood(folder: Path) -
     assert f"max_connections is {512 - _OWN_DESCRIPTORS}, not 2048" in log
     assert "Traceback" not in log
     assert len([line for line in served.log if "WARNING" in line]) <= 2
+
+
+@pytest.mark.parametrize(
+    ("trusted", "client"), [((), "127.0.0.1"), (("127.0.0.0/8",), "192.0.2.7"), (("10.0.0.1",), "127.0.0.1")]
+)
+def test_of_a_proxy_that_is_trusted_the_client_is_believed(trusted: tuple[str, ...], client: str) -> None:
+    seen: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["client"][0])
+
+    config = _uvicorn_config(ServeConfig(trusted_proxy=trusted), cast(FastAPI, app))
+    config.load()
+    headers = [(b"x-forwarded-for", b"192.0.2.7")]
+    scope = {"type": "http", "client": ("127.0.0.1", 1), "headers": headers, "scheme": "http"}
+    asyncio.run(config.loaded_app(scope, None, None))  # type: ignore[arg-type]
+    assert seen == [client]
 
 
 def test_nohup_is_heeded() -> None:
