@@ -27,6 +27,8 @@ MOST_HEAD: Final = 64 << 10  # bytes of its first line and headers, and between 
 MOST_URL: Final = 32 << 10
 PIECE: Final = 4096  # bytes that the parser gets at once: a head may be so much longer
 _MOST_QUEUED: Final = 16  # requests of one connection; of others nothing is read before one is answered
+MOST_UNANSWERED: Final = 64  # that may come together all the same; the connection ends behind them
+_OBJECTS: Final = 2048  # bytes, about, of what a request is beside its head and its body
 _FIRST_SECONDS: Final = 10.0  # within which a connection sends the head of its first request
 _LINGER_SECONDS: Final = 2.0  # in which a client that is still sending can read why we listen no longer
 _UPGRADES: Final = (b"upgrade", b"http2-settings", b"connection")  # headers of an upgrade that we ignore
@@ -46,7 +48,7 @@ class Connection(HttpToolsProtocol):
         self._crowd = crowd
         self._is_crowded = False  # whether it is one connection too many
         self._unanswered: deque[RequestResponseCycle] = deque()  # in the order in which they came
-        self._sizes: deque[int] = deque()  # bytes of their bodies that have come
+        self._sizes: deque[int] = deque()  # bytes of them that have come
         self._reading: RequestResponseCycle | None = None  # whose body has not come to its end
         self._keeps = True  # whether the connection stays open after that one
         self._quiet = 0  # bytes since a message began, or since the last piece of its body
@@ -101,6 +103,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """As the parser says: a request begins."""
+        if len(self._unanswered) >= MOST_UNANSWERED:
+            self._fail(ApiError(f"{MOST_UNANSWERED} requests of this connection wait", status=429))
         super().on_message_begin()
         self._quiet = self._headers = 0
         if self._is_crowded:
@@ -131,9 +135,9 @@ class Connection(HttpToolsProtocol):
         _cancel(self._waiting)
         self._unset_keepalive_if_required()
         self._quiet = 0
+        self._hold(_OBJECTS + len(self.url) + sum(len(name) + len(value) for name, value in self.headers))
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
-        self._sizes.append(0)
         # An answer that begins before the body has ended closes the connection: nobody reads the rest.
         self._reading, self._keeps, self.cycle.keep_alive = self.cycle, self.cycle.keep_alive, False
         if len(self._unanswered) <= _MOST_QUEUED:
@@ -144,10 +148,7 @@ class Connection(HttpToolsProtocol):
         """As the parser says: a piece of a body."""
         self._quiet = 0
         if self._reading is not None and not self.cycle.response_complete:
-            self._sizes[-1] += len(body)
-            self._crowd.hold(self, len(body))
-        if self._is_deaf:
-            self._fail(ApiError("the body was refused"))
+            self._hold(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -175,9 +176,10 @@ class Connection(HttpToolsProtocol):
         _cancel(self._waiting)
         _LOG.info("%d to %s: %s", error.status, self.client[0] if self.client else "-", error)
         cycle, self._reading = self._reading, None
+        if len(self._sizes) > len(self._unanswered) or cycle is not None:
+            self._crowd.release(self, self._sizes.pop())
         if cycle is not None:
             self._unanswered.pop()
-            self._crowd.release(self, self._sizes.pop())
             if self.pipeline and self.pipeline[0][0] is cycle:
                 self.pipeline.popleft()
             cycle.disconnected = True
@@ -216,6 +218,15 @@ class Connection(HttpToolsProtocol):
             )
         if self.parser.get_method() == b"CONNECT":
             self._fail(ApiError("this server is no proxy, and opens no tunnels", status=501))
+
+    def _hold(self, size: int) -> None:
+        """Count bytes of the request that is being read; raises, within the parser, where it is refused."""
+        if self._reading is None:
+            self._sizes.append(0)
+        self._sizes[-1] += size
+        self._crowd.hold(self, size)
+        if self._is_deaf:
+            self._fail(ApiError("the request was refused"))
 
     def _fail(self, error: ApiError) -> None:
         """End the parser; `data_received` refuses with this error, unless it has refused already."""

@@ -1,4 +1,4 @@
-"""Crowd: all connections of a server, how many there may be, and how much of their bodies is kept."""
+"""Crowd: all connections of a server, how many there may be, and how much of their requests is kept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Crowd:
         self._most_bodies = most_bodies
         self._all: set[Member] = set()
         self._silent: dict[Member, None] = {}  # those from which no whole request has come, the oldest first
-        self._held: dict[Member, int] = {}  # bytes of bodies
+        self._held: dict[Member, int] = {}  # bytes of requests that are not answered
         self._total = 0
 
     @property
@@ -41,7 +41,7 @@ class Crowd:
 
     @property
     def held(self) -> int:
-        """Bytes of all bodies that are kept."""
+        """Bytes of all requests that are not answered."""
         return self._total
 
     def enter(self, one: Member) -> bool:
@@ -79,9 +79,10 @@ class Crowd:
         self.release(one, self._held.get(one, 0))
 
     def hold(self, one: Member, size: int) -> None:
-        """Count bytes of a body that have come.
+        """Count bytes of a request that have come.
 
-        Where all are more than there may be, the connection that sends the largest body is refused.
+        Where all are more than there may be, of the connections that are sending a body the one that takes
+        most is refused, or this one where there is none.
         """
         self._held[one] = self._held.get(one, 0) + size
         self._total += size
@@ -97,7 +98,7 @@ class Crowd:
             )
 
     def release(self, one: Member, size: int) -> None:
-        """Bytes of a body are not kept any more."""
+        """Bytes of a request are not kept any more."""
         if size:
             self._total -= size
             self._held[one] -= size

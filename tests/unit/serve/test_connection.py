@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from specinfer.serve.connection import Connection
+from specinfer.serve.connection import MOST_UNANSWERED, Connection
 from specinfer.serve.crowd import Crowd
 
 WHOLE = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -232,7 +232,7 @@ def test_requests_that_pile_up_are_not_read_on_and_on(told: list[str]) -> None:
                 await asyncio.sleep(0.001)
             [connection] = state.connections
             assert isinstance(connection, HttpToolsProtocol)
-            assert len(connection.pipeline) < 10_000
+            assert len(connection.pipeline) < MOST_UNANSWERED
             writer.transport.abort()
 
     asyncio.run(run())

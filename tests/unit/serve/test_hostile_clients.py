@@ -15,7 +15,14 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from specinfer.serve import connection
-from specinfer.serve.connection import MOST_HEAD, MOST_HEADERS, MOST_URL, PIECE, Connection
+from specinfer.serve.connection import (
+    MOST_HEAD,
+    MOST_HEADERS,
+    MOST_UNANSWERED,
+    MOST_URL,
+    PIECE,
+    Connection,
+)
 from specinfer.serve.crowd import SPARE, Crowd
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: x\r\n"
@@ -344,11 +351,11 @@ def test_bodies_together_have_a_bound_and_the_largest_that_is_not_whole_goes_fir
 
 def test_a_body_counts_until_its_request_is_answered() -> None:
     async def test() -> None:
-        server = Server(Crowd(1000, 10_000))
+        server = Server(Crowd(1000, 13_000))
         first, _ = server.connect()
         first.data_received(b"POST /hold HTTP/1.1\r\nHost: x\r\nContent-Length: 8000\r\n\r\n" + b"x" * 8000)
         await settle()
-        assert server.crowd.held == 8000
+        assert 8000 < server.crowd.held < 8000 + 3000
         second, pipe = server.connect()
         second.data_received(HEAD + b"Content-Length: 3000\r\n\r\n" + b"x" * 3000)
         await settle()
@@ -360,6 +367,30 @@ def test_a_body_counts_until_its_request_is_answered() -> None:
         third.data_received(HEAD + b"Content-Length: 3000\r\n\r\n" + b"x" * 3000)
         await settle()
         assert pipe.statuses == [200]
+
+    run(test)
+
+
+def test_requests_that_come_all_at_once_are_answered_up_to_a_number() -> None:
+    async def test() -> None:
+        server = Server()
+        one, pipe = server.connect()
+        one.data_received(b"GET / HTTP/1.1\r\n\r\n" * 10_000)
+        assert server.crowd.held < MOST_UNANSWERED * 3000
+        async with asyncio.timeout(60):
+            while not pipe.is_over:
+                await asyncio.sleep(0)
+        assert pipe.statuses == [200] * MOST_UNANSWERED
+        assert server.crowd.held == 0
+        few = Server(Crowd(1000, 10_000))
+        one, pipe = few.connect()
+        one.data_received((b"GET /hold HTTP/1.1\r\n" + b"a: " + b"x" * 1000 + b"\r\n\r\n") * 20)
+        assert few.crowd.held <= 10_000
+        few.hold.set()
+        await settle()
+        assert pipe.statuses == [200] * 3
+        assert pipe.is_over
+        assert few.crowd.held == 0
 
     run(test)
 
