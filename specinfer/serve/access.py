@@ -102,7 +102,9 @@ class Access:
             pass  # in the middle of its body: there is nobody to answer
         except ApiError as error:
             await error.response()(scope, receive, tell)
-        except Exception:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # as libraries in Rust raise
             _LOG.exception("%s failed", name)
             if not status:  # else it is too late for another answer, and the connection breaks off
                 bug = ApiError("internal error; please report it", status=500)

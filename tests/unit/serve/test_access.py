@@ -235,16 +235,23 @@ def test_a_path_writes_no_lines_of_its_own_into_the_log(caplog: pytest.LogCaptur
     assert len(line) < 500
 
 
-def failing(error: Exception) -> Access:
+def failing(error: BaseException) -> Access:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise error
 
     return Access(app, keys=Keys(()), max_body=10, idle_timeout=5.0)
 
 
-def test_a_bug_is_answered_with_the_id_that_the_log_has_it_under(caplog: pytest.LogCaptureFixture) -> None:
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize("error", [KeyError("a bug"), Panic("KeyError in Rust")])
+def test_a_bug_is_answered_with_the_id_that_the_log_has_it_under(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    status, headers, body = ask(failing(KeyError("a bug")))
+    status, headers, body = ask(failing(error))
     assert status == 500
     assert json.loads(body)["error"]["type"] == "server_error"
     bug, line = caplog.records
