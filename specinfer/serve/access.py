@@ -26,7 +26,7 @@ _PLAIN: Final = "/:@!$&'()*+,;=~"
 _LONGEST_PATH: Final = 256  # characters, in the log
 _LONGEST_HOST: Final = 256  # characters, in an answer
 _ONCE: Final = (b"host", b"authorization", b"x-api-key")  # headers of which a second one would be a trick
-CROWDED: Final = "specinfer.crowded"  # in a scope's state: it comes over one connection too many
+OVER_LIMIT: Final = "specinfer.over_limit"  # in a scope's state: it comes over one connection too many
 _OPEN_FOLDER: Final = "/page/"  # what the page at / is made of; it asks for the key itself
 
 
@@ -143,7 +143,7 @@ class Access:
                 status=421,
                 code="host_not_allowed",
             )
-        if CROWDED in scope.get("state", ()):
+        if OVER_LIMIT in scope.get("state", ()):
             return ApiError(
                 "more connections are open than --max-connections; come again",
                 status=503,

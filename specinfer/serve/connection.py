@@ -17,9 +17,9 @@ from typing import Any, Final
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from specinfer.serve.access import CROWDED
+from specinfer.serve.access import OVER_LIMIT
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.crowd import Crowd
+from specinfer.serve.connections import Connections
 
 _LOG = logging.getLogger(__name__)
 MOST_HEADERS: Final = 100  # of a request, trailers included
@@ -42,11 +42,11 @@ class Connection(HttpToolsProtocol):
     only the last one.
     """
 
-    def __init__(self, *args: Any, idle: float, crowd: Crowd, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, idle: float, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._idle = idle
-        self._crowd = crowd
-        self._is_crowded = False  # whether it is one connection too many
+        self._all = connections
+        self._is_over_limit = False  # whether it is one connection too many
         self._unanswered: deque[RequestResponseCycle] = deque()  # in the order in which they came
         self._sizes: deque[int] = deque()  # bytes of them that have come
         self._reading: RequestResponseCycle | None = None  # whose body has not come to its end
@@ -71,12 +71,12 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """As asyncio says."""
         super().connection_made(_Lingering(transport, self._linger))
-        self._is_crowded = self._crowd.enter(self)
+        self._is_over_limit = self._all.enter(self)
         self._wait(min(self._idle, _FIRST_SECONDS))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As asyncio says."""
-        self._crowd.forget(self)
+        self._all.forget(self)
         _cancel(self._waiting)
         _cancel(self._stuck)
         for cycle in self._unanswered:
@@ -107,8 +107,8 @@ class Connection(HttpToolsProtocol):
             self._fail(ApiError(f"{MOST_UNANSWERED} requests of this connection wait", status=429))
         super().on_message_begin()
         self._quiet = self._headers = 0
-        if self._is_crowded:
-            self.scope["state"][CROWDED] = True
+        if self._is_over_limit:
+            self.scope["state"][OVER_LIMIT] = True
         self._unset_keepalive_if_required()
         if self._waiting is None or self._waiting.cancelled():  # the first request's runs already
             self._wait(self._idle)
@@ -157,7 +157,7 @@ class Connection(HttpToolsProtocol):
         if self._reading is None:
             return  # an upgrade that is ignored, or refused
         self._reading = None
-        self._crowd.hear(self)
+        self._all.hear(self)
         if not self.cycle.response_started:
             self.cycle.keep_alive = self._keeps
         super().on_message_complete()
@@ -165,7 +165,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """As uvicorn says: the oldest request is answered."""
         self._unanswered.popleft()
-        self._crowd.release(self, self._sizes.popleft())
+        self._all.release(self, self._sizes.popleft())
         super().on_response_complete()
 
     def refuse(self, error: ApiError) -> None:
@@ -177,7 +177,7 @@ class Connection(HttpToolsProtocol):
         _LOG.info("%d to %s: %s", error.status, self.client[0] if self.client else "-", error)
         cycle, self._reading = self._reading, None
         if len(self._sizes) > len(self._unanswered) or cycle is not None:
-            self._crowd.release(self, self._sizes.pop())
+            self._all.release(self, self._sizes.pop())
         if cycle is not None:
             self._unanswered.pop()
             if self.pipeline and self.pipeline[0][0] is cycle:
@@ -224,7 +224,7 @@ class Connection(HttpToolsProtocol):
         if self._reading is None:
             self._sizes.append(0)
         self._sizes[-1] += size
-        self._crowd.hold(self, size)
+        self._all.hold(self, size)
         if self._is_deaf:
             self._fail(ApiError("the request was refused"))
 
@@ -250,7 +250,7 @@ class Connection(HttpToolsProtocol):
         if self._reading is None and not self._is_deaf:
             return False
         self._is_deaf = True
-        self._crowd.end(self)
+        self._all.end(self)
         self.flow.resume_reading()
         return True
 

@@ -27,7 +27,7 @@ from specinfer.serve.access import Keys
 from specinfer.serve.backend import BackendError
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.connection import Connection
-from specinfer.serve.crowd import SPARE, Crowd
+from specinfer.serve.connections import SPARE, Connections
 from specinfer.serve.dialect import Dialect
 from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.hosts import Hosts, is_loopback
@@ -211,7 +211,9 @@ def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=partial(  # type: ignore[arg-type]  # whatever makes a protocol will do
-            Connection, idle=config.idle_timeout, crowd=Crowd(config.max_connections, config.bodies_memory)
+            Connection,
+            idle=config.idle_timeout,
+            connections=Connections(config.max_connections, config.bodies_memory),
         ),
         ws="none",
         lifespan="off",

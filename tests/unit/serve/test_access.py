@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from specinfer.serve.access import CROWDED, Access, Keys
+from specinfer.serve.access import OVER_LIMIT, Access, Keys
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -178,13 +178,13 @@ def test_where_a_browser_says_no_more_origins_are_compared(origin: str, host: st
 def test_who_comes_when_all_connections_are_taken_is_told_so_but_for_probes() -> None:
     access = guarded()
     for path in ("/v1/models", "/", "/metrics"):
-        status, headers, body = ask(access, path=path, state={CROWDED: True})
+        status, headers, body = ask(access, path=path, state={OVER_LIMIT: True})
         error = json.loads(body)["error"]
         assert (status, error["type"]) == (503, "server_error")
         assert "--max-connections" in error["message"]
         assert (headers["retry-after"], headers["connection"]) == ("1", "close")
     for path in ("/health", "/ready"):
-        assert ask(access, path=path, state={CROWDED: True})[0] == 200
+        assert ask(access, path=path, state={OVER_LIMIT: True})[0] == 200
     assert ask(access, state={})[0] == 200
 
 

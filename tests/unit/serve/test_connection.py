@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from specinfer.serve.connection import MOST_UNANSWERED, Connection
-from specinfer.serve.crowd import Crowd
+from specinfer.serve.connections import Connections
 
 WHOLE = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"
 PIECE = b"x" * (1 << 20)
@@ -46,14 +46,18 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def listening(idle: float, crowd: Crowd | None = None) -> AsyncGenerator[tuple[int, ServerState]]:
+async def listening(
+    idle: float, connections: Connections | None = None
+) -> AsyncGenerator[tuple[int, ServerState]]:
     """The port of a server with that protocol, and what it knows of its connections."""
-    crowd = crowd or Crowd(1000, 1 << 30)
+    connections = connections or Connections(1000, 1 << 30)
     config = uvicorn.Config(answer, log_config=None, lifespan="off", timeout_keep_alive=60)
     config.load()
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
-        lambda: Connection(idle=idle, crowd=crowd, config=config, server_state=state, app_state={}),
+        lambda: Connection(
+            idle=idle, connections=connections, config=config, server_state=state, app_state={}
+        ),
         "127.0.0.1",
         0,
     )

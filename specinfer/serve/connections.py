@@ -1,4 +1,4 @@
-"""Crowd: all connections of a server, how many there may be, and how much of their requests is kept."""
+"""Connections: all of a server's, how many there may be, and how much of their requests is kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SPARE: Final = 64  # connections beyond the limit that are told so, and probes a
 
 
 class Member(Protocol):
-    """A connection, as the crowd knows it."""
+    """One of the connections."""
 
     @property
     def is_reading(self) -> bool:
@@ -23,7 +23,7 @@ class Member(Protocol):
         """Answer what it is sending with an error, and close it."""
 
 
-class Crowd:
+class Connections:
     """Counts connections and the bytes of requests that are not answered yet. Belongs to one event loop."""
 
     def __init__(self, most: int, most_bodies: int) -> None:
@@ -50,18 +50,15 @@ class Crowd:
         At the limit the oldest connection that has not sent a whole request leaves for it. Where all have,
         there is room for `SPARE` more; beyond these the new one leaves at once.
         """
-        crowded = False
-        if len(self._all) >= self._most:
-            if self._silent:
-                self._dismiss(next(iter(self._silent)))
-            elif len(self._all) < self._most + SPARE:
-                crowded = True
-            else:
-                one.leave()
-                return True
+        if len(self._all) >= self._most and self._silent:
+            self._dismiss(next(iter(self._silent)))
+        if len(self._all) >= self._most + SPARE:
+            one.leave()
+            return True
+        over_limit = len(self._all) >= self._most
         self._all.add(one)
         self._silent[one] = None
-        return crowded
+        return over_limit
 
     def hear(self, one: Member) -> None:
         """A whole request has come from this connection: it stays."""
