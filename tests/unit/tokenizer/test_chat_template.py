@@ -105,6 +105,27 @@ def test_a_template_cannot_reach_python_or_change_the_messages():
     assert messages == HI
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        # CVE-2025-27516: `attr` finds the method that the sandbox guards when it is called directly.
+        "{{ ('{0.__globals__[json].codecs.sys.modules[os].environ}' | attr('format'))(raise_exception) }}",
+        "{{ '{0.__globals__}'.format(raise_exception) }}",
+        "{{ '%s' | format(raise_exception.__globals__) }}",
+        "{{ ['{0.__globals__}'] | map('format', raise_exception) | list }}",
+        "{{ cycler.__init__.__globals__.os.environ }}",
+    ],
+)
+def test_a_template_cannot_read_the_environment(source, monkeypatch):
+    monkeypatch.setenv("SPECINFER_API_KEY", "very-secret")
+    try:
+        shown = render(source)
+    except RequestError as error:
+        shown = str(error)
+    assert "very-secret" not in shown
+    assert "modules" not in shown
+
+
 def test_a_template_that_does_not_parse_is_the_models_fault():
     with pytest.raises(ModelFileError, match=r"does not parse \(line 2"):
         render("a\n{% if %}")
