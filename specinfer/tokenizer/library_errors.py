@@ -11,8 +11,8 @@ from specinfer.errors import ModelFileError
 class LibraryErrors:
     """A `with` block in which the library reads a file: its errors leave as ModelFileError.
 
-    The library raises bare `Exception` for all it finds wrong, so exactly that class is translated;
-    everything derived from it passes through.
+    The library raises bare `Exception` for all it finds wrong, so exactly that class is translated, and
+    its panics are; everything else passes through.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,5 +24,10 @@ class LibraryErrors:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is Exception:
+        if kind is Exception or is_panic(kind):
             raise ModelFileError(f"the tokenizer in {self._path} is damaged: {error}") from error
+
+
+def is_panic(kind: type[BaseException] | None) -> bool:
+    """Whether the library gave up in the middle; the class, a BaseException, is not to be imported."""
+    return kind is not None and kind.__name__ == "PanicException"

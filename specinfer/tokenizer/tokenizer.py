@@ -13,12 +13,14 @@ from specinfer.errors import ModelFileError, RequestError
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.hub.gguf_parts import read_gguf
 from specinfer.hub.model_files import ModelFiles, read_json
+from specinfer.tokenizer.library_errors import is_panic
 from specinfer.tokenizer.token_bytes import TokenBytes
 from specinfer.tokenizer.vocabulary import read_backend, tokenizer_file
 
 if TYPE_CHECKING:
     from specinfer.tokenizer.chat_template import ChatTemplate
 
+_IDS: Final = 1 << 31  # no id of a token reaches it
 _SHORT: Final = 4096  # characters, which take about a millisecond
 _LINE = "\n"  # what a text goes on behind
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -67,7 +69,7 @@ class Tokenizer:
         """The token ids of a text, with the model's begin-of-text token where it wants one.
 
         Special tokens written out in the text ("<|im_end|>") are read as special tokens. Raises RequestError
-        on a text that is not valid Unicode.
+        on a text that is not valid Unicode, and on one with which the tokenizer's own rules do not end.
         """
         try:
             text.encode()
@@ -75,7 +77,14 @@ class Tokenizer:
             raise RequestError(
                 f"character {error.start} of the text is half of a surrogate pair; give valid Unicode text"
             ) from None
-        ids: list[int] = self._encoded(text, add_special).ids
+        try:
+            ids: list[int] = self._encoded(text, add_special).ids
+        except BaseException as error:  # a panic is no Exception, and threads would die of it
+            if not is_panic(type(error)):
+                raise
+            raise RequestError(
+                f"the model's tokenizer cannot read the text ({error}); shorten it, or change its repetitions"
+            ) from None
         return ids
 
     def _encoded(self, text: str, add_special: bool) -> tokenizers.Encoding:
@@ -240,7 +249,7 @@ def _eos_ids(file: Path) -> set[int]:
         raise _odd(file, "text_config", nested, "a JSON object")
     value = config.get("eos_token_id", nested.get("eos_token_id"))
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(token_id) is not int for token_id in ids):
+    if any(type(token_id) is not int or not 0 <= token_id < _IDS for token_id in ids):
         raise _odd(file, "eos_token_id", value, "a token id, or a list of them")
     return set(ids)
 

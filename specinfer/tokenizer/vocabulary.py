@@ -6,11 +6,12 @@ family mostly hold the same bytes here, and then not even the tokens are looked 
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import tokenizers
 
@@ -20,6 +21,7 @@ from specinfer.hub.model_files import ModelFiles
 from specinfer.tokenizer.library_errors import LibraryErrors
 from specinfer.tokenizer.token_bytes import SPACE_SYMBOL
 
+_MOST_GROWTH: Final = 256  # characters that a tokenizer may make of one before it looks for tokens
 _PADDING_TOKEN = re.compile(r"\[PAD(\d+)\]")  # how GGUF converters name the rows beyond the vocabulary
 
 
@@ -85,9 +87,47 @@ def tokenizer_file(folder: Path) -> Path:
 
 
 def read_backend(file: Path) -> tokenizers.Tokenizer:
-    """The library's tokenizer of a tokenizer.json; raises ModelFileError where it is damaged."""
+    """The library's tokenizer of a tokenizer.json, for texts of any length.
+
+    Training leaves `truncation` and `padding` in such files, which would cut prompts or fill them up.
+    Raises ModelFileError where the file is damaged, or makes so much of a character that a short prompt
+    could take all memory.
+    """
     with LibraryErrors(file):
-        return tokenizers.Tokenizer.from_file(str(file))
+        backend = tokenizers.Tokenizer.from_file(str(file))
+        backend.no_truncation()
+        backend.no_padding()
+    _check_growth(file, backend)
+    return backend
+
+
+def _check_growth(file: Path, backend: tokenizers.Tokenizer) -> None:
+    """Raise ModelFileError where the normalizer can make too much of a text."""
+    if backend.normalizer is None:
+        return
+    growth = 1
+    for step in _steps(json.loads(backend.normalizer.__getstate__())):
+        match step:
+            case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)}:
+                growth *= max(1, -(-len(content) // max(1, len(pattern))))
+            case {"type": "Replace", "content": str(content)}:  # a regex, which may match between characters
+                growth *= 1 + len(content)
+            case {"type": "Prepend", "prepend": str(content)}:
+                growth *= 1 + len(content)
+        if growth > _MOST_GROWTH:
+            raise ModelFileError(
+                f"{file}: its normalizer can make {growth} characters of one; allowed: at most "
+                f"{_MOST_GROWTH}. Fetch the model again"
+            )
+
+
+def _steps(normalizer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer, of which some may be sequences themselves."""
+    if normalizer.get("type") == "Sequence":
+        for step in normalizer["normalizers"]:
+            yield from _steps(step)
+    else:
+        yield normalizer
 
 
 def gguf_value(header: GgufHeader, key: str) -> Any:

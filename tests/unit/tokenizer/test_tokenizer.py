@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from specinfer.errors import ModelFileError, RequestError
 from specinfer.hub import ModelFiles
@@ -56,6 +56,55 @@ def test_end_tokens_are_gathered_from_every_config(tmp_path):
     assert Tokenizer.load(folder).eos_token_ids == {1, 2, 3, 257}
     (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 9}}')
     assert Tokenizer.load(folder).eos_token_ids == {9, 2, 3, 257}
+
+
+def test_truncation_and_padding_left_by_training_change_no_prompt(tmp_path):
+    backend = tokenizers.Tokenizer.from_file(str(write_folder(tmp_path) / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=16, pad_id=257, pad_token="</s>")
+    folder = write_folder(tmp_path, backend=backend)
+    assert '"max_length":4' in (folder / "tokenizer.json").read_text().replace(" ", "").replace("\n", "")
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode("one two three") == list(b"one two three")
+    assert tokenizer.encode_behind("four five") == list(b"four five")
+    assert tokenizer.encode("") == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "growth"),
+    [
+        ([normalizers.Replace("a", "b" * 100_000)], 100_000),
+        ([normalizers.Replace("a", "b" * 20), normalizers.Replace("b", "c" * 20)], 400),
+        (
+            [normalizers.Replace("a", "b" * 20), normalizers.Sequence([normalizers.Replace("b", "c" * 20)])],
+            400,
+        ),
+        ([normalizers.Replace(tokenizers.Regex("(?=a)"), "a")] * 9, 512),
+        ([normalizers.Prepend("a" * 300)], 301),
+    ],
+)
+def test_a_normalizer_that_makes_a_long_text_of_a_short_one_is_refused(tmp_path, steps, growth):
+    backend = tokenizers.Tokenizer.from_file(str(write_folder(tmp_path) / "tokenizer.json"))
+    backend.normalizer = normalizers.Sequence(steps)
+    folder = write_folder(tmp_path, backend=backend)
+    with pytest.raises(ModelFileError, match=rf"can make {growth} characters of one; allowed: at most 256"):
+        Tokenizer.load(folder)
+
+
+def test_usual_normalizers_are_read(tmp_path):
+    backend = tokenizers.Tokenizer.from_file(str(write_folder(tmp_path) / "tokenizer.json"))
+    regexes = [normalizers.Replace(tokenizers.Regex(f" {{{n},}}"), " ") for n in range(2, 6)]
+    backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace("x", "y"), *regexes])
+    assert Tokenizer.load(write_folder(tmp_path, backend=backend)).encode("x   x") == list(b"y y")
+
+
+def test_a_text_that_the_tokenizers_own_rules_do_not_end_with_is_refused(tmp_path):
+    backend = tokenizers.Tokenizer.from_file(str(write_folder(tmp_path) / "tokenizer.json"))
+    words = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(use_regex=False)])
+    tokenizer = Tokenizer.load(write_folder(tmp_path, backend=backend))
+    with pytest.raises(RequestError, match="tokenizer cannot read the text"):
+        tokenizer.encode("a" * 40 + "b")
 
 
 def test_a_post_processor_adds_what_it_adds(tmp_path):
@@ -139,6 +188,12 @@ def test_folders_that_cannot_be_read_say_what_to_do(tmp_path):
         ("config.json", {"eos_token_id": {"a": 1}}, r"eos_token_id is \{'a': 1\}"),
         ("config.json", {"eos_token_id": [2, [3]]}, r"eos_token_id is \[2, \[3\]\]"),
         ("config.json", {"eos_token_id": True}, r"eos_token_id is True"),
+        ("config.json", {"eos_token_id": -5}, r"eos_token_id is -5; allowed: a token id, or a list"),
+        (
+            "generation_config.json",
+            {"eos_token_id": [2, 1 << 70]},
+            r"eos_token_id is \[2, 1180591620717411303424\]",
+        ),
         ("config.json", {"text_config": [7]}, r"text_config is \[7\]; allowed: a JSON object"),
         ("generation_config.json", {"eos_token_id": ["2"]}, r"eos_token_id is \['2'\]"),
         ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}, r"chat_template is \[\{'name'"),
