@@ -20,8 +20,7 @@ def chat_logprobs(logprobs: Iterable[Logprobs], top: int, tokenizer: Tokenizer) 
         return {
             "token": one.text,
             "logprob": finite(one.logprob),
-            # A special token stands for no text; its bytes are those of its name.
-            "bytes": list(tokenizer.token_bytes[token] or one.text.encode()),
+            "bytes": list(tokenizer.bytes_of(token)),
         }
 
     found = []

@@ -129,7 +129,10 @@ class TrafficLog:
             "request_id": traffic.request_id,
             "index": work.index,
             "model": self._model,
-            "prompt": self._text_of(work.prompt_token_ids),
+            # As the model read it: special tokens stand in it by their names.
+            "prompt": b"".join(map(self._tokenizer.bytes_of, work.prompt_token_ids)).decode(
+                "utf-8", "replace"
+            ),
             "prompt_token_ids": work.prompt_token_ids,
             "params": _told(work.params),
             "text": "".join(traffic.texts),
@@ -145,9 +148,7 @@ class TrafficLog:
 
     def _text_of(self, ids: tuple[int, ...]) -> str:
         """The prompt as the model read it: special tokens stand in it by their names."""
-        known = self._tokenizer
-        pieces = [known.text_of(i).encode() if known.is_special(i) else known.token_bytes[i] for i in ids]
-        return b"".join(pieces).decode("utf-8", "replace")
+        return b"".join(map(self._tokenizer.bytes_of, ids)).decode("utf-8", "replace")
 
 
 class Traffic:

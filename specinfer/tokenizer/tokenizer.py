@@ -179,9 +179,13 @@ class Tokenizer:
 
     def text_of(self, token_id: int) -> str:
         """One token as text; a special token by its name, a part of a character as U+FFFD."""
+        return self.bytes_of(token_id).decode("utf-8", "replace")
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """One token as bytes; a special token, which `token_bytes` leaves out, by its name."""
         if self.is_special(token_id):
-            return self.id_to_token(token_id) or ""
-        return self.token_bytes[token_id].decode("utf-8", "replace")
+            return (self.id_to_token(token_id) or "").encode()
+        return self.token_bytes[token_id]
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is one that `decode` leaves out."""
