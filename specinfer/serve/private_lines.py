@@ -10,14 +10,16 @@ from contextlib import suppress
 from typing import Final
 
 _PRIVATE: Final = 0o600
+_HOW: Final = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 
 class PrivateLines:
     """Appends lines to the file `path`; before it grows beyond `most` bytes it becomes PATH.1.
 
-    What a killed process left of a line stays, and the next line begins behind it on its own. Nobody else
-    may append to the file meanwhile. All of this raises OSError.
+    What a killed process left of a line stays, and the next line begins behind it on its own. Where the file
+    is moved or removed meanwhile, the next line begins a new one. Nobody else may append to it. A symbolic
+    link is refused, as its target may be somebody else's file. All of this raises OSError.
     """
 
     def __init__(self, path: str, most: int) -> None:
@@ -56,8 +58,15 @@ class PrivateLines:
 
     def _open(self) -> int:
         if self._number is not None:
-            return self._number
-        number = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _PRIVATE)
+            if self._is_there(self._number):
+                return self._number
+            self.close()
+        try:
+            number = os.open(self._path, _HOW, _PRIVATE)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise OSError(errno.ELOOP, "it is a symbolic link") from None
+            raise
         try:
             found = os.fstat(number)
             if not stat.S_ISREG(found.st_mode):
@@ -71,6 +80,13 @@ class PrivateLines:
             raise
         self._number = number
         return number
+
+    def _is_there(self, number: int) -> bool:
+        """Whether the open file is still the one of that path."""
+        try:
+            return os.path.samestat(os.fstat(number), os.lstat(self._path))
+        except FileNotFoundError:
+            return False
 
 
 def _lock(number: int) -> None:

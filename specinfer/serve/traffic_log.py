@@ -129,10 +129,7 @@ class TrafficLog:
             "request_id": traffic.request_id,
             "index": work.index,
             "model": self._model,
-            # As the model read it: special tokens stand in it by their names.
-            "prompt": b"".join(map(self._tokenizer.bytes_of, work.prompt_token_ids)).decode(
-                "utf-8", "replace"
-            ),
+            "prompt": self._text_of(work.prompt_token_ids),
             "prompt_token_ids": work.prompt_token_ids,
             "params": _told(work.params),
             "text": "".join(traffic.texts),

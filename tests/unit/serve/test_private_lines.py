@@ -50,6 +50,46 @@ def test_a_line_that_would_make_it_too_large_begins_a_new_one(tmp_path: Path) ->
     assert mode(path) == mode(before) == 0o600
 
 
+@pytest.mark.parametrize("how", ["rm", "mv", "another"])
+def test_a_file_that_is_gone_is_begun_anew(tmp_path: Path, how: str) -> None:
+    path, old = tmp_path / "log", tmp_path / "log.old"
+    file = PrivateLines(str(path), PLENTY)
+    file.append(b"a")
+    if how == "rm":
+        path.unlink()
+    else:
+        path.rename(old)
+    if how == "another":
+        path.write_bytes(b"torn")
+    file.append(b"b")
+    file.append(b"c")
+    file.close()
+    assert path.read_bytes() == (b"torn\nb\nc\n" if how == "another" else b"b\nc\n")
+    assert mode(path) == 0o600
+    if how != "rm":
+        assert old.read_bytes() == b"a\n"
+
+
+def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
+    target, path = tmp_path / "target", tmp_path / "log"
+    target.write_bytes(b"theirs\n")
+    target.chmod(0o644)
+    path.symlink_to(target)
+    with pytest.raises(OSError, match="it is a symbolic link"):
+        PrivateLines(str(path), PLENTY)
+    path.unlink()
+    file = PrivateLines(str(path), PLENTY)
+    path.unlink()
+    path.symlink_to(target)  # while it is written
+    with pytest.raises(OSError, match="it is a symbolic link"):
+        file.append(b"a")
+    path.unlink()
+    file.append(b"b")
+    file.close()
+    assert (target.read_bytes(), mode(target)) == (b"theirs\n", 0o644)
+    assert path.read_bytes() == b"b\n"
+
+
 def test_a_line_behind_a_torn_one_stands_alone(tmp_path: Path) -> None:
     path = tmp_path / "log"
     program = (
