@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -72,22 +72,16 @@ class ChatMessage(Fields):
     function_call: None = None
 
     def rendered(self) -> dict[str, Any]:
-        """The message as chat templates know it."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": content or self.refusal or "",
-        }
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
-                message[name] = value
-        if self.tool_calls:
-            message["tool_calls"] = [
-                call.model_dump(mode="json", exclude={"index"}, exclude_none=True) for call in self.tool_calls
-            ]
+        """The message as `messages_for_template` takes it, which makes it ready for chat templates."""
+        message = {name: getattr(self, name) for name in _RENDERED if getattr(self, name) is not None}
+        if isinstance(self.content, list):
+            message["content"] = [{"type": "text", "text": part.text} for part in self.content]
+        if self.tool_calls is not None:
+            message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
         return message
+
+
+_RENDERED: Final = ("role", "content", "name", "tool_call_id", "reasoning_content", "refusal")
 
 
 class Function(Fields):

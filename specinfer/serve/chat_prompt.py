@@ -14,9 +14,9 @@ from specinfer.serve.dialect import AnswerReader, Dialect
 from specinfer.serve.reasoning import CLOSE, OPEN, Reasoning, ReasoningSplitter
 from specinfer.serve.service import Service
 from specinfer.serve.tools.call_grammar import call_grammar
-from specinfer.serve.tools.conversation import for_template
 from specinfer.serve.tools.tagged_parser import call_parser
 from specinfer.serve.tools.tool import Tool, ToolChoice, read_tool_choice, read_tools
+from specinfer.tokenizer.chat_messages import messages_for_template
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +39,18 @@ class ChatPrompt:
         dialect = service.dialect
         # Schemas are compiled to see whether they can be followed, and others are answered meanwhile.
         tools, choice = await asyncio.to_thread(_tools, fields) if fields.described_tools else _tools(fields)
-        shown: list[dict[str, Any]] = []
         if tools and dialect.calls is None:
             raise ApiError(dialect.no_calls, param="tools")
-        try:
-            if dialect.calls is not None:
-                messages, shown = for_template(messages, tools, dialect.calls)
-        except RequestError as error:
-            raise ApiError.of(error) from None
-        except RecursionError:
-            raise ApiError("arguments of a call nest too deep; send flatter ones", param="messages") from None
+        begun = ""
+        if fields.continue_final_message:
+            messages, begun = _with_text(messages)
         text = await service.render(
             messages,
-            tools=shown,
+            tools=tools,
             variables=_variables(service, fields),
             add_generation_prompt=fields.add_generation_prompt is not False,
             continue_final_message=fields.continue_final_message is True,
         )
-        begun = str(messages[-1]["content"]) if fields.continue_final_message else ""
         starts_inside, preamble = _thoughts(dialect.reasoning, text, begun, fields)
         return cls(
             await service.encode(text, "messages", add_special=fields.add_special_tokens is True),
@@ -113,6 +107,15 @@ def _tools(fields: ConversationFields) -> tuple[Sequence[Tool], ToolChoice]:
     except RequestError as error:
         raise ApiError.of(error) from None
     return (() if choice.mode == "none" else tools), choice
+
+
+def _with_text(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The messages with texts as contents, and the last one's text; raises ApiError."""
+    try:
+        read = messages_for_template(messages)
+    except RequestError as error:
+        raise ApiError.of(error) from None
+    return read, str(read[-1]["content"])
 
 
 def _thoughts(

@@ -138,9 +138,7 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
             case MessageItem(role="assistant"):
                 _turn(messages, "content", "tool_calls")["content"] = _text(item.content)
             case MessageItem(role=role):
-                messages.append(
-                    {"role": "system" if role == "developer" else role, "content": _text(item.content)}
-                )
+                messages.append({"role": role, "content": _text(item.content)})
             case ReasoningItem():
                 if thoughts := _text(item.content or []):
                     turn = _turn(messages, "reasoning_content", "content", "tool_calls")

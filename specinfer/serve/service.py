@@ -29,6 +29,8 @@ from specinfer.serve.field_policy import FieldPolicy
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.observer import Observation, Observer
 from specinfer.serve.reported_logprobs import SharedPrompts
+from specinfer.serve.tools.conversation import for_template
+from specinfer.serve.tools.tool import Tool
 from specinfer.serve.work import Delta, EngineFacts, Work
 from specinfer.speculate.lookups.indexed_prediction import within_reach
 from specinfer.tokenizer import Tokenizer
@@ -103,36 +105,47 @@ class Service:
         if not text:
             raise ApiError(f"{param} is empty; give at least one token of text", param=param)
         self._check_length(len(text) // _MOST_CHARACTERS, param)
-        return await self._elsewhere(
-            len(text), param, lambda: tuple(self.tokenizer.encode(text, add_special=add_special))
-        )
+
+        def make() -> tuple[int, ...]:
+            return tuple(self.tokenizer.encode(text, add_special=add_special))
+
+        if len(text) >= _AT_ONCE:
+            return await self._elsewhere(param, make)
+        try:
+            with naming(param):
+                return make()
+        except RequestError as error:
+            raise ApiError.of(error) from None
 
     async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
         """A conversation as the model reads it, through the chat template.
 
+        In a thread, however short it is: what a template does with it is the model author's program.
         `continue_final_message`: up to where the last message's content ends, for it to be gone on with.
         """
         mark = ""
         if continue_final_message:
             mark, add_generation_prompt = f"mark{uuid.uuid4().hex}", False
             messages = _marked(messages, mark)
-        size = sum(len(str(message)) for message in messages)
-        self._check_length(size // _MOST_CHARACTERS, "messages")
+        self._check_length(sum(len(str(message)) for message in messages) // _MOST_CHARACTERS, "messages")
 
         def make() -> str:
+            given, shown = messages, list[dict[str, Any]]()
+            if self.dialect.calls is not None:
+                given, shown = for_template(messages, tools, self.dialect.calls)
             return self.tokenizer.render_chat(
-                messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+                given, add_generation_prompt=add_generation_prompt, tools=shown, variables=variables
             )
 
-        text = await self._elsewhere(size, "messages", make)
+        text = await self._elsewhere("messages", make)
         return _before(mark, text) if mark else text
 
     def room(self, prompt: Sequence[int], param: str) -> int:
@@ -251,11 +264,11 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    async def _elsewhere(self, size: int, param: str, make: Callable[[], _Made]) -> _Made:
-        """What `make` makes, in a thread where it takes long."""
+    async def _elsewhere(self, param: str, make: Callable[[], _Made]) -> _Made:
+        """What `make` makes in a thread, while others are answered."""
         try:
             with naming(param):
-                return make() if size < _AT_ONCE else await asyncio.to_thread(make)
+                return await asyncio.to_thread(make)
         except RequestError as error:
             raise ApiError.of(error) from None
 

@@ -1,43 +1,106 @@
-"""Messages of a conversation as chat templates want to read them.
+"""Messages of a conversation, made ready for a chat template; every conversation comes through here.
 
-Clients of OpenAI's API give the arguments of earlier tool calls as JSON text; templates write them with
-`tojson`, which would make a string of the text. So they become objects here.
+Clients write messages in more ways than templates read: content in parts or null, arguments of earlier calls
+as JSON text, call ids of any length. A template is a program that prints what it is given, so a list would
+stand in the prompt as Python writes it, and null as "None".
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 from specinfer.errors import RequestError
 
+# Fields of clients and of OpenAI's answers that mean nothing to a template.
+_DROPPED: Final = frozenset({"refusal", "audio", "annotations", "function_call", "cache_control"})
+_TEXT_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_LETTERS: Final = string.digits + string.ascii_letters
 
-def messages_for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of the messages, with the arguments of tool calls as objects.
 
-    The content of a message that only calls is "" where the caller left it out, since templates add to it.
-    Raises RequestError on a message without a role, and on tool calls of the wrong shape.
+@dataclass(frozen=True, slots=True)
+class MessageStyle:
+    """What a template asks of messages."""
+
+    parts: bool = False  # content as a list of parts; a text would be passed over
+    id_length: int | None = None  # letters and digits of a call's id; None: any id is taken
+    single_calls: bool = False  # a message of the assistant has one call at most
+
+
+def messages_for_template(
+    messages: Sequence[Mapping[str, Any]], style: MessageStyle = MessageStyle()
+) -> list[dict[str, Any]]:
+    """Copies of the messages as templates want them; what is ready stays as it is.
+
+    Content is a text, "" where an assistant's is null, its refusal where it has nothing else. `developer` is
+    `system`. Arguments of tool calls are objects. Fields that are None are left out. Raises RequestError,
+    which names the place, on a message without a role, on content that is no text, and on calls of the wrong
+    shape.
     """
     if not messages:
         raise RequestError("messages is empty; give at least one message with a role and content")
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    read = [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    if style.single_calls:
+        read = list(_one_call_each(read))
+    if style.id_length is not None:
+        _fit_ids(read, style.id_length)
+    if style.parts:
+        for message in read:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+    return read
 
 
 def _message(name: str, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"{name} is {message!r}; allowed: a mapping with 'role' (a string) and 'content'")
-    copied = dict(message)
-    calls = copied.get("tool_calls")
-    if not calls:  # a template may take a list without calls, or None, for calls
-        copied.pop("tool_calls", None)
-        return copied
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise RequestError(f"{name}.tool_calls is {_short(calls)}; allowed: a list of calls")
-    copied["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
-    if copied.get("content") is None:
-        copied["content"] = ""
-    return copied
+        raise RequestError(
+            f"{name} is {_short(message)}; allowed: a mapping with 'role' (a string) and 'content'"
+        )
+    read = {key: value for key, value in message.items() if value is not None and key not in _DROPPED}
+    if read["role"] == "developer":
+        read["role"] = "system"
+    if isinstance(read.get("reasoning"), str):  # vLLM's name
+        read.setdefault("reasoning_content", read["reasoning"])
+    read["content"] = _content(f"{name}.content", message)
+    calls = read.pop("tool_calls", None)  # a template may take a list without calls, or None, for calls
+    if calls:
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise RequestError(f"{name}.tool_calls is {_short(calls)}; allowed: a list of calls")
+        read["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+    return read
+
+
+def _content(name: str, message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if content is None:
+        if message["role"] == "assistant":  # who has called tools, or refused
+            return message.get("refusal") or ""
+    elif isinstance(content, str):
+        return content or message.get("refusal") or ""
+    elif isinstance(content, Sequence) and not isinstance(content, (bytes, bytearray)):
+        return "".join(_part(f"{name}[{i}]", part) for i, part in enumerate(content))
+    raise RequestError(
+        f'{name} is {_short(content)}; allowed: a text, or a list of {{"type": "text", "text": ...}}'
+    )
+
+
+def _part(name: str, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        what = name if not isinstance(part, Mapping) else f"{name}.type"
+        raise RequestError(
+            f"{what} is {_short(part if kind is None else kind)}; allowed: {', '.join(_TEXT_PARTS)}: "
+            "texts alone are read here"
+        )
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise RequestError(f"{name}.{_TEXT_PARTS[kind]} is {_short(text)}; allowed: a text")
+    return text
 
 
 def _call(name: str, call: object) -> dict[str, Any]:
@@ -54,7 +117,9 @@ def _call(name: str, call: object) -> dict[str, Any]:
             f"{name}.function.arguments is {_short(function.get('arguments'))}; "
             "allowed: a JSON object, as text or as it is"
         )
-    return {**call, "function": {**function, "arguments": arguments}}
+    # Streams number calls, and clients send the numbers back.
+    kept = {key: value for key, value in call.items() if key != "index" and value is not None}
+    return {**kept, "function": {**function, "arguments": arguments}}
 
 
 def _arguments(given: object) -> Mapping[str, Any] | None:
@@ -69,6 +134,70 @@ def _arguments(given: object) -> Mapping[str, Any] | None:
     return given if isinstance(given, Mapping) else None
 
 
+def _one_call_each(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The conversation as if calls that were made at once had been made one after the other.
+
+    Each is followed by its own result, found by its id, or by its place where results name none.
+    """
+    place = 0
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        calls = message.get("tool_calls", [])
+        if len(calls) < 2:
+            yield message
+            continue
+        results = []
+        while place < len(messages) and messages[place]["role"] == "tool":
+            results.append(messages[place])
+            place += 1
+        for number, call in enumerate(calls):
+            yield {**message, "content": "" if number else message["content"], "tool_calls": [call]}
+            named = [one for one in results if one.get("tool_call_id") == call.get("id") is not None]
+            nameless = [one for one in results if "tool_call_id" not in one]
+            if found := named or nameless[:1]:
+                yield found[0]
+                results.remove(found[0])
+        yield from results
+
+
+def _fit_ids(messages: Sequence[dict[str, Any]], length: int) -> None:
+    """Give calls and their results ids of that length, the same ones in every request.
+
+    An id that fits stays; of another one a hash is taken, of a missing one that of the call's place. A result
+    without an id is that of the next call that has none yet.
+    """
+    unanswered: list[str] = []
+    for place, message in enumerate(messages):
+        if "tool_calls" in message:
+            for number, call in enumerate(message["tool_calls"]):
+                call["id"] = _fitting(call.get("id") or f"{place}:{number}", length)
+            unanswered = [call["id"] for call in message["tool_calls"]]
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id")
+            if given:
+                message["tool_call_id"] = _fitting(given, length)
+            elif unanswered:
+                message["tool_call_id"] = unanswered[0]
+            if message.get("tool_call_id") in unanswered:
+                unanswered.remove(message["tool_call_id"])
+
+
+def _fitting(given: object, length: int) -> str:
+    text = str(given)
+    if len(text) == length and text.isascii() and text.isalnum():
+        return text
+    number = int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest(), "big")
+    letters = []
+    for _ in range(length):
+        number, letter = divmod(number, len(_LETTERS))
+        letters.append(_LETTERS[letter])
+    return "".join(letters)
+
+
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a {type(value).__name__} that nests too deep"
     return text if len(text) <= 80 else text[:77] + "..."

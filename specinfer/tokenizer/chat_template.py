@@ -8,6 +8,7 @@ and {% generation %} (which marks the assistant's text for training and here ren
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -20,8 +21,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specinfer.errors import ModelFileError, RequestError
-from specinfer.tokenizer.chat_messages import messages_for_template
+from specinfer.tokenizer.chat_messages import MessageStyle, messages_for_template
 
+# `tool_call.id | length != 9` stands in Mistral's templates; those that write ids mean such ones, too.
+_ID_LENGTH = re.compile(r"\bid\b[^%{}]{0,40}?\blength\b\s*\)?\s*[!=]=\s*(\d{1,2})\b")
+_SHOWN_ID = "[CALL_ID]"
+_SHOWN_ID_LENGTH = 9
+_SINGLE_CALLS = "single tool-call"  # what Llama 3's say where a message has several
+_PROBE = "8a7f3c"  # what no template writes itself
 _GIVEN = ("messages", "add_generation_prompt", "tools", "documents")  # by us
 
 
@@ -46,20 +53,29 @@ class ChatTemplate:
         RequestError when a message has no role, the template refuses the conversation or never looks at tools
         that there are, and ModelFileError when the template itself does not parse.
         """
-        given = messages_for_template(messages)
-        template = self._compiled
+        given = messages_for_template(messages, self._style)
         if tools and "tools" not in self._looked_at:
             raise RequestError(
                 "the model's chat template knows no tools; drop them, or tell of them in a message", "tools"
             )
+        return self._render(given, add_generation_prompt, [dict(tool) for tool in tools], variables or {})
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> str:
+        template = self._compiled
         try:
             return template.render(
-                messages=given,
+                messages=messages,
                 add_generation_prompt=add_generation_prompt,
-                tools=[dict(tool) for tool in tools] or None,
+                tools=tools or None,
                 documents=None,
                 **self._special_tokens,
-                **(variables or {}),
+                **variables,
             )
         # A template is the model author's program: given messages it does not expect (content that is
         # None, say) it fails with the plain Python errors of its expressions.
@@ -78,6 +94,24 @@ class ChatTemplate:
     def variables(self) -> frozenset[str]:
         """The names of variables that it looks at and a caller may give, such as enable_thinking."""
         return self._looked_at - set(_environment().globals) - set(_GIVEN) - set(self._special_tokens)
+
+    @cached_property
+    def _style(self) -> MessageStyle:
+        """What the template asks of messages, as its source and a try or two show."""
+        length = _ID_LENGTH.search(self.source)
+        id_length = _SHOWN_ID_LENGTH if _SHOWN_ID in self.source else None
+        return MessageStyle(
+            parts=not self._reads(_PROBE) and self._reads([{"type": "text", "text": _PROBE}]),
+            id_length=int(length[1]) if length else id_length,
+            single_calls=_SINGLE_CALLS in self.source,
+        )
+
+    def _reads(self, content: object) -> bool:
+        """Whether content of that form gets into the prompt."""
+        try:
+            return _PROBE in self._render([{"role": "user", "content": content}], True, (), {})
+        except RequestError:
+            return False
 
     @cached_property
     def _looked_at(self) -> frozenset[str]:

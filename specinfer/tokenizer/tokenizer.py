@@ -13,7 +13,7 @@ from specinfer.errors import ModelFileError, RequestError
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.hub.gguf_parts import read_gguf
 from specinfer.hub.model_files import ModelFiles, read_json
-from specinfer.tokenizer.library_errors import is_panic
+from specinfer.tokenizer.library_errors import Panics
 from specinfer.tokenizer.token_bytes import TokenBytes
 from specinfer.tokenizer.vocabulary import read_backend, tokenizer_file
 
@@ -77,14 +77,8 @@ class Tokenizer:
             raise RequestError(
                 f"character {error.start} of the text is half of a surrogate pair; give valid Unicode text"
             ) from None
-        try:
+        with Panics():
             ids: list[int] = self._encoded(text, add_special).ids
-        except BaseException as error:  # a panic is no Exception, and threads would die of it
-            if not is_panic(type(error)):
-                raise
-            raise RequestError(
-                f"the model's tokenizer cannot read the text ({error}); shorten it, or change its repetitions"
-            ) from None
         return ids
 
     def _encoded(self, text: str, add_special: bool) -> tokenizers.Encoding:

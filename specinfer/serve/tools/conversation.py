@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specinfer.errors import RequestError
 from specinfer.serve.tools.call_format import (
     ARGS,
     FUNCTION,
@@ -45,6 +46,15 @@ def for_template(
 
     Raises RequestError, as the template would, on messages and earlier calls of the wrong shape.
     """
+    try:
+        return _for_template(messages, tools, call_format)
+    except RecursionError:
+        raise RequestError("arguments of a call nest too deep; send flatter ones", "messages") from None
+
+
+def _for_template(
+    messages: Sequence[Message], tools: Sequence[Tool], call_format: CallFormat
+) -> tuple[list[Message], list[dict[str, Any]]]:
     if call_format.native:
         return list(messages), [tool.described() for tool in tools]
     written: list[Message] = []
@@ -73,7 +83,7 @@ def _told(messages: list[Message], tools: Sequence[Tool], name: FormatName) -> l
     first = messages[0]
     if first["role"] != "system":
         return [{"role": "system", "content": tells}, *messages]
-    return [{**first, "content": _joined(first.get("content"), "\n\n", tells)}, *messages[1:]]
+    return [{**first, "content": _joined(first["content"], "\n\n", tells)}, *messages[1:]]
 
 
 def _as_text(message: Message, name: FormatName) -> Message:
@@ -83,22 +93,16 @@ def _as_text(message: Message, name: FormatName) -> Message:
     return others | {"content": _joined(message["content"], "\n", _calls(calls, name))}
 
 
-def _joined(content: Any, between: str, text: str) -> Any:
-    """A message's content, a text or a list of parts, with more text behind it."""
-    if not content:
-        return text
-    if isinstance(content, str):
-        return f"{content}{between}{text}"
-    return [*content, {"type": "text", "text": text}]
+def _joined(content: str, between: str, text: str) -> str:
+    """A message's content with more text behind it."""
+    return f"{content}{between}{text}" if content else text
 
 
 def _add_result(messages: list[Message], message: Message) -> None:
     """Add what a tool returned; results one after the other are one message of the user."""
-    content = message.get("content")
-    result = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-    text = f"<tool_response>\n{result}\n</tool_response>"
+    text = f"<tool_response>\n{message['content']}\n</tool_response>"
     last = messages[-1] if messages else {}
-    if last.get("role") == "user" and str(last.get("content")).startswith("<tool_response>"):
+    if last.get("role") == "user" and last["content"].startswith("<tool_response>"):
         messages[-1] = {**last, "content": f"{last['content']}\n{text}"}
     else:
         messages.append({"role": "user", "content": text})

@@ -210,8 +210,15 @@ REFUSALS: dict[str, list[Ask]] = {
     "messages": [
         *map(chat, [None, 5, "hi", [5], {"role": "user"}, [[]], [{"role": 1}], [HI, 5]]),
         chat([{"role": "robot", "content": ""}]),
-        *(chat([{"role": "user", "tool_calls": calls}]) for calls in ("f", ["f"], [{"function": {}}])),
-        chat([{"role": "user", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]),
+        *(chat([{"role": "assistant", "tool_calls": calls}]) for calls in ("f", ["f"], [{"function": {}}])),
+        chat(
+            [{"role": "user", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]
+        ),
+        *(chat([{"role": "user", "content": content}]) for content in (None, 5, b"a", {"a": 1})),
+        *(
+            chat([{"role": "user", "content": [part]}])
+            for part in (5, {"type": "image_url"}, {"type": "text"})
+        ),
         chat([{"role": "user", "content": "\ud800"}]),
         chat([{"role": "user", "content": "x" * 64}]),
     ],

@@ -107,3 +107,28 @@ def test_arguments_that_nest_too_deep_for_the_template_are_the_callers_fault(tok
     )
     assert answer["status"] == 400
     assert answer["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 50_000}}]},
+        {"chat_template_kwargs": {"closed": "x" * 50_000}},
+    ],
+    ids=["short", "tools", "variables"],
+)
+def test_templates_run_while_others_are_answered(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    where: list[int] = []
+
+    def render(self: Tokenizer, *args: Any, real: Any = Tokenizer.render_chat, **more: Any) -> str:
+        where.append(threading.get_ident())
+        text: str = real(self, *args, **more)
+        return text
+
+    monkeypatch.setattr(Tokenizer, "render_chat", render)
+    assert ask(tokenizer, ScriptedBackend(says("Hi")), **body)["status"] == 200
+    assert len(where) == 1
+    assert threading.get_ident() not in where

@@ -17,6 +17,7 @@ from specinfer.serve.completion_fields import CompletionFields
 from specinfer.serve.fields import parse
 from specinfer.serve.response_fields import ResponseFields
 from specinfer.serve.token_fields import DetokenizeFields
+from specinfer.tokenizer.chat_messages import messages_for_template
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -219,7 +220,7 @@ def test_messages_are_what_templates_know() -> None:
         },
     ]
     fields = parse(ChatFields, json.dumps({"messages": messages}).encode())
-    assert [message.rendered() for message in fields.messages] == [
+    assert messages_for_template([message.rendered() for message in fields.messages]) == [
         {"role": "system", "content": "Be brief."},
         {"role": "assistant", "content": ""},
         {"role": "assistant", "content": "No."},

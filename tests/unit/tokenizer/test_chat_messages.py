@@ -5,7 +5,7 @@ import re
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.tokenizer.chat_messages import messages_for_template
+from specinfer.tokenizer.chat_messages import MessageStyle, messages_for_template
 
 
 def call(arguments, **more):
@@ -65,3 +65,76 @@ def test_a_message_without_calls_has_no_list_of_them(nothing):
 def test_calls_of_the_wrong_shape_are_refused(calls, message):
     with pytest.raises(RequestError, match=re.escape(message)):
         messages_for_template([{"role": "user", "content": "hi"}, calling() | {"tool_calls": calls}])
+
+
+# What templates ask of messages.
+
+NINE = MessageStyle(id_length=9)
+
+
+def ids(*messages, style=NINE):
+    """Of each message the ids of its calls, or the id that its result has."""
+    read = messages_for_template([{"role": "user", "content": "hi"}, *messages], style)[1:]
+    return [[c["id"] for c in m["tool_calls"]] if "tool_calls" in m else m.get("tool_call_id") for m in read]
+
+
+def result(call_id=None, content="4"):
+    return {"role": "tool", "content": content} | ({} if call_id is None else {"tool_call_id": call_id})
+
+
+def test_an_id_that_does_not_fit_becomes_one_that_does_the_same_in_every_request():
+    turn = [
+        calling(call("{}", id="call_0123"), call("{}", id="call_4567")),
+        result("call_4567"),
+        result("call_0123"),
+    ]
+    [[one, other], second, first] = ids(*turn)
+    assert (first, second) == (one, other)
+    assert one != other
+    for made in (one, other):
+        assert len(made) == 9
+        assert made.isalnum()
+    later = ids(
+        *turn, {"role": "assistant", "content": "so"}, calling(call("{}", id="call_89")), result("call_89")
+    )
+    assert later[:3] == [[one, other], second, first]
+    assert later[4] == [later[5]]
+    # A hash of the id, and so the same in every process and release.
+    assert one == "NyEMk40m4"
+
+
+def test_ids_that_fit_stay_and_missing_ones_are_made():
+    assert ids(calling(call("{}", id="abcDEF123")), result("abcDEF123")) == [["abcDEF123"], "abcDEF123"]
+    given = calling(call("{}", id=None), call("{}", id=None))
+    [[one, other], *results] = ids(given, result(), result())
+    assert results == [one, other]
+    assert one != other
+    [[kept]] = ids(calling(call("{}", id="call_0123")), style=MessageStyle())
+    assert kept == "call_0123"
+
+
+def test_a_template_that_reads_parts_alone_gets_them():
+    given = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [{"type": "text", "text": "a"}]},
+    ]
+    read = messages_for_template(given, MessageStyle(parts=True))
+    assert [m["content"] for m in read] == [[{"type": "text", "text": "hi"}], [{"type": "text", "text": "a"}]]
+
+
+def test_what_is_ready_stays_as_it_is():
+    given = [
+        *(
+            {"role": "developer", "content": "s"},
+            {"role": "user", "content": ["a", {"type": "text", "text": "b"}]},
+        ),
+        *(calling(call('{"a": 1}', index=0)), result("c1"), {"role": "assistant", "refusal": "No."}),
+        {"role": "assistant", "content": "x", "reasoning": "hm", "cache_control": {"type": "ephemeral"}},
+    ]
+    once = messages_for_template(given)
+    assert messages_for_template(once) == once
+    assert once == [
+        *({"role": "system", "content": "s"}, {"role": "user", "content": "ab"}),
+        *(calling(call({"a": 1})) | {"content": ""}, result("c1"), {"role": "assistant", "content": "No."}),
+        {"role": "assistant", "content": "x", "reasoning": "hm", "reasoning_content": "hm"},
+    ]

@@ -41,7 +41,7 @@ def test_what_nests_too_deep_to_be_written_is_refused():
     for _ in range(100_000):
         deep = [deep]
     with pytest.raises(RequestError, match="refuses the messages"):
-        render("{{ messages | tojson }}", [{"role": "user", "content": deep}])
+        render("{{ messages | tojson }}", [{"role": "user", "content": "", "more": deep}])
 
 
 def test_strftime_now_gives_the_date():
@@ -76,15 +76,15 @@ def test_what_the_template_refuses_comes_with_its_own_words():
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ 'a' + messages[0].content }}",
+        "{{ 'a' + messages[0].more }}",
         "{{ messages[7].content }}",
-        "{{ messages[0].content.upper() }}",
+        "{{ messages[0].more.upper() }}",
         "{{ 1 / 0 }}",
     ],
 )
 def test_a_template_that_stumbles_is_a_request_error(source):
     with pytest.raises(RequestError, match="refuses the messages"):
-        render(source, [{"role": "user", "content": None}])
+        render(source, [{"role": "user", "content": "hi", "more": 3}])
 
 
 def test_messages_without_a_role_are_refused_before_the_template_runs():
@@ -142,3 +142,38 @@ def test_a_template_that_does_not_parse_is_the_models_fault():
 )
 def test_it_knows_the_variables_a_caller_may_give(source: str, variables: set[str]) -> None:
     assert ChatTemplate(source, {"eos_token": "</s>"}).variables == variables
+
+
+CALLING = [
+    *HI,
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "call_abc", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    },
+    {"role": "tool", "tool_call_id": "call_abc", "content": "4"},
+]
+WRITES_IDS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}"
+    "{{ m.tool_call_id }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        "{% if c.id is not defined or c.id|length != 9 %}{{ raise_exception('9 characters') }}{% endif %}",
+        "{% if c['id'] | length == 9 %}{% else %}{{ raise_exception('9 characters') }}{% endif %}",
+        "{% if (c.id | string | length) != 9 %}{{ raise_exception('9 characters') }}{% endif %}",
+        "[CALL_ID]",
+    ],
+)
+def test_a_template_that_asks_for_ids_of_nine_characters_gets_them(asks):
+    shown = render(WRITES_IDS.replace("{{ c.id }}", asks + "{{ c.id }}"), CALLING).replace("[CALL_ID]", "")
+    assert shown[:9] == shown[9:]
+    assert shown.isalnum()
+    assert len(shown) == 18
+
+
+def test_other_templates_get_the_ids_there_are():
+    assert render(WRITES_IDS, CALLING) == "call_abc" * 2

@@ -90,8 +90,7 @@ def test_a_system_message_that_is_there_keeps_its_words():
     assert system["content"].startswith("Be brief.\n\nYou may call functions")
     parts = [{"type": "text", "text": "Be brief."}]
     [system, _], _ = for_template([{"role": "system", "content": parts}, ASKED], TOOLS, family.format)
-    assert system["content"][:1] == parts
-    assert system["content"][1]["text"].startswith("You may call functions")
+    assert system["content"].startswith("Be brief.\n\nYou may call functions")
     assert for_template(messages, (), family.format) == (messages, [])
     assert messages[0]["content"] == "Be brief."
 
@@ -99,5 +98,18 @@ def test_a_system_message_that_is_there_keeps_its_words():
 def test_what_the_template_would_refuse_is_refused():
     with pytest.raises(RequestError, match="messages is empty"):
         for_template([], TOOLS, Family(tokenizer(PLAIN), "hermes").format)
-    with pytest.raises(RequestError, match="no more than single tool-calls"):
-        rendered(FAMILIES["llama3"], [ASKED, CALLING | {"tool_calls": CALLING["tool_calls"] * 2}])
+    with pytest.raises(RequestError, match=r"messages\[1\].tool_calls is 'f'"):
+        rendered(FAMILIES["llama3"], [ASKED, CALLING | {"tool_calls": "f"}])
+
+
+def test_calls_that_were_made_at_once_are_told_one_after_the_other_where_a_template_asks_for_it():
+    both = CALLING | {"content": "So:", "tool_calls": [call("get", "{}", "a"), call("get_time", "{}", "b")]}
+    results = [{"role": "tool", "tool_call_id": i, "content": f"of {i}"} for i in ("b", "a")]
+    once = rendered(FAMILIES["llama3"], [ASKED, both, *results, ASKED])
+    apart = [
+        *(ASKED, both | {"tool_calls": both["tool_calls"][:1]}, results[1]),
+        *(both | {"content": "", "tool_calls": both["tool_calls"][1:]}, results[0], ASKED),
+    ]
+    assert once == rendered(FAMILIES["llama3"], apart)
+    nameless = [{"role": "tool", "content": f"of {i}"} for i in ("a", "b")]
+    assert rendered(FAMILIES["llama3"], [ASKED, both, *nameless, ASKED]) == once

@@ -1,0 +1,237 @@
+"""Messages in all the ways clients write them become one prompt, through the library and through HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from specinfer.engine.intake import Intake
+from specinfer.errors import RequestError
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+from tests.unit.engine.test_intake import desk
+
+Messages = Sequence[dict[str, Any]]
+
+# Each in the form of templates that models come with.
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}{% if tools %}tools{% endif %}"
+)
+# Texts and parts (Gemma 3, Llama 3.2), and parts alone (SmolVLM).
+BOTH = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content | trim }}"
+    "{% elif m.content is iterable %}{% for part in m.content %}{% if part.type == 'image' %}<image>"
+    "{% elif part.type == 'text' %}{{ part.text | trim }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{% if part['type'] == 'image' %}<image>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
+NAMED = (
+    "{% for m in messages %}{{ m.role }}{% if m.name is defined %}({{ m.name }}){% endif %}: {{ m.content }};"
+)
+NAMED += "{% if m.reasoning_content is defined %}<{{ m.reasoning_content }}>{% endif %}{% endfor %}"
+TEMPLATES = {"chatml": CHATML, "both": BOTH, "parts": PARTS, "named": NAMED}
+
+
+def user(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **more}
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+def assistant(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+WRITTEN = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+# Template, messages, and what of the prompt stands before the assistant's turn.
+TABLE: list[tuple[str, Messages, str]] = [
+    ("chatml", [user("hi")], "<|im_start|>user\nhi<|im_end|>\n"),
+    ("chatml", [user([text("h"), text("i")])], "<|im_start|>user\nhi<|im_end|>\n"),
+    ("chatml", [user([])], "<|im_start|>user\n<|im_end|>\n"),
+    ("chatml", [user("")], "<|im_start|>user\n<|im_end|>\n"),
+    (
+        "chatml",
+        [user("hi"), assistant(None)],
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n",
+    ),
+    (
+        "chatml",
+        [user("hi"), assistant(None, refusal="No.")],
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n",
+    ),
+    (
+        "chatml",
+        [user("hi"), assistant([{"type": "refusal", "refusal": "No."}])],
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n",
+    ),
+    (
+        "chatml",
+        [
+            user("hi"),
+            assistant(None, tool_calls=[CALL], name=None, annotations=[], audio=None),
+            {"role": "tool", "tool_call_id": "c1", "content": [text("4"), text("2")]},
+        ],
+        f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{WRITTEN}<|im_end|>\n"
+        "<|im_start|>tool\n42<|im_end|>\n",
+    ),
+    (
+        "chatml",
+        [{"role": "developer", "content": "Be brief."}, user("hi")],
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n",
+    ),
+    ("both", [user([text("a"), text("b")]), assistant("c")], "[user]ab[assistant]c"),
+    ("parts", [user([text("a"), text("b")]), assistant("c")], "[user]ab[assistant]c"),
+    ("parts", [user("a"), assistant(None)], "[user]a[assistant]"),
+    (
+        "named",
+        [user("hi", name="Ann"), assistant("so", reasoning_content="hm"), user("ho", name=None)],
+        "user(Ann): hi;assistant: so;<hm>user: ho;",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    folder = tmp_path_factory.mktemp("doors")
+    for name in TEMPLATES:
+        (folder / name).mkdir()
+    return {name: byte_tokenizer(folder / name, template) for name, template in TEMPLATES.items()}
+
+
+def library(tokenizer: Tokenizer, messages: Messages) -> str:
+    intake: Intake = desk(tokenizer, vocab=256, max_context=4096, capacity=4096)
+    [[admitted]] = intake.conversations([messages])
+    return bytes(admitted.request.prompt_token_ids).decode()
+
+
+def http(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> tuple[int, Any, ScriptedBackend]:
+    backend = ScriptedBackend(says("a"))
+
+    async def run() -> tuple[int, Any]:
+        async with http_client(scripted_app(tokenizer, backend)) as client:
+            answer = await client.post(path, content=json.dumps(body))
+        return answer.status_code, answer.json()
+
+    return *asyncio.run(run()), backend
+
+
+def chatting(tokenizer: Tokenizer, messages: Messages) -> str:
+    status, told, backend = http(tokenizer, "/chat/completions", {"messages": messages})
+    assert status == 200, told
+    return bytes(backend.works[0].prompt_token_ids).decode()
+
+
+def tokenized(tokenizer: Tokenizer, messages: Messages) -> str:
+    status, told, _ = http(tokenizer, "http://server/tokenize", {"messages": messages})
+    assert status == 200, told
+    return bytes(told["tokens"]).decode()
+
+
+@pytest.mark.parametrize(("template", "messages", "prompt"), TABLE)
+def test_all_doors_make_one_prompt(
+    tokenizers: dict[str, Tokenizer], template: str, messages: Messages, prompt: str
+) -> None:
+    asked = prompt + ("<|im_start|>assistant\n" if template == "chatml" else "")
+    for door in (library, chatting, tokenized):
+        assert door(tokenizers[template], messages) == asked, door
+
+
+def test_items_of_responses_come_through_the_same_door(tokenizers: dict[str, Tokenizer]) -> None:
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "h"}, {"type": "input_text", "text": "i"}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "42"},
+    ]
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        *(
+            user("hi"),
+            assistant(None, tool_calls=[CALL]),
+            {"role": "tool", "tool_call_id": "c1", "content": "42"},
+        ),
+    ]
+    status, told, backend = http(tokenizers["chatml"], "/responses", {"input": items})
+    assert status == 200, told
+    prompt = bytes(backend.works[0].prompt_token_ids).decode()
+    assert prompt == library(tokenizers["chatml"], messages) == chatting(tokenizers["chatml"], messages)
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        (user([{"type": "image_url", "image_url": {"url": "x"}}]), "messages[1].content[0].type"),
+        (user([text("a"), {"type": "input_audio"}]), "messages[1].content[1].type"),
+        (user([{"type": "text"}]), "messages[1].content[0].text"),
+        (user(None), "messages[1].content"),
+        ({"role": "tool", "tool_call_id": "a", "content": {"a": 1}}, "messages[1].content"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_its_place(
+    tokenizers: dict[str, Tokenizer], message: dict[str, Any], place: str
+) -> None:
+    with pytest.raises(RequestError) as error:
+        library(tokenizers["chatml"], [user("hi"), message])
+    assert str(error.value).startswith(f"{place} is ")
+    assert error.value.parameter == "messages"
+    status, told, _ = http(tokenizers["chatml"], "/chat/completions", {"messages": [user("hi"), message]})
+    assert status == 400
+    assert told["error"]["param"].startswith(place.removesuffix(".type"))
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        ("chatml", [user("hi")]),
+        ("chatml", [{"role": "system", "content": "s"}, user(""), assistant("yo"), user("ho")]),
+        (
+            "chatml",
+            [
+                user("hi"),
+                assistant("", tool_calls=[CALL | {"function": {"name": "f", "arguments": {"a": "\u00e9"}}}]),
+                {"role": "tool", "tool_call_id": "c1", "content": "4"},
+            ],
+        ),
+        ("both", [user([text("a"), text("b")]), assistant("c"), user([text(" d ")])]),
+        ("parts", [user([text("a"), text("b")]), assistant([text("c")])]),
+        ("named", [user("hi", name="Ann"), assistant("so", reasoning_content="hm")]),
+    ],
+)
+def test_shapes_that_transformers_takes_are_rendered_as_it_renders_them(
+    tokenizers: dict[str, Tokenizer], tmp_path: Path, template: str, messages: Messages
+) -> None:
+    byte_tokenizer(tmp_path, TEMPLATES[template])
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    expected = theirs.apply_chat_template(
+        messages, chat_template=TEMPLATES[template], add_generation_prompt=True, tokenize=False
+    )
+    assert library(tokenizers[template], messages) == expected
+    # OpenAI's API has arguments as text, which transformers would write as a string.
+    told = [
+        m | {"tool_calls": list(map(as_text, m["tool_calls"]))} if "tool_calls" in m else m for m in messages
+    ]
+    assert chatting(tokenizers[template], told) == library(tokenizers[template], told) == expected
+
+
+def as_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(call["function"]["arguments"])
+    return call | {"function": call["function"] | {"arguments": arguments}}
