@@ -1,4 +1,4 @@
-"""The chat template of a model: Jinja, in a sandbox, with the helpers model authors count on.
+"""The chat template of a model: Jinja, in a sandbox with bounds, with the helpers model authors count on.
 
 The environment is the one transformers documents for chat templates, since the templates are written
 against it: trimmed blocks, loop controls, raise_exception, strftime_now, a tojson that keeps Unicode,
@@ -7,7 +7,6 @@ and {% generation %} (which marks the assistant's text for training and here ren
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -18,9 +17,9 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specinfer.errors import ModelFileError, RequestError
+from specinfer.tokenizer.bounded_environment import BoundedEnvironment
 from specinfer.tokenizer.chat_messages import MessageStyle, messages_for_template
 
 # `tool_call.id | length != 9` stands in Mistral's templates; those that write ids mean such ones, too.
@@ -68,6 +67,7 @@ class ChatTemplate:
         variables: Mapping[str, Any],
     ) -> str:
         template = self._compiled
+        self._environment.budget.begin([messages, tools, variables])
         try:
             return template.render(
                 messages=messages,
@@ -87,13 +87,14 @@ class ChatTemplate:
             LookupError,
             AttributeError,
             RecursionError,  # a call's arguments may nest as deep as their JSON can be read
+            MemoryError,
         ) as error:
             raise RequestError(f"the model's chat template refuses the messages: {error}") from error
 
     @cached_property
     def variables(self) -> frozenset[str]:
         """The names of variables that it looks at and a caller may give, such as enable_thinking."""
-        return self._looked_at - set(_environment().globals) - set(_GIVEN) - set(self._special_tokens)
+        return self._looked_at - set(self._environment.globals) - set(_GIVEN) - set(self._special_tokens)
 
     @cached_property
     def _style(self) -> MessageStyle:
@@ -115,27 +116,30 @@ class ChatTemplate:
 
     @cached_property
     def _looked_at(self) -> frozenset[str]:
-        return frozenset(meta.find_undeclared_variables(_environment().parse(self.source)))
+        _ = self._compiled  # which says what is wrong with it
+        return frozenset(meta.find_undeclared_variables(self._environment.parse(self.source)))
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
         try:
-            return _environment().from_string(self.source)
+            return self._environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
-            raise ModelFileError(
-                f"the model's chat template does not parse (line {error.lineno}: {error.message}); "
-                "use generate with a prompt you format yourself"
-            ) from error
+            reason = f"line {error.lineno}: {error.message}"
+        except (RecursionError, MemoryError, SyntaxError, ValueError) as error:  # of Python's compiler
+            reason = str(error) or type(error).__name__
+        raise ModelFileError(
+            f"the model's chat template does not parse ({reason}); "
+            "use generate with a prompt you format yourself"
+        )
 
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _GenerationExtension]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+    @cached_property
+    def _environment(self) -> BoundedEnvironment:
+        environment = BoundedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _GenerationExtension]
+        )
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        return environment
 
 
 class _GenerationExtension(Extension):
@@ -152,16 +156,3 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own tojson escapes for HTML, which would show in the prompt.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

@@ -1,0 +1,308 @@
+"""BoundedEnvironment: Jinja in a sandbox in which every template ends, within some memory.
+
+A chat template is somebody else's program, and Python cannot stop one in mid-operation. So no operation is
+begun that could take long: steps of loops, calls, filters and operators are counted, the characters that they
+make, and the seconds since the template began; and whatever makes much of little (`'a' * 10**9`, `center`,
+`'%9999999d'`) is asked about first. A value is weighed before it is written or compared: a list that holds a
+list twice, which holds one twice, and so on, is small in memory and endless on paper.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from jinja2 import nodes, pass_context
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from specinfer.tokenizer.template_budget import MOST_BITS, OF_NODE, BoundsError, Budget
+
+_MOST_DIGITS: Final = 300  # of a rounded number
+_MOST_INDENT: Final = 16
+_MOST_WIDTH: Final = 10_000  # of a formatted value
+_FLOAT: Final = 400  # characters of the longest float
+_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\d*)(?:\.(\d*))?")
+# Names that no template can write, as they have a blank in them.
+_STEP, _CONCAT, _MADE, _WEIGHED = "a step", "a concatenation", "a value made", "a value weighed"
+_NEEDLESS = ("striptags", "urlize")  # for web pages, and slow on long texts
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox whose templates end: `budget.begin` comes before each."""
+
+    intercepted_binops = frozenset({"*", "+", "%", "**"})
+
+    def __init__(self, **options: Any) -> None:
+        self.budget = Budget()
+        # Nothing is computed while a template is compiled.
+        super().__init__(optimized=False, finalize=self._written, **options)
+        for name in _NEEDLESS:
+            del self.filters[name]
+        del self.globals["lipsum"]
+        self.filters["tojson"] = self._to_json
+        self.filters = {name: self._filter(name, function) for name, function in self.filters.items()}
+        tests: dict[str, Any] = dict(self.tests)
+        self.tests = {name: self._filter(name, function) for name, function in tests.items()}
+        self.filters |= {
+            _STEP: self._spend,
+            _CONCAT: self._concat,
+            _MADE: self.budget.made,
+            _WEIGHED: self._weighed,
+        }
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        parsed: nodes.Template = _Counting().visit(super()._parse(source, name, filename))
+        return parsed
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """An operator whose result may be large."""
+        budget = self.budget
+        budget.step()
+        if operator == "*":
+            for one, other in ((left, right), (right, left)):
+                if isinstance(other, int) and not isinstance(one, (int, float)):
+                    budget.ask(budget.weigh(one) * max(0, other))
+        elif operator == "**":
+            if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MOST_BITS:
+                raise BoundsError("it makes too large a number")
+        elif operator == "%" and isinstance(left, (str, bytes)):
+            self._ask_percent(left, right)
+        elif operator == "+":
+            budget.ask(budget.weigh(left) + budget.weigh(right))
+        return budget.made(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """A function, macro or method."""
+        budget = __self.budget
+        budget.step()
+        args = tuple(map(_listed, args))
+        for value in (*args, *kwargs.values()):
+            budget.weigh(value)
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(owner, (str, bytes)):
+            __self._ask_text(owner, name, [*args, *kwargs.values()])
+        elif isinstance(owner, int) and name == "to_bytes":
+            budget.ask(
+                max([value for value in (*args, *kwargs.values()) if isinstance(value, int)], default=0)
+            )
+        elif owner is not None:
+            budget.weigh(owner)
+        return budget.made(super().call(__context, __obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """`str.format`, once it is known how much it may write."""
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
+            return None
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            values = [*args, *kwargs.values()]
+            if value.__name__ == "format_map" and values and isinstance(values[0], Mapping):
+                values = list(values[0].values())
+            fields = 0
+            for _, field, spec, _ in string.Formatter().parse(value.__self__):
+                fields += field is not None
+                widths = [int(digits) for digits in re.findall(r"\d{1,9}", spec or "")]
+                if (
+                    "{" in (spec or "")
+                    or max(widths, default=0) > _MOST_WIDTH
+                    or re.search(r"[.\[]", field or "")
+                ):
+                    raise BoundsError("it formats more than plain fields")
+            self._ask_fields(fields, len(value.__self__), values)
+            return formatted(*args, **kwargs)
+
+        return bounded
+
+    def _ask_percent(self, text: str | bytes, given: Any) -> None:
+        """Ask for what `text % given` may write."""
+        plain = text if isinstance(text, str) else text.decode("latin-1")
+        fields = _PERCENT.findall(plain)
+        if "*" in plain or any(int(digits[:9] or 0) > _MOST_WIDTH for field in fields for digits in field):
+            raise BoundsError("it formats more than plain fields")
+        values = (
+            given.values() if isinstance(given, Mapping) else given if isinstance(given, tuple) else [given]
+        )
+        self._ask_fields(len(fields), len(plain), values)
+
+    def _ask_fields(self, fields: int, length: int, values: Iterable[Any]) -> None:
+        longest = max(map(self.budget.weigh, values), default=0)
+        self.budget.ask(length + fields * (longest + _FLOAT) if fields else length)
+        self.budget.ask(fields * _MOST_WIDTH if fields > 1000 else 0)
+
+    def _ask_text(self, text: str | bytes, name: str, args: Sequence[Any]) -> None:
+        """Ask for what a method of a text may make."""
+        numbers = [value for value in args if isinstance(value, int)]
+        if name in ("ljust", "rjust", "center", "zfill"):
+            self.budget.ask(max(numbers, default=0))
+        elif name == "expandtabs":
+            self.budget.ask(len(text) * max([8, *numbers]))
+        elif name == "replace":
+            self.budget.ask(_replaced(text, *args))
+        elif name == "join" and args:
+            self.budget.ask(self.budget.weigh(args[0]) + len(text) * len(args[0]))
+        elif name == "translate":
+            raise BoundsError("it calls translate")
+
+    def _filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter or a test that is counted, and asked about first where it makes much of little."""
+        first = getattr(function, "jinja_pass_arg", None) is not None  # its first argument is Jinja's own
+        ask = _ASKED.get(name)
+
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            budget = self.budget
+            budget.step()
+            given = [_listed(value) for value in args[first:]]
+            for value in (*given, *kwargs.values()):
+                budget.weigh(value)
+            if name == "format":
+                self._ask_percent(str(given[0]), kwargs or tuple(given[1:]))
+            elif ask is not None:
+                budget.ask(ask(budget.weigh(given[0]), *given, **kwargs))
+            return budget.made(_listed(function(*args[:first], *given, **kwargs)))
+
+        return counted
+
+    def _spend(self, size: int) -> None:
+        """A round of a loop, or a call of a macro, whose own text is so long."""
+        self.budget.step()
+        self.budget.spend(size)
+
+    @pass_context
+    def _written(self, context: Context, value: Any) -> Any:
+        budget = self.budget
+        if isinstance(value, str):
+            return budget.made(value)
+        budget.weigh(value)
+        return budget.made(str(value))
+
+    def _weighed(self, value: Any) -> Any:
+        if not isinstance(value, str):
+            self.budget.step()
+            self.budget.weigh(value)
+        return value
+
+    def _concat(self, values: Sequence[Any]) -> str:
+        self.budget.ask(sum(map(self.budget.weigh, values)))
+        text: str = self.budget.made("".join(map(str, values)))
+        return text
+
+    def _to_json(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own tojson escapes for HTML, which would show in the prompt.
+        if (len(indent) if isinstance(indent, str) else indent or 0) > _MOST_INDENT:
+            raise BoundsError(f"it indents JSON by more than {_MOST_INDENT}")
+        if separators is not None and any(len(one) > _MOST_INDENT for one in separators):
+            raise BoundsError("it separates JSON by long texts")
+        if indent is None:
+            return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
+        encoder = json.JSONEncoder(
+            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+        pieces, size = [], 0
+        for piece in encoder.iterencode(value):  # of which blanks may be the most
+            pieces.append(piece)
+            size += len(piece)
+            self.budget.ask(size)
+        return "".join(pieces)
+
+
+class _Counting(NodeTransformer):
+    """Writes into a template what counts its steps."""
+
+    def _counted(self, node: Any) -> Any:
+        size = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_applied(_STEP, nodes.Const(size)), lineno=node.lineno))
+        return node
+
+    visit_For = visit_Macro = visit_CallBlock = visit_Block = _counted
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
+        self.generic_visit(node)
+        return _applied(_CONCAT, nodes.List(node.nodes, lineno=node.lineno))
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+        self.generic_visit(node)
+        return _applied(_MADE, node) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Expr:
+        self.generic_visit(node)
+        sides = [node.expr, *(operand.expr for operand in node.ops)]
+        if len(sides) > 2 or not any(isinstance(side, nodes.Const) for side in sides):
+            node.expr = _applied(_WEIGHED, node.expr)
+            for operand in node.ops:
+                operand.expr = _applied(_WEIGHED, operand.expr)
+        return node
+
+
+def _applied(name: str, node: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _listed(value: Any) -> Any:
+    """A value that gives its items but once, as a list; Jinja's loops stay what they are."""
+    return list(value) if isinstance(value, Iterator) and not isinstance(value, LoopContext) else value
+
+
+def _replaced(text: Any, old: Any = "", new: Any = "", count: Any = None) -> int:
+    """How long a text is after a replacement."""
+    if not isinstance(text, (str, bytes)):
+        text, old, new = str(text), str(old), str(new)
+    places = text.count(old)
+    if isinstance(count, int) and count >= 0:
+        places = min(places, count)
+    size: int = len(text) + places * len(new)
+    return size
+
+
+def _lines(weight: int, text: Any, width: Any = 4, *args: Any, **kwargs: Any) -> int:
+    size = len(width) if isinstance(width, str) else int(width)
+    return weight + (str(text).count("\n") + 1) * size
+
+
+def _digits(weight: int, value: Any, precision: Any = 0, *args: Any, **kwargs: Any) -> int:
+    if abs(precision) > _MOST_DIGITS:
+        raise BoundsError(f"it rounds to more than {_MOST_DIGITS} digits")
+    return 0
+
+
+def _numbers(weight: int, value: Any, attribute: Any = None, start: Any = 0) -> int:
+    if not isinstance(start, (int, float)):
+        raise BoundsError("it adds up what are no numbers")
+    return 0
+
+
+def _wrapped(
+    weight: int, text: Any, width: Any = 79, *args: Any, wrapstring: Any = "\n", **kwargs: Any
+) -> int:
+    return weight * (1 + max(len(str(one)) for one in (wrapstring, *args)))
+
+
+# What these filters may make of values that weigh so much.
+_ASKED: Final[Mapping[str, Callable[..., int]]] = {
+    "batch": lambda weight, value, linecount, *fill, **more: OF_NODE * int(linecount),
+    "center": lambda weight, text, width=80: weight + int(width),
+    "indent": _lines,
+    "join": lambda weight, values, d="", attribute=None: (
+        weight + len(str(d)) * (len(values) if hasattr(values, "__len__") else 1)
+    ),
+    "replace": lambda weight, text, *args, **kwargs: _replaced(text, *args, **kwargs),
+    "round": _digits,
+    "slice": lambda weight, value, slices, *fill, **more: OF_NODE * int(slices),
+    "sum": _numbers,
+    "wordwrap": _wrapped,
+}
