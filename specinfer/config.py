@@ -17,6 +17,7 @@ KernelChoice = Literal["auto", "native", "torch"]
 Quantization = Literal["none", "int8", "int4"]
 Verifier = Literal["coupled", "mss"]
 DraftDraw = Literal["coupled", "top_k", "iid", "without_replacement"]
+GenerationConfig = Literal["auto", "none"]
 TreeSize = Literal["cost", "fixed"]
 Clock = Literal["measured", "curve"]
 DraftTokens = Literal["auto", "shared", "text"]
@@ -215,6 +216,8 @@ class EngineConfig:
     quantization: Quantization = "none"  # none: matrices in `dtype`; int8, int4: fewer bits, on the CPU only
     kernels: KernelChoice = "auto"  # auto: native ones on a CPU where they can be built, else PyTorch's
     threads: int | None = None  # that compute on the CPU; None: the physical cores this process may use
+    chat_template: str | None = None  # a file with a Jinja template in place of the model's own
+    generation_config: GenerationConfig = "auto"  # auto: sample as the model recommends where nobody says how
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -229,6 +232,13 @@ class EngineConfig:
         _choice("quantization", self.quantization, get_args(Quantization))
         if self.threads is not None:
             _at_least("threads", self.threads, 1)
+        _choice("generation_config", self.generation_config, get_args(GenerationConfig))
+        if self.chat_template is not None:
+            if not isinstance(self.chat_template, (str, PathLike)) or not fspath(self.chat_template):
+                raise ConfigError(
+                    f"chat_template is {self.chat_template!r}; allowed: the path of a file, or None"
+                )
+            object.__setattr__(self, "chat_template", fspath(self.chat_template))
         if not isinstance(self.device, str):
             raise ConfigError(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
@@ -96,7 +96,9 @@ class LLM:
         # A pool's members are what is loaded, and what a variant's drafts are held against.
         self.config = with_members(config, progress or NoProgress())
         engine = build_engine(self.config, models, speculators, progress)
-        self._parts: _Open | None = _Open(models, engine, Intake(engine.admission), EngineLoop(engine))
+        recommended: Mapping[str, Any] = models.sampling if config.generation_config == "auto" else {}
+        intake = Intake(engine.admission, SamplingParams(**recommended))
+        self._parts: _Open | None = _Open(models, engine, intake, EngineLoop(engine))
 
     def variant(
         self,
@@ -153,6 +155,11 @@ class LLM:
     def max_context(self) -> int:
         """The most tokens a request can have, prompt and output together."""
         return self._open.intake.max_context
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The parameters of requests that come without any: those that the model recommends, or the usual."""
+        return self._open.intake.usual
 
     @property
     def intake(self) -> Intake:
@@ -214,11 +221,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts, batched as they fit; outputs in the order of the prompts.
 
-        `params` is one for all or one per prompt; where it asks for n completions, an output has all of
-        them in `outputs`. `on_output` sees every completion's progress after each of its steps; when it
-        raises, all these requests are cancelled. A request whose parameters leave no token to choose ends
-        with finish reason "error" and stops no other. Raises RequestError for the first prompt that cannot be
-        served, before any is run.
+        `params` is one for all or one per prompt, without it `default_params`; where it asks for n
+        completions, an output has all of them in `outputs`. `on_output` sees every completion's progress
+        after each of its steps; when it raises, all these requests are cancelled. A request whose parameters
+        leave no token to choose ends with finish reason "error" and stops no other. Raises RequestError for
+        the first prompt that cannot be served, before any is run.
         """
         return self._answer(self.intake.prompts(prompts, params), on_output)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -169,6 +169,7 @@ def scripted_app(
     *,
     observers: Sequence[Observer] = (),
     keys: Sequence[str] = (),
+    sampling: Mapping[str, float] | None = None,
     **options: Any,
 ) -> FastAPI:
     """The server's application over that backend; options are of ServeConfig."""
@@ -182,6 +183,7 @@ def scripted_app(
         batch=16,
         metrics=Metrics(MODEL),
         observers=observers,
+        sampling=sampling,
     )
     return build_app(service, Keys(list(keys)))
 

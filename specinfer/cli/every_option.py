@@ -36,6 +36,8 @@ PURPOSES: Final = {
     "device": "auto, cpu, cuda or cuda:N.",
     "quantization": "How matrices are kept, on a CPU.",
     "kernels": "auto: native ones on a CPU where they can be had.",
+    "chat_template": "A file with a chat template in place of the model's own.",
+    "generation_config": "auto: sample as the model recommends where a request does not say; none: do not.",
     "threads": "That compute on a CPU; default: its cores.",
     "drafts": "A draft model; repeatable.",
     "draft_quantization": "As --quantization, of draft models.",

@@ -29,7 +29,7 @@ def parse_size(text: str) -> int:
 
 
 def model_options(command: _Command) -> _Command:
-    """--model, --dtype, --quantization, --device, --threads, --kv-cache-memory, --max-context."""
+    """--model, --dtype, --quantization, --device, --threads, --chat-template, and those of memory."""
     for option in reversed(
         [
             click.option(
@@ -44,6 +44,9 @@ def model_options(command: _Command) -> _Command:
             click.option("--device", default="auto", help="auto, cpu or cuda."),
             click.option(
                 "--threads", type=int, metavar="N", help="That compute on a CPU; default: its cores."
+            ),
+            click.option(
+                "--chat-template", metavar="FILE", help="A chat template in place of the model's own."
             ),
             click.option("--kv-cache-memory", metavar="SIZE", help="For all KV caches, like 2GB."),
             click.option("--max-context", type=int, metavar="N", help="Prompt and output tokens at most."),

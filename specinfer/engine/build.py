@@ -37,6 +37,7 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.heads.load import load_head
 from specinfer.heads.medusa_model import MedusaModel
+from specinfer.hub.sampling_defaults import sampling_defaults
 from specinfer.kernels.choice import Kernels, choose_kernels, guessing, streaming
 from specinfer.kernels.machine import thread_count
 from specinfer.models.language_model import LanguageModel
@@ -74,6 +75,7 @@ class Models:
     drafts: dict[str, AnyDraft]
     named: Mapping[str, DraftVocabulary] = field(default_factory=dict)
     foreign: Mapping[str, ForeignTokens] = field(default_factory=dict)
+    sampling: Mapping[str, float] = field(default_factory=dict)  # parameters that the target recommends
 
 
 def load_models(config: EngineConfig, progress: Progress | None = None) -> Models:
@@ -94,7 +96,8 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     found = find_drafts(config.speculation.drafts, target, config.model, show)
     drafts = {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
     check_options(config.speculation, [*drafts.values()])
-    tokenizer = Tokenizer.load(target.files)
+    tokenizer = Tokenizer.load(target.files, config.chat_template)
+    sampling = sampling_defaults(target.files) if config.generation_config == "auto" else {}
     size = target.config.vocab_size
     kept = draft_vocabulary(config.speculation.draft_vocabulary, tokenizer, size)
     foreign = exchanges(target, drafts, tokenizer, config.speculation, kept)
@@ -136,6 +139,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
         drafts={name: load_draft(name, draft) for name, draft in drafts.items()},
         named=named,
         foreign=foreign,
+        sampling=sampling,
     )
     _leave_cores_to_kernels(models)
     return models

@@ -34,8 +34,10 @@ class Intake:
     anything. Request ids are made here and nowhere else, so that no two requests can have the same.
     """
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, usual: SamplingParams | None = None) -> None:
+        """`usual` are the parameters of requests that come without any."""
         self._admission = admission
+        self.usual = usual or SamplingParams()
         self._numbers = itertools.count()
 
     @property
@@ -105,7 +107,7 @@ class Intake:
 
     def _admit(self, prompts: Sequence[Sequence[int]], params: Params, source: str) -> list[list[Admitted]]:
         """The requests of prompts whose token ids came from the parameter `source`."""
-        each = _params_of(prompts, params)
+        each = _params_of(prompts, self.usual if params is None else params)
         admitted: list[list[Admitted]] = []
         for prompt, own in zip(prompts, each, strict=True):
             first, *others = self._completions(tuple(prompt), own, range(own.n))
@@ -170,8 +172,8 @@ def _as_tools(tools: object) -> Sequence[Tool]:
 
 def _params_of(prompts: Sequence[Sequence[int]], params: object) -> Sequence[SamplingParams]:
     """One SamplingParams for each of `prompts`."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
+    if isinstance(params, SamplingParams):
+        return [params] * len(prompts)
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
         raise RequestError(
             f"the sampling parameters are {params!r}; allowed: a SamplingParams, or one per prompt", "params"

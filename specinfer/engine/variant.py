@@ -9,7 +9,7 @@ from specinfer.engine.build import Models
 from specinfer.errors import ConfigError
 
 # What decides which weights are loaded and what runs them; `drafts` may name fewer.
-_LOADED = ("model", "dtype", "device", "quantization", "kernels", "threads")
+_LOADED = ("model", "dtype", "device", "quantization", "kernels", "threads", "chat_template")
 _OF_DRAFTS = ("draft_quantization", "draft_vocabulary", "draft_tokens")
 
 

@@ -94,7 +94,7 @@ def _add_openai_paths(app: FastAPI, service: Service) -> None:
 
         async def endpoint(request: Request) -> Response:
             fields = parse(kind, await body_of(request), service.config.max_body, service.field_policy)
-            answer = make(service, fields)
+            answer = make(service, service.with_defaults(fields))
             if getattr(fields, "stream", None):
                 pings = service.config.ping_interval
                 return await unless_gone(request, streamed(answer.events(), ping=pings))
@@ -119,6 +119,7 @@ def _add_openai_paths(app: FastAPI, service: Service) -> None:
             "owned_by": "specinfer",
             "root": service.models[0],
             "max_model_len": service.facts.max_context,
+            "sampling_defaults": service.sampling,  # of requests that do not say; what is not here is usual
             "speculation": _speculation(service.facts),
         }
 

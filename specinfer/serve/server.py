@@ -22,6 +22,7 @@ from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError, UserError
 from specinfer.hub.model_files import ModelFiles
 from specinfer.hub.resolution import resolve
+from specinfer.hub.sampling_defaults import sampling_defaults
 from specinfer.progress import Progress
 from specinfer.serve.access import Keys
 from specinfer.serve.backend import BackendError
@@ -179,7 +180,7 @@ async def _serve(
         await asyncio.sleep(0)  # it takes seconds, and these are loaded meanwhile
         from specinfer.serve.app import build_app
 
-        tokenizer = Tokenizer.load(files)
+        tokenizer = Tokenizer.load(files, engine.chat_template)
         dialect = Dialect.of(tokenizer, config.call_format)
         with observers(config, names[0], metrics, tokenizer) as observing:
             service = Service(
@@ -192,6 +193,7 @@ async def _serve(
                 batch=engine.scheduler.max_batch_size,
                 metrics=metrics,
                 observers=observing,
+                sampling=sampling_defaults(files) if engine.generation_config == "auto" else {},
             )
             host, port = listener.getsockname()[:2]
             hosts = Hosts.of(config.host, config.allowed_host, keyed=bool(keys), address=host)

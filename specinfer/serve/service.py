@@ -17,6 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from pydantic import BaseModel
+
 from specinfer.errors import RequestError, naming
 from specinfer.request import FinishReason
 from specinfer.sampling_params import SamplingParams
@@ -39,6 +41,7 @@ _AT_ONCE: Final = 20_000  # characters; longer texts are tokenized in a thread, 
 _MOST_CHARACTERS: Final = 64  # of a token, on average: a longer prompt cannot fit, and is not tokenized
 MOST_FIGURES: Final = 1 << 18  # of prompts' log-probabilities: each is an object here, and 70 bytes of JSON
 _Made = TypeVar("_Made")
+_Fields = TypeVar("_Fields", bound=BaseModel)
 
 
 class Service:
@@ -56,6 +59,7 @@ class Service:
         batch: int,
         metrics: Metrics,
         observers: Sequence[Observer] = (),
+        sampling: Mapping[str, float] | None = None,
     ) -> None:
         self.config = config
         self.backend = backend
@@ -65,6 +69,7 @@ class Service:
         self.models = tuple(models)  # the names requests may use, the own one first
         self.metrics = metrics
         self.field_policy = FieldPolicy(config.unknown_fields)
+        self.sampling = dict(sampling or {})  # of requests that do not say, by name
         self._observers = observers
         self._most = batch + config.max_waiting  # completions at once
         self._busy = 0
@@ -80,6 +85,13 @@ class Service:
                 code="model_not_found",
             )
         return name or self.models[0]
+
+    def with_defaults(self, fields: _Fields) -> _Fields:
+        """A request's fields, with the model's own sampling parameters where they say nothing."""
+        missing = {
+            name: value for name, value in self.sampling.items() if getattr(fields, name, value) is None
+        }
+        return fields.model_copy(update=missing) if missing else fields
 
     def check_count(self, n: int | None, prompts: int = 1) -> None:
         """Raise ApiError where more completions are asked for than one request may ever have.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import tokenizers
 
-from specinfer.errors import ModelFileError, RequestError
+from specinfer.errors import ConfigError, ModelFileError, RequestError
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.hub.gguf_parts import read_gguf
 from specinfer.hub.model_files import ModelFiles, read_json
@@ -54,16 +54,22 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens or {})
 
     @classmethod
-    def load(cls, files: ModelFiles | str | Path) -> Tokenizer:
+    def load(cls, files: ModelFiles | str | Path, chat_template: str | None = None) -> Tokenizer:
         """The tokenizer of a model on disk: a folder with tokenizer.json, or a GGUF file.
 
-        Raises ModelFileError when there is none, or it is of a kind that cannot be read.
+        `chat_template` is the path of a file with another template than the model's own. Raises
+        ModelFileError when there is no tokenizer, or it is of a kind that cannot be read, and ConfigError
+        where the template cannot be.
         """
         path = files.path if isinstance(files, ModelFiles) else Path(files)
         if path.is_dir():
-            return cls._from_folder(path)
-        header = files.header if isinstance(files, ModelFiles) else None
-        return cls._from_gguf(header or read_gguf(path))
+            loaded = cls._from_folder(path)
+        else:
+            header = files.header if isinstance(files, ModelFiles) else None
+            loaded = cls._from_gguf(header or read_gguf(path))
+        if chat_template is not None:
+            loaded.chat_template = loaded.tool_template = _template_in(chat_template)
+        return loaded
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """The token ids of a text, with the model's begin-of-text token where it wants one.
@@ -270,6 +276,17 @@ def _folder_templates(folder: Path) -> dict[str, str]:
                 return {entry["name"]: entry["template"] for entry in named}
         raise _odd(file, "chat_template", template, "a text, or a list of texts with names")
     return {}
+
+
+def _template_in(path: str) -> str:
+    """The text of a file that a user named; raises ConfigError."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"cannot read chat_template {path}: {reason}; name a file with a template"
+        ) from None
 
 
 def _is_named_template(value: object) -> bool:

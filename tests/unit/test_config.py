@@ -80,10 +80,10 @@ def test_a_config_is_frozen() -> None:
         ("max_batch", "did you mean max_batch_size?"),
         ("draft", "did you mean drafts?"),
         ("kv_cache_mem", "did you mean kv_cache_memory?"),
-        ("memory", "known: block_size, clock, device, "),  # its option is kv_cache_memory
-        ("model", "known: block_size, clock, device, "),  # given by position
-        ("speculation", "known: block_size, clock, device, "),  # groups are flat here
-        ("zzz", "known: block_size, clock, device, "),
+        ("memory", "known: block_size, chat_template, "),  # its option is kv_cache_memory
+        ("model", "known: block_size, chat_template, "),  # given by position
+        ("speculation", "known: block_size, chat_template, "),  # groups are flat here
+        ("zzz", "known: block_size, chat_template, "),
     ],
 )
 def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> None:
@@ -94,7 +94,7 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
     if hint.startswith("did"):
         assert line.endswith(hint)
     else:
-        assert "; known: block_size, clock, device, " in line or "; did you mean" in line
+        assert "; known: block_size, chat_template, " in line or "; did you mean" in line
     assert "\n" not in line
 
 

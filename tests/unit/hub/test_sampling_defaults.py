@@ -1,0 +1,82 @@
+"""What a model recommends, from its folder and from its GGUF file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer.errors import ModelFileError
+from specinfer.hub.gguf_header import GgufHeader
+from specinfer.hub.model_files import ModelFiles
+from specinfer.hub.sampling_defaults import sampling_defaults
+
+QWEN = {
+    "bos_token_id": 151643,
+    "do_sample": True,
+    "eos_token_id": [151645, 151643],
+    "repetition_penalty": 1.1,
+    "temperature": 0.7,
+    "top_p": 0.8,
+    "top_k": 20,
+    "max_new_tokens": 2048,
+}
+
+
+def folder(path: Path, config: Any) -> ModelFiles:
+    (path / "generation_config.json").write_text(json.dumps(config))
+    return ModelFiles("m", path, ())
+
+
+def gguf(**metadata: Any) -> ModelFiles:
+    found = {f"general.sampling.{name}": value for name, value in metadata.items()}
+    return ModelFiles("m", Path("m.gguf"), (), GgufHeader(Path("m.gguf"), 3, found, (), 0))
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        (QWEN, {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}),
+        ({"temperature": 0.6}, {"temperature": 0.6}),
+        ({"do_sample": False, "temperature": 0.6, "top_k": 20}, {"temperature": 0}),
+        ({"do_sample": False, "repetition_penalty": 1.2}, {"temperature": 0, "repetition_penalty": 1.2}),
+        ({"do_sample": None, "temperature": None, "min_p": 0.05, "top_k": -1}, {"min_p": 0.05, "top_k": 0}),
+        ({"eos_token_id": 2}, {}),
+    ],
+)
+def test_a_folder_says_it_in_its_generation_config(
+    tmp_path: Path, config: Any, found: dict[str, float]
+) -> None:
+    assert sampling_defaults(folder(tmp_path, config)) == found
+
+
+def test_a_gguf_file_says_it_in_its_metadata(tmp_path: Path) -> None:
+    made = gguf(temp=0.5, top_k=40, top_p=1.0, min_p=0.0, penalty_repeat=1.0, mirostat=0)
+    assert sampling_defaults(made) == {
+        **{"temperature": 0.5, "top_k": 40, "top_p": 1.0, "min_p": 0.0},
+        "repetition_penalty": 1.0,
+    }
+    assert sampling_defaults(gguf()) == {}
+    assert sampling_defaults(ModelFiles("m", tmp_path, ())) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", -1),
+        ("temperature", 1e400),
+        ("temperature", True),
+        ("top_k", 1.5),
+        ("top_k", 1 << 70),
+        ("top_p", 0),
+        ("min_p", [0.1]),
+        ("repetition_penalty", 0),
+    ],
+)
+def test_what_no_sampler_takes_is_refused_by_its_name(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(ModelFileError, match=rf"generation_config.json: {name} is .*; allowed: ") as error:
+        sampling_defaults(folder(tmp_path, {name: value}))
+    assert "\n" not in str(error.value)
