@@ -18,6 +18,7 @@ Quantization = Literal["none", "int8", "int4"]
 Verifier = Literal["coupled", "mss"]
 DraftDraw = Literal["coupled", "top_k", "iid", "without_replacement"]
 GenerationConfig = Literal["auto", "none"]
+SpecialTokens = Literal["text", "special"]  # what their names are where users write them
 TreeSize = Literal["cost", "fixed"]
 Clock = Literal["measured", "curve"]
 DraftTokens = Literal["auto", "shared", "text"]

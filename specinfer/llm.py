@@ -9,7 +9,7 @@ from os import PathLike, fspath
 from types import TracebackType
 from typing import Any
 
-from specinfer.config import EngineConfig
+from specinfer.config import EngineConfig, SpecialTokens
 from specinfer.engine.admission import Admitted
 from specinfer.engine.build import Models, build_engine, load_models
 from specinfer.engine.engine import Engine
@@ -235,6 +235,7 @@ class LLM:
         params: Params = None,
         *,
         tools: Sequence[Tool] = (),
+        special_tokens_in_messages: SpecialTokens = "text",
         on_output: OnOutput | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template; else as `generate`.
@@ -242,9 +243,14 @@ class LLM:
         `tools`, in the shape of OpenAI's chat completions, are what the template tells the model that it may
         call. A call stands in the text as the model writes it, held to no schema: to read it is the caller's
         part, and `specinfer serve` does it. Its marks may be special tokens, which are left out of texts but
-        for `visible_token_ids`. Raises RequestError for tools that the template knows nothing of.
+        for `visible_token_ids`. Names of special tokens that users and tools write ("<|im_end|>") are texts
+        like any other, so that they end no turn; "special" makes them the tokens. Raises RequestError for
+        tools that the template knows nothing of.
         """
-        return self._answer(self.intake.conversations(messages, params, tools=tools), on_output)
+        groups = self.intake.conversations(
+            messages, params, tools=tools, special_tokens=special_tokens_in_messages
+        )
+        return self._answer(groups, on_output)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput]:
         """Answer one prompt; yields the output after every step of it, `new_text` is the part that is new.
@@ -261,9 +267,12 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] = (),
+        special_tokens_in_messages: SpecialTokens = "text",
     ) -> Generator[RequestOutput]:
-        """Answer one conversation as `stream` answers a prompt, with `tools` as `chat` has them."""
-        [requests] = self.intake.conversations([messages], params, tools=tools)
+        """Answer one conversation as `stream` answers a prompt; the rest is as `chat` has it."""
+        [requests] = self.intake.conversations(
+            [messages], params, tools=tools, special_tokens=special_tokens_in_messages
+        )
         return self._open.loop.stream(requests)
 
     def _answer(self, groups: list[list[Admitted]], on_output: OnOutput | None) -> list[RequestOutput]:

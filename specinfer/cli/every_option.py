@@ -91,6 +91,7 @@ PURPOSES: Final = {
     "grace": "Seconds that answers in progress get after SIGTERM.",
     "unknown_fields": "Of requests: error refuses them, ignore takes them out and says so once a name.",
     "stored_responses": "Answers that previous_response_id may name.",
+    "special_tokens_in_messages": "Names of special tokens in what users and tools say: text, or the tokens.",
     "call_format": "How the model writes tool calls; auto: as its chat template says.",
     "log_traffic": "A file that gets prompts and answers, to tune drafts on.",
     "log_traffic_size": "After which that file is rotated.",

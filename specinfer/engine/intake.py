@@ -11,8 +11,9 @@ import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
+from specinfer.config import SpecialTokens
 from specinfer.engine.admission import Admission, Admitted
 from specinfer.errors import RequestError, naming
 from specinfer.request import Request
@@ -72,14 +73,21 @@ class Intake:
         params: Params = None,
         *,
         tools: Sequence[Tool] = (),
+        special_tokens: SpecialTokens = "text",
     ) -> list[list[Admitted]]:
         """For one conversation or for each of several its n requests, through the chat template.
 
-        `tools` are what the template tells the model that it may call, in all of them.
+        `tools` are what the template tells the model that it may call, in all of them. Names of special
+        tokens that users and tools write are texts, or with "special" the tokens.
         """
-        known = _as_tools(tools)
+        if special_tokens not in get_args(SpecialTokens):
+            raise RequestError(
+                f"special_tokens_in_messages is {special_tokens!r}; allowed: text, special",
+                "special_tokens_in_messages",
+            )
+        more: dict[str, Any] = {"tools": _as_tools(tools), "special_tokens": special_tokens}
         with naming("messages"):
-            encoded = [self.tokenizer.encode_chat(chat, tools=known) for chat in _as_conversations(messages)]
+            encoded = [self.tokenizer.encode_chat(chat, **more) for chat in _as_conversations(messages)]
         return self._admit(encoded, params, "messages")
 
     def completion(

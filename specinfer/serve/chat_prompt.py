@@ -44,16 +44,16 @@ class ChatPrompt:
         begun = ""
         if fields.continue_final_message:
             messages, begun = _with_text(messages)
-        text = await service.render(
+        rendered = await service.render(
             messages,
             tools=tools,
             variables=_variables(service, fields),
             add_generation_prompt=fields.add_generation_prompt is not False,
             continue_final_message=fields.continue_final_message is True,
         )
-        starts_inside, preamble = _thoughts(dialect.reasoning, text, begun, fields)
+        starts_inside, preamble = _thoughts(dialect.reasoning, rendered.text, begun, fields)
         return cls(
-            await service.encode(text, "messages", add_special=fields.add_special_tokens is True),
+            await service.encode_rendered(rendered, add_special=fields.add_special_tokens is True),
             dialect,
             tools,
             choice,

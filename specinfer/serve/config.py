@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from specinfer.config import SpecialTokens
 from specinfer.errors import ConfigError
 from specinfer.serve.hosts import ANY, is_host, is_network
 from specinfer.serve.logs import LogFormat
@@ -47,6 +48,7 @@ class ServeConfig:
 
     unknown_fields: UnknownFields = "error"  # ignore: taken out, and told in the log once for each name
     stored_responses: int = 256  # answers that `previous_response_id` may name
+    special_tokens_in_messages: SpecialTokens = "text"  # of users and tools: text, or the tokens they name
     call_format: str = "auto"  # how the model writes tool calls; auto: as its chat template says
     log_traffic: str | None = None  # a file that gets prompts and answers, to tune drafts on
     log_traffic_size: int = 256 << 20  # bytes, after which the file is rotated; one old one is kept
@@ -61,6 +63,7 @@ class ServeConfig:
             ("log_level", get_args(LogLevel)),
             ("log_format", get_args(LogFormat)),
             ("unknown_fields", get_args(UnknownFields)),
+            ("special_tokens_in_messages", get_args(SpecialTokens)),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")

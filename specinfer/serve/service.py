@@ -35,7 +35,7 @@ from specinfer.serve.tools.conversation import for_template
 from specinfer.serve.tools.tool import Tool
 from specinfer.serve.work import Delta, EngineFacts, Work
 from specinfer.speculate.lookups.indexed_prediction import within_reach
-from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer import Rendered, Tokenizer
 
 _AT_ONCE: Final = 20_000  # characters; longer texts are tokenized in a thread, and others answered meanwhile
 _MOST_CHARACTERS: Final = 64  # of a token, on average: a longer prompt cannot fit, and is not tokenized
@@ -137,8 +137,8 @@ class Service:
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-    ) -> str:
-        """A conversation as the model reads it, through the chat template.
+    ) -> Rendered:
+        """A conversation as the model reads it, through the chat template; `encode_rendered` has its ids.
 
         In a thread, however short it is: what a template does with it is the model author's program.
         `continue_final_message`: up to where the last message's content ends, for it to be gone on with.
@@ -149,16 +149,34 @@ class Service:
             messages = _marked(messages, mark)
         self._check_length(sum(len(str(message)) for message in messages) // _MOST_CHARACTERS, "messages")
 
-        def make() -> str:
+        def make() -> Rendered:
             given, shown = messages, list[dict[str, Any]]()
             if self.dialect.calls is not None:
                 given, shown = for_template(messages, tools, self.dialect.calls)
-            return self.tokenizer.render_chat(
-                given, add_generation_prompt=add_generation_prompt, tools=shown, variables=variables
+            return self.tokenizer.prepare_chat(
+                given,
+                add_generation_prompt=add_generation_prompt,
+                tools=shown,
+                variables=variables,
+                special_tokens=self.config.special_tokens_in_messages,
             )
 
-        text = await self._elsewhere("messages", make)
-        return _before(mark, text) if mark else text
+        rendered = await self._elsewhere("messages", make)
+        return _before(mark, rendered) if mark else rendered
+
+    async def encode_rendered(self, rendered: Rendered, *, add_special: bool = False) -> tuple[int, ...]:
+        """The token ids of a conversation that `render` made.
+
+        With `add_special` it is encoded as a plain text is, begin-of-text and special tokens included.
+        """
+        if add_special:
+            return await self.encode(rendered.text, "messages")
+        self._check_length(len(rendered.text) // _MOST_CHARACTERS, "messages")
+
+        def make() -> tuple[int, ...]:
+            return tuple(self.tokenizer.encode_rendered(rendered))
+
+        return await self._elsewhere("messages", make)
 
     def room(self, prompt: Sequence[int], param: str) -> int:
         """How many tokens an answer to this prompt may have; raises ApiError where there is no room."""
@@ -297,15 +315,14 @@ def _marked(messages: Sequence[Mapping[str, Any]], mark: str) -> list[Mapping[st
     return [*messages[:-1], {**last, "content": content + mark}]
 
 
-def _before(mark: str, text: str) -> str:
-    before, *behind = text.split(mark)
-    if len(behind) != 1:
+def _before(mark: str, rendered: Rendered) -> Rendered:
+    if rendered.text.count(mark) != 1:
         raise ApiError(
             "continue_final_message is true, and the model's chat template does not show the last message as "
             "it is; drop it, or ask /v1/completions",
             param="continue_final_message",
         )
-    return before
+    return rendered.cut(rendered.text.index(mark))
 
 
 def _tell_admitted() -> None:

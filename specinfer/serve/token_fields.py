@@ -47,12 +47,12 @@ async def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
     else:
         messages = [message.rendered() for message in fields.messages]
         prompted = fields.add_generation_prompt is not False
-        text = await service.render(
+        rendered = await service.render(
             messages,
             add_generation_prompt=prompted,
             continue_final_message=fields.continue_final_message is True,
         )
-        tokens = await service.encode(text, "messages", add_special=fields.add_special_tokens is True)
+        tokens = await service.encode_rendered(rendered, add_special=fields.add_special_tokens is True)
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": service.facts.max_context,

@@ -1,6 +1,7 @@
 """Text to token ids and back, chat templates, and text that grows token by token."""
 
 from specinfer.tokenizer.detokenizer import Detokenizer
+from specinfer.tokenizer.special_names import Rendered
 from specinfer.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "Tokenizer"]
+__all__ = ["Detokenizer", "Rendered", "Tokenizer"]

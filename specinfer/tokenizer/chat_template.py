@@ -21,6 +21,7 @@ from jinja2.parser import Parser
 from specinfer.errors import ModelFileError, RequestError
 from specinfer.tokenizer.bounded_environment import BoundedEnvironment
 from specinfer.tokenizer.chat_messages import MessageStyle, messages_for_template
+from specinfer.tokenizer.special_names import Rendered, SpecialNames
 
 # `tool_call.id | length != 9` stands in Mistral's templates; those that write ids mean such ones, too.
 _ID_LENGTH = re.compile(r"\bid\b[^%{}]{0,40}?\blength\b\s*\)?\s*[!=]=\s*(\d{1,2})\b")
@@ -45,7 +46,18 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the model wants to read it.
+        """The text of `prepare`."""
+        return self.prepare(messages, add_generation_prompt, tools, variables).text
+
+    def prepare(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+        names: SpecialNames | None = None,
+    ) -> Rendered:
+        """The conversation as the model wants to read it; with `names`, those in messages are found.
 
         `tools` are what the assistant may call, in OpenAI's shape; `variables` are switches of the template's
         own (`enable_thinking`, say), none of which may have the name of what is given anyway. Raises
@@ -57,7 +69,14 @@ class ChatTemplate:
             raise RequestError(
                 "the model's chat template knows no tools; drop them, or tell of them in a message", "tools"
             )
-        return self._render(given, add_generation_prompt, [dict(tool) for tool in tools], variables or {})
+        shown, switches = [dict(tool) for tool in tools], variables or {}
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
+            return self._render(messages, add_generation_prompt, shown, switches)
+
+        if names is None:
+            return Rendered(render(given))
+        return names.render(given, render, [shown, switches, self.source])
 
     def _render(
         self,

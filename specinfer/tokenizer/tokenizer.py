@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import tokenizers
 
+from specinfer.config import SpecialTokens
 from specinfer.errors import ConfigError, ModelFileError, RequestError
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.hub.gguf_parts import read_gguf
 from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.tokenizer.library_errors import Panics
+from specinfer.tokenizer.special_names import Rendered, SpecialNames
 from specinfer.tokenizer.token_bytes import TokenBytes
 from specinfer.tokenizer.vocabulary import read_backend, tokenizer_file
 
@@ -121,23 +123,38 @@ class Tokenizer:
         """Whether the model came with a chat template."""
         return bool(self.chat_template)
 
-    def render_chat(
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+        """The conversation as text, ready for the assistant's turn; `more` as `prepare_chat` has it."""
+        return self.prepare_chat(messages, **more).text
+
+    def prepare_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The conversation as text, ready for the assistant's turn.
+        special_tokens: SpecialTokens = "text",
+    ) -> Rendered:
+        """The conversation as text, for `encode_rendered`.
 
         `tools` are what the assistant may call, in OpenAI's shape; `variables` are switches of the template's
-        own. Raises RequestError when the model has no chat template or its template refuses the messages.
+        own. Names of special tokens that users and tools write are texts, or with "special" the tokens.
+        Raises RequestError when the model has no chat template or its template refuses the messages.
         """
         if not self.chat_template:
             raise RequestError("the model has no chat template; use generate with a plain prompt")
         template = self._tool_template if tools else self._template
-        return template.render(messages, add_generation_prompt, tools, variables)
+        names = self._special_names if special_tokens == "text" else None
+        return template.prepare(messages, add_generation_prompt, tools, variables, names)
+
+    def encode_rendered(self, rendered: Rendered) -> list[int]:
+        """The token ids of a conversation; begin-of-text only where the template writes it.
+
+        Raises RequestError as `encode`, and on names of special tokens that cannot be texts here.
+        """
+        ids = self.encode(rendered.text, add_special=False)
+        return self._special_names.encode(rendered) if rendered.plain else ids
 
     @property
     def template_variables(self) -> frozenset[str]:
@@ -158,19 +175,13 @@ class Tokenizer:
 
         return ChatTemplate(self.tool_template or "", self._special_tokens)
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """The conversation as token ids; begin-of-text only where the template writes it."""
-        text = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
-        )
-        return self.encode(text, add_special=False)
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> list[int]:
+        """The conversation as token ids; `more` as `prepare_chat` has it."""
+        return self.encode_rendered(self.prepare_chat(messages, **more))
+
+    @cached_property
+    def _special_names(self) -> SpecialNames:
+        return SpecialNames(self._backend)
 
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's string for an id, stand-in characters and all; None for an id without one."""

@@ -155,7 +155,7 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(tiny: Tiny, ask: 
 def test_tools_are_the_chat_templates(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, ask: str) -> None:
     given: list[object] = []
 
-    def encode_chat(self: Tokenizer, messages: object, *, tools: object = ()) -> list[int]:
+    def encode_chat(self: Tokenizer, messages: object, *, tools: object, **more: object) -> list[int]:
         given.append(tools)
         return [1, 2, 3]
 

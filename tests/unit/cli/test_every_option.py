@@ -65,9 +65,9 @@ FLAGS = (
     *("--ngram-branches", "--ngram-depth", "--ngram-max", "--ngram-min", "--no-ngram", "--no-page"),
     *("--no-prefix-reuse", "--no-suffix", "--otlp-endpoint", "--page", "--ping-interval", "--port"),
     *("--prediction-branches", "--prediction-depth", "--prefix-reuse", "--quantization"),
-    *("--root-path", "--served-model-name", "--speculative-config", "--stored-responses", "--suffix"),
-    *("--suffix-depth", "--suffix-memory", "--suffix-nodes", "--threads", "--tree-size"),
-    *("--trusted-proxy", "--unknown-fields", "--verifier"),
+    *("--root-path", "--served-model-name", "--special-tokens-in-messages", "--speculative-config"),
+    *("--stored-responses", "--suffix", "--suffix-depth", "--suffix-memory", "--suffix-nodes"),
+    *("--threads", "--tree-size", "--trusted-proxy", "--unknown-fields", "--verifier"),
 )
 
 

@@ -223,6 +223,7 @@ REFUSALS: dict[str, list[Ask]] = {
         chat([{"role": "user", "content": "x" * 64}]),
     ],
     "tools": [chat(HI, tools=given) for given in (None, 5, "f", TOOL, [5], [TOOL])],  # known to no template
+    "special_tokens_in_messages": [chat(HI, special_tokens="plain")],
     "preamble": [prompt("a", preamble="preamble: /x/"), prompt("a", regex="a", preamble="p: /x/")],
     "params": [with_params("x"), with_params([{}]), with_params([SamplingParams()] * 2)],
     "max_tokens": [prompt("a", max_tokens=0), prompt("a", max_tokens=1.5)],
@@ -313,6 +314,7 @@ def test_as_many_figures_of_a_prompt_as_are_allowed(models: dict[str, Intake]) -
 
 def test_the_parameters_are_those_there_are() -> None:
     known = {field.name for field in fields(SamplingParams)} | {"prompt", "messages", "tools", "params"}
+    known.add("special_tokens_in_messages")
     assert {parameter for _, parameter, _ in refusals()} <= known
     never_wrong = {"structured_output"}  # not given: made of four others
     assert known - {parameter for _, parameter, _ in refusals()} == never_wrong

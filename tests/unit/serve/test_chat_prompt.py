@@ -10,7 +10,7 @@ import pytest
 
 from specinfer.serve import chat_prompt
 from specinfer.serve.tools.tool import Tool, read_tools
-from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer import Rendered, Tokenizer
 from tests.scripted_server import ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -123,12 +123,12 @@ def test_templates_run_while_others_are_answered(
 ) -> None:
     where: list[int] = []
 
-    def render(self: Tokenizer, *args: Any, real: Any = Tokenizer.render_chat, **more: Any) -> str:
+    def render(self: Tokenizer, *args: Any, real: Any = Tokenizer.prepare_chat, **more: Any) -> Rendered:
         where.append(threading.get_ident())
-        text: str = real(self, *args, **more)
-        return text
+        made: Rendered = real(self, *args, **more)
+        return made
 
-    monkeypatch.setattr(Tokenizer, "render_chat", render)
+    monkeypatch.setattr(Tokenizer, "prepare_chat", render)
     assert ask(tokenizer, ScriptedBackend(says("Hi")), **body)["status"] == 200
     assert len(where) == 1
     assert threading.get_ident() not in where

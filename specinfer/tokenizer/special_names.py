@@ -1,0 +1,166 @@
+"""SpecialNames: special tokens whose names somebody writes, who is not to end a turn by them.
+
+A user, or a page that a tool fetched, may say "<|im_end|>". In a prompt that is a special token, unless it is
+known where the text came from. So a conversation that has such a name is rendered twice: as it is, and with a
+mark in each of these names. The marks show where the names are in the prompt. Then the prompt is encoded with
+the template's own special tokens under other names, and those of the conversation are texts like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import tokenizers
+from tokenizers import AddedToken
+
+from specinfer.errors import RequestError
+from specinfer.tokenizer.library_errors import Panics
+
+_PRIVATE: Final = range(0xE000, 0xF900)  # characters that Unicode gives no meaning
+_TRUSTED: Final = ("system", "assistant")  # who may write special tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as text; at the offsets `plain` stand names of special tokens that are texts."""
+
+    text: str
+    plain: tuple[int, ...] = ()
+
+    def cut(self, length: int) -> Rendered:
+        """Its first `length` characters."""
+        return Rendered(self.text[:length], tuple(place for place in self.plain if place < length))
+
+
+class SpecialNames:
+    """The names of a tokenizer's special tokens. Immutable and safe to share between threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        self._added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+        # A single character has no place for a mark.
+        self._special = {i for i, token in self._added.items() if token.special and len(token.content) > 1}
+        names = {self._added[i].content for i in self._special}
+        # Of two that begin alike the longer one is meant, as the library has it.
+        ordered = sorted(names, key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        render: Callable[[Sequence[dict[str, Any]]], str],
+        others: object,
+    ) -> Rendered:
+        """A conversation as `render` renders it, with the names that users and tools write.
+
+        `others` is what the template reads beside the messages. Raises RequestError where the template makes
+        something else of a marked name.
+        """
+        text = render(messages)
+        if self._names is None or not any(map(self._names.search, _written(messages))):
+            return Rendered(text)
+        known = text + json.dumps([messages, others], ensure_ascii=False, default=str)
+        mark = next((chr(code) for code in _PRIVATE if chr(code) not in known), "")
+        pieces = render([self._marked(message, mark) for message in messages]).split(mark or None)
+        ends, end = set(), 0
+        for piece in pieces[:-1]:
+            end += len(piece)
+            ends.add(end + 1)  # the mark is before the name's last character
+        plain = tuple(name.start() for name in self._names.finditer(text) if name.end() in ends)
+        if not mark or "".join(pieces) != text or len(plain) < len(ends):
+            raise RequestError(
+                "the messages have names of special tokens in places where the model's chat template changes "
+                "them; drop them, or set special_tokens_in_messages to special"
+            )
+        return Rendered(text, plain)
+
+    def encode(self, rendered: Rendered) -> list[int]:
+        """The token ids of a conversation, of which the names at `rendered.plain` are texts.
+
+        Raises RequestError where the tokenizer cannot tell them apart.
+        """
+        assert self._names is not None
+        text, plain = rendered.text, set(rendered.plain)
+        prefix, backend, ids = self._renamed
+        pieces, end, special = [], 0, 0
+        for name in self._names.finditer(text):
+            pieces.append(text[end : name.start()])
+            if name.start() in plain:
+                plain.discard(name.start())
+            else:
+                pieces.append(prefix)
+                special += 1
+            end = name.start()
+        with Panics():
+            encoded = backend.encode("".join([*pieces, text[end:]]), add_special_tokens=False).ids
+        found = [ids.get(token, token) for token in encoded]
+        of_special = sum(token in self._special for token in found)
+        if plain or of_special != special:
+            raise RequestError(
+                "the messages have names of special tokens that the tokenizer cannot read as text; drop "
+                "them, or set special_tokens_in_messages to special"
+            )
+        return found
+
+    def _marked(self, message: dict[str, Any], mark: str) -> dict[str, Any]:
+        """The message with a mark before the last character of each name, unless its author is trusted."""
+        assert self._names is not None
+        if message["role"] in _TRUSTED:
+            return message
+
+        def marked(text: str, names: re.Pattern[str] = self._names) -> str:
+            return names.sub(lambda name: name[0][:-1] + mark + name[0][-1], text)
+
+        read = {key: marked(one) if _may_write(key, one) else one for key, one in message.items()}
+        if isinstance(message["content"], list):
+            read["content"] = [{**part, "text": marked(part["text"])} for part in message["content"]]
+        return read
+
+    @cached_property
+    def _renamed(self) -> tuple[str, tokenizers.Tokenizer, Mapping[int, int]]:
+        """A tokenizer with another beginning of the names of special tokens, and its ids in the usual one.
+
+        Nobody can guess the beginning. The model behind it is the same one, so it takes no memory.
+        """
+        prefix = "".join(chr(secrets.choice(_PRIVATE)) for _ in range(8))
+        renamed = tokenizers.Tokenizer(self._backend.model)
+        if self._backend.normalizer is not None:
+            renamed.normalizer = self._backend.normalizer
+        if self._backend.pre_tokenizer is not None:
+            renamed.pre_tokenizer = self._backend.pre_tokenizer
+        ids: dict[int, int] = {}
+        for token_id, token in sorted(self._added.items()):
+            new = AddedToken(
+                prefix + token.content if token_id in self._special else token.content,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+                special=token.special,
+            )
+            (renamed.add_special_tokens if token.special else renamed.add_tokens)([new])
+            its_id = renamed.token_to_id(new.content)
+            # Where a vocabulary has gaps, the library gives ids that other tokens have already.
+            if its_id is not None and self._backend.model.id_to_token(its_id) in (None, new.content):
+                ids[its_id] = token_id
+        return prefix, renamed, ids
+
+
+def _may_write(key: str, value: object) -> bool:
+    """Whether a field of a message is a text that its author chose; ids are matched with others."""
+    return isinstance(value, str) and key not in ("role", "tool_call_id")
+
+
+def _written(messages: Iterable[Mapping[str, Any]]) -> Iterable[str]:
+    """The texts of those who are not trusted."""
+    for message in messages:
+        if message["role"] not in _TRUSTED:
+            yield from (one for key, one in message.items() if _may_write(key, one))
+            if isinstance(message["content"], list):
+                yield from (part["text"] for part in message["content"])
