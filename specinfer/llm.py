@@ -240,6 +240,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template; else as `generate`.
 
+        Messages are read as OpenAI's clients write them: `content` is a text or a list of parts of text, an
+        assistant's may be None, and arguments of its calls are JSON text or objects.
         `tools`, in the shape of OpenAI's chat completions, are what the template tells the model that it may
         call. A call stands in the text as the model writes it, held to no schema: to read it is the caller's
         part, and `specinfer serve` does it. Its marks may be special tokens, which are left out of texts but
