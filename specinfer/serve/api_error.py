@@ -123,7 +123,7 @@ async def tell_http_error(request: Request, error: Exception) -> Response:
     path = request.scope["path"]
     advice = "; drop the slash at its end" if status == 404 and path.endswith("/") and path != "/" else ""
     return ApiError(
-        f"{request.method} {_cut(path)}: {phrase}{advice}", status=status, headers=allowed
+        f"{request.method} {cut(path)}: {phrase}{advice}", status=status, headers=allowed
     ).response()
 
 

@@ -92,7 +92,7 @@ class ResponseStore:
             ids = [item["id"] for item in items]
             if after not in ids:
                 raise ApiError(
-                    f"after is {after[:_LONGEST]!r}, which is no item of this response's input", param="after"
+                    f"after is {cut(after)!r}, which is no item of this response's input", param="after"
                 )
             items = items[ids.index(after) + 1 :]
         shown = items[:limit]

@@ -254,7 +254,7 @@ class Service:
             return params
         room = min(params.max_tokens, self.facts.max_context - prompt_tokens)
         encode = partial(self.tokenizer.encode, add_special=False)
-        ids = await self._elsewhere(len(text), "prediction", lambda: within_reach(text, room, encode))
+        ids = await self._elsewhere("prediction", lambda: within_reach(text, room, encode))
         return replace(params, prediction=ids)
 
     def _observe(self, work: Work, now: float) -> list[Observation]:
