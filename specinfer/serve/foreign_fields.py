@@ -14,9 +14,8 @@ from pydantic_core import from_json
 from specinfer.serve.api_error import ApiError, shown
 
 Own = Set[str]  # the names of an endpoint's own fields
-_Usual = Mapping[
-    str, tuple[Sequence[Any], str]
-]  # by name: values that ask for nothing; what to do with others
+# By name: the values that ask for nothing, and what to do instead of others.
+_Usual = Mapping[str, tuple[Sequence[Any], str]]
 
 
 @dataclass(frozen=True, slots=True)
