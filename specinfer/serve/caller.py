@@ -20,5 +20,5 @@ class Caller:
 
 # Each request is answered in a context of its own, so endpoints need not hand this on.
 CALLER: Final[ContextVar[Caller]] = ContextVar("caller", default=Caller())  # noqa: B039 - it is frozen
-# Where a stream waits for the engine to take its request; whoever hears of that sets it.
+# Set when the engine has admitted the request; a stream waits for it before it sends its headers.
 ADMITTED: Final[ContextVar[asyncio.Event | None]] = ContextVar("admitted", default=None)

@@ -50,11 +50,11 @@ class Connection(HttpToolsProtocol):
         self._unanswered: deque[RequestResponseCycle] = deque()  # in the order in which they came
         self._sizes: deque[int] = deque()  # bytes of them that have come
         self._reading: RequestResponseCycle | None = None  # whose body has not come to its end
-        self._keeps = True  # whether the connection stays open after that one
-        self._quiet = 0  # bytes since a message began, or since the last piece of its body
+        self._keep_alive = True  # whether the connection stays open after that one
+        self._overhead = 0  # bytes since a message began, or since the last piece of its body
         self._headers = 0  # of this message, trailers included
         self._fault: ApiError | None = None  # raised within the parser
-        self._is_deaf = False  # whatever comes is dropped
+        self._ignores_input = False  # whatever comes is dropped
         self._waiting: asyncio.TimerHandle | None = None  # for the rest of a request's headers
         self._stuck: asyncio.TimerHandle | None = None  # since the client takes nothing
 
@@ -63,20 +63,20 @@ class Connection(HttpToolsProtocol):
         """As Member says."""
         return self._reading is not None
 
-    def leave(self) -> None:
+    def close_now(self) -> None:
         """As Member says."""
-        self._is_deaf = True
+        self._ignores_input = True
         self.transport.abort()
 
     def connection_made(self, transport: Any) -> None:
         """As asyncio says."""
         super().connection_made(_Lingering(transport, self._linger))
-        self._is_over_limit = self._all.enter(self)
+        self._is_over_limit = self._all.add(self)
         self._wait(min(self._idle, _FIRST_SECONDS))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As asyncio says."""
-        self._all.forget(self)
+        self._all.remove(self)
         _cancel(self._waiting)
         _cancel(self._stuck)
         for cycle in self._unanswered:
@@ -87,9 +87,9 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """As asyncio says."""
         left = memoryview(data)
-        while left and not (self._is_deaf or self.transport.is_closing()):
+        while left and not (self._ignores_input or self.transport.is_closing()):
             piece, left = left[:PIECE], left[PIECE:]
-            self._quiet += len(piece)
+            self._overhead += len(piece)
             try:
                 self.parser.feed_data(piece)
             except httptools.HttpParserUpgrade as upgrade:
@@ -98,7 +98,7 @@ class Connection(HttpToolsProtocol):
             except httptools.HttpParserError as error:
                 message = f"this is no HTTP request: {error}; send HTTP/1.1 to this port; TLS is a proxy's"
                 self.refuse(self._fault or ApiError(message))
-            if self._quiet > MOST_HEAD:
+            if self._overhead > MOST_HEAD:
                 self.refuse(_too_large())
 
     def on_message_begin(self) -> None:
@@ -106,7 +106,7 @@ class Connection(HttpToolsProtocol):
         if len(self._unanswered) >= MOST_UNANSWERED:
             self._fail(ApiError(f"{MOST_UNANSWERED} requests of this connection wait", status=429))
         super().on_message_begin()
-        self._quiet = self._headers = 0
+        self._overhead = self._headers = 0
         if self._is_over_limit:
             self.scope["state"][OVER_LIMIT] = True
         self._unset_keepalive_if_required()
@@ -134,32 +134,32 @@ class Connection(HttpToolsProtocol):
             return  # it is read once more, without
         _cancel(self._waiting)
         self._unset_keepalive_if_required()
-        self._quiet = 0
+        self._overhead = 0
         self._hold(_OBJECTS + len(self.url) + sum(len(name) + len(value) for name, value in self.headers))
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
         # An answer that begins before the body has ended closes the connection: nobody reads the rest.
-        self._reading, self._keeps, self.cycle.keep_alive = self.cycle, self.cycle.keep_alive, False
+        self._reading, self._keep_alive, self.cycle.keep_alive = self.cycle, self.cycle.keep_alive, False
         if len(self._unanswered) <= _MOST_QUEUED:
             # uvicorn stops reading behind a second one, and then hears of no end either.
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         """As the parser says: a piece of a body."""
-        self._quiet = 0
+        self._overhead = 0
         if self._reading is not None and not self.cycle.response_complete:
             self._hold(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """As the parser says: a whole request has come."""
-        self._quiet = 0
+        self._overhead = 0
         if self._reading is None:
             return  # an upgrade that is ignored, or refused
         self._reading = None
-        self._all.hear(self)
+        self._all.mark_used(self)
         if not self.cycle.response_started:
-            self.cycle.keep_alive = self._keeps
+            self.cycle.keep_alive = self._keep_alive
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -170,9 +170,9 @@ class Connection(HttpToolsProtocol):
 
     def refuse(self, error: ApiError) -> None:
         """Answer what is being read with an error, and close; what came before it is answered first."""
-        if self._is_deaf:
+        if self._ignores_input:
             return
-        self._is_deaf = True
+        self._ignores_input = True
         _cancel(self._waiting)
         _LOG.info("%d to %s: %s", error.status, self.client[0] if self.client else "-", error)
         cycle, self._reading = self._reading, None
@@ -193,7 +193,7 @@ class Connection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """As uvicorn says: what is being answered is the last."""
-        self._keeps = False
+        self._keep_alive = False
         super().shutdown()
 
     def pause_writing(self) -> None:
@@ -225,7 +225,7 @@ class Connection(HttpToolsProtocol):
             self._sizes.append(0)
         self._sizes[-1] += size
         self._all.hold(self, size)
-        if self._is_deaf:
+        if self._ignores_input:
             self._fail(ApiError("the request was refused"))
 
     def _fail(self, error: ApiError) -> None:
@@ -247,10 +247,10 @@ class Connection(HttpToolsProtocol):
 
     def _linger(self) -> bool:
         """Whether the client may still be sending; then all of it is dropped from now on."""
-        if self._reading is None and not self._is_deaf:
+        if self._reading is None and not self._ignores_input:
             return False
-        self._is_deaf = True
-        self._all.end(self)
+        self._ignores_input = True
+        self._all.mark_ending(self)
         self.flow.resume_reading()
         return True
 

@@ -16,7 +16,7 @@ class Member(Protocol):
     def is_reading(self) -> bool:
         """Whether a part of a body has come, and its end has not."""
 
-    def leave(self) -> None:
+    def close_now(self) -> None:
         """Close it at once."""
 
     def refuse(self, error: ApiError) -> None:
@@ -30,7 +30,7 @@ class Connections:
         self._most = most
         self._most_bodies = most_bodies
         self._all: set[Member] = set()
-        self._silent: dict[Member, None] = {}  # those from which no whole request has come, the oldest first
+        self._unused: dict[Member, None] = {}  # those from which no whole request has come, the oldest first
         self._held: dict[Member, int] = {}  # bytes of requests that are not answered
         self._total = 0
 
@@ -44,35 +44,35 @@ class Connections:
         """Bytes of all requests that are not answered."""
         return self._total
 
-    def enter(self, one: Member) -> bool:
+    def add(self, one: Member) -> bool:
         """Take a new connection in; return whether it is one too many, which is told so when it asks.
 
         At the limit the oldest connection that has not sent a whole request leaves for it. Where all have,
         there is room for `SPARE` more; beyond these the new one leaves at once.
         """
-        if len(self._all) >= self._most and self._silent:
-            self._dismiss(next(iter(self._silent)))
+        if len(self._all) >= self._most and self._unused:
+            self._dismiss(next(iter(self._unused)))
         if len(self._all) >= self._most + SPARE:
-            one.leave()
+            one.close_now()
             return True
         over_limit = len(self._all) >= self._most
         self._all.add(one)
-        self._silent[one] = None
+        self._unused[one] = None
         return over_limit
 
-    def hear(self, one: Member) -> None:
+    def mark_used(self, one: Member) -> None:
         """A whole request has come from this connection: it stays."""
-        self._silent.pop(one, None)
+        self._unused.pop(one, None)
 
-    def end(self, one: Member) -> None:
+    def mark_ending(self, one: Member) -> None:
         """Nothing is read from this connection any more: it leaves before others do."""
         if one in self._all:
-            self._silent[one] = None
+            self._unused[one] = None
 
-    def forget(self, one: Member) -> None:
+    def remove(self, one: Member) -> None:
         """This connection is lost."""
         self._all.discard(one)
-        self._silent.pop(one, None)
+        self._unused.pop(one, None)
         self.release(one, self._held.get(one, 0))
 
     def hold(self, one: Member, size: int) -> None:
@@ -104,5 +104,5 @@ class Connections:
 
     def _dismiss(self, one: Member) -> None:
         self._all.discard(one)
-        self._silent.pop(one, None)
-        one.leave()
+        self._unused.pop(one, None)
+        one.close_now()

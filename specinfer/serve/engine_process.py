@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _INTAKE_THREADS: Final = 2  # a grammar takes a second to compile, and others must not wait for it
 _STATE_SECONDS: Final = 0.2  # of what it counts, so much may go unheard when it dies
-_MUTE: Final = 70  # the exit status of a process that cannot tell its answers: an internal error
+_INTERNAL_ERROR: Final = 70  # the exit status of a process that cannot tell its answers: an internal error
 Message = tuple[Any, ...]
 
 
@@ -275,7 +275,7 @@ class EngineProcess:
         except BaseException:
             # Nobody would ever hear of an answer again. A process that ends is started again.
             _LOG.exception("the engine process ends, as it cannot tell its answers")
-            os._exit(_MUTE)
+            os._exit(_INTERNAL_ERROR)
 
     def _send_all(self) -> None:
         told = 0.0

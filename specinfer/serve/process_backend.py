@@ -45,7 +45,7 @@ class _Reader:
     def put(self, delta: Delta) -> None:
         """Hand over a delta."""
         self.pending.setdefault(delta.id, []).append(delta)
-        self.begun = self.begun or delta.begun or not delta.is_sign
+        self.begun = self.begun or delta.begun or not delta.is_empty
         self.arrived.set()
 
     def fail(self, failure: BackendError) -> None:
@@ -160,9 +160,9 @@ class ProcessBackend:
             self._live[work.id] = _Live(work, reader, held=held)
         if not held:
             self._send("add", works)
-        patience = None
+        timer = None
         if self._max_wait:
-            patience = asyncio.get_running_loop().call_later(self._max_wait, self._lose_patience, reader)
+            timer = asyncio.get_running_loop().call_later(self._max_wait, self._expire, reader)
         try:
             while left:
                 await reader.arrived.wait()
@@ -177,11 +177,11 @@ class ProcessBackend:
                         left.discard(delta.id)
                     yield delta
         finally:
-            if patience is not None:
-                patience.cancel()
+            if timer is not None:
+                timer.cancel()
             self.abort(left)
 
-    def _lose_patience(self, reader: _Reader) -> None:
+    def _expire(self, reader: _Reader) -> None:
         if not reader.begun:
             reader.fail(
                 UnavailableError(

@@ -48,7 +48,7 @@ _AT_ONCE: Final = 32  # connections that are accepted before the first of them i
 _BACKLOG: Final = 2048  # connections that wait to be accepted
 # Beside connections: those that are accepted and not looked at yet, the engine's sockets, logs, files.
 _OWN_DESCRIPTORS: Final = SPARE + 4 * _AT_ONCE + 64
-_COMPLAINT_SECONDS: Final = 60.0  # between two log lines that say the same
+_REPEAT_SECONDS: Final = 60.0  # between two log lines that say the same
 _M_MMAP_THRESHOLD: Final = -3  # of glibc's mallopt
 _LARGE: Final = 512 << 10  # bytes: above what is read of a connection at once
 _FAREWELL_SECONDS: Final = 0.2  # for a load balancer to see that the server is not ready
@@ -174,7 +174,7 @@ async def _serve(
         max_wait=config.max_wait,
         timeout=config.engine_timeout,
     )
-    asyncio.get_running_loop().set_exception_handler(_Complaints())
+    asyncio.get_running_loop().set_exception_handler(_AcceptErrors())
     starting = asyncio.ensure_future(backend.start())
     try:
         await asyncio.sleep(0)  # it takes seconds, and these are loaded meanwhile
@@ -280,20 +280,20 @@ class _Server(uvicorn.Server):
         await ending
 
 
-class _Complaints:
-    """An event loop's exception handler, which says in one line that no connection can be accepted.
+class _AcceptErrors:
+    """An event loop's exception handler that logs one line where no connection can be accepted.
 
-    The event loop pauses for a second then, and asks for a traceback at each try.
+    The event loop pauses for a second then, and calls its handler many times, which would log tracebacks.
     """
 
     def __init__(self) -> None:
-        self._told = -_COMPLAINT_SECONDS
+        self._logged = -_REPEAT_SECONDS
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if not str(context.get("message")).startswith("socket.accept() out of system resource"):
             loop.default_exception_handler(context)
-        elif (now := time.monotonic()) - self._told >= _COMPLAINT_SECONDS:
-            self._told = now
+        elif (now := time.monotonic()) - self._logged >= _REPEAT_SECONDS:
+            self._logged = now
             _LOG.warning(
                 "no connection can be accepted (%s); others go on, and it is tried again every second",
                 context.get("exception"),

@@ -218,7 +218,7 @@ class Service:
         with self._room_for(len(all_works)):
             begun = time.monotonic()
             observed = [self._observe(work, begun) for work in all_works]
-            untaken, failed = set(works), 0
+            unadmitted, failed = set(works), 0
             may_begin = not self.config.max_wait  # a stream that has begun can be refused no more
             try:
                 async with aclosing(self.backend.generate(all_works)) as deltas:
@@ -231,11 +231,11 @@ class Service:
                             failed += 1
                             if not delta.internal_error or failed == len(all_works):
                                 raise _failure(delta)
-                        untaken.discard(delta.id)
-                        may_begin = may_begin or delta.begun or not delta.is_sign
-                        if may_begin and not untaken and delta.finish_reason is None:
+                        unadmitted.discard(delta.id)
+                        may_begin = may_begin or delta.begun or not delta.is_empty
+                        if may_begin and not unadmitted and delta.finish_reason is None:
                             _tell_admitted()
-                        if not delta.is_sign:
+                        if not delta.is_empty:
                             for ready in shared.ready(number, delta):
                                 yield ready
             except UnavailableError as error:

@@ -47,8 +47,8 @@ class Delta:
     begun: bool = False  # whether its first step begins
 
     @property
-    def is_sign(self) -> bool:
-        """Whether the answer has gained nothing: the work is admitted, or its first step begins."""
+    def is_empty(self) -> bool:
+        """Whether it adds nothing to the answer: it says that the work is admitted, or that it begins."""
         return not (self.token_ids or self.text or self.finish_reason)
 
     @staticmethod

@@ -141,7 +141,7 @@ def test_an_answer_says_first_that_it_is_admitted_and_when_its_first_step_begins
     order = [
         (delta.id, "begins" if delta.begun else "ends" if delta.finish_reason else "is taken")
         for delta in deltas
-        if delta.is_sign or delta.finish_reason
+        if delta.is_empty or delta.finish_reason
     ]
     assert sorted(order[:3]) == [("a", "begins"), ("a", "is taken"), ("b", "is taken")]
     assert order[3:] == [("a", "ends"), ("b", "begins"), ("b", "ends")]

@@ -25,7 +25,7 @@ from specinfer.errors import ConfigError
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.server import (
     _OWN_DESCRIPTORS,
-    _Complaints,
+    _AcceptErrors,
     _uvicorn_config,
     fit_descriptors,
     read_keys,
@@ -74,14 +74,14 @@ def test_comments_of_a_file_of_keys_are_no_keys(tmp_path: Path) -> None:
 
 def test_out_of_descriptors_one_line_is_said_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     loop = asyncio.new_event_loop()
-    complain = _Complaints()
+    handle = _AcceptErrors()
     error = OSError(24, "Too many open files")
     for _ in range(1000):
-        complain(loop, {"message": "socket.accept() out of system resource", "exception": error})
+        handle(loop, {"message": "socket.accept() out of system resource", "exception": error})
     [record] = caplog.records
     assert "no connection can be accepted ([Errno 24] Too many open files)" in record.getMessage()
     assert record.exc_info is None
-    complain(loop, {"message": "a bug"})
+    handle(loop, {"message": "a bug"})
     assert "a bug" in caplog.text
     loop.close()
 
