@@ -27,6 +27,7 @@ _LONGEST_PATH: Final = 256  # characters, in the log
 _LONGEST_HOST: Final = 256  # characters, in an answer
 _ONCE: Final = (b"host", b"authorization", b"x-api-key")  # headers of which a second one would be a trick
 OVER_LIMIT: Final = "specinfer.over_limit"  # in a scope's state: it comes over one connection too many
+_LEAST_RATE: Final = 16 << 10  # bytes a second of a body, beyond the first `idle_timeout` seconds
 _OPEN_FOLDER: Final = "/page/"  # what the page at / is made of; it asks for the key itself
 
 
@@ -186,13 +187,18 @@ class Access:
     def _bounded(self, scope: Scope, receive: Receive) -> Receive:
         """`receive`, which raises ApiError where the body is too long, or too long in coming."""
         left, whole = self._max_body, False
+        begun = self._clock()
 
         async def bounded() -> Message:
             nonlocal left, whole
             if whole:
                 return await receive()
+            # A client that sends a byte now and then would keep its connection for days.
+            expected = begun + self._idle_timeout + (self._max_body - left) / _LEAST_RATE
             try:
-                message = await asyncio.wait_for(receive(), self._idle_timeout)
+                message = await asyncio.wait_for(
+                    receive(), min(self._idle_timeout, max(expected - self._clock(), 0.0))
+                )
             except TimeoutError:
                 raise ApiError("the body did not come in time", status=408) from None
             left -= len(message.get("body", b""))

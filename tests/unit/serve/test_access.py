@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from specinfer.serve.access import OVER_LIMIT, Access, Keys
+from tests.virtual_time import run_virtual
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -199,6 +200,36 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     status, _, body = ask(guarded(idle_timeout=0.05), b"abc", stall=True)
     assert status == 408
     assert "did not come in time" in body.decode()
+
+
+@pytest.mark.parametrize(
+    ("size", "every", "status"), [(1000, 60.0, 408), (2 << 20, 60.0, 200), (1, 0.5, 408)]
+)
+def test_a_body_that_comes_drop_by_drop_is_not_waited_for(size: int, every: float, status: int) -> None:
+    """Two megabytes a minute come over a slow line; a kilobyte a minute is there to keep the connection."""
+    sent: list[Message] = []
+    count = 0
+
+    async def run() -> float:
+        loop = asyncio.get_running_loop()
+        access = Access(echo, keys=Keys(()), max_body=16 << 20, idle_timeout=75.0, clock=loop.time)
+
+        async def receive() -> Message:
+            nonlocal count
+            await asyncio.sleep(every)
+            count += 1
+            return {"type": "http.request", "body": b"x" * size, "more_body": count * size < 16 << 20}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/", "client": None, "headers": []}
+        await access(scope, receive, send)
+        return loop.time()
+
+    ended = run_virtual(run())
+    assert sent[0]["status"] == status
+    assert ended <= 80.0 if status == 408 else ended == 8 * every
 
 
 def test_a_reader_that_takes_nothing_is_let_go() -> None:
