@@ -12,13 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer.heads.block import BlockHead
-from specinfer.heads.body_config import body_to_hf
 from specinfer.heads.checkpoint import target_embedding, target_head
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.models.config import Family
 from specinfer.models.weights import OpenModel
-from tests.heads import VOCAB, block_config, eagle_config, tiny_body, tiny_head, write_tiny_head
+from tests.heads import (
+    VOCAB,
+    block_config,
+    eagle_config,
+    tiny_body,
+    tiny_head,
+    write_early_eagle,
+    write_tiny_head,
+)
 
 Json = dict[str, Any]
 LAYERS = 8
@@ -360,7 +367,8 @@ def write_layout(
     """Write a random head as its author does, but for a change to its config.json; return the head."""
     head = tiny_head(layout.config)
     if isinstance(layout.config, EagleConfig) and layout.config.fc_reads_token:
-        written = _write_early(head, folder)
+        write_early_eagle(head, folder)
+        written = {"transformer_layer_config": json.loads((folder / "config.json").read_text())}
     else:
         write_tiny_head(head, folder)
         written = json.loads((folder / "config.json").read_text())
@@ -375,15 +383,6 @@ def write_layout(
         }
     save_file(tensors, folder / "model.safetensors")
     return head
-
-
-def _write_early(head: EagleHead | BlockHead, folder: Path) -> Json:
-    """Write the tensors of an EAGLE-1, for which speculators has no layout; what is told of its layers."""
-    folder.mkdir()
-    own = {"embed_tokens.weight": head.config.own_embedding, "lm_head.weight": head.config.own_head}
-    tensors = {name: tensor for name, tensor in head.state_dict().items() if own.get(name, True)}
-    save_file(tensors, folder / "model.safetensors")
-    return {"transformer_layer_config": body_to_hf(head.config.body)}
 
 
 def borrow(head: EagleHead | BlockHead, target: OpenModel) -> None:

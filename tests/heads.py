@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from specinfer.heads.block import BlockHead
+from specinfer.heads.body_config import body_to_hf
 from specinfer.heads.config import AnyHeadConfig, BlockConfig, EagleConfig, MedusaConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.export import write_head
@@ -130,7 +131,10 @@ def write_any(config: AnyHeadConfig, folder: Path, *, seed: int = 0) -> Path:
     """A random head of any kind as a folder."""
     if isinstance(config, MedusaConfig):
         return write_medusa(tiny_medusa(config, seed=seed), folder)
-    return write_tiny_head(tiny_head(config, seed=seed), folder)
+    head = tiny_head(config, seed=seed)
+    if isinstance(config, EagleConfig) and config.fc_reads_token:
+        return write_early_eagle(head, folder)
+    return write_tiny_head(head, folder)
 
 
 def tiny_head(
@@ -148,6 +152,16 @@ def tiny_head(
             elif not parameter.requires_grad or name.endswith("bias"):
                 parameter.normal_(0.0, spread, generator=generator)
     return head.eval()
+
+
+def write_early_eagle(head: EagleHead | BlockHead, folder: Path) -> Path:
+    """As its authors write an EAGLE-1, for which the layout of speculators has no words."""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {"embed_tokens.weight": head.config.own_embedding, "lm_head.weight": head.config.own_head}
+    tensors = {name: tensor for name, tensor in head.state_dict().items() if own.get(name, True)}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(body_to_hf(head.config.body)))
+    return folder
 
 
 def write_tiny_head(head: EagleHead | BlockHead, folder: Path) -> Path:

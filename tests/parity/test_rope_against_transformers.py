@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from specinfer.kernels.levels import VARIABLE, levels_here
 from specinfer.models.weights import load_model, open_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner
@@ -288,3 +289,17 @@ def test_gguf_that_rotates_a_part_of_each_head(architecture, run, tmp_path):
     )
     assert open_model(tmp_path / "model.gguf").config.rope.rotated == 8
     check_all_ways(ours_of(tmp_path / "model.gguf", run)[1], at_once(theirs))
+
+
+@pytest.mark.slow  # a library is compiled
+@pytest.mark.parametrize("level", [level.name for level in levels_here()[1:]])
+def test_a_lesser_cpu_rotates_alike(level, tmp_path, monkeypatch):
+    """Rotations are a table and an order of rows, which no level of the kernels knows of."""
+    monkeypatch.setenv(VARIABLE, level)
+    assert kernels("native").library.level.name == level, "a level that cannot be had would test nothing"
+    for share in (0.25, 0.875):
+        (tmp_path / str(share)).mkdir()
+        theirs, _ = phi3(tmp_path / str(share), share)
+        check_all_ways(ours_of(tmp_path / str(share) / "llama", "native")[1], at_once(theirs))
+    theirs = save_random("qwen3", tmp_path / "yarn", tied=True, rope_parameters=dict(SCALINGS["yarn-ramp"]))
+    check_all_ways(ours_of(tmp_path / "yarn", "native")[1], at_once(theirs))

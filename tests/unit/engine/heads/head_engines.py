@@ -33,9 +33,6 @@ HEADS: dict[str, AnyHeadConfig] = {
     "eagle in one pass": eagle_config(
         body=tiny_body(num_layers=2), mask_token_id=2, norm_before_residual=True
     ),
-    "eagle of the first kind": eagle_config(
-        fc_reads_token=True, taps=(2,), draft_vocab_size=VOCAB, own_head=False
-    ),
     "block": block_config(own_head=False),
     "block behind the last state": block_config(reads_last=True),
     "block with members": block_config(reads_last=True, members=2),
@@ -43,6 +40,9 @@ HEADS: dict[str, AnyHeadConfig] = {
         causal=False, sample_from_anchor=False, markov_rank=0, confidence=False, confidence_reads_token=False
     ),
     "medusa": medusa_config(num_layers=2),
+    "eagle of the first kind": eagle_config(
+        fc_reads_token=True, taps=(3,), draft_vocab_size=VOCAB, own_head=False
+    ),
 }
 SAMPLED = {"temperature": 0.8, "seed": 5}
 
