@@ -139,6 +139,7 @@ class RequestOutput:
     cached_tokens: int = 0  # prompt tokens whose KV an earlier request had left behind
     error: str | None = None  # why it ended, where finish_reason is "error"
     internal_error: bool = False  # it is the engine's, or the model's, and not the request's own
+    stopped_by: str | None = None  # the stop string that ended it
     others: tuple[RequestOutput, ...] = ()  # the prompt's other completions, when n > 1
 
     @property

@@ -36,6 +36,7 @@ class Transcript:
         self._shown = 0  # characters of _text already handed out
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self._stopped_by: str | None = None
         self.error: str | None = None
         self._internal_error = False
         self.figures = SpeculationFigures()
@@ -138,6 +139,7 @@ class Transcript:
             cached_tokens=self.cached_tokens,
             error=self.error,
             internal_error=self._internal_error,
+            stopped_by=self._stopped_by,
         )
 
     def _end_after(self, token: int, count: int) -> FinishReason | None:
@@ -174,6 +176,7 @@ class Transcript:
         if found is None or not may_stop:
             return False
         start, end = found
+        self._stopped_by = self._text[start:end]
         self._text = self._text[: end if self.request.params.include_stop_str_in_output else start]
         return True
 

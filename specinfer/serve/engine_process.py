@@ -81,6 +81,7 @@ class _Answer:
             trees,
             self._step(output.figures),
             output.finish_reason,
+            output.stopped_by,
             output.error,
             internal_error=output.internal_error,
             figures=output.figures if output.finished else None,

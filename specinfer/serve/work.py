@@ -38,6 +38,7 @@ class Delta:
     trees: tuple[Mapping[str, Any], ...] = ()  # of these steps, where asked for: `TreeEvent.to_json`
     steps: tuple[tuple[int, int], ...] = ()  # of these steps, drafted and accepted tokens
     finish_reason: FinishReason | None = None
+    stopped_by: str | None = None  # the stop string that ended it
     error: str | None = None  # why it ended, where finish_reason is "error"
     parameter: str | None = None  # at fault, where the engine refused the work
     internal_error: bool = False  # the engine's or the model's, and not the request's own

@@ -67,6 +67,26 @@ def test_a_request_ends_where_it_should(
     assert "".join(pieces) == text
 
 
+@pytest.mark.parametrize(
+    ("params", "said", "stopped_by"),
+    [
+        ({"stop": ("there", "ell")}, "hello there", "ell"),
+        ({"stop": ("xl", "l"), "min_tokens": 4}, "hello lo", "l"),
+        ({"stop": ("lo", "ll", "ello")}, "hello", "ll"),
+        ({"stop": "xyz"}, b"hello\x03", None),
+        ({"stop": "xyz", "max_tokens": 3}, "hello", None),
+        ({"stop": "xyz", "stop_token_ids": (ord("l"),)}, "hello", None),
+    ],
+)
+def test_it_is_said_which_stop_string_ended_a_request(
+    tokenizer: Tokenizer, params: dict[str, Any], said: str | bytes, stopped_by: str | None
+) -> None:
+    t = transcript(tokenizer, **params)
+    say(t, said)
+    assert t.output().finished
+    assert t.output().stopped_by == stopped_by
+
+
 def test_a_stream_holds_back_what_a_stop_string_may_still_take(tokenizer: Tokenizer) -> None:
     t = transcript(tokenizer, stop="STOP")
     assert say(t, "a STO, b ST") == ["a", " ", "", "", "", "STO,", " ", "b", " ", "", ""]
