@@ -1,8 +1,9 @@
-"""ApiError: what a client is told that asked for something it cannot have, in OpenAI's shape."""
+"""ApiError: what a client is told that asked for something it cannot have, as OpenAI or Anthropic tell it."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, Final
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specinfer.errors import RequestError
+from specinfer.serve.caller import CALLER
 
 _TYPES = {
     401: "authentication_error",
@@ -21,6 +23,17 @@ _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
+}
+_ANTHROPIC_PATH: Final = re.compile(r"/v1/messages(/|$)")  # behind a proxy's path, perhaps
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
 }
 _LONGEST: Final = 100  # characters of what is told of a value or a name
 _LONGEST_MESSAGE: Final = 1000  # whatever a message repeats of a request
@@ -34,7 +47,10 @@ MOST_FAULTS: Final = 1000  # of a body that are told one from another: each beco
 
 
 class ApiError(Exception):
-    """An answer that is an error: {"error": {"message", "type", "param", "code"}}."""
+    """An answer that is an error: {"error": {"message", "type", "param", "code"}}.
+
+    Where a path of Anthropic's API was asked, it is told in that API's shape instead.
+    """
 
     def __init__(
         self,
@@ -97,7 +113,7 @@ class ApiError(Exception):
     def response(self) -> Response:
         """The error as an answer."""
         return Response(
-            json.dumps(self.body, ensure_ascii=True),
+            json.dumps(self._told(), ensure_ascii=True),
             self.status,
             headers=dict(self.headers or {}),
             media_type="application/json",
@@ -106,7 +122,20 @@ class ApiError(Exception):
     @property
     def event(self) -> str:
         """The error as an event of a stream that has begun."""
-        return f"data: {json.dumps(self.body, ensure_ascii=True)}\n\n"
+        told = self._told()
+        name = "event: error\n" if told is not self.body else ""  # Anthropic's streams name their events
+        return f"{name}data: {json.dumps(told, ensure_ascii=True)}\n\n"
+
+    def _told(self) -> dict[str, Any]:
+        """The body in the shape of the API that was asked."""
+        caller = CALLER.get()
+        if not _ANTHROPIC_PATH.search(caller.path):
+            return self.body
+        message, param = self.body["error"]["message"], self.body["error"]["param"]
+        if param and param not in message:  # this shape has no other place for it
+            message = f"{param}: {message}"
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": caller.request_id}
 
 
 async def tell_api_error(request: Request, error: Exception) -> Response:

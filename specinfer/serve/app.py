@@ -23,6 +23,8 @@ from specinfer.serve.completions import Completions
 from specinfer.serve.event_stream import body_of, stream, unless_gone
 from specinfer.serve.fields import parse
 from specinfer.serve.hosts import Hosts
+from specinfer.serve.message_fields import MessageFields
+from specinfer.serve.messages import Messages, count_tokens
 from specinfer.serve.metrics import TEXT_TYPE
 from specinfer.serve.page_files import PAGE_HEADERS, page_files
 from specinfer.serve.response_fields import ResponseFields
@@ -37,7 +39,7 @@ _MOST_ITEMS: Final = 100  # of one list, as in OpenAI's API
 
 
 class _Answering(Protocol):
-    """A request's answers, as `Chat`, `Completions` and `Responses` are."""
+    """A request's answers, as `Chat`, `Completions`, `Responses` and `Messages` are."""
 
     async def whole(self) -> dict[str, Any]: ...
 
@@ -108,6 +110,7 @@ def _add_openai_paths(app: FastAPI, service: Service) -> None:
     # Its streams end with an event that says so, and with no other sign.
     answering("/v1/responses", ResponseFields, partial(Responses, store=kept), partial(stream, done=""))
     _add_kept_responses(app, kept)
+    answering("/v1/messages", MessageFields, Messages, partial(stream, done=""))
 
     created = int(time.time())
 
@@ -197,6 +200,7 @@ def _add_token_paths(app: FastAPI, service: Service) -> None:
 
     answering("/tokenize", TokenizeFields, tokenize)
     answering("/detokenize", DetokenizeFields, detokenize)
+    answering("/v1/messages/count_tokens", MessageFields, count_tokens)
     _describe(app, bodies)
 
 

@@ -33,9 +33,16 @@ class ChatPrompt:
 
     @classmethod
     async def of(
-        cls, service: Service, fields: ConversationFields, messages: Sequence[Mapping[str, Any]]
+        cls,
+        service: Service,
+        fields: ConversationFields,
+        messages: Sequence[Mapping[str, Any]],
+        begun: str = "",
     ) -> ChatPrompt:
-        """The prompt of a request whose messages are these; raises ApiError."""
+        """The prompt of a request whose messages are these, and whose answer begins with `begun`.
+
+        Raises ApiError.
+        """
         dialect = service.dialect
         # Schemas are compiled to see whether they can be followed, and others are answered meanwhile.
         tools, choice = await asyncio.to_thread(_tools, fields) if fields.described_tools else _tools(fields)
@@ -57,7 +64,7 @@ class ChatPrompt:
             dialect,
             tools,
             choice,
-            parallel=fields.parallel_tool_calls is not False,
+            parallel=fields.parallel,
             starts_inside=starts_inside,
             preamble=preamble,
         )

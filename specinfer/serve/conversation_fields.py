@@ -40,6 +40,11 @@ class ConversationFields(SamplingFields):
         """What `tool_choice` says, in that shape."""
 
     @property
+    def parallel(self) -> bool:
+        """Whether an answer may call several tools."""
+        return self.parallel_tool_calls is not False
+
+    @property
     @abstractmethod
     def effort(self) -> tuple[str, str | None]:
         """The name of the field that says how much the model is to think, and what it says."""

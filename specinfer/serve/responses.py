@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable
@@ -19,6 +18,7 @@ from specinfer.serve.caller import ADMITTED
 from specinfer.serve.chat_prompt import ChatPrompt
 from specinfer.serve.dialect import AnswerReader
 from specinfer.serve.event_stream import event
+from specinfer.serve.own_names import OwnNames
 from specinfer.serve.reported_logprobs import chat_logprobs
 from specinfer.serve.response_fields import ResponseFields
 from specinfer.serve.response_input import kept_items, output_messages
@@ -29,15 +29,16 @@ from specinfer.serve.usage import Tally
 from specinfer.serve.work import Delta
 
 _Ended = Literal["completed", "incomplete"]
-# What this endpoint calls fields of SamplingParams, longest name first.
-_OWN_NAMES: Final = {
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    "max_tokens": "max_output_tokens",
-    "logprobs": "top_logprobs",
-}
-_FOREIGN: Final = re.compile(rf"\b({'|'.join(map(re.escape, _OWN_NAMES))})\b")
-_FUNCTION: Final = re.compile(r"\b(tools\[\d+\])\.function\b")
+_OWN_NAMES: Final = OwnNames(
+    {
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "max_tokens": "max_output_tokens",
+        "logprobs": "top_logprobs",
+        ".function": "",  # whose fields stand within a tool in chat completions
+    },
+    conversation="input",
+)
 
 
 class Responses:
@@ -124,7 +125,7 @@ class Responses:
             except ApiError as error:
                 raise prompt.blamed(error) from None
         except ApiError as error:
-            raise _in_own_words(error) from None
+            raise _OWN_NAMES.of(error) from None
         yield self._output.close(self._ended)
 
     def _grown(self, delta: Delta, reader: AnswerReader) -> list[Event]:
@@ -223,17 +224,3 @@ class Responses:
 def _dumped(field: Any) -> Any:
     """A field as it was given."""
     return field.model_dump() if isinstance(field, BaseModel) else field
-
-
-def _in_own_words(error: ApiError) -> ApiError:
-    """The same complaint, with the names that fields have at this endpoint."""
-    told = error.body["error"]
-
-    def own(text: str) -> str:
-        text = _FUNCTION.sub(r"\1", text)  # which stands within a tool in chat completions
-        return _FOREIGN.sub(lambda found: _OWN_NAMES[found[1]], text)
-
-    param = "input" if told["param"] == "messages" else told["param"] and own(told["param"])
-    # A complaint about the input may say what the input says.
-    message = told["message"] if param in (None, "input") else own(told["message"])
-    return ApiError(message, param=param, status=error.status, code=told["code"], headers=error.headers)

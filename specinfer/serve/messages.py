@@ -1,0 +1,159 @@
+"""POST /v1/messages: conversations that are answered in the shape of Anthropic's API."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Any, Final
+
+from specinfer.request import FinishReason
+from specinfer.serve.api_error import ApiError
+from specinfer.serve.chat_prompt import ChatPrompt
+from specinfer.serve.dialect import AnswerReader
+from specinfer.serve.event_stream import event
+from specinfer.serve.message_blocks import Blocks, Event
+from specinfer.serve.message_fields import MessageFields
+from specinfer.serve.own_names import OwnNames
+from specinfer.serve.service import Service
+from specinfer.serve.usage import Tally
+from specinfer.serve.work import Delta
+
+_OWN_NAMES: Final = OwnNames(
+    {
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+        ".function.parameters": ".input_schema",
+        ".function": "",
+    },
+    conversation="messages",
+)
+
+
+class Messages:
+    """One message, as it is made."""
+
+    def __init__(self, service: Service, fields: MessageFields) -> None:
+        self._model = service.check_model(fields.model)
+        self._fields = _checked(service, fields)
+        if fields.max_tokens is None:
+            raise ApiError(
+                "max_tokens is required; say how many tokens the answer may have", param="max_tokens"
+            )
+        self._service = service
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._tally = Tally(0)
+        shown = fields.thinking is None or fields.thinking.display != "omitted"
+        self._blocks = Blocks(thoughts=shown)
+        self._trees: list[Any] = []
+        self._untold_trees: list[Any] = []  # that go with the next event
+        self._ended: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+
+    async def whole(self) -> dict[str, Any]:
+        """The message in one piece."""
+        async with aclosing(self._growth()) as growth:
+            async for _ in growth:
+                pass
+        message = self._message(self._blocks.blocks()) | {"metrics": self._tally.metrics()}
+        return message | ({"trees": self._trees} if self._fields.trace else {})
+
+    async def events(self) -> AsyncGenerator[str]:
+        """The message as the events of a stream.
+
+        They begin when the engine has taken the work: what it refuses is an error of its own, not an event.
+        """
+        begun = False
+        async with aclosing(self._growth()) as growth:
+            async for grown in growth:
+                if not begun:
+                    begun = True
+                    yield _told([{"type": "message_start", "message": self._message([])}, {"type": "ping"}])
+                if grown:
+                    yield _told(grown)
+
+    async def _growth(self) -> AsyncGenerator[list[Event]]:
+        """The events of each delta of the engine's, of some of them none; then those of the end."""
+        fields, service = self._fields, self._service
+        try:
+            prompt = await _prompt(service, fields)
+            self._tally.prompt_tokens = len(prompt.token_ids)
+            params = fields.sampling_params(service.room(prompt.token_ids, "messages"), **prompt.held)
+            reader = prompt.reader()
+            try:
+                answers = service.answer([prompt.token_ids], [params], traced=bool(fields.trace))
+                async with aclosing(answers):
+                    async for _, delta in answers:
+                        yield self._grown(delta, reader)
+            except ApiError as error:
+                raise prompt.blamed(error) from None
+        except ApiError as error:
+            raise _OWN_NAMES.of(error) from None
+
+    def _grown(self, delta: Delta, reader: AnswerReader) -> list[Event]:
+        reason = delta.finish_reason
+        self._tally.add(delta)
+        if reason is FinishReason.ABORT:
+            raise ApiError("the answer was cut off before its end", status=500)
+        found = reader.read(delta.text, len(delta.token_ids), last=reason is not None)
+        self._tally.reasoning_tokens = reader.reasoning_tokens
+        events = self._blocks.grow(found)
+        if reason is not None:
+            events += [*self._blocks.close(), *self._ending(delta, reader)]
+        if self._fields.trace:
+            self._trees.extend(delta.trees)
+            self._untold_trees.extend(delta.trees)
+            if events:
+                events[-1]["trees"], self._untold_trees = self._untold_trees, []
+        return events
+
+    def _ending(self, delta: Delta, reader: AnswerReader) -> list[Event]:
+        wanted = self._fields.max_tokens or 0
+        if delta.finish_reason is FinishReason.LENGTH:
+            full = self._tally.completion_tokens < wanted
+            reason = "model_context_window_exceeded" if full else "max_tokens"
+        elif delta.stopped_by is not None:
+            reason = "stop_sequence"
+        else:
+            reason = "tool_use" if reader.called else "end_turn"
+        self._ended = {"stop_reason": reason, "stop_sequence": delta.stopped_by}
+        usage = {"usage": self._usage(), "metrics": self._tally.metrics()}
+        return [{"type": "message_delta", "delta": self._ended} | usage, {"type": "message_stop"}]
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        message = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+        return message | {"content": content} | self._ended | {"usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        tally = self._tally
+        return {
+            "input_tokens": tally.prompt_tokens - tally.cached_tokens,
+            "cache_creation_input_tokens": 0,  # counted where a caller pays to write; here nobody does
+            "cache_read_input_tokens": tally.cached_tokens,
+            "output_tokens": tally.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": tally.reasoning_tokens},
+            "service_tier": "standard",
+        }
+
+
+async def count_tokens(service: Service, fields: MessageFields) -> dict[str, Any]:
+    """How many tokens a conversation is, as an answer's usage would say."""
+    service.check_model(fields.model)
+    try:
+        return {"input_tokens": len((await _prompt(service, _checked(service, fields))).token_ids)}
+    except ApiError as error:
+        raise _OWN_NAMES.of(error) from None
+
+
+def _checked(service: Service, fields: MessageFields) -> MessageFields:
+    fields.check()
+    tokenizer, reasoning = service.tokenizer, service.dialect.reasoning
+    return fields.for_template(tokenizer.template_variables, reasons=reasoning is not None)
+
+
+async def _prompt(service: Service, fields: MessageFields) -> ChatPrompt:
+    return await ChatPrompt.of(service, fields, fields.conversation, fields.begun)
+
+
+def _told(events: Iterable[Event]) -> str:
+    return "".join(f"event: {one['type']}\n{event(one)}" for one in events)
