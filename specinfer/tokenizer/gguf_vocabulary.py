@@ -38,6 +38,12 @@ END_TOKENS = frozenset(
         "<|END_OF_TURN_TOKEN|>",  # Command R
     }
 )
+# What says that a text is to be filled in, by the names of configs: the key of today, and the earlier one.
+_FILL_IN = {
+    "prefix_token": ("fim_pre_token_id", "prefix_token_id"),
+    "suffix_token": ("fim_suf_token_id", "suffix_token_id"),
+    "middle_token": ("fim_mid_token_id", "middle_token_id"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +134,9 @@ def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
     names = {"bos_token": bos, "eos_token": eos}
     names["unk_token"] = metadata.token_id("unknown_token_id", tokens)
     names["pad_token"] = metadata.token_id("padding_token_id", tokens)
+    for name, keys in _FILL_IN.items():
+        found = (metadata.token_id(key, tokens) for key in keys)
+        names[name] = next((token for token in found if token is not None), None)
     prefix = [bos] if bos is not None and metadata.get("add_bos_token", add_bos) else []
     suffix = [eos] if eos is not None and metadata.get("add_eos_token", False) else []
     if prefix or suffix:

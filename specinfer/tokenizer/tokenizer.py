@@ -14,6 +14,7 @@ from specinfer.errors import ConfigError, ModelFileError, RequestError
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.hub.gguf_parts import read_gguf
 from specinfer.hub.model_files import ModelFiles, read_json
+from specinfer.tokenizer.fill_in import LOOKED_FOR, NAMES, FillInTokens
 from specinfer.tokenizer.library_errors import Panics
 from specinfer.tokenizer.special_names import Rendered, SpecialNames
 from specinfer.tokenizer.token_bytes import TokenBytes
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 _IDS: Final = 1 << 31  # no id of a token reaches it
 _SHORT: Final = 4096  # characters, which take about a millisecond
 _LINE = "\n"  # what a text goes on behind
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_SPECIAL_NAMES = (
+    *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"),
+    *NAMES,
+)
 
 
 class Tokenizer:
@@ -107,6 +111,31 @@ class Tokenizer:
         ids = self.encode(_LINE + text, add_special=False)
         before = self._line
         return ids[len(before) :] if ids[: len(before)] == before else self.encode(text, add_special=False)
+
+    def encode_fill_in(
+        self, prefix: str, suffix: str, files: Sequence[tuple[str, str]] = (), most: int | None = None
+    ) -> list[int]:
+        """The token ids that ask for what stands between two texts; `fill_in.ends` end the answer.
+
+        `files` are names and texts of other files, of which the first are left out beyond `most` tokens.
+        Raises RequestError where the vocabulary has no tokens for this, and as `encode`.
+        """
+        if self.fill_in is None:
+            raise RequestError(
+                "the model fills in no middle: its vocabulary has no such tokens; looked for "
+                f"{LOOKED_FOR}; use a code model that has them"
+            )
+        return self.fill_in.encode(self, prefix, suffix, files, most)
+
+    @cached_property
+    def fill_in(self) -> FillInTokens | None:
+        """The tokens of `encode_fill_in`; None where the vocabulary has none."""
+        return FillInTokens.of(self._backend.token_to_id, self._special_tokens)
+
+    @cached_property
+    def begins_with_bos(self) -> bool:
+        """Whether `encode` puts the begin-of-text token before a text."""
+        return self.bos_token_id is not None and self.encode("")[:1] == [self.bos_token_id]
 
     @cached_property
     def _line(self) -> list[int]:

@@ -1,0 +1,136 @@
+"""FillInTokens: the special tokens by which a code model is asked for what stands between two texts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from specinfer.tokenizer.tokenizer import Tokenizer
+
+# What configs call them; GGUF files have ids under names of their own.
+NAMES: Final = ("prefix_token", "suffix_token", "middle_token")
+_REPOSITORY, _FILE = "myproject", "filename"  # what has no name of its own, as llama.cpp calls it
+_SNIPPET: Final = "\n\n--- snippet ---\n\n"  # before another file's text, where no token says so
+
+
+class _Family(NamedTuple):
+    """The tokens of some models, by name; "" where they have none."""
+
+    prefix: str
+    suffix: str
+    middle: str
+    repository: str = ""
+    file: str = ""
+    ends: tuple[str, ...] = ()  # what else may come behind the answer
+
+
+FAMILIES: Final = (
+    _Family(  # Qwen2.5-Coder and Qwen3-Coder; CodeGemma has another token for files
+        *("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>"),
+        ends=("<|fim_pad|>", "<|file_separator|>", "<|endoftext|>"),
+    ),
+    _Family(  # StarCoder 2; StarCoder and Granite name files otherwise
+        *("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<repo_name>", "<file_sep>"),
+        ends=("<fim_pad>", "<filename>", "<reponame>", "<|endoftext|>"),
+    ),
+    _Family(
+        "<fim-prefix>", "<fim-suffix>", "<fim-middle>", ends=("<fim-pad>", "<|endoftext|>")
+    ),  # SantaCoder
+    _Family(  # DeepSeek-Coder
+        *("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
+        ends=("<|EOT|>",),
+    ),
+    _Family("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", ends=("\u2581<EOT>",)),  # CodeLlama
+    _Family("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    _Family("[PREFIX]", "[SUFFIX]", ""),  # Codestral, whose prompts end with the prefix
+)
+LOOKED_FOR: Final = ", ".join(family.prefix for family in FAMILIES)
+
+
+@dataclass(frozen=True, slots=True)
+class FillInTokens:
+    """Which tokens of a vocabulary say prefix, suffix and middle.
+
+    Without `middle` the suffix comes first and the answer goes on from the prefix. `ends` may come behind an
+    answer, and are no text of it: give them as `stop_token_ids`.
+    """
+
+    prefix: int
+    suffix: int
+    middle: int | None
+    repository: int | None
+    file: int | None
+    ends: tuple[int, ...]
+    names: re.Pattern[str]
+
+    @classmethod
+    def of(cls, token_id: Callable[[str], int | None], named: Mapping[str, str]) -> FillInTokens | None:
+        """Those of a vocabulary, or None; `named` are tokens that its files call by the names of NAMES."""
+        own = [_Family(*(named[name] for name in NAMES))] if all(name in named for name in NAMES) else []
+        for family in (*FAMILIES, *own):
+            prefix, suffix, middle = map(token_id, family[:3])
+            if prefix is None or suffix is None or (family.middle and middle is None):
+                continue
+            names = [name for part in family for name in ((part,) if isinstance(part, str) else part) if name]
+            found = {name: known for name in names if (known := token_id(name)) is not None}
+            return cls(
+                prefix,
+                suffix,
+                middle if family.middle else None,
+                token_id(family.repository) if family.repository else None,
+                token_id(family.file) if family.file else None,
+                tuple(sorted(set(found.values()))),
+                re.compile("|".join(map(re.escape, found))),
+            )
+        return None
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        prefix: str,
+        suffix: str,
+        files: Sequence[tuple[str, str]] = (),
+        most: int | None = None,
+    ) -> list[int]:
+        """The prompt that asks for what stands between `prefix` and `suffix`, as token ids.
+
+        `files` are names and texts of others that it may look at; of them the first are left out until the
+        prompt has no more than `most` tokens. What looks like one of these tokens in a text is text.
+        """
+        before = [self.prefix, *self._ids(tokenizer, prefix)]
+        behind = [self.suffix, *self._ids(tokenizer, suffix, goes_on=True)]
+        body = [*behind, *before] if self.middle is None else [*before, *behind, self.middle]
+        begin = [tokenizer.bos_token_id] if tokenizer.begins_with_bos else []
+        if not files:
+            return [*begin, *body]
+        if self.repository is not None and self.file is not None:
+            begin += [self.repository, *self._ids(tokenizer, f"{_REPOSITORY}\n")]
+        if self.file is not None:
+            body = [*self._named(tokenizer, _FILE, ""), *body]
+        for name, text in reversed(files):
+            more = self._named(tokenizer, name or _FILE, text)
+            if most is not None and len(begin) + len(more) + len(body) > most:
+                break
+            body = [*more, *body]
+        return [*begin, *body]
+
+    def _named(self, tokenizer: Tokenizer, name: str, text: str) -> list[int]:
+        if self.file is None:
+            return self._ids(tokenizer, _SNIPPET + text, goes_on=True)
+        return [self.file, *self._ids(tokenizer, f"{name}\n{text}", goes_on=True)]
+
+    def _ids(self, tokenizer: Tokenizer, text: str, *, goes_on: bool = False) -> list[int]:
+        """A text's ids, the names of these tokens cut in two so that none is read as the token."""
+        cuts = [0, *(found.start() + 1 for found in self.names.finditer(text)), len(text)]
+        ids: list[int] = []
+        for start, end in pairwise(cuts):
+            piece = text[start:end]
+            if goes_on or start:
+                ids += tokenizer.encode_behind(piece)
+            else:
+                ids += tokenizer.encode(piece, add_special=False)
+        return ids

@@ -1,0 +1,139 @@
+"""Prompts that ask for what stands between two texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+
+from specinfer.errors import RequestError
+from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer.fill_in import FAMILIES
+from specinfer.tokenizer.gguf_vocabulary import read_vocabulary
+
+from .made_up import CHARACTER, CONTROL, byte_level_header, write_folder
+
+QWEN = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
+
+
+def backend(special: tuple[str, ...], *, bos: bool = False) -> tokenizers.Tokenizer:
+    """A token per byte, then <s> (256) and the special tokens."""
+    made = tokenizers.Tokenizer(models.BPE(vocab={CHARACTER[b]: b for b in range(256)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ("<s>", *special)])
+    if bos:
+        made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    return made
+
+
+def tokenizer(*special: str, bos: bool = False) -> Tokenizer:
+    return Tokenizer(backend(special, bos=bos), eos_token_ids=[], bos_token_id=256)
+
+
+def written(made: Tokenizer, ids: list[int]) -> str:
+    """Ids as text, special tokens by name."""
+    names = [made.text_of(i) if made.is_special(i) else chr(i) for i in ids]
+    return "".join(names)
+
+
+def test_the_middle_is_asked_for_behind_prefix_and_suffix() -> None:
+    made = tokenizer(*QWEN)
+    ids = made.encode_fill_in("a = ", "\nprint(a)")
+    assert written(made, ids) == "<|fim_prefix|>a = <|fim_suffix|>\nprint(a)<|fim_middle|>"
+    assert made.fill_in is not None
+    assert {made.id_to_token(i) for i in made.fill_in.ends} == set(QWEN)
+
+
+def test_a_model_that_begins_texts_with_a_token_gets_it() -> None:
+    made = tokenizer(*QWEN, bos=True)
+    assert written(made, made.encode_fill_in("a", "b")) == "<s><|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
+
+
+def test_without_a_middle_token_the_suffix_comes_first() -> None:
+    made = tokenizer("[PREFIX]", "[SUFFIX]", bos=True)
+    assert written(made, made.encode_fill_in("def f(", "return a")) == "<s>[SUFFIX]return a[PREFIX]def f("
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.prefix)
+def test_every_family_is_known_by_its_tokens(family: tuple[str, ...]) -> None:
+    prefix, suffix, middle, *_ = family
+    made = tokenizer(*(name for name in (prefix, suffix, middle) if name))
+    ids = made.encode_fill_in("a", "b")
+    wanted = f"{prefix}a{suffix}b{middle}" if middle else f"{suffix}b{prefix}a"
+    assert written(made, ids) == wanted
+
+
+def test_other_files_stand_before_with_their_names() -> None:
+    made = tokenizer(*QWEN)
+    files = [("one.py", "A = 1\n"), ("", "B = 2\n")]
+    ids = made.encode_fill_in("a", "b", files)
+    behind = "<|file_sep|>filename\n<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
+    assert written(made, ids) == (
+        "<|repo_name|>myproject\n<|file_sep|>one.py\nA = 1\n<|file_sep|>filename\nB = 2\n" + behind
+    )
+    fewer = made.encode_fill_in("a", "b", files, most=len(ids) - 1)
+    assert written(made, fewer) == "<|repo_name|>myproject\n<|file_sep|>filename\nB = 2\n" + behind
+
+
+def test_without_a_token_for_files_their_texts_stand_before() -> None:
+    made = tokenizer("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+    ids = made.encode_fill_in("a", "b", [("one.py", "A = 1")])
+    assert written(made, ids) == "\n\n--- snippet ---\n\nA = 1<fim_prefix>a<fim_suffix>b<fim_middle>"
+
+
+def test_what_looks_like_these_tokens_in_a_text_is_text() -> None:
+    made = tokenizer(*QWEN)
+    code = 'x = "<|fim_suffix|>"  # <|fim_middle|><|fim_pad|>'
+    ids = made.encode_fill_in(code, "")
+    assert ids == [257, *code.encode(), 259, 258]
+
+
+def test_a_vocabulary_without_these_tokens_says_which_were_looked_for() -> None:
+    made = tokenizer("<|fim_prefix|>", "<|fim_suffix|>")  # no middle
+    assert made.fill_in is None
+    with pytest.raises(RequestError, match=r"no such tokens; looked for <\|fim_prefix\|>, <fim_prefix>"):
+        made.encode_fill_in("a", "b")
+
+
+def test_sentencepiece_puts_its_space_before_the_prefix_alone() -> None:
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256}
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    names = ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", "\u2581<EOT>")
+    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    loaded = Tokenizer(made, eos_token_ids=[])
+    assert loaded.encode_fill_in("a", "b") == [257, 256, ord("a"), 258, ord("b"), 259]
+    assert loaded.fill_in is not None
+    assert loaded.fill_in.ends == (257, 258, 259, 260)
+
+
+OWN = ("<before>", "<behind>", "<between>")
+
+
+@pytest.mark.parametrize("keys", ["fim_{}_token_id", "{}_token_id"])
+def test_a_gguf_file_may_say_which_tokens_they_are(keys: str) -> None:
+    header = byte_level_header()
+    tokens, types = header.metadata["tokenizer.ggml.tokens"], header.metadata["tokenizer.ggml.token_type"]
+    short = ("pre", "suf", "mid") if keys.startswith("fim") else ("prefix", "suffix", "middle")
+    ids = {keys.format(name): len(tokens) + i for i, name in enumerate(short)}
+    header = byte_level_header(tokens=[*tokens, *OWN], token_type=[*types, *[CONTROL] * 3], **ids)
+    vocabulary = read_vocabulary(header)
+    made = Tokenizer(vocabulary.backend, eos_token_ids=(), special_tokens=vocabulary.special_tokens)
+    assert written(made, made.encode_fill_in("a", "b")) == "<before>a<behind>b<between>"
+
+
+def test_a_folder_may_say_which_tokens_they_are(tmp_path: Path) -> None:
+    write_folder(tmp_path, backend=backend(OWN))
+    named = dict(zip(("prefix_token", "suffix_token", "middle_token"), OWN, strict=True))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    made = Tokenizer.load(tmp_path)
+    assert written(made, made.encode_fill_in("a", "b")) == "<before>a<behind>b<between>"
