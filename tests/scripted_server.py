@@ -173,7 +173,14 @@ def scripted_app(
     **options: Any,
 ) -> FastAPI:
     """The server's application over that backend; options are of ServeConfig."""
-    service = Service(
+    return build_app(scripted_service(tokenizer, backend, observers, **options), Keys(list(keys)))
+
+
+def scripted_service(
+    tokenizer: Tokenizer, backend: ScriptedBackend, observers: Sequence[Observer] = (), **options: Any
+) -> Service:
+    """What the application asks for answers."""
+    return Service(
         ServeConfig(**options),
         backend,
         tokenizer,
@@ -185,7 +192,6 @@ def scripted_app(
         observers=observers,
         sampling=sampling,
     )
-    return build_app(service, Keys(list(keys)))
 
 
 def http_client(app: FastAPI) -> httpx.AsyncClient:

@@ -23,6 +23,8 @@ from specinfer.serve.completions import Completions
 from specinfer.serve.event_stream import body_of, stream, unless_gone
 from specinfer.serve.fields import parse
 from specinfer.serve.hosts import Hosts
+from specinfer.serve.infill import Infill
+from specinfer.serve.infill_fields import InfillFields
 from specinfer.serve.message_fields import MessageFields
 from specinfer.serve.messages import Messages, count_tokens
 from specinfer.serve.metrics import TEXT_TYPE
@@ -39,7 +41,7 @@ _MOST_ITEMS: Final = 100  # of one list, as in OpenAI's API
 
 
 class _Answering(Protocol):
-    """A request's answers, as `Chat`, `Completions`, `Responses` and `Messages` are."""
+    """A request's answers, as `Chat` or `Responses` are."""
 
     async def whole(self) -> dict[str, Any]: ...
 
@@ -111,6 +113,7 @@ def _add_openai_paths(app: FastAPI, service: Service) -> None:
     answering("/v1/responses", ResponseFields, partial(Responses, store=kept), partial(stream, done=""))
     _add_kept_responses(app, kept)
     answering("/v1/messages", MessageFields, Messages, partial(stream, done=""))
+    answering("/infill", InfillFields, Infill, partial(stream, done=""))
 
     created = int(time.time())
 

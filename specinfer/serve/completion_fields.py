@@ -20,6 +20,9 @@ class CompletionFields(SamplingFields):
     add_special_tokens: bool | None = Field(
         None, description="Whether a text gets the begin-of-text token that its model wants."
     )
+    suffix: str | None = Field(
+        None, description="What comes behind the answer; code models fill in the middle."
+    )
 
     def prompts(self) -> list[str | Ids]:
         """The prompts, one or several; raises ApiError where there is none."""
@@ -30,3 +33,14 @@ class CompletionFields(SamplingFields):
             raise ApiError(f"prompt is an empty list; give {allowed}", param="prompt")
         ids = [one for one in self.prompt if isinstance(one, int)]
         return [ids] if ids else [one for one in self.prompt if not isinstance(one, int)]
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured."""
+        super().check()
+        if self.suffix:
+            if self.echo:
+                raise ApiError(
+                    "echo and suffix are given; put prompt and suffix around the answer", param="echo"
+                )
+            if not all(isinstance(one, str) for one in self.prompts()):
+                raise ApiError("suffix needs a prompt of text; give that, not token ids", param="prompt")

@@ -65,12 +65,7 @@ class Completions:
     async def _choices(self) -> AsyncGenerator[dict[str, Any]]:
         """What each delta adds, as a choice."""
         fields, service = self._fields, self._service
-        self._prompts = [
-            await service.encode(one, "prompt", add_special=fields.add_special_tokens is not False)
-            if isinstance(one, str)
-            else tuple(one)
-            for one in self._given
-        ]
+        self._prompts = [await self._encode(one) for one in self._given]
         self._tally.prompt_tokens = count_tokens(self._prompts)
         service.check_reports(self._tally.prompt_tokens, self._scored)
         params = [self._params(prompt) for prompt in self._prompts]
@@ -85,6 +80,14 @@ class Completions:
                 else:  # in a thread: it is as long as its prompt
                     yield await asyncio.to_thread(self._choice, number, delta, first=first)
                 begun.add(number)
+
+    async def _encode(self, given: str | Sequence[int]) -> tuple[int, ...]:
+        if not isinstance(given, str):
+            return tuple(given)
+        if suffix := self._fields.suffix:
+            return await self._service.encode_fill_in(given, suffix, "suffix")
+        add_special = self._fields.add_special_tokens is not False
+        return await self._service.encode(given, "prompt", add_special=add_special)
 
     @property
     def _scored(self) -> int | None:
@@ -103,6 +106,7 @@ class Completions:
             logprobs=fields.logprobs,
             prompt_logprobs=self._scored,
             prediction=guess.text if isinstance(guess, Prediction) else guess,
+            stop_token_ids=self._service.fill_in_ends(fields.stop_token_ids) if fields.suffix else None,
         )
 
     def _choice(self, number: int, delta: Delta, *, first: bool) -> dict[str, Any]:

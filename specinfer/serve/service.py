@@ -129,6 +129,27 @@ class Service:
         except RequestError as error:
             raise ApiError.of(error) from None
 
+    async def encode_fill_in(
+        self, prefix: str, suffix: str, param: str, *, files: Sequence[tuple[str, str]] = (), answer: int = 0
+    ) -> tuple[int, ...]:
+        """The token ids that ask for what stands between two texts.
+
+        `files` are names and texts of others; the first are left out where an answer of `answer` tokens needs
+        their room.
+        """
+        size = len(prefix) + len(suffix)
+        self._check_length(size // _MOST_CHARACTERS, param)
+        most = self._longest_prompt - answer
+        size += sum(len(text) for _, text in files)
+        return await self._elsewhere(
+            size, param, lambda: tuple(self.tokenizer.encode_fill_in(prefix, suffix, files, most))
+        )
+
+    def fill_in_ends(self, others: Sequence[int] | None) -> list[int]:
+        """The tokens that end an answer between two texts, and those that end it besides."""
+        tokens = self.tokenizer.fill_in
+        return [*(others or ()), *(() if tokens is None else tokens.ends)]
+
     async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -283,11 +304,13 @@ class Service:
         """Completions in progress or waiting."""
         return self._busy
 
-    def _check_length(self, tokens: int, param: str) -> None:
+    @property
+    def _longest_prompt(self) -> int:
         most = self.facts.longest - 1
-        if self.config.max_prompt_tokens is not None:
-            most = min(most, self.config.max_prompt_tokens)
-        if tokens > most:
+        return most if self.config.max_prompt_tokens is None else min(most, self.config.max_prompt_tokens)
+
+    def _check_length(self, tokens: int, param: str) -> None:
+        if tokens > (most := self._longest_prompt):
             raise ApiError(
                 f"the prompt has {tokens} tokens or more; allowed: at most {most}; shorten it",
                 param=param,

@@ -70,8 +70,9 @@ class FillInTokens:
     @classmethod
     def of(cls, token_id: Callable[[str], int | None], named: Mapping[str, str]) -> FillInTokens | None:
         """Those of a vocabulary, or None; `named` are tokens that its files call by the names of NAMES."""
-        own = [_Family(*(named[name] for name in NAMES))] if all(name in named for name in NAMES) else []
-        for family in (*FAMILIES, *own):
+        before, behind, between = (named.get(name, "") for name in NAMES)
+        own = _Family(before, behind, between)
+        for family in (*FAMILIES, *([own] if all(own[:3]) else [])):
             prefix, suffix, middle = map(token_id, family[:3])
             if prefix is None or suffix is None or (family.middle and middle is None):
                 continue
@@ -104,11 +105,11 @@ class FillInTokens:
         before = [self.prefix, *self._ids(tokenizer, prefix)]
         behind = [self.suffix, *self._ids(tokenizer, suffix, goes_on=True)]
         body = [*behind, *before] if self.middle is None else [*before, *behind, self.middle]
-        begin = [tokenizer.bos_token_id] if tokenizer.begins_with_bos else []
+        begin = tokenizer.beginning
         if not files:
             return [*begin, *body]
         if self.repository is not None and self.file is not None:
-            begin += [self.repository, *self._ids(tokenizer, f"{_REPOSITORY}\n")]
+            begin = [*begin, self.repository, *self._ids(tokenizer, f"{_REPOSITORY}\n")]
         if self.file is not None:
             body = [*self._named(tokenizer, _FILE, ""), *body]
         for name, text in reversed(files):

@@ -132,10 +132,10 @@ class Tokenizer:
         """The tokens of `encode_fill_in`; None where the vocabulary has none."""
         return FillInTokens.of(self._backend.token_to_id, self._special_tokens)
 
-    @cached_property
-    def begins_with_bos(self) -> bool:
-        """Whether `encode` puts the begin-of-text token before a text."""
-        return self.bos_token_id is not None and self.encode("")[:1] == [self.bos_token_id]
+    @property
+    def beginning(self) -> list[int]:
+        """What `encode` puts before a text: the begin-of-text token, or nothing."""
+        return [token for token in self.encode("")[:1] if token == self.bos_token_id]
 
     @cached_property
     def _line(self) -> list[int]:

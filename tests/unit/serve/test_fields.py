@@ -135,7 +135,7 @@ def test_a_conversation_that_cannot_be_served(body: Any, param: str | None, said
         ({"prompt": []}, "prompt"),
         ({"prompt": 3}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
-        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": [1], "suffix": "b"}, "prompt"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "logprobs": True}, "logprobs"),
         ({"prompt": "a", "prediction": {"text": "b"}}, "prediction"),

@@ -1,0 +1,157 @@
+"""POST /infill: what stands between two texts, as llama.cpp's server tells it to editors."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, Final
+
+from specinfer.request import FinishReason
+from specinfer.serve.event_stream import event
+from specinfer.serve.infill_fields import InfillFields
+from specinfer.serve.service import Service
+from specinfer.serve.usage import Tally
+from specinfer.serve.work import Delta
+
+_INDENT: Final = re.compile(r"\n([ \t]*)(?=[^ \t\n])")  # of a line that says something
+
+
+class Infill:
+    """One infill, as it is made."""
+
+    def __init__(
+        self, service: Service, fields: InfillFields, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        fields.check()
+        self._service = service
+        self._fields = fields
+        self._clock = clock
+        self._model = service.check_model(fields.model)
+        self._tally = Tally(0)
+        self._text = ""
+        self._tokens: list[int] = []
+        self._trees: list[Any] = []
+        self._ended = {"stop_type": "none", "stopping_word": ""}
+        self._begun = clock()
+        self._first: float | None = None  # when the first token was there
+
+    async def whole(self) -> dict[str, Any]:
+        """The infill in one piece."""
+        async with aclosing(self._pieces()) as pieces:
+            async for _ in pieces:
+                pass
+        tokens = self._tokens if self._fields.return_tokens else []
+        return self._only_wanted(self._last({"content": self._text, "tokens": tokens}))
+
+    async def events(self) -> AsyncGenerator[str]:
+        """The infill as the events of a stream."""
+        async with aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                yield event(piece)
+        yield event(self._only_wanted(self._last({"content": "", "tokens": []})))
+
+    async def _pieces(self) -> AsyncGenerator[dict[str, Any]]:
+        """What each delta adds."""
+        fields, service = self._fields, self._service
+        prompt = await service.encode_fill_in(
+            fields.prefix, fields.input_suffix, "input_suffix", files=fields.files, answer=fields.wanted or 0
+        )
+        self._tally.prompt_tokens = len(prompt)
+        params = fields.sampling_params(
+            service.room(prompt, "input_prefix"), stop_token_ids=service.fill_in_ends(fields.stop_token_ids)
+        )
+        answers = service.answer([prompt], [params], traced=bool(fields.trace))
+        async with aclosing(answers):
+            async for _, delta in answers:
+                self._tally.add(delta)
+                if fields.wanted == 0:
+                    self._tally.completion_tokens, self._ended["stop_type"] = 0, "limit"
+                    return
+                yield self._piece(delta)
+                if self._ended["stop_type"] != "none":
+                    return
+
+    def _piece(self, delta: Delta) -> dict[str, Any]:
+        if self._first is None:
+            self._first = self._clock()
+        before, self._text = len(self._text), self._text + delta.text
+        self._tokens += delta.token_ids
+        match delta.finish_reason:
+            case FinishReason.STOP:
+                word = delta.stopped_by
+                self._ended = {"stop_type": "eos" if word is None else "word", "stopping_word": word or ""}
+            case FinishReason.LENGTH | FinishReason.ABORT:
+                self._ended["stop_type"] = "limit"
+        if self._is_over(before):
+            self._ended = {"stop_type": "limit", "stopping_word": ""}
+        piece = {"content": self._text[before:], "tokens": list(delta.token_ids), "stop": False}
+        if self._fields.trace:
+            self._trees.extend(delta.trees)
+            piece["trees"] = list(delta.trees)
+        return {"index": 0} | piece | self._counts()
+
+    def _is_over(self, before: int) -> bool:
+        """Whether the editor wants no more; what it does not want of the text since `before` is cut."""
+        fields = self._fields
+        if fields.n_indent:
+            for line in _INDENT.finditer(self._text, max(0, self._text.rfind("\n", 0, before))):
+                if len(line[1]) < fields.n_indent:
+                    self._text = self._text[: line.end(1)]
+                    return True
+        limit = fields.t_max_predict_ms or 0
+        return limit > 0 and "\n" in self._text and 1000 * (self._clock() - (self._first or 0.0)) > limit
+
+    def _last(self, said: dict[str, Any]) -> dict[str, Any]:
+        """The last event of a stream, or all of the answer."""
+        more = {"trees": self._trees} if self._fields.trace else {}
+        return (
+            {"index": 0}
+            | said
+            | {"stop": True, "model": self._model}
+            | self._counts()
+            | {
+                "has_new_line": "\n" in self._text,
+                "truncated": False,
+                "tokens_cached": self._tally.cached_tokens,
+                "timings": self._timings(),
+                "metrics": self._tally.metrics(),
+            }
+            | self._ended
+            | more
+        )
+
+    def _counts(self) -> dict[str, Any]:
+        tally = self._tally
+        return {"tokens_predicted": tally.completion_tokens, "tokens_evaluated": tally.prompt_tokens}
+
+    def _timings(self) -> dict[str, Any]:
+        tally, now = self._tally, self._clock()
+        first = now if self._first is None else self._first
+        figures: dict[str, float] = {"cache_n": tally.cached_tokens}
+        for name, count, seconds in (
+            ("prompt", tally.prompt_tokens - tally.cached_tokens, first - self._begun),
+            ("predicted", tally.completion_tokens, now - first),
+        ):
+            figures |= {
+                f"{name}_n": count,
+                f"{name}_ms": 1000 * seconds,
+                f"{name}_per_token_ms": 1000 * seconds / count if count else 0.0,
+                f"{name}_per_second": count / seconds if seconds else 0.0,
+            }
+        guessed = {"draft_n": tally.figures.drafted_tokens, "draft_n_accepted": tally.figures.accepted_tokens}
+        return figures | guessed
+
+    def _only_wanted(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Of an answer the fields that are wanted; "timings/prompt_n" is within another one."""
+        if not self._fields.response_fields:
+            return answer
+        found: dict[str, Any] = {}
+        for name in self._fields.response_fields:
+            value: Any = answer
+            for part in name.split("/"):
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is not None:
+                found[name.rpartition("/")[2]] = value
+        return found
