@@ -82,6 +82,9 @@ class ScriptedBackend:
     def abort(self, ids: Iterable[str]) -> None:
         self.gone += ids
 
+    def cut(self, reason: str) -> int:
+        raise NotImplementedError(f"a script cannot be cut: {reason}")
+
     async def health(self) -> Health:
         return Health(True, FACTS, EngineState())
 

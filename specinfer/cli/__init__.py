@@ -17,8 +17,9 @@ import click
 from specinfer.errors import IntegrityError, UserError
 from specinfer.version import VERSION
 
-COMMANDS: Final = {  # name -> module, which has a click command of that name; in the order --help shows
+COMMANDS: Final = {  # name -> what --help says, in its order; each is a click command in its own module
     "serve": "Serve a model to OpenAI clients.",
+    "run-batch": "Answer a file of requests, as a server would.",
     "generate": "Answer a prompt.",
     "chat": "Talk with a model.",
     "pull": "Fetch a model.",
@@ -44,7 +45,8 @@ class _LazyGroup(click.Group):
             if close := get_close_matches(cmd_name, COMMANDS, n=1):
                 ctx.fail(f"there is no command {cmd_name!r}; did you mean {close[0]!r}?")
             return None
-        command: click.Command = getattr(import_module(f"specinfer.cli.{cmd_name}"), cmd_name)
+        name = cmd_name.replace("-", "_")
+        command: click.Command = getattr(import_module(f"specinfer.cli.{name}"), name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -28,6 +29,11 @@ _STEP_TOKENS: Final = (
     128  # a step of more keeps whoever comes meanwhile waiting; of fewer reads prompts slowly
 )
 _LISTS: Final = ("served_model_name", "api_key", "cors_origin", "allowed_host", "trusted_proxy")
+_OF_BATCHES: Final = (  # of the server's options: those that no connection is needed for
+    *("served_model_name", "max_n", "max_prompt_tokens", "max_body", "call_format", "engine_timeout"),
+    *("unknown_fields", "special_tokens_in_messages", "log_traffic", "log_traffic_size", "log_level"),
+    *("log_format", "otlp_endpoint"),
+)
 _FLAGS: Final = {"drafts": "draft"}  # one is given at a time
 
 PURPOSES: Final = {
@@ -103,10 +109,32 @@ PURPOSES: Final = {
 
 def every_option(command: _Command) -> _Command:
     """A flag for each option of the engine and of the server, the model excepted."""
-    for name, hint, default in reversed([*_engine_fields(), *_own_fields(ServeConfig)]):
+    return _options(command, [*_engine_fields(), *_own_fields(ServeConfig)])
+
+
+def batch_options(command: _Command) -> _Command:
+    """A flag for each option of the engine, the model excepted, and for those of what answers requests."""
+    return _options(
+        command, [*_engine_fields(), *(f for f in _own_fields(ServeConfig) if f[0] in _OF_BATCHES)]
+    )
+
+
+def _options(command: _Command, found: list[tuple[str, Any, Any]]) -> _Command:
+    for name, hint, default in reversed(found):
         if name != "model":
             command = _flag(name, hint, default)(command)
     return command
+
+
+@contextmanager
+def needs_serving() -> Iterator[None]:
+    """A block that imports what serves; raises ConfigError where it is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"{error.name} is not installed; this command needs it: pip install 'specinfer[serve]'"
+        ) from None
 
 
 def configs(flags: Mapping[str, Any], file: Path | None) -> tuple[dict[str, Any], ServeConfig]:

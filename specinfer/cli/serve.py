@@ -9,9 +9,8 @@ from typing import Any, Final
 
 import click
 
-from specinfer.cli.every_option import configs, every_option
+from specinfer.cli.every_option import configs, every_option, needs_serving
 from specinfer.cli.options import engine_config
-from specinfer.errors import ConfigError
 
 _KEY_VARIABLE: Final = "SPECINFER_API_KEY"
 
@@ -34,12 +33,8 @@ def serve(model: str | None, file: Path | None, **flags: Any) -> None:
     engine = engine_config(options)
     # Its process loads torch while this one loads what serves.
     with EngineChild((config.log_level, config.log_format)) as child:
-        try:
+        with needs_serving():
             from specinfer.serve.server import serve as serve_forever
-        except ImportError as error:
-            raise ConfigError(
-                f"{error.name} is not installed; the server needs it: pip install 'specinfer[serve]'"
-            ) from None
         serve_forever(config, engine, child, ProgressBar(), partial(_tell_ready, page=config.page))
 
 

@@ -29,7 +29,7 @@ class Health:
 
 
 class Backend(Protocol):
-    """Three methods, called on the server's event loop."""
+    """Four methods, called on the server's event loop."""
 
     def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
         """The deltas of these works as they come, each one's last with a finish reason.
@@ -43,6 +43,10 @@ class Backend(Protocol):
 
     def abort(self, ids: Iterable[str]) -> None:
         """End these works before the next step; nobody hears of them again."""
+        ...
+
+    def cut(self, reason: str) -> int:
+        """End all answers with UnavailableError, which says why; returns how many there were."""
         ...
 
     async def health(self) -> Health:

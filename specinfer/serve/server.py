@@ -19,25 +19,19 @@ from typing import TYPE_CHECKING, Any, Final
 import uvicorn
 
 from specinfer.config import EngineConfig
-from specinfer.errors import ConfigError, UserError
+from specinfer.errors import ConfigError
 from specinfer.hub.model_files import ModelFiles
 from specinfer.hub.resolution import resolve
-from specinfer.hub.sampling_defaults import sampling_defaults
 from specinfer.progress import Progress
 from specinfer.serve.access import Keys
-from specinfer.serve.backend import BackendError
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.connection import Connection
 from specinfer.serve.connections import SPARE, Connections
-from specinfer.serve.dialect import Dialect
 from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.hosts import Hosts, is_loopback
 from specinfer.serve.logs import configure
-from specinfer.serve.metrics import Metrics
-from specinfer.serve.observer import observers
-from specinfer.serve.process_backend import ProcessBackend
+from specinfer.serve.open_service import open_service
 from specinfer.serve.service import Service
-from specinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -165,48 +159,15 @@ async def _serve(
     files: ModelFiles,
     ready: Callable[[str], None],
 ) -> None:
-    names = list(dict.fromkeys(config.served_model_name or [engine.model]))  # the usual one first
-    metrics = Metrics(names[0])
-    backend = ProcessBackend(
-        engine,
-        (config.log_level, config.log_format),
-        child,
-        max_wait=config.max_wait,
-        timeout=config.engine_timeout,
-    )
     asyncio.get_running_loop().set_exception_handler(_AcceptErrors())
-    starting = asyncio.ensure_future(backend.start())
-    try:
-        await asyncio.sleep(0)  # it takes seconds, and these are loaded meanwhile
-        from specinfer.serve.app import build_app
+    async with open_service(config, engine, child, files) as service:
+        from specinfer.serve.app import build_app  # which was loaded while the engine was
 
-        tokenizer = Tokenizer.load(files, engine.chat_template)
-        dialect = Dialect.of(tokenizer, config.call_format)
-        with observers(config, names[0], metrics, tokenizer) as observing:
-            service = Service(
-                config,
-                backend,
-                tokenizer,
-                await starting,
-                dialect,
-                models=names,
-                batch=engine.scheduler.max_batch_size,
-                metrics=metrics,
-                observers=observing,
-                sampling=sampling_defaults(files) if engine.generation_config == "auto" else {},
-            )
-            host, port = listener.getsockname()[:2]
-            hosts = Hosts.of(config.host, config.allowed_host, keyed=bool(keys), address=host)
-            app = build_app(service, keys, hosts)
-            server = _Server(_uvicorn_config(config, app), service, backend.cut)
-            server.on_ready = lambda: ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-            await server.serve(sockets=[listener])
-    except BackendError as error:
-        raise UserError(str(error)) from None
-    finally:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        await backend.close()
+        host, port = listener.getsockname()[:2]
+        hosts = Hosts.of(config.host, config.allowed_host, keyed=bool(keys), address=host)
+        server = _Server(_uvicorn_config(config, build_app(service, keys, hosts)), service)
+        server.on_ready = lambda: ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        await server.serve(sockets=[listener])
 
 
 def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
@@ -231,15 +192,11 @@ def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which stops taking work first when it is told to end.
+    """uvicorn's, which stops taking work first when it is told to end."""
 
-    `cut(reason)` ends the answers that are still made, and returns how many there were.
-    """
-
-    def __init__(self, config: uvicorn.Config, service: Service, cut: Callable[[str], int]) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
-        self._cut = cut
         self.on_ready: Callable[[], None] = lambda: None
 
     @contextlib.contextmanager
@@ -271,7 +228,7 @@ class _Server(uvicorn.Server):
         ending = asyncio.ensure_future(super().shutdown(sockets))
         done, _ = await asyncio.wait({ending}, timeout=self._service.config.grace)
         if not done:
-            cut = self._cut(_CUT)
+            cut = self._service.backend.cut(_CUT)
             await asyncio.wait({ending}, timeout=_CUT_SECONDS)
             # What is open still neither sends the rest of its request nor reads its answer.
             for connection in [*self.server_state.connections]:

@@ -1,0 +1,183 @@
+"""A file of requests, answered by the endpoints of the server without a server: OpenAI's batch format.
+
+Every line is an object with custom_id, method, url and body; its answer is a line of the output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import httpx
+from pydantic import ConfigDict
+from pydantic_core import to_json
+from starlette.types import ASGIApp
+
+from specinfer.config import EngineConfig
+from specinfer.errors import UserError
+from specinfer.hub.model_files import ModelFiles
+from specinfer.hub.resolution import resolve
+from specinfer.progress import Progress
+from specinfer.serve.access import Keys
+from specinfer.serve.api_error import ApiError
+from specinfer.serve.batch_answers import BatchAnswers
+from specinfer.serve.config import ServeConfig
+from specinfer.serve.engine_child import EngineChild
+from specinfer.serve.fields import Fields, parse
+from specinfer.serve.open_service import open_service
+
+_AHEAD: Final = 2  # requests beyond a full batch, so that one is ready when another ends
+
+
+class BatchLine(Fields):
+    """One request of a batch."""
+
+    custom_id: str
+    method: Literal["POST"] = "POST"
+    url: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
+    body: dict[str, Any]
+
+    def check(self) -> None:
+        """Raise ApiError for what a batch cannot give."""
+        if self.body.get("stream"):
+            raise ApiError("body.stream is true, and a batch has whole answers; drop it", param="body.stream")
+
+
+class _Named(Fields):
+    """Whose a line is that is no request otherwise."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    custom_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """A line of the input that has no answer yet."""
+
+    number: int
+    name: str | None  # its custom_id
+    request: BatchLine | None  # None where it is none
+    fault: str = ""  # what is wrong with it then
+
+
+class BatchInput:
+    """The requests of a file, read line by line; raises UserError where there is none, and OSError."""
+
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        if not path.is_file():
+            raise UserError(f"{path} is no file; give one with a request in each line")
+        self._path = path
+        self._most_bytes = most_bytes  # of a request
+        with path.open("rb") as file:
+            self.count = sum(1 for raw in file if raw.strip())
+
+    def any_left(self, answers: BatchAnswers) -> bool:
+        """Whether a request has no answer among these."""
+        return next(self.left(answers), None) is not None
+
+    def left(self, answers: BatchAnswers) -> Iterator[_Ask]:
+        """What has no answer among these, in order."""
+        seen: dict[str, int] = {}
+        with self._path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if not raw.strip() or number in answers.lines:
+                    continue
+                ask = self._read(number, raw)
+                if ask.name is None:
+                    yield ask
+                elif (first := seen.setdefault(ask.name, number)) != number:
+                    fault = f"custom_id is {ask.name[:100]!r}, like that of line {first}; rename it"
+                    yield _Ask(number, None, None, fault)
+                elif ask.name not in answers.names:
+                    yield ask
+
+    def _read(self, number: int, raw: bytes) -> _Ask:
+        try:
+            request = parse(BatchLine, raw, self._most_bytes)
+            request.check()
+        except ApiError as error:
+            try:
+                name = parse(_Named, raw, self._most_bytes).custom_id
+            except ApiError:
+                name = None
+            return _Ask(number, name, None, error.body["error"]["message"])
+        return _Ask(number, request.custom_id, request)
+
+
+def run_batch(
+    config: ServeConfig,
+    engine: EngineConfig,
+    child: EngineChild,
+    source: BatchInput,
+    answers: BatchAnswers,
+    progress: Progress,
+) -> None:
+    """Answer all requests of `source` that have no answer, with the engine in `child`.
+
+    `answers` gets each when it is there, so whatever ends the run costs those in progress alone. Raises
+    UserError for what the engine cannot be started with, and OSError where an answer cannot be written.
+    """
+    files = resolve(engine.model, progress=progress)
+    asyncio.run(_run(config, engine, child, files, source, answers, progress))
+
+
+async def _run(
+    config: ServeConfig,
+    engine: EngineConfig,
+    child: EngineChild,
+    files: ModelFiles,
+    source: BatchInput,
+    answers: BatchAnswers,
+    progress: Progress,
+) -> None:
+    at_once = engine.scheduler.max_batch_size + _AHEAD
+    config = replace(config, max_waiting=at_once * config.max_n, page=False)
+    async with open_service(config, engine, child, files) as service:
+        from specinfer.serve.app import build_app
+
+        progress.start(source.count, "batch", "requests")
+        progress.advance(len(answers))
+        await answer_all(build_app(service, Keys([])), source.left(answers), answers, at_once, progress)
+        progress.finish()
+
+
+async def answer_all(
+    app: ASGIApp, asks: Iterator[_Ask], answers: BatchAnswers, at_once: int, progress: Progress
+) -> None:
+    """Ask the application all of this, so much at once."""
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for ask in asks:  # which all share
+            await _answer(client, ask, answers)
+            progress.advance(1)
+
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as client:
+        workers = [asyncio.ensure_future(work(client)) for _ in range(at_once)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for one in workers:
+                one.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def _answer(client: httpx.AsyncClient, ask: _Ask, answers: BatchAnswers) -> None:
+    if ask.request is None:
+        answers.add(ask.name, line=ask.number, error={"code": "invalid_line", "message": ask.fault})
+        return
+    answer = await client.post(ask.request.url, content=to_json(ask.request.body))
+    response = {
+        "status_code": answer.status_code,
+        "request_id": answer.headers["x-request-id"],
+        "body": answer.json(),
+    }
+    error = None
+    if answer.is_error:
+        told = response["body"]["error"]
+        error = {"code": told.get("code") or told["type"], "message": told["message"]}
+    answers.add(ask.name, line=ask.number, response=response, error=error)

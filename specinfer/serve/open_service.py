@@ -1,0 +1,66 @@
+"""What answers requests, over an engine process of its own: for a server, and for files of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from specinfer.config import EngineConfig
+from specinfer.errors import UserError
+from specinfer.hub.model_files import ModelFiles
+from specinfer.hub.sampling_defaults import sampling_defaults
+from specinfer.serve.backend import BackendError
+from specinfer.serve.config import ServeConfig
+from specinfer.serve.dialect import Dialect
+from specinfer.serve.engine_child import EngineChild
+from specinfer.serve.metrics import Metrics
+from specinfer.serve.observer import observers
+from specinfer.serve.process_backend import ProcessBackend
+from specinfer.serve.service import Service
+from specinfer.tokenizer import Tokenizer
+
+
+@asynccontextmanager
+async def open_service(
+    config: ServeConfig, engine: EngineConfig, child: EngineChild, files: ModelFiles
+) -> AsyncIterator[Service]:
+    """A Service whose engine runs in `child` until the block ends; `files` are the engine's model.
+
+    Raises UserError for whatever the engine cannot be started with.
+    """
+    names = list(dict.fromkeys(config.served_model_name or [engine.model]))  # the usual one first
+    metrics = Metrics(names[0])
+    backend = ProcessBackend(
+        engine,
+        (config.log_level, config.log_format),
+        child,
+        max_wait=config.max_wait,
+        timeout=config.engine_timeout,
+    )
+    starting = asyncio.ensure_future(backend.start())
+    try:
+        await asyncio.sleep(0)  # it takes seconds, and these are loaded meanwhile
+        import specinfer.serve.app  # noqa: F401 - what the service is for
+
+        tokenizer = Tokenizer.load(files, engine.chat_template)
+        dialect = Dialect.of(tokenizer, config.call_format)
+        with observers(config, names[0], metrics, tokenizer) as observing:
+            yield Service(
+                config,
+                backend,
+                tokenizer,
+                await starting,
+                dialect,
+                models=names,
+                batch=engine.scheduler.max_batch_size,
+                metrics=metrics,
+                observers=observing,
+                sampling=sampling_defaults(files) if engine.generation_config == "auto" else {},
+            )
+    except BackendError as error:
+        raise UserError(str(error)) from None
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await backend.close()

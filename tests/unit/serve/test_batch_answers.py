@@ -1,0 +1,106 @@
+"""The file that gets a batch's answers, and what a run after it makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer.errors import UserError
+from specinfer.serve.batch_answers import BatchAnswers
+
+GOOD = {"status_code": 200, "request_id": "r", "body": {"text": "hi"}}
+TOLD = {"code": "c", "message": "m"}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def fill(path: Path) -> None:
+    with BatchAnswers(path) as answers:
+        answers.add("a", line=1, response=GOOD)
+        answers.add("b", line=2, response=GOOD | {"status_code": 400}, error=TOLD)
+        answers.add(None, line=3, error=TOLD)
+
+
+def test_answers_are_lines_in_openais_shape(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    fill(path)
+    found = lines(path)
+    assert all(record.pop("id").startswith("batch_req_") for record in found)
+    assert found == [
+        {"custom_id": "a", "response": GOOD, "error": None},
+        {"custom_id": "b", "response": GOOD | {"status_code": 400}, "error": TOLD | {"line": 2}},
+        {"custom_id": None, "response": None, "error": TOLD | {"line": 3}},
+    ]
+
+
+def test_what_is_there_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    fill(path)
+    before = path.read_bytes()
+    with BatchAnswers(path) as answers:
+        assert (answers.names, answers.lines, len(answers), answers.refused) == ({"a", "b"}, {3}, 3, 2)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("kept", [1, 10, 18, 40, -1])
+def test_a_line_that_broke_off_is_removed(tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "out.jsonl"
+    fill(path)
+    whole = path.read_bytes()
+    first = whole.splitlines(keepends=True)[0]
+    path.write_bytes(whole + first[:kept])
+    with BatchAnswers(path) as answers:
+        assert answers.names == {"a", "b"}
+        answers.add("c", line=4, response=GOOD)
+    assert path.read_bytes().startswith(whole)
+    assert [record["custom_id"] for record in lines(path)] == ["a", "b", None, "c"]
+
+
+def test_what_failed_here_is_asked_again(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with BatchAnswers(path) as answers:
+        answers.add("a", line=1, response=GOOD | {"status_code": 500}, error=TOLD)
+        answers.add("b", line=2, response=GOOD)
+    os.chmod(path, 0o640)
+    with BatchAnswers(path) as answers:
+        assert (answers.names, answers.refused) == ({"b"}, 0)
+        answers.add("a", line=1, response=GOOD)
+    assert [record["custom_id"] for record in lines(path)] == ["b", "a"]
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a poem\n",
+        "{}\n",
+        '{"custom_id": 3, "response": null, "error": null}\n',
+        "a poem",
+        "[" * 10_000 + "\n",
+    ],
+)
+def test_a_file_of_another_kind_is_left_as_it_is(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match="no answer of a batch in line 1"):
+        BatchAnswers(path)
+    assert path.read_text() == text
+
+
+def test_a_device_is_no_file_to_go_on_from() -> None:
+    with pytest.raises(UserError, match="/dev/zero is no plain file"):
+        BatchAnswers(Path("/dev/zero"))
+
+
+def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with BatchAnswers(path), pytest.raises(UserError, match="another run writes"):
+        BatchAnswers(path)
+    with BatchAnswers(path):
+        pass

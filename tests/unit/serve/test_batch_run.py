@@ -1,0 +1,198 @@
+"""Files of requests, answered by the endpoints of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer.errors import UserError
+from specinfer.progress import NoProgress
+from specinfer.serve.backend import BackendError
+from specinfer.serve.batch_answers import BatchAnswers
+from specinfer.serve.batch_run import BatchInput, answer_all
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import MODEL, Script, ScriptedBackend, byte_tokenizer, says, scripted_app
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+BODIES = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": CHAT | {"max_tokens": 9},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def ask(name: Any, url: str = "/v1/chat/completions", body: Any = None, **more: Any) -> str:
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body or BODIES[url]} | more)
+
+
+class Batch:
+    """A folder with a file of requests and one of answers."""
+
+    def __init__(self, folder: Path, *requests: str) -> None:
+        self.source, self.target = folder / "in.jsonl", folder / "out.jsonl"
+        self.source.write_text("".join(f"{line}\n" for line in requests))
+
+    def run(self, tokenizer: Tokenizer, *scripts: Script, at_once: int = 4) -> ScriptedBackend:
+        backend = ScriptedBackend(*scripts)
+
+        async def run() -> None:
+            app = scripted_app(tokenizer, backend)
+            with BatchAnswers(self.target) as answers:
+                asks = BatchInput(self.source, 1 << 20).left(answers)
+                await answer_all(app, asks, answers, at_once, NoProgress())
+
+        asyncio.run(run())
+        return backend
+
+    @property
+    def answers(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.target.read_text().splitlines()]
+
+    @property
+    def by_name(self) -> dict[str, dict[str, Any]]:
+        found = {record["custom_id"]: record for record in self.answers}
+        assert len(found) == len(self.answers)
+        return found
+
+
+def test_each_request_gets_the_answer_of_its_endpoint(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    batch = Batch(tmp_path, *(ask(url, url) for url in BODIES), "", ask("no method", method="POST"))
+    batch.run(tokenizer, says("Hello"))
+    found = batch.by_name
+    assert set(found) == {*BODIES, "no method"}
+    for record in found.values():
+        assert record["error"] is None
+        assert record["response"]["status_code"] == 200
+        assert record["response"]["request_id"].startswith("req-")
+    bodies = {name: record["response"]["body"] for name, record in found.items()}
+    assert bodies["/v1/chat/completions"]["choices"][0]["message"]["content"] == "Hello"
+    assert bodies["/v1/completions"]["choices"][0]["text"] == "Hello"
+    assert bodies["/v1/responses"]["output"][0]["content"][0]["text"] == "Hello"
+    assert bodies["/v1/messages"]["content"] == [{"type": "text", "text": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "fault"),
+    [
+        ("not JSON", None, "not JSON"),
+        ("[1]", None, "the body"),
+        ("{}", None, "custom_id"),
+        (ask(3), None, "custom_id"),
+        (ask("x", "/v1/embeddings", CHAT), "x", "url is '/v1/embeddings'; allowed: '/v1/chat/completions'"),
+        (ask("x", method="GET"), "x", "method is 'GET'"),
+        (ask("x", body=[1]), "x", "body: "),
+        (ask("x", body=CHAT | {"stream": True}), "x", "body.stream is true"),
+        (ask("good"), None, "custom_id is 'good', like that of line 1; rename it"),
+        ("[" * 100_000, None, ""),
+    ],
+)
+def test_a_bad_line_costs_no_other_anything(
+    tokenizer: Tokenizer, tmp_path: Path, line: str, name: str | None, fault: str
+) -> None:
+    batch = Batch(tmp_path, ask("good"), line, ask("too"))
+    for _ in range(2):  # the second run finds nothing to do
+        batch.run(tokenizer, says("Hello"))
+        assert sorted(map(str, batch.by_name)) == sorted(["good", "too", str(name)])
+        bad = batch.by_name[name]  # type: ignore[index]
+        assert bad["response"] is None
+        assert (bad["error"]["code"], bad["error"]["line"]) == ("invalid_line", 2)
+        assert fault in bad["error"]["message"]
+
+
+def test_what_an_endpoint_refuses_is_told_as_it_tells_it(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    wrong = CHAT | {"temperature": -1}
+    batch = Batch(
+        tmp_path,
+        ask("model", body=CHAT | {"model": "other"}),
+        ask("chat", body=wrong),
+        ask("messages", "/v1/messages", wrong),
+    )
+    batch.run(tokenizer, says("Hello"))
+    model, chat, messages = (batch.by_name[name] for name in ("model", "chat", "messages"))
+    assert (model["response"]["status_code"], model["error"]["code"]) == (404, "model_not_found")
+    assert MODEL in model["error"]["message"]
+    assert (chat["response"]["status_code"], chat["error"]["code"]) == (400, "invalid_request_error")
+    assert chat["response"]["body"]["error"]["param"] == "temperature"
+    assert messages["response"]["body"]["type"] == "error"
+    assert messages["error"]["message"] == messages["response"]["body"]["error"]["message"]
+
+
+def test_a_run_goes_on_from_what_is_there(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    batch = Batch(
+        tmp_path, *(ask(str(i), body={"messages": [{"role": "user", "content": str(i)}]}) for i in range(9))
+    )
+    died: Sequence[Script] = [[BackendError("the engine died")] if i == 2 else says(str(i)) for i in range(4)]
+    batch.source.write_text("".join(batch.source.read_text().splitlines(keepends=True)[:4]))
+    batch.run(tokenizer, *died, at_once=1)
+    assert batch.by_name["2"]["response"]["status_code"] == 500
+    first = {record["custom_id"]: record["id"] for record in batch.answers if record["custom_id"] != "2"}
+    with batch.target.open("ab") as file:
+        file.write(b'{"id": "batch_req_torn", "cust')
+    Batch(tmp_path, *(ask(str(i)) for i in range(9)))
+    again = batch.run(tokenizer, says("later"))
+    assert len(again.works) == 6
+    assert set(batch.by_name) == set(map(str, range(9)))
+    assert first.items() <= {name: record["id"] for name, record in batch.by_name.items()}.items()
+
+
+def test_so_many_are_asked_at_once(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    batch = Batch(tmp_path, *(ask(str(i)) for i in range(40)))
+    most = 0
+
+    class Counting(ScriptedBackend):
+        busy = 0
+
+        async def generate(self, works: Any) -> Any:
+            nonlocal most
+            self.busy += 1
+            most = max(most, self.busy)
+            try:
+                async for delta in super().generate(works):
+                    yield delta
+            finally:
+                self.busy -= 1
+
+    async def run() -> None:
+        app = scripted_app(tokenizer, Counting(says("a", "b", "c")))
+        with BatchAnswers(batch.target) as answers:
+            await answer_all(app, BatchInput(batch.source, 1 << 20).left(answers), answers, 3, NoProgress())
+
+    asyncio.run(run())
+    assert most == 3
+    assert len(batch.by_name) == 40
+
+
+def test_an_answer_that_cannot_be_written_ends_the_run(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch(tmp_path, *(ask(str(i)) for i in range(5)))
+
+    async def run() -> None:
+        app = scripted_app(tokenizer, ScriptedBackend(says("a")))
+        with BatchAnswers(batch.target) as answers:
+            await answer_all(app, BatchInput(batch.source, 1 << 20).left(answers), answers, 3, NoProgress())
+
+    def full(file: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        asyncio.run(run())
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no file"):
+        BatchInput(tmp_path / "nothing.jsonl", 1 << 20)
