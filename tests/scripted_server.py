@@ -83,7 +83,7 @@ class ScriptedBackend:
         self.gone += ids
 
     def cut(self, reason: str) -> int:
-        raise NotImplementedError(f"a script cannot be cut: {reason}")
+        raise AssertionError(f"no test ends a server in the middle of a script: {reason}")
 
     async def health(self) -> Health:
         return Health(True, FACTS, EngineState())
@@ -173,14 +173,19 @@ def scripted_app(
     observers: Sequence[Observer] = (),
     keys: Sequence[str] = (),
     sampling: Mapping[str, float] | None = None,
+    models: Sequence[str] = (MODEL,),
     **options: Any,
 ) -> FastAPI:
     """The server's application over that backend; options are of ServeConfig."""
-    return build_app(scripted_service(tokenizer, backend, observers, **options), Keys(list(keys)))
+    return build_app(scripted_service(tokenizer, backend, observers, models, **options), Keys(list(keys)))
 
 
 def scripted_service(
-    tokenizer: Tokenizer, backend: ScriptedBackend, observers: Sequence[Observer] = (), **options: Any
+    tokenizer: Tokenizer,
+    backend: ScriptedBackend,
+    observers: Sequence[Observer] = (),
+    models: Sequence[str] = (MODEL,),
+    **options: Any,
 ) -> Service:
     """What the application asks for answers."""
     return Service(
@@ -189,7 +194,7 @@ def scripted_service(
         tokenizer,
         FACTS,
         Dialect.of(tokenizer),
-        models=[MODEL],
+        models=models,
         batch=16,
         metrics=Metrics(MODEL),
         observers=observers,

@@ -76,8 +76,11 @@ class Service:
         self.draining = False
 
     def check_model(self, name: str | None) -> str:
-        """The model's name as the answer says it; raises ApiError for another model."""
-        if name is not None and name not in self.models:
+        """The model's name as the answer says it: as it was asked for, or the usual one where it was not.
+
+        Raises ApiError for another model.
+        """
+        if name and name not in self.models:
             raise ApiError(
                 f"the model {cut(name)!r} is not served here; allowed: {', '.join(self.models)}",
                 param="model",

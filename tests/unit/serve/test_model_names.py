@@ -1,0 +1,67 @@
+"""The names that requests may call the model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+
+NAMES = ("qwen", "gpt-4o", "org/name")
+TURNS = [{"role": "user", "content": "Hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/chat/completions": {"messages": TURNS},
+    "/completions": {"prompt": "Hi"},
+    "/responses": {"input": "Hi"},
+    "/messages": {"messages": TURNS, "max_tokens": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def ask(tokenizer: Tokenizer, do: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+    app = scripted_app(tokenizer, ScriptedBackend(says("Hello")), models=NAMES)
+    asyncio.run(do(http_client(app)))  # type: ignore[arg-type]
+
+
+def test_all_names_are_listed(tokenizer: Tokenizer) -> None:
+    async def do(http: httpx.AsyncClient) -> None:
+        listed = (await http.get("/models")).json()["data"]
+        assert [card["id"] for card in listed] == list(NAMES)
+        assert {card["root"] for card in listed} == {"qwen"}
+        assert (await http.get("/models/org/name")).json() == listed[2]
+
+    ask(tokenizer, do)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_answer_has_the_name_that_was_asked_for(tokenizer: Tokenizer, path: str) -> None:
+    async def do(http: httpx.AsyncClient) -> None:
+        for asked, told in (*((name, name) for name in NAMES), ("", "qwen"), (None, "qwen")):
+            answer = await http.post(path, json=BODIES[path] | {"model": asked})
+            assert answer.json()["model"] == told
+        assert (await http.post(path, json=BODIES[path])).json()["model"] == "qwen"
+
+    ask(tokenizer, do)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("name", ["other", "qwen:my-adapter", "QWEN"])
+def test_another_name_is_not_found(tokenizer: Tokenizer, path: str, name: str) -> None:
+    async def do(http: httpx.AsyncClient) -> None:
+        answer = await http.post(path, json=BODIES[path] | {"model": name})
+        assert answer.status_code == 404
+        assert (
+            f"{name!r} is not served here; allowed: qwen, gpt-4o, org/name"
+            in answer.json()["error"]["message"]
+        )
+
+    ask(tokenizer, do)
