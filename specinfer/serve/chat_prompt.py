@@ -37,9 +37,9 @@ class ChatPrompt:
         service: Service,
         fields: ConversationFields,
         messages: Sequence[Mapping[str, Any]],
-        begun: str = "",
+        prefill: str = "",
     ) -> ChatPrompt:
-        """The prompt of a request whose messages are these, and whose answer begins with `begun`.
+        """The prompt of a request whose messages are these, and whose answer begins with `prefill`.
 
         Raises ApiError.
         """

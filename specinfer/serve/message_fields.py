@@ -22,6 +22,7 @@ from specinfer.serve.message_input import (
 )
 
 _SWITCHES: Final = ("enable_thinking", "thinking")  # what chat templates call the switch of thoughts
+_USUAL_EFFORT: Final = "high"  # what Anthropic's API does where a request does not say
 # Fields that have no place here, and what to do instead.
 _REFUSED: Final = {
     "n": "an answer is one message; ask again, with another seed",
@@ -153,7 +154,7 @@ class MessageFields(ConversationFields):
                     "context_management is not offered: nothing of a context is left out; shorten messages",
                     param="context_management",
                 )
-        if self.begun and self.forms:
+        if self.prefill and self.forms:
             raise ApiError(
                 f"{next(iter(self.forms))} holds a whole answer to its form, and messages end with a "
                 "beginning of the answer; drop that turn, or the form",
@@ -184,10 +185,10 @@ class MessageFields(ConversationFields):
         """All that is said, as chat templates know it, but the turn that the answer goes on from."""
         system = text_of(self.system or "")
         told = [{"role": "system", "content": system}] if system else []
-        return told + messages_of(self.messages[:-1] if self.begun else self.messages)
+        return told + messages_of(self.messages[:-1] if self.prefill else self.messages)
 
     @property
-    def begun(self) -> str:
+    def prefill(self) -> str:
         """How the answer begins: the last turn, where it is the assistant's."""
         last = self.messages[-1]
         return last.text if last.role == "assistant" else ""
@@ -229,24 +230,26 @@ class MessageFields(ConversationFields):
         return new or self.output_format
 
     def for_template(self, known: frozenset[str], *, reasons: bool) -> MessageFields:
-        """The same with the template's switch of thoughts as `thinking` says.
+        """The same as a chat template with these variables takes it; `reasons`: the model may think.
 
-        `known` are the variables of the template, and `reasons` says whether the model may think. Thoughts
-        cannot be asked of a model that has none, and their budget is a limit that no thoughts keep as well.
+        `thinking` turns the template's switch. Thoughts cannot be asked of a model that has none, and their
+        budget is a limit that no thoughts keep as well. Raises ApiError where they cannot be switched off.
         """
+        update: dict[str, Any] = {}
         wanted = None if self.thinking is None else self.thinking.type
-        if wanted in (None, "adaptive"):
-            return self
         switch = next((name for name in _SWITCHES if name in known), None)
-        if switch is not None:
-            given = {switch: wanted == "enabled"} | (self.chat_template_kwargs or {})
-            return self.model_copy(update={"chat_template_kwargs": given})
-        if wanted == "disabled" and reasons:
+        if wanted in ("enabled", "disabled") and switch is not None:
+            given = self.chat_template_kwargs or {}
+            update["chat_template_kwargs"] = {switch: wanted == "enabled"} | given
+        elif wanted == "disabled" and reasons:
             raise ApiError(
                 "thinking is disabled, and the model's chat template has no switch for that; drop it",
                 param="thinking",
             )
-        return self
+        config = self.output_config
+        if config is not None and config.effort == _USUAL_EFFORT and "reasoning_effort" not in known:
+            update["output_config"] = config.model_copy(update={"effort": None})
+        return self.model_copy(update=update)
 
     def sampling_params(self, room: int, **held: Any) -> SamplingParams:
         """What these fields mean where an answer may have `room` tokens and is held so; raises ApiError."""

@@ -152,7 +152,7 @@ def _checked(service: Service, fields: MessageFields) -> MessageFields:
 
 
 async def _prompt(service: Service, fields: MessageFields) -> ChatPrompt:
-    return await ChatPrompt.of(service, fields, fields.conversation, fields.begun)
+    return await ChatPrompt.of(service, fields, fields.conversation, fields.prefill)
 
 
 def _told(events: Iterable[Event]) -> str:

@@ -45,6 +45,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         {"mcp_servers": []},
         {"n": 1},
         {"output_config": {}},
+        {"output_config": {"effort": "high"}},
     ],
 )
 def test_what_changes_nothing_is_taken(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
