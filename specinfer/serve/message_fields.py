@@ -225,6 +225,15 @@ class MessageFields(ConversationFields):
         return {**super().forms, **({} if form is None else {"output_config.format": form})}
 
     @property
+    def form_params(self) -> dict[str, Any]:
+        """The fields that ask for a form, as SamplingParams has them."""
+        form = self._format
+        if form is None:
+            return dict(super().forms)
+        schema = {"name": "output", "schema": form.schema_, "strict": True}
+        return {**super().forms, "response_format": {"type": "json_schema", "json_schema": schema}}
+
+    @property
     def _format(self) -> OutputFormat | None:
         new = None if self.output_config is None else self.output_config.format
         return new or self.output_format
@@ -253,12 +262,10 @@ class MessageFields(ConversationFields):
 
     def sampling_params(self, room: int, **held: Any) -> SamplingParams:
         """What these fields mean where an answer may have `room` tokens and is held so; raises ApiError."""
-        form = self._format
-        schema = None if form is None else {"name": "output", "schema": form.schema_, "strict": True}
         return self.params(
             max_tokens=min(self.max_tokens or room, room),
             stop=self.stop_sequences or None,
-            response_format=schema and {"type": "json_schema", "json_schema": schema},
+            response_format=self.form_params.get("response_format"),
             prediction=None if self.prediction is None else self.prediction.text or None,
             **held,
         )
