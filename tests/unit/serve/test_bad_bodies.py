@@ -20,7 +20,11 @@ from tests.served import Served
 
 pytestmark = pytest.mark.thorough
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/infill"),
+)
+CONVERSATIONS = ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens")
 GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 FIELDS = (
     *("messages", "prompt", "tokens", "model", "stream", "stream_options", "temperature", "top_p", "top_k"),
@@ -28,6 +32,8 @@ FIELDS = (
     *("choice", "grammar", "tools", "tool_choice", "prediction", "speculation", "max_tokens", "min_tokens"),
     *("presence_penalty", "repetition_penalty", "bad_words", "allowed_token_ids", "stop_token_ids", "echo"),
     *("prompt_logprobs", "logprobs_mode", "cache_salt", "trace", "user", "metadata", "best_of", "suffix"),
+    *("system", "thinking", "stop_sequences", "output_config", "output_format", "context_management"),
+    *("input_prefix", "input_suffix", "input_extra", "n_predict", "n_indent", "samplers", "response_fields"),
 )
 json_values = st.recursive(
     st.none()
@@ -67,7 +73,7 @@ def http() -> Iterator[httpx.Client]:
 def test_a_field_may_be_anything(
     served: Served, http: httpx.Client, path: str, changed: dict[str, Any], keep: bool
 ) -> None:
-    body = {"max_tokens": 2, **(GOOD if path.startswith("/v1/chat") else {"prompt": "ab"}), **changed}
+    body = {"max_tokens": 2, **(GOOD if path in CONVERSATIONS else {"prompt": "ab"}), **changed}
     if path == "/detokenize" or not keep:
         body = {"max_tokens": 2, **changed}
     answer = http.post(served.url + path, content=json.dumps(body).encode("utf-8", "surrogatepass"))
