@@ -70,8 +70,8 @@ class Infill:
                     self._tally.completion_tokens, self._ended["stop_type"] = 0, "limit"
                     return
                 yield self._piece(delta)
-                if self._ended["stop_type"] != "none":
-                    return
+                if delta.finish_reason is None and self._ended["stop_type"] != "none":
+                    return  # which gives the work up
 
     def _piece(self, delta: Delta) -> dict[str, Any]:
         if self._first is None:

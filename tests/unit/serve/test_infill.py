@@ -134,7 +134,7 @@ def test_the_cursors_line_and_other_files_are_read(tokenizer: Tokenizer) -> None
 @pytest.mark.parametrize(
     ("body", "content", "stop_type"),
     [
-        ({}, "x\n    y\n  z\nw", "eos"),
+        ({}, "x\n    y\n  z\nw\n", "eos"),
         ({"n_indent": 4}, "x\n    y\n  ", "limit"),
         ({"n_indent": 1}, "x\n    y\n  z\n", "limit"),
         ({"n_predict": 0}, "", "limit"),
@@ -149,8 +149,10 @@ def test_an_answer_ends_where_the_editor_wants_it(
         blocks = (await server.post(**body, stream=True)).text.split("\n\n")
         pieces = [json.loads(block.removeprefix("data: ")) for block in blocks if block]
         assert "".join(piece["content"] for piece in pieces) == content
+        stopped = stop_type == "limit"  # before the engine had ended
+        assert server.backend.gone == [work.id for work in server.backend.works if stopped]
 
-    ask(tokenizer, [says("x\n ", "   y", "\n  ", "z\nw")], do)
+    ask(tokenizer, [says("x\n ", "   y", "\n  ", "z\nw", "\n")], do)
 
 
 def test_an_answer_ends_with_a_line_when_its_time_is_over(tokenizer: Tokenizer) -> None:

@@ -11,6 +11,7 @@ from specinfer.serve.backend import BackendError
 from specinfer.serve.work import Delta
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import FACTS, MODEL, byte_tokenizer, says
+from tests.served import Served
 
 from .messaging import HI, Messaging, ask
 
@@ -284,3 +285,21 @@ def test_other_models_are_not_found(tokenizer: Tokenizer) -> None:
         assert MODEL in message
 
     ask(tokenizer, [says("Hello")], do)
+
+
+@pytest.mark.parametrize("speculation", [False, True])
+def test_a_message_says_what_chat_completions_say(served: Served, speculation: bool) -> None:
+    body = {"messages": HI, "max_tokens": 40, "seed": 3, "ignore_eos": True, "speculation": speculation}
+    chat = served.post("/v1/chat/completions", body).json()
+    text = chat["choices"][0]["message"]["content"]
+    message = served.post("/v1/messages", body).json()
+    assert message["content"] == [{"type": "text", "text": text}]
+    assert message["stop_reason"] == "max_tokens"
+    usage = message["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+    counted = served.post("/v1/messages/count_tokens", {"messages": HI}).json()
+    assert counted == {"input_tokens": chat["usage"]["prompt_tokens"]}
+    stop = text[20:22]
+    cut = served.post("/v1/messages", body | {"stop_sequences": ["\0never", stop]}).json()
+    assert cut["content"] == [{"type": "text", "text": text[: text.index(stop)]}]
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", stop)
