@@ -28,8 +28,10 @@ _SIZES: Final = ("kv_cache_memory", "suffix_memory", "max_body", "max_bodies_mem
 _STEP_TOKENS: Final = (
     128  # a step of more keeps whoever comes meanwhile waiting; of fewer reads prompts slowly
 )
-_LISTS: Final = ("served_model_name", "api_key", "cors_origin", "allowed_host", "trusted_proxy")
-_OF_BATCHES: Final = (  # of the server's options: those that no connection is needed for
+_LISTS: Final = (  # of the server's options
+    *("served_model_name", "api_key", "cors_origin", "allowed_host", "trusted_proxy"),
+)
+_OF_BATCHES: Final = (  # options of the server that do not concern connections
     *("served_model_name", "max_n", "max_prompt_tokens", "max_body", "call_format", "engine_timeout"),
     *("unknown_fields", "special_tokens_in_messages", "log_traffic", "log_traffic_size", "log_level"),
     *("log_format", "otlp_endpoint"),
@@ -113,7 +115,7 @@ def every_option(command: _Command) -> _Command:
 
 
 def batch_options(command: _Command) -> _Command:
-    """A flag for each option of the engine, the model excepted, and for those of what answers requests."""
+    """A flag for each option of the engine, the model excepted, and for the server options of run-batch."""
     return _options(
         command, [*_engine_fields(), *(f for f in _own_fields(ServeConfig) if f[0] in _OF_BATCHES)]
     )
@@ -128,7 +130,7 @@ def _options(command: _Command, found: list[tuple[str, Any, Any]]) -> _Command:
 
 @contextmanager
 def needs_serving() -> Iterator[None]:
-    """A block that imports what serves; raises ConfigError where it is not installed."""
+    """A block that imports the server's dependencies; raises ConfigError if they are not installed."""
     try:
         yield
     except ImportError as error:

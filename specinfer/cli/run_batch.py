@@ -45,7 +45,7 @@ def run_batch(
 
     options, config = configs({"model": model or named, **flags}, file)
     if flags["log_level"] is None and "log_level" not in (read_options(file) if file else {}):
-        config = replace(config, log_level="warning")  # a line for each request says nothing new here
+        config = replace(config, log_level="warning")  # no log line for each request
     engine = engine_config(options)
     with needs_serving():
         from specinfer.serve.batch_answers import BatchAnswers

@@ -1,4 +1,4 @@
-"""BatchAnswers: the file that gets the answers of a batch, a line each, and knows which are there."""
+"""BatchAnswers: the output file of a batch, one JSON line per answer."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from specinfer.errors import UserError
 from specinfer.files import NewFile
 
 _BEGINNING: Final = b'{"id": "batch_req_'  # of every line
-_FAILED: Final = 500  # status from which on an answer is the server's fault, and is asked for again
+_FAILED: Final = 500  # HTTP status of server errors; their requests are sent again
 
 
 class BatchAnswers:
-    """A file of answers that a run goes on from, whatever ended the run before it; a context manager.
+    """An output file that a later run can resume from; a context manager.
 
-    A line that broke off is removed when it is opened, and so are answers that failed here and not by their
-    request's fault. Raises UserError where the file is of another kind, or another run writes to it, and
-    OSError.
+    Opening it removes a torn last line, and answers that are server errors. Raises UserError if the file is
+    not the output of a batch, or another run has it open, and OSError.
     """
 
     def __init__(self, path: Path) -> None:
-        self.names: set[str] = set()  # the custom ids that have an answer
-        self.lines: set[int] = set()  # the lines of the input that have an error and no custom id
-        self.refused = 0  # answers that are errors, of all that are there
+        self.names: set[str] = set()  # custom ids with an answer
+        self.lines: set[int] = set()  # input line numbers of errors without a custom id
+        self.refused = 0  # number of answers that are errors
         self._path = path
         self._file = self._open()
         try:
@@ -40,7 +39,7 @@ class BatchAnswers:
             raise
 
     def __len__(self) -> int:
-        """How many answers are there."""
+        """The number of answers in the file."""
         return len(self.names) + len(self.lines)
 
     def __enter__(self) -> Self:
@@ -59,7 +58,7 @@ class BatchAnswers:
         response: Mapping[str, Any] | None = None,
         error: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write an answer to the request of that custom id, which stands in that line of the input."""
+        """Append the answer to the request `name`, which is in line `line` of the input."""
         told = None if error is None else {**error, "line": line}
         record = {
             "id": f"batch_req_{uuid.uuid4().hex}",
@@ -81,15 +80,13 @@ class BatchAnswers:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
-            raise UserError(
-                f"another run writes to {self._path}; wait for it, or give another file"
-            ) from None
+            raise UserError(f"another run has {self._path} open; wait for it, or give another file") from None
         except OSError:
-            pass  # a disk without locks: nobody is kept away
+            pass  # a disk without locks
         return file
 
     def _read(self) -> None:
-        """Learn what is there, and drop what is no answer."""
+        """Read the answers in the file, and remove torn and failed ones."""
         whole, failed = 0, False
         for number, raw in enumerate(self._raw_lines(), start=1):
             record = _record(raw)
@@ -98,7 +95,7 @@ class BatchAnswers:
                     raise UserError(
                         f"{self._path} has no answer of a batch in line {number}; give another file"
                     )
-                os.ftruncate(self._file, whole)  # it broke off
+                os.ftruncate(self._file, whole)  # a torn line
                 break
             whole += len(raw)
             if _has_failed(record):
@@ -131,7 +128,7 @@ class BatchAnswers:
 
 
 def _record(raw: bytes) -> dict[str, Any] | None:
-    """A line's answer; None where it is none."""
+    """The answer in a line; None if the line is not one."""
     if not raw.endswith(b"\n"):
         return None
     try:

@@ -1,6 +1,6 @@
-"""A file of requests, answered by the endpoints of the server without a server: OpenAI's batch format.
+"""Answers a file of requests with the server's endpoints, in OpenAI's batch format, without a socket.
 
-Every line is an object with custom_id, method, url and body; its answer is a line of the output.
+Each input line is an object with custom_id, method, url and body; each answer is an output line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.fields import Fields, parse
 from specinfer.serve.open_service import open_service
 
-_AHEAD: Final = 2  # requests beyond a full batch, so that one is ready when another ends
+_AHEAD: Final = 2  # requests beyond a full batch: one is ready when another ends
 
 
 class BatchLine(Fields):
@@ -41,13 +41,13 @@ class BatchLine(Fields):
     body: dict[str, Any]
 
     def check(self) -> None:
-        """Raise ApiError for what a batch cannot give."""
+        """Raise ApiError for what a batch cannot do."""
         if self.body.get("stream"):
             raise ApiError("body.stream is true, and a batch has whole answers; drop it", param="body.stream")
 
 
 class _Named(Fields):
-    """Whose a line is that is no request otherwise."""
+    """The custom_id of a line that is not a valid request."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -56,31 +56,31 @@ class _Named(Fields):
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """A line of the input that has no answer yet."""
+    """An input line without an answer."""
 
     number: int
-    name: str | None  # its custom_id
-    request: BatchLine | None  # None where it is none
-    fault: str = ""  # what is wrong with it then
+    name: str | None  # custom_id, if the line has one
+    request: BatchLine | None  # None if the line is not a valid request
+    fault: str = ""  # why it is not
 
 
 class BatchInput:
-    """The requests of a file, read line by line; raises UserError where there is none, and OSError."""
+    """The input file, read line by line; raises UserError if there is no such file, and OSError."""
 
     def __init__(self, path: Path, most_bytes: int) -> None:
         if not path.is_file():
             raise UserError(f"{path} is no file; give one with a request in each line")
         self._path = path
-        self._most_bytes = most_bytes  # of a request
+        self._most_bytes = most_bytes  # of one request
         with path.open("rb") as file:
             self.count = sum(1 for raw in file if raw.strip())
 
     def any_left(self, answers: BatchAnswers) -> bool:
-        """Whether a request has no answer among these."""
+        """Whether any line has no answer yet."""
         return next(self.left(answers), None) is not None
 
     def left(self, answers: BatchAnswers) -> Iterator[_Ask]:
-        """What has no answer among these, in order."""
+        """The lines without an answer, in order."""
         seen: dict[str, int] = {}
         with self._path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
@@ -116,10 +116,10 @@ def run_batch(
     answers: BatchAnswers,
     progress: Progress,
 ) -> None:
-    """Answer all requests of `source` that have no answer, with the engine in `child`.
+    """Answer all requests of `source` without an answer, with the engine in `child`.
 
-    `answers` gets each when it is there, so whatever ends the run costs those in progress alone. Raises
-    UserError for what the engine cannot be started with, and OSError where an answer cannot be written.
+    Each answer is written when it is complete, so an interrupted run loses only requests in progress. Raises
+    UserError if the engine cannot start, and OSError if an answer cannot be written.
     """
     files = resolve(engine.model, progress=progress)
     asyncio.run(_run(config, engine, child, files, source, answers, progress))
@@ -148,10 +148,10 @@ async def _run(
 async def answer_all(
     app: ASGIApp, asks: Iterator[_Ask], answers: BatchAnswers, at_once: int, progress: Progress
 ) -> None:
-    """Ask the application all of this, so much at once."""
+    """Send all of `asks` to the application, `at_once` at a time."""
 
     async def work(client: httpx.AsyncClient) -> None:
-        for ask in asks:  # which all share
+        for ask in asks:  # one iterator, shared by all workers
             await _answer(client, ask, answers)
             progress.advance(1)
 

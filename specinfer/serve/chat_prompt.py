@@ -37,12 +37,8 @@ class ChatPrompt:
         service: Service,
         fields: ConversationFields,
         messages: Sequence[Mapping[str, Any]],
-        prefill: str = "",
     ) -> ChatPrompt:
-        """The prompt of a request whose messages are these, and whose answer begins with `prefill`.
-
-        Raises ApiError.
-        """
+        """The prompt of a request whose messages are these; raises ApiError."""
         dialect = service.dialect
         # Schemas are compiled to see whether they can be followed, and others are answered meanwhile.
         tools, choice = await asyncio.to_thread(_tools, fields) if fields.described_tools else _tools(fields)

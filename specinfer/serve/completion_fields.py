@@ -20,9 +20,7 @@ class CompletionFields(SamplingFields):
     add_special_tokens: bool | None = Field(
         None, description="Whether a text gets the begin-of-text token that its model wants."
     )
-    suffix: str | None = Field(
-        None, description="What comes behind the answer; code models fill in the middle."
-    )
+    suffix: str | None = Field(None, description="Text after the answer: code models fill in the middle.")
 
     def prompts(self) -> list[str | Ids]:
         """The prompts, one or several; raises ApiError where there is none."""

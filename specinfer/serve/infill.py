@@ -1,4 +1,4 @@
-"""POST /infill: what stands between two texts, as llama.cpp's server tells it to editors."""
+"""POST /infill: fills in text at a cursor, in the shape of llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from specinfer.serve.service import Service
 from specinfer.serve.usage import Tally
 from specinfer.serve.work import Delta
 
-_INDENT: Final = re.compile(r"\n([ \t]*)(?=[^ \t\n])")  # of a line that says something
+_INDENT: Final = re.compile(r"\n([ \t]*)(?=[^ \t\n])")  # the indentation of a line that is not blank
 
 
 class Infill:
-    """One infill, as it is made."""
+    """One infill while it is generated."""
 
     def __init__(
         self, service: Service, fields: InfillFields, clock: Callable[[], float] = time.monotonic
@@ -35,10 +35,10 @@ class Infill:
         self._trees: list[Any] = []
         self._ended = {"stop_type": "none", "stopping_word": ""}
         self._begun = clock()
-        self._first: float | None = None  # when the first token was there
+        self._first: float | None = None  # time of the first token
 
     async def whole(self) -> dict[str, Any]:
-        """The infill in one piece."""
+        """The whole answer as one object."""
         async with aclosing(self._pieces()) as pieces:
             async for _ in pieces:
                 pass
@@ -46,14 +46,14 @@ class Infill:
         return self._only_wanted(self._last({"content": self._text, "tokens": tokens}))
 
     async def events(self) -> AsyncGenerator[str]:
-        """The infill as the events of a stream."""
+        """The answer as stream events."""
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
                 yield event(piece)
         yield event(self._only_wanted(self._last({"content": "", "tokens": []})))
 
     async def _pieces(self) -> AsyncGenerator[dict[str, Any]]:
-        """What each delta adds."""
+        """One chunk per engine delta."""
         fields, service = self._fields, self._service
         prompt = await service.encode_fill_in(
             fields.prefix, fields.input_suffix, "input_suffix", files=fields.files, answer=fields.wanted or 0
@@ -71,7 +71,7 @@ class Infill:
                     return
                 yield self._piece(delta)
                 if delta.finish_reason is None and self._ended["stop_type"] != "none":
-                    return  # which gives the work up
+                    return  # closing `answers` aborts the work
 
     def _piece(self, delta: Delta) -> dict[str, Any]:
         if self._first is None:
@@ -93,7 +93,7 @@ class Infill:
         return {"index": 0} | piece | self._counts()
 
     def _is_over(self, before: int) -> bool:
-        """Whether the editor wants no more; what it does not want of the text since `before` is cut."""
+        """Whether `n_indent` or `t_max_predict_ms` ends the answer; cuts unwanted text after `before`."""
         fields = self._fields
         if fields.n_indent:
             for line in _INDENT.finditer(self._text, max(0, self._text.rfind("\n", 0, before))):
@@ -104,7 +104,7 @@ class Infill:
         return limit > 0 and "\n" in self._text and 1000 * (self._clock() - (self._first or 0.0)) > limit
 
     def _last(self, said: dict[str, Any]) -> dict[str, Any]:
-        """The last event of a stream, or all of the answer."""
+        """The last event of a stream, or the whole answer."""
         more = {"trees": self._trees} if self._fields.trace else {}
         return (
             {"index": 0}
@@ -144,7 +144,7 @@ class Infill:
         return figures | guessed
 
     def _only_wanted(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Of an answer the fields that are wanted; "timings/prompt_n" is within another one."""
+        """Keep only `response_fields`; "timings/prompt_n" names a nested field."""
         if not self._fields.response_fields:
             return answer
         found: dict[str, Any] = {}

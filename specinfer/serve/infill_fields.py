@@ -1,4 +1,4 @@
-"""What POST /infill takes: llama.cpp's endpoint for editors."""
+"""The request body of POST /infill, llama.cpp's endpoint for editors."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.fields import Fields, Items, SamplingFields
 
-# What is chosen where a request does not say, as editors expect it of llama.cpp.
+# llama.cpp's defaults, which editors rely on.
 _USUAL: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 _REFUSED: Final = {
-    "n": "an infill is one text; ask again, with another seed",
-    "n_probs": "an infill has no place for them; ask /v1/completions with suffix and logprobs",
-    "prompt_logprobs": "an infill has no place for them; ask /v1/completions with suffix",
+    "n": "an answer is one text; send the request again with another seed",
+    "n_probs": "the answer has no place for them; use /v1/completions with suffix and logprobs",
+    "prompt_logprobs": "the answer has no place for them; use /v1/completions with suffix",
     "stream_options": "streams end with their counts; drop it",
 }
 
 
 class ExtraFile(Fields):
-    """Another file, or a part of one, that the answer may depend on."""
+    """Another file, or a part of one, as context."""
 
     text: str
     filename: str | None = None
-    time: int | None = None  # when an editor saw it
+    time: int | None = None  # sent by editors; it changes nothing
 
 
 class InfillFields(SamplingFields):
-    """Text before and behind a cursor, and what may stand there."""
+    """The text around a cursor, and how to fill it in."""
 
     input_prefix: str
     input_suffix: str
     input_extra: Items[ExtraFile] | None = Field(
-        None, description="The first are left out where room is short."
+        None, description="The first files are left out if room is short."
     )
-    prompt: str | None = Field(None, description="Comes behind input_prefix: the line up to the cursor.")
-    n_predict: int | None = Field(None, ge=-1, description="-1: as many tokens as there is room for.")
+    prompt: str | None = Field(
+        None, description="Text after input_prefix: the current line up to the cursor."
+    )
+    n_predict: int | None = Field(None, ge=-1, description="Maximum of tokens; -1 for no limit.")
     max_tokens: int | None = Field(None, ge=-1)
-    n_indent: int | None = Field(
-        None, ge=0, description="The answer ends before a line that is indented less."
-    )
-    t_max_predict_ms: int | None = Field(None, description="The answer ends with a line after that time.")
+    n_indent: int | None = Field(None, ge=0, description="Stop before a line with less indentation.")
+    t_max_predict_ms: int | None = Field(None, description="Stop after this time, once a line is complete.")
     samplers: Items[str] | None = Field(
         None,
-        description="Which of temperature, top_k, top_p and min_p are used; others there are not had here.",
+        description="Which of temperature, top_k, top_p and min_p to use; other names have no effect.",
     )
-    response_fields: Items[str] | None = Field(None, description="The answer has these alone.")
+    response_fields: Items[str] | None = Field(None, description="Return only these fields.")
     return_tokens: bool | None = None
     n_probs: int | None = None
 
-    # Fields of llama.cpp's that change no text.
+    # Fields of llama.cpp that do not change the text.
     cache_prompt: bool | None = None
     id_slot: int | None = None
     t_max_prompt_ms: int | None = None
@@ -61,7 +61,7 @@ class InfillFields(SamplingFields):
     min_keep: Literal[0] | None = None
 
     def check(self) -> None:
-        """Refuse what cannot be honoured."""
+        """Raise ApiError for what cannot be honoured."""
         super().check()
         for name, reason in _REFUSED.items():
             value = getattr(self, name)
@@ -70,24 +70,24 @@ class InfillFields(SamplingFields):
 
     @property
     def prefix(self) -> str:
-        """All that stands before the answer."""
+        """All text before the cursor."""
         return self.input_prefix + (self.prompt or "")
 
     @property
     def files(self) -> list[tuple[str, str]]:
-        """Names and texts of the other files."""
+        """Names and texts of `input_extra`."""
         return [(extra.filename or "", extra.text) for extra in self.input_extra or ()]
 
     @property
     def wanted(self) -> int | None:
-        """How many tokens the answer may have; None: as many as there is room for."""
+        """The wanted maximum of tokens; None for no limit."""
         wanted = self.max_tokens if self.n_predict is None else self.n_predict
         return None if wanted == -1 else wanted
 
     def sampling_params(self, room: int, **more: Any) -> SamplingParams:
-        """What these fields mean where an answer may have `room` tokens; raises ApiError.
+        """The SamplingParams of this request, with at most `room` tokens; raises ApiError.
 
-        One token is made where none is wanted, which leaves the prompt in the cache as an editor means it to.
+        `n_predict` 0 generates one token, which is not reported: editors use it to put a prompt in the cache.
         """
         listed = _USUAL if self.samplers is None else set(self.samplers) & set(_USUAL)
         chosen = {

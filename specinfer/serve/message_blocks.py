@@ -1,4 +1,4 @@
-"""The blocks that an answer of /v1/messages is made of, and the events by which they grow."""
+"""The content blocks of an answer of /v1/messages, and the stream events that build them."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from specinfer.serve.tools.events import ArgumentsPiece, CallEnded, CallStarted,
 from specinfer.serve.tools.events import Event as Found
 
 Event = dict[str, Any]
-# The type of a block -> that of its deltas, and the field that has their text.
+# Type of a block -> type of its deltas, and the field that holds their text.
 _DELTAS: Final = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-# Clients send thoughts back only where they are signed. Whose they are is not checked here.
+# Clients drop thinking blocks without a signature. The server does not check signatures.
 _SIGNATURE: Final = "unsigned"
 
 
 class Blocks:
-    """All blocks of one answer: each is over when the next one begins.
+    """The content blocks of one answer, in order; one block is open at a time.
 
-    Without `thoughts` there is a block where the model thought, and nothing in it.
+    With `thoughts` False, thinking blocks stay empty.
     """
 
     def __init__(self, *, thoughts: bool = True) -> None:
         self._thoughts = thoughts
         self._over: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None  # as it began
-        self._texts: list[str] = []  # of the open one
+        self._open: dict[str, Any] | None = None  # the block as it was opened
+        self._texts: list[str] = []  # of the open block
 
     def blocks(self) -> list[dict[str, Any]]:
-        """What is in it so far."""
+        """All blocks so far, the open one included."""
         return [*self._over, *([] if self._open is None else [self._grown(self._open)])]
 
     def grow(self, found: Sequence[Found]) -> list[Event]:
-        """Take in what more of the answer says; returns the events that tell it."""
+        """Add parsed pieces of the answer; returns the stream events for them."""
         events: list[Event] = []
         for one in found:
             match one:
@@ -56,7 +56,7 @@ class Blocks:
         return events
 
     def close(self) -> list[Event]:
-        """The events of the open block's end."""
+        """Close the open block; returns the events for that."""
         if self._open is None:
             return []
         index, block = len(self._over), self._open
@@ -69,7 +69,7 @@ class Blocks:
         return [{"type": "content_block_delta", "index": index, "delta": signature}, end]
 
     def _within(self, block: dict[str, Any]) -> list[Event]:
-        """Have a block of that kind open; returns the events of what that ends and begins."""
+        """Open a block of that type unless one is open; returns the events for that."""
         same = self._open is not None and self._open["type"] == block["type"]
         return [] if same else self._begin(block)
 
@@ -86,7 +86,7 @@ class Blocks:
         return [{"type": "content_block_delta", "index": len(self._over), "delta": delta}]
 
     def _grown(self, block: dict[str, Any]) -> dict[str, Any]:
-        """A block with all that was said of it; of arguments that break off, those that are whole."""
+        """The block with its text. Of arguments that were cut off, the complete ones are kept."""
         text = "".join(self._texts)
         match block["type"]:
             case "tool_use":
@@ -97,9 +97,9 @@ class Blocks:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The object that JSON text stands for, as far as it is there."""
+    """Parse the arguments of a call; the text may be cut off."""
     try:
         found = from_json(arguments, allow_partial=True)
-    except ValueError:  # nothing of it, or nothing that is JSON
+    except ValueError:  # empty or not JSON
         return {}
     return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""What POST /v1/messages takes: Anthropic's Messages API."""
+"""The request body of POST /v1/messages, Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from specinfer.serve.message_input import (
     text_of,
 )
 
-_SWITCHES: Final = ("enable_thinking", "thinking")  # what chat templates call the switch of thoughts
-_USUAL_EFFORT: Final = "high"  # what Anthropic's API does where a request does not say
-# Fields that have no place here, and what to do instead.
+_SWITCHES: Final = ("enable_thinking", "thinking")  # template variables that switch thinking on and off
+_USUAL_EFFORT: Final = "high"  # the default of Anthropic's API
+# Fields that this endpoint cannot honour, and what to do instead.
 _REFUSED: Final = {
-    "n": "an answer is one message; ask again, with another seed",
+    "n": "an answer is one message; send the request again with another seed",
     "prompt_logprobs": "a message has no place for them; ask /v1/completions",
     "stop": "at this endpoint it is stop_sequences; move it there",
     "response_format": "at this endpoint it is output_config.format; move it there",
@@ -65,7 +65,7 @@ class CustomTool(Cached):
 
 
 class ServerTool(Fields):
-    """A tool that Anthropic's servers run, or know the schema of."""
+    """A tool whose schema only Anthropic's servers know."""
 
     model_config = ConfigDict(extra="ignore")  # it is refused for what it is
 
@@ -83,7 +83,7 @@ _Tool = Annotated[
 
 
 class Choice(Fields):
-    """Whether tools are to be called, and which one."""
+    """Whether the model must call a tool, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -91,31 +91,33 @@ class Choice(Fields):
 
 
 class Thinking(Fields):
-    """Whether the model is to think before it answers."""
+    """Whether the model thinks before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(
         None, ge=1, description="Not held: max_tokens bounds thoughts and text."
     )
-    display: Literal["summarized", "omitted"] | None = None  # nothing here sums thoughts up
+    display: Literal["summarized", "omitted"] | None = (
+        None  # thoughts are never summarized: both show or hide the full text
+    )
 
 
 class OutputFormat(Fields):
-    """The form of the text."""
+    """A JSON schema for the answer."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Fields):
-    """How the answer is to be."""
+    """How much effort to spend, and the format of the answer."""
 
     effort: str | None = Field(None, description="Handed to the model's chat template.")
     format: OutputFormat | None = None
 
 
 class MessageFields(ConversationFields):
-    """A conversation that wants an answer, or to be counted."""
+    """A conversation to answer, or to count the tokens of."""
 
     messages: Items[Turn]
     system: TextOrItems[TextBlock] | None = None
@@ -123,12 +125,12 @@ class MessageFields(ConversationFields):
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # what output_config.format was called
+    output_format: OutputFormat | None = None  # the earlier name of output_config.format
     max_tokens: int | None = Field(None, ge=1)
     stop_sequences: Items[str] | None = None
     prediction: Prediction | None = None
 
-    # Fields of Anthropic's API that change nothing here at these values, and are refused at others.
+    # Fields of Anthropic's API that change nothing at these values, and are refused at others.
     cache_control: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     speed: Literal["standard"] | None = None
@@ -138,7 +140,7 @@ class MessageFields(ConversationFields):
     container: Any = None
 
     def check(self) -> None:
-        """Refuse what cannot be honoured."""
+        """Raise ApiError for what cannot be honoured."""
         super().check()
         for name, reason in _REFUSED.items():
             value = getattr(self, name)
@@ -151,13 +153,13 @@ class MessageFields(ConversationFields):
         for edit in (self.context_management or {}).get("edits") or ():
             if not isinstance(edit, Mapping) or edit.get("keep") != "all":
                 raise ApiError(
-                    "context_management is not offered: nothing of a context is left out; shorten messages",
+                    "context_management removes nothing here; drop it, and shorten messages",
                     param="context_management",
                 )
         if self.prefill and self.forms:
             raise ApiError(
-                f"{next(iter(self.forms))} holds a whole answer to its form, and messages end with a "
-                "beginning of the answer; drop that turn, or the form",
+                f"{next(iter(self.forms))} applies to a whole answer, and the last turn of messages already "
+                "begins it; drop one of them",
                 param="messages",
             )
 
@@ -166,8 +168,8 @@ class MessageFields(ConversationFields):
             if isinstance(tool, ServerTool):
                 where = f"tools[{place}]"
                 raise ApiError(
-                    f"{where} is of type {tool.type[:100]!r}, which only Anthropic's servers know; drop it, "
-                    "or give it a name and an input_schema, and run it yourself",
+                    f"{where} is of type {tool.type[:100]!r}, which only Anthropic's servers define; drop "
+                    "it, or describe it with name and input_schema and run it yourself",
                     param=where,
                 )
         choice = self.tool_choice
@@ -175,21 +177,22 @@ class MessageFields(ConversationFields):
             return
         if (choice.name is None) == (choice.type == "tool"):
             raise ApiError(
-                'tool_choice has a name where its type is "tool", and only there', param="tool_choice"
+                'tool_choice.name belongs to the type "tool", which needs it; add the name, or drop it',
+                param="tool_choice",
             )
         if not self.tools and choice.type in ("any", "tool"):
             raise ApiError("tool_choice needs tools; add them", param="tool_choice")
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """All that is said, as chat templates know it, but the turn that the answer goes on from."""
+        """The messages for the chat template."""
         system = text_of(self.system or "")
         told = [{"role": "system", "content": system}] if system else []
-        return told + messages_of(self.messages[:-1] if self.prefill else self.messages)
+        return told + messages_of(self.messages)
 
     @property
     def prefill(self) -> str:
-        """How the answer begins: the last turn, where it is the assistant's."""
+        """The text that the answer continues: the last turn's, if that is the assistant's."""
         last = self.messages[-1]
         return last.text if last.role == "assistant" else ""
 
@@ -200,7 +203,7 @@ class MessageFields(ConversationFields):
 
     @property
     def chosen_tool(self) -> str | dict[str, Any] | None:
-        """What `tool_choice` says, in that shape; it says nothing without tools."""
+        """`tool_choice` in the shape of chat completions; None without tools."""
         choice = self.tool_choice
         if choice is None or not self.tools:
             return None
@@ -220,13 +223,13 @@ class MessageFields(ConversationFields):
 
     @property
     def forms(self) -> Mapping[str, Any]:
-        """The fields that ask for a form of the text, by name."""
+        """The fields that ask for structured output, by name."""
         form = self._format
         return {**super().forms, **({} if form is None else {"output_config.format": form})}
 
     @property
     def form_params(self) -> dict[str, Any]:
-        """The fields that ask for a form, as SamplingParams has them."""
+        """The fields that ask for structured output, as SamplingParams takes them."""
         form = self._format
         if form is None:
             return dict(super().forms)
@@ -239,12 +242,12 @@ class MessageFields(ConversationFields):
         return new or self.output_format
 
     def for_template(self, known: frozenset[str], *, reasons: bool) -> MessageFields:
-        """The same as a chat template with these variables takes it; `reasons`: the model may think.
+        """These fields with `thinking` and `effort` fitted to a chat template that has the variables `known`.
 
-        `thinking` turns the template's switch. Thoughts cannot be asked of a model that has none, and their
-        budget is a limit that no thoughts keep as well. Raises ApiError where they cannot be switched off.
+        `reasons` says whether the model can think. `thinking` sets the template's switch if it has one.
+        Without a switch `enabled` changes nothing, and `disabled` raises ApiError if the model can think.
         """
-        update: dict[str, Any] = {}
+        update: dict[str, Any] = {"continue_final_message": True} if self.prefill else {}
         wanted = None if self.thinking is None else self.thinking.type
         switch = next((name for name in _SWITCHES if name in known), None)
         if wanted in ("enabled", "disabled") and switch is not None:
@@ -261,7 +264,7 @@ class MessageFields(ConversationFields):
         return self.model_copy(update=update)
 
     def sampling_params(self, room: int, **held: Any) -> SamplingParams:
-        """What these fields mean where an answer may have `room` tokens and is held so; raises ApiError."""
+        """The SamplingParams of this request, with at most `room` tokens; raises ApiError."""
         return self.params(
             max_tokens=min(self.max_tokens or room, room),
             stop=self.stop_sequences or None,

@@ -1,4 +1,4 @@
-"""The turns that POST /v1/messages takes, and the messages that chat templates know them as."""
+"""The turns of a request to /v1/messages, and their conversion to messages for a chat template."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.fields import Fields, TextOrItems
 
-_BETWEEN: Final = "\n"  # the texts of a turn
+_BETWEEN: Final = "\n"  # between the texts of one turn
 _BLOCKS: Final = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 class Cached(Fields):
-    """What may be marked as the end of a prefix; prefixes are found by their tokens, marked or not."""
+    """An object that may carry `cache_control`, which changes nothing: all prefixes are cached."""
 
     cache_control: dict[str, Any] | None = None
 
@@ -26,11 +26,11 @@ class TextBlock(Cached):
 
     type: Literal["text"]
     text: str
-    citations: list[Any] | None = None  # of an earlier answer
+    citations: list[Any] | None = None  # sent back with an earlier answer
 
 
 class ThinkingBlock(Fields):
-    """What the model thought in an earlier answer."""
+    """The thoughts of an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -38,14 +38,14 @@ class ThinkingBlock(Fields):
 
 
 class RedactedBlock(Fields):
-    """Thoughts that another model's server has locked; nobody can read them here."""
+    """Encrypted thoughts of another server; they cannot be read here and are left out."""
 
     type: Literal["redacted_thinking"]
     data: str
 
 
 class ToolUseBlock(Cached):
-    """A call that an earlier answer made."""
+    """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
     id: str
@@ -56,16 +56,16 @@ class ToolUseBlock(Cached):
 
 
 class OtherBlock(Fields):
-    """A block of another kind."""
+    """A block of a type that is not supported."""
 
     model_config = ConfigDict(extra="ignore")  # it is refused for what it is
 
     type: str
 
     def refusal(self, where: str, allowed: Sequence[str]) -> ApiError:
-        """Why it is not taken."""
+        """The error for this block at that path."""
         return ApiError(
-            f"{where} is of type {self.type[:100]!r}; allowed, as the model reads text: {', '.join(allowed)}",
+            f"{where} is of type {self.type[:100]!r}; allowed: {', '.join(allowed)} (the model reads text)",
             param=where,
         )
 
@@ -85,7 +85,7 @@ _ResultPart = Annotated[
 
 
 class ToolResultBlock(Cached):
-    """What a tool returned."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -118,24 +118,24 @@ class Turn(Fields):
 
     @property
     def blocks(self) -> Sequence[Any]:
-        """The content in blocks."""
+        """The content as a list of blocks."""
         if isinstance(self.content, str):
             return [TextBlock(type="text", text=self.content)]
         return self.content
 
     @property
     def text(self) -> str:
-        """The texts of the turn."""
+        """The turn's text blocks, joined."""
         return text_of(block for block in self.blocks if isinstance(block, TextBlock))
 
 
 def text_of(content: str | Iterable[TextBlock]) -> str:
-    """A text, or several as one."""
+    """A text, or text blocks joined."""
     return content if isinstance(content, str) else _BETWEEN.join(block.text for block in content)
 
 
 def check_turns(turns: Sequence[Turn]) -> None:
-    """Raise ApiError for a block where it has no place, and for a call or a result without the other."""
+    """Raise ApiError for a block its role may not have, and for a call or result without its counterpart."""
     called: set[str] = set()
     for i, turn in enumerate(turns):
         for j, block in enumerate(turn.blocks):
@@ -155,8 +155,8 @@ def check_turns(turns: Sequence[Turn]) -> None:
     last = turns[-1]
     if last.role == "assistant" and (kinds := {block.type for block in last.blocks} - {"text"}):
         raise ApiError(
-            f"messages end with a {min(kinds)} block, and only text can be gone on with; send what came of "
-            "it in a turn of the user's, or drop it",
+            f"messages ends with a {min(kinds)} block of the assistant, and only text can be continued; add "
+            "the user's turn, or drop the block",
             param="messages",
         )
 
@@ -175,7 +175,7 @@ def _check_result(block: ToolResultBlock, where: str, called: set[str]) -> None:
 
 
 def messages_of(turns: Iterable[Turn]) -> list[dict[str, Any]]:
-    """Turns as messages for a chat template; turns of one role in a row are one message."""
+    """The turns as messages for a chat template; consecutive turns of one role are merged."""
     messages: list[dict[str, Any]] = []
     for turn in turns:
         for block in turn.blocks:
@@ -202,7 +202,7 @@ def _result(block: ToolResultBlock) -> str:
 
 
 def _message(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
-    """The last message, or a new one where that is of another role."""
+    """The last message if it has that role, else a new one."""
     if not messages or messages[-1]["role"] != role:
         messages.append({"role": role, "content": ""})
     return messages[-1]

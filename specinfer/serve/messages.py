@@ -1,4 +1,4 @@
-"""POST /v1/messages: conversations that are answered in the shape of Anthropic's API."""
+"""POST /v1/messages: answers conversations in the shape of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OWN_NAMES: Final = OwnNames(
 
 
 class Messages:
-    """One message, as it is made."""
+    """One answer while it is generated."""
 
     def __init__(self, service: Service, fields: MessageFields) -> None:
         self._model = service.check_model(fields.model)
@@ -47,7 +47,7 @@ class Messages:
         shown = fields.thinking is None or fields.thinking.display != "omitted"
         self._blocks = Blocks(thoughts=shown)
         self._trees: list[Any] = []
-        self._untold_trees: list[Any] = []  # that go with the next event
+        self._untold_trees: list[Any] = []  # not sent yet; they go with the next event
         self._ended: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     async def whole(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Messages:
     async def events(self) -> AsyncGenerator[str]:
         """The message as the events of a stream.
 
-        They begin when the engine has taken the work: what it refuses is an error of its own, not an event.
+        The stream begins with the engine's first delta: a request that the engine refuses gets an HTTP error.
         """
         begun = False
         async with aclosing(self._growth()) as growth:
@@ -73,7 +73,7 @@ class Messages:
                     yield _told(grown)
 
     async def _growth(self) -> AsyncGenerator[list[Event]]:
-        """The events of each delta of the engine's, of some of them none; then those of the end."""
+        """The stream events of each engine delta; the list may be empty."""
         fields, service = self._fields, self._service
         try:
             prompt = await _prompt(service, fields)
@@ -128,7 +128,7 @@ class Messages:
         tally = self._tally
         return {
             "input_tokens": tally.prompt_tokens - tally.cached_tokens,
-            "cache_creation_input_tokens": 0,  # counted where a caller pays to write; here nobody does
+            "cache_creation_input_tokens": 0,  # writing to the cache costs nothing here
             "cache_read_input_tokens": tally.cached_tokens,
             "output_tokens": tally.completion_tokens,
             "output_tokens_details": {"thinking_tokens": tally.reasoning_tokens},
@@ -137,7 +137,7 @@ class Messages:
 
 
 async def count_tokens(service: Service, fields: MessageFields) -> dict[str, Any]:
-    """How many tokens a conversation is, as an answer's usage would say."""
+    """The number of prompt tokens, as the usage of an answer would report it."""
     service.check_model(fields.model)
     try:
         return {"input_tokens": len((await _prompt(service, _checked(service, fields))).token_ids)}
@@ -152,7 +152,7 @@ def _checked(service: Service, fields: MessageFields) -> MessageFields:
 
 
 async def _prompt(service: Service, fields: MessageFields) -> ChatPrompt:
-    return await ChatPrompt.of(service, fields, fields.conversation, fields.prefill)
+    return await ChatPrompt.of(service, fields, fields.conversation)
 
 
 def _told(events: Iterable[Event]) -> str:

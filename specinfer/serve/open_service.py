@@ -1,4 +1,4 @@
-"""What answers requests, over an engine process of its own: for a server, and for files of requests."""
+"""Opens a Service over an engine process, for the server and for run-batch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from specinfer.tokenizer import Tokenizer
 async def open_service(
     config: ServeConfig, engine: EngineConfig, child: EngineChild, files: ModelFiles
 ) -> AsyncIterator[Service]:
-    """A Service whose engine runs in `child` until the block ends; `files` are the engine's model.
+    """A Service whose engine runs in `child` until the block ends; `files` are those of the engine's model.
 
-    Raises UserError for whatever the engine cannot be started with.
+    Raises UserError if the engine cannot start.
     """
     names = list(dict.fromkeys(config.served_model_name or [engine.model]))  # the usual one first
     metrics = Metrics(names[0])
@@ -41,7 +41,7 @@ async def open_service(
     starting = asyncio.ensure_future(backend.start())
     try:
         await asyncio.sleep(0)  # it takes seconds, and these are loaded meanwhile
-        import specinfer.serve.app  # noqa: F401 - what the service is for
+        import specinfer.serve.app  # noqa: F401 - callers build the application next
 
         tokenizer = Tokenizer.load(files, engine.chat_template)
         dialect = Dialect.of(tokenizer, config.call_format)

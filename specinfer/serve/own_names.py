@@ -1,4 +1,4 @@
-"""OwnNames: complaints about a request, in the names that its endpoint gives to fields."""
+"""OwnNames: renames fields in error messages to the names that one endpoint uses."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from specinfer.serve.api_error import ApiError
 
 
 class OwnNames:
-    """What one endpoint calls fields that SamplingParams and chat completions call otherwise.
+    """Maps the names of SamplingParams and chat completions to the names of one endpoint.
 
-    `names` maps their names to its own. A name that begins with a dot is part of a place, like ".function" in
-    "tools[0].function.name". `conversation` is the field that has the messages.
+    A name that begins with a dot is part of a path, like ".function" in "tools[0].function.name".
+    `conversation` is the field that holds the messages.
     """
 
     def __init__(self, names: Mapping[str, str], conversation: str) -> None:
@@ -26,12 +26,12 @@ class OwnNames:
         self._pattern = re.compile(rf"(?:{'|'.join(places)})\b")
 
     def of(self, error: ApiError) -> ApiError:
-        """The same complaint in these names."""
+        """The same error with the endpoint's names."""
         told = error.body["error"]
         param = (
             self._conversation if told["param"] == "messages" else told["param"] and self._own(told["param"])
         )
-        # A complaint about the conversation may say what the conversation says.
+        # An error about the conversation may quote it, and quoted text must not change.
         about_it = param in (None, self._conversation)
         message = told["message"] if about_it else self._own(told["message"])
         return ApiError(message, param=param, status=error.status, code=told["code"], headers=error.headers)

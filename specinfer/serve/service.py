@@ -135,10 +135,10 @@ class Service:
     async def encode_fill_in(
         self, prefix: str, suffix: str, param: str, *, files: Sequence[tuple[str, str]] = (), answer: int = 0
     ) -> tuple[int, ...]:
-        """The token ids that ask for what stands between two texts.
+        """The token ids of a fill-in-the-middle prompt.
 
-        `files` are names and texts of others; the first are left out where an answer of `answer` tokens needs
-        their room.
+        `files` are names and texts of other files; the first ones are left out if an answer of `answer`
+        tokens needs their room.
         """
         size = len(prefix) + len(suffix)
         self._check_length(size // _MOST_CHARACTERS, param)
@@ -149,7 +149,7 @@ class Service:
         )
 
     def fill_in_ends(self, others: Sequence[int] | None) -> list[int]:
-        """The tokens that end an answer between two texts, and those that end it besides."""
+        """`stop_token_ids` of a fill-in-the-middle request: the vocabulary's, and the request's own."""
         tokens = self.tokenizer.fill_in
         return [*(others or ()), *(() if tokens is None else tokens.ends)]
 

@@ -1,4 +1,4 @@
-"""FillInTokens: the special tokens by which a code model is asked for what stands between two texts."""
+"""FillInTokens: the special tokens for fill-in-the-middle (FIM) prompts of code models."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from specinfer.tokenizer.tokenizer import Tokenizer
 
-# What configs call them; GGUF files have ids under names of their own.
+# Keys of tokenizer_config.json; GGUF metadata is mapped to the same names.
 NAMES: Final = ("prefix_token", "suffix_token", "middle_token")
-_REPOSITORY, _FILE = "myproject", "filename"  # what has no name of its own, as llama.cpp calls it
-_SNIPPET: Final = "\n\n--- snippet ---\n\n"  # before another file's text, where no token says so
+_REPOSITORY, _FILE = "myproject", "filename"  # llama.cpp's names for what the request does not name
+_SNIPPET: Final = "\n\n--- snippet ---\n\n"  # llama.cpp's separator for models without a file token
 
 
 class _Family(NamedTuple):
-    """The tokens of some models, by name; "" where they have none."""
+    """The names of the FIM tokens of one family of models; "" for none."""
 
     prefix: str
     suffix: str
     middle: str
     repository: str = ""
     file: str = ""
-    ends: tuple[str, ...] = ()  # what else may come behind the answer
+    ends: tuple[str, ...] = ()  # other tokens that may follow an answer
 
 
 FAMILIES: Final = (
@@ -46,17 +46,17 @@ FAMILIES: Final = (
     ),
     _Family("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", ends=("\u2581<EOT>",)),  # CodeLlama
     _Family("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
-    _Family("[PREFIX]", "[SUFFIX]", ""),  # Codestral, whose prompts end with the prefix
+    _Family("[PREFIX]", "[SUFFIX]", ""),  # Codestral: suffix first, no middle token
 )
 LOOKED_FOR: Final = ", ".join(family.prefix for family in FAMILIES)
 
 
 @dataclass(frozen=True, slots=True)
 class FillInTokens:
-    """Which tokens of a vocabulary say prefix, suffix and middle.
+    """The FIM tokens of one vocabulary, as ids.
 
-    Without `middle` the suffix comes first and the answer goes on from the prefix. `ends` may come behind an
-    answer, and are no text of it: give them as `stop_token_ids`.
+    Without `middle` the prompt has the suffix first, and the answer continues the prefix. `ends` are the
+    tokens that may follow an answer: pass them as `stop_token_ids`.
     """
 
     prefix: int
@@ -69,7 +69,7 @@ class FillInTokens:
 
     @classmethod
     def of(cls, token_id: Callable[[str], int | None], named: Mapping[str, str]) -> FillInTokens | None:
-        """Those of a vocabulary, or None; `named` are tokens that its files call by the names of NAMES."""
+        """Find the tokens; None if there are none. `named` are those that the model's files name by NAMES."""
         before, behind, between = (named.get(name, "") for name in NAMES)
         own = _Family(before, behind, between)
         for family in (*FAMILIES, *([own] if all(own[:3]) else [])):
@@ -97,10 +97,10 @@ class FillInTokens:
         files: Sequence[tuple[str, str]] = (),
         most: int | None = None,
     ) -> list[int]:
-        """The prompt that asks for what stands between `prefix` and `suffix`, as token ids.
+        """The FIM prompt for the text between `prefix` and `suffix`, as token ids.
 
-        `files` are names and texts of others that it may look at; of them the first are left out until the
-        prompt has no more than `most` tokens. What looks like one of these tokens in a text is text.
+        `files` are names and texts of other files as context; the first ones are left out if the prompt would
+        have more than `most` tokens. Names of FIM tokens inside the texts are encoded as text.
         """
         before = [self.prefix, *self._ids(tokenizer, prefix)]
         behind = [self.suffix, *self._ids(tokenizer, suffix, goes_on=True)]
@@ -125,7 +125,7 @@ class FillInTokens:
         return [self.file, *self._ids(tokenizer, f"{name}\n{text}", goes_on=True)]
 
     def _ids(self, tokenizer: Tokenizer, text: str, *, goes_on: bool = False) -> list[int]:
-        """A text's ids, the names of these tokens cut in two so that none is read as the token."""
+        """Encode a text; names of FIM tokens in it are cut in two, so that they stay text."""
         cuts = [0, *(found.start() + 1 for found in self.names.finditer(text)), len(text)]
         ids: list[int] = []
         for start, end in pairwise(cuts):

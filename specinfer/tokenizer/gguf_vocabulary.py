@@ -38,7 +38,7 @@ END_TOKENS = frozenset(
         "<|END_OF_TURN_TOKEN|>",  # Command R
     }
 )
-# What says that a text is to be filled in, by the names of configs: the key of today, and the earlier one.
+# Fill-in-the-middle tokens, by their names in configs: the GGUF key of today, and the earlier one.
 _FILL_IN = {
     "prefix_token": ("fim_pre_token_id", "prefix_token_id"),
     "suffix_token": ("fim_suf_token_id", "suffix_token_id"),

@@ -115,26 +115,27 @@ class Tokenizer:
     def encode_fill_in(
         self, prefix: str, suffix: str, files: Sequence[tuple[str, str]] = (), most: int | None = None
     ) -> list[int]:
-        """The token ids that ask for what stands between two texts; `fill_in.ends` end the answer.
+        """The token ids of a fill-in-the-middle prompt; `fill_in.ends` are the tokens that end the answer.
 
-        `files` are names and texts of other files, of which the first are left out beyond `most` tokens.
-        Raises RequestError where the vocabulary has no tokens for this, and as `encode`.
+        `files` are names and texts of other files as context; the first ones are left out if the prompt would
+        have more than `most` tokens. Raises RequestError if the vocabulary has no such tokens, and as
+        `encode`.
         """
         if self.fill_in is None:
             raise RequestError(
-                "the model fills in no middle: its vocabulary has no such tokens; looked for "
+                "the model has no fill-in-the-middle tokens in its vocabulary; looked for "
                 f"{LOOKED_FOR}; use a code model that has them"
             )
         return self.fill_in.encode(self, prefix, suffix, files, most)
 
     @cached_property
     def fill_in(self) -> FillInTokens | None:
-        """The tokens of `encode_fill_in`; None where the vocabulary has none."""
+        """The fill-in-the-middle tokens; None if the vocabulary has none."""
         return FillInTokens.of(self._backend.token_to_id, self._special_tokens)
 
     @property
     def beginning(self) -> list[int]:
-        """What `encode` puts before a text: the begin-of-text token, or nothing."""
+        """The tokens that `encode` puts before a text: begin-of-text, or none."""
         return [token for token in self.encode("")[:1] if token == self.bos_token_id]
 
     @cached_property

@@ -100,7 +100,7 @@ def test_a_device_is_no_file_to_go_on_from() -> None:
 
 def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with BatchAnswers(path), pytest.raises(UserError, match="another run writes"):
+    with BatchAnswers(path), pytest.raises(UserError, match="another run has"):
         BatchAnswers(path)
     with BatchAnswers(path):
         pass

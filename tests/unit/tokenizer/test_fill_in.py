@@ -95,7 +95,10 @@ def test_what_looks_like_these_tokens_in_a_text_is_text() -> None:
 def test_a_vocabulary_without_these_tokens_says_which_were_looked_for() -> None:
     made = tokenizer("<|fim_prefix|>", "<|fim_suffix|>")  # no middle
     assert made.fill_in is None
-    with pytest.raises(RequestError, match=r"no such tokens; looked for <\|fim_prefix\|>, <fim_prefix>"):
+    with pytest.raises(
+        RequestError,
+        match=r"no fill-in-the-middle tokens in its vocabulary; looked for <\|fim_prefix\|>, <fim_prefix>",
+    ):
         made.encode_fill_in("a", "b")
 
 
