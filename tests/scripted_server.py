@@ -177,7 +177,8 @@ def scripted_app(
     **options: Any,
 ) -> FastAPI:
     """The server's application over that backend; options are of ServeConfig."""
-    return build_app(scripted_service(tokenizer, backend, observers, models, **options), Keys(list(keys)))
+    service = scripted_service(tokenizer, backend, observers, models, sampling, **options)
+    return build_app(service, Keys(list(keys)))
 
 
 def scripted_service(
@@ -185,6 +186,7 @@ def scripted_service(
     backend: ScriptedBackend,
     observers: Sequence[Observer] = (),
     models: Sequence[str] = (MODEL,),
+    sampling: Mapping[str, float] | None = None,
     **options: Any,
 ) -> Service:
     """What the application asks for answers."""

@@ -11,6 +11,7 @@ import click
 
 from specinfer.cli.every_option import configs, every_option, needs_serving
 from specinfer.cli.options import engine_config
+from specinfer.errors import ConfigError
 
 _KEY_VARIABLE: Final = "SPECINFER_API_KEY"
 

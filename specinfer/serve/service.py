@@ -140,12 +140,10 @@ class Service:
         `files` are names and texts of other files; the first ones are left out if an answer of `answer`
         tokens needs their room.
         """
-        size = len(prefix) + len(suffix)
-        self._check_length(size // _MOST_CHARACTERS, param)
+        self._check_length((len(prefix) + len(suffix)) // _MOST_CHARACTERS, param)
         most = self._longest_prompt - answer
-        size += sum(len(text) for _, text in files)
         return await self._elsewhere(
-            size, param, lambda: tuple(self.tokenizer.encode_fill_in(prefix, suffix, files, most))
+            param, lambda: tuple(self.tokenizer.encode_fill_in(prefix, suffix, files, most))
         )
 
     def fill_in_ends(self, others: Sequence[int] | None) -> list[int]:
