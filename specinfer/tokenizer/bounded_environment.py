@@ -30,7 +30,13 @@ _FLOAT: Final = 400  # characters of the longest float
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\d*)(?:\.(\d*))?")
 # Names that no template can write, as they have a blank in them.
 _STEP, _CONCAT, _MADE, _WEIGHED = "a step", "a concatenation", "a value made", "a value weighed"
-_NEEDLESS = ("striptags", "urlize")  # for web pages, and slow on long texts
+_NEEDLESS = ("pprint", "striptags", "urlize", "wordwrap")  # for web pages, and slow on long texts
+# Filters that make a list of a text's characters or words.
+_SPLITTING = frozenset(
+    {"batch", "groupby", "list", "map", "max", "min", "reject", "rejectattr", "select", "selectattr", "slice"}
+    | {"sort", "sum", "title", "unique", "wordcount"}
+)
+_CODECS = frozenset({"utf-8", "utf8", "ascii", "latin-1"})  # others may be slow
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -147,6 +153,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.budget.ask(_replaced(text, *args))
         elif name == "join" and args:
             self.budget.ask(self.budget.weigh(args[0]) + len(text) * len(args[0]))
+        elif name in ("split", "rsplit", "splitlines"):
+            separator = next((one for one in args if isinstance(one, (str, bytes)) and one), None)
+            places: int = len(text) // 8 if separator is None else text.count(separator)  # type: ignore[arg-type]
+            self.budget.ask(OF_NODE * places)
+        elif name in ("encode", "decode") and not _CODECS.issuperset(args):
+            raise BoundsError(f"it encodes texts in ways other than {', '.join(sorted(_CODECS))}")
         elif name == "translate":
             raise BoundsError("it calls translate")
 
@@ -162,6 +174,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             given = [_listed(value) for value in args[first:]]
             for value in (*given, *kwargs.values()):
                 budget.weigh(value)
+            if name in _SPLITTING and isinstance(given[0], str):
+                budget.ask(OF_NODE * len(given[0]))
             if name == "format":
                 self._ask_percent(str(given[0]), kwargs or tuple(given[1:]))
             elif ask is not None:
@@ -286,12 +300,6 @@ def _numbers(weight: int, value: Any, attribute: Any = None, start: Any = 0) -> 
     return 0
 
 
-def _wrapped(
-    weight: int, text: Any, width: Any = 79, *args: Any, wrapstring: Any = "\n", **kwargs: Any
-) -> int:
-    return weight * (1 + max(len(str(one)) for one in (wrapstring, *args)))
-
-
 # What these filters may make of values that weigh so much.
 _ASKED: Final[Mapping[str, Callable[..., int]]] = {
     "batch": lambda weight, value, linecount, *fill, **more: OF_NODE * int(linecount),
@@ -304,5 +312,4 @@ _ASKED: Final[Mapping[str, Callable[..., int]]] = {
     "round": _digits,
     "slice": lambda weight, value, slices, *fill, **more: OF_NODE * int(slices),
     "sum": _numbers,
-    "wordwrap": _wrapped,
 }

@@ -92,6 +92,12 @@ SIZES = {
     "of a namespace": DOUBLE + "{{ n }}",
     "sorted": DOUBLE + "{{ [n.x, n.x] | sort }}",
     "slices": LONG + "{% for i in range(999) %}{% set y = long[1:] %}{% endfor %}",
+    "split": LONG + "{{ long.split('a') | length }}",
+    "split at blanks": LONG + "{{ (long * 9).replace('aa', 'a ').split() | length }}",
+    "letters": LONG + "{{ long | list | length }}",
+    "letters mapped": LONG + "{{ long | map('upper') | join | length }}",
+    "words": LONG + "{{ long | wordcount }}",
+    "codecs": LONG + "{{ long.encode('punycode') }}",
     "translated": LONG + "{{ long.translate({97: long}) }}",
 }
 
@@ -148,7 +154,7 @@ def test_each_rendering_and_each_thread_has_bounds_of_its_own(monkeypatch):
     [
         "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
         "{{ " + "9" * 5000 + " }}",
-        "{{ 'a' | striptags }}",
+        "{{ 'a' | wordwrap }}",
         "{{ 1 +",
     ],
 )
@@ -184,7 +190,7 @@ def test_a_template_that_cannot_be_compiled_is_refused(source):
         "{% for x in [1, [2, 3]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}",
         "{{ [1, 2, 3, 4] | batch(3, 0) | list }}{{ [1, 2, 3] | slice(2) | list }}{{ 2.567 | round(1) }}",
         "{{ cycler('a', 'b').next() }}{{ dict(a=1) }}{{ (1).to_bytes(2, 'big') }}{{ 'a'.ljust(3) + '|' }}",
-        "{{ 'one two' | wordwrap(3) | center(20) }}"
+        "{{ 'one two' | title | center(20) }}{{ 'a b'.split() }}{{ 'a'.encode('utf-8') }}"
         "{{ [[1, 2], [3]] | map('first') | list }}{{ 'a' | default('b') }}",
         "{% for m in messages if m.role == 'user' %}{{ m.content | trim | first }}{% else %}none{% endfor %}",
     ],
