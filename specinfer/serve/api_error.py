@@ -132,7 +132,9 @@ class ApiError(Exception):
         if not _ANTHROPIC_PATH.search(caller.path):
             return self.body
         message, param = self.body["error"]["message"], self.body["error"]["param"]
-        if param and param not in message:  # this shape has no other place for it
+        if self.body["error"]["code"] == "context_length_exceeded":
+            message = f"prompt is too long: {message}"  # by which clients know it, and shorten it
+        elif param and param not in message:  # this shape has no other place for it
             message = f"{param}: {message}"
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message}, "request_id": caller.request_id}

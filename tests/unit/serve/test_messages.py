@@ -277,6 +277,16 @@ def test_what_is_refused_before_the_endpoint_is_told_in_the_same_shape(
     ask(tokenizer, [says("Hello")], do, keys=["key"], max_body=1024)
 
 
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        for path in ("/messages", "/messages/count_tokens"):
+            told = await server.refusal(path=path, messages=[{"role": "user", "content": "x" * 7_000_000}])
+            assert told[:2] == (400, "invalid_request_error")
+            assert told[2].startswith("prompt is too long: the prompt has 109375 tokens or more")
+
+    ask(tokenizer, [says("Hello")], do)
+
+
 def test_other_models_are_not_found(tokenizer: Tokenizer) -> None:
     async def do(server: Messaging) -> None:
         status, kind, message = await server.refusal(model="claude")
