@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,33 +17,57 @@ PAGE = (Path(__file__).parents[3] / "docs/serving.md").read_text(encoding="utf-8
 HERE = "http://127.0.0.1:8000"
 
 
+def curls(*shells: str) -> list[str]:
+    """The curl commands of some blocks."""
+    return re.findall(r"^curl .*?(?:'\{.*?\}'|$)(?=\ncurl|\n\Z|\Z)", "".join(shells), re.M | re.S)
+
+
+def run(command: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, timeout=120, check=False, **more
+    )
+
+
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S)
 
 
 @pytest.mark.thorough
 def test_the_openai_example_runs(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    [program] = blocks("python")
+    program = blocks("python")[0]
     exec(compile(program.replace(HERE, served.url), "serving.md", "exec"), {})
     assert re.fullmatch(r"\d+\.\d+ tokens per step", capsys.readouterr().out.splitlines()[-1])
 
 
 @pytest.mark.thorough
 def test_the_curl_examples_run(served: Served) -> None:
-    commands = re.findall(
-        r"^curl .*?(?:'\{.*?\}'|$)(?=\ncurl|\n\Z|\Z)", "".join(blocks("sh")[1:2]), re.M | re.S
-    )
-    assert len(commands) == 5
+    openai, anthropic = blocks("sh")[1:3]
+    commands = curls(openai, anthropic)
+    assert len(commands) == 7
     for command in commands:
-        done = subprocess.run(
-            ["sh", "-c", command.replace(HERE, served.url) + " --fail-with-body"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = run(command.replace(HERE, served.url) + " --fail-with-body")
         assert done.returncode == 0, (command, done.stdout)
         assert done.stdout.startswith("{")
+
+
+@pytest.mark.thorough
+def test_the_examples_of_filling_in_are_refused_by_a_model_that_cannot(served: Served) -> None:
+    commands = curls(blocks("sh")[3])
+    assert len(commands) == 2
+    for command in commands:
+        assert "looked for <|fim_prefix|>" in run(command.replace(HERE, served.url)).stdout
+
+
+@pytest.mark.thorough
+def test_the_example_of_a_batch_runs(folder: Path, tmp_path: Path) -> None:
+    command = blocks("sh")[4].replace(
+        "specinfer run-batch", f"{sys.executable} -m specinfer run-batch {folder}"
+    )
+    done = run(command.replace("answers.jsonl", "answers.jsonl --kv-cache-memory 16MB"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert sorted(answer["custom_id"] for answer in answers) == ["one", "two"]
+    assert [answer["error"] for answer in answers] == [None, None]
 
 
 @pytest.mark.thorough
