@@ -28,21 +28,23 @@ def run(command: str, **more: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S)
+def block(section: str, language: str) -> str:
+    """The only block of that language in a section of the page."""
+    [text] = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+    [found] = re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
+    return str(found)
 
 
 @pytest.mark.thorough
 def test_the_openai_example_runs(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    program = blocks("python")[0]
+    program = block("Asking", "python")
     exec(compile(program.replace(HERE, served.url), "serving.md", "exec"), {})
     assert re.fullmatch(r"\d+\.\d+ tokens per step", capsys.readouterr().out.splitlines()[-1])
 
 
 @pytest.mark.thorough
 def test_the_curl_examples_run(served: Served) -> None:
-    openai, anthropic = blocks("sh")[1:3]
-    commands = curls(openai, anthropic)
+    commands = curls(block("Asking", "sh"), block("Anthropic's clients", "sh"))
     assert len(commands) == 7
     for command in commands:
         done = run(command.replace(HERE, served.url) + " --fail-with-body")
@@ -52,7 +54,7 @@ def test_the_curl_examples_run(served: Served) -> None:
 
 @pytest.mark.thorough
 def test_the_examples_of_filling_in_are_refused_by_a_model_that_cannot(served: Served) -> None:
-    commands = curls(blocks("sh")[3])
+    commands = curls(block("Filling in the middle", "sh"))
     assert len(commands) == 2
     for command in commands:
         assert "looked for <|fim_prefix|>" in run(command.replace(HERE, served.url)).stdout
@@ -60,7 +62,7 @@ def test_the_examples_of_filling_in_are_refused_by_a_model_that_cannot(served: S
 
 @pytest.mark.thorough
 def test_the_example_of_a_batch_runs(folder: Path, tmp_path: Path) -> None:
-    command = blocks("sh")[4].replace(
+    command = block("Files of requests", "sh").replace(
         "specinfer run-batch", f"{sys.executable} -m specinfer run-batch {folder}"
     )
     done = run(command.replace("answers.jsonl", "answers.jsonl --kv-cache-memory 16MB"), cwd=tmp_path)
