@@ -27,9 +27,7 @@ _USUAL_EFFORT: Final = "high"  # the default of Anthropic's API
 _REFUSED: Final = {
     "n": "an answer is one message; send the request again with another seed",
     "prompt_logprobs": "a message has no place for them; ask /v1/completions",
-    "stop": "at this endpoint it is stop_sequences; move it there",
     "response_format": "at this endpoint it is output_config.format; move it there",
-    "stream_options": "streams end with their usage; drop it",
     "parallel_tool_calls": "at this endpoint it is tool_choice.disable_parallel_tool_use; move it there",
     "mcp_servers": "nothing is called from here; call the servers yourself, and offer their tools as tools",
     "container": "nothing is run here; drop it",
@@ -146,6 +144,8 @@ class MessageFields(ConversationFields):
             value = getattr(self, name)
             if value not in (None, []) and (name, value) != ("n", 1):
                 raise ApiError(f"{name} is not offered here: {reason}", param=name)
+        if self.stop and self.stop_sequences:
+            raise ApiError("stop and stop_sequences are given; give stop_sequences alone", param="stop")
         if not self.messages:
             raise ApiError("messages is empty; give at least one turn", param="messages")
         check_turns(self.messages)
@@ -267,7 +267,7 @@ class MessageFields(ConversationFields):
         """The SamplingParams of this request, with at most `room` tokens; raises ApiError."""
         return self.params(
             max_tokens=min(self.max_tokens or room, room),
-            stop=self.stop_sequences or None,
+            stop=self.stop_sequences or self.stop,
             response_format=self.form_params.get("response_format"),
             prediction=None if self.prediction is None else self.prediction.text or None,
             **held,

@@ -45,6 +45,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         {"mcp_servers": []},
         {"n": 1},
         {"output_config": {}},
+        {"stream_options": {"include_usage": False}, "stream": True},  # the usage comes in any case
         {"output_config": {"effort": "high"}},
     ],
 )
@@ -90,7 +91,7 @@ def test_what_changes_nothing_is_taken(tokenizer: Tokenizer, body: dict[str, Any
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
-        ({"stop": "x"}, "stop"),
+        ({"stop": "x", "stop_sequences": ["y"]}, "stop"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"n": 2}, "n"),

@@ -110,6 +110,14 @@ def test_why_a_message_ended_is_said(
     ask(tokenizer, [script], do)
 
 
+def test_stop_is_another_name_for_stop_sequences(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        await server.message(stop="x")
+        assert server.backend.works[0].params.stop == ("x",)
+
+    ask(tokenizer, [says("Hello")], do)
+
+
 def test_more_tokens_may_be_asked_for_than_there_is_room(tokenizer: Tokenizer) -> None:
     async def do(server: Messaging) -> None:
         await server.message(max_tokens=10**9)
