@@ -44,6 +44,7 @@ class FieldPolicy:
         """Rewrite a body, in place, to what `kind` takes; raises ApiError for what cannot be honoured."""
         if not isinstance(body, dict):
             return
+        _go_on(body)
         _tidy(body, "", "")
         own, seen = own_names(kind), set[str]()
         while foreign := [name for name in body if name not in own and name not in seen]:
@@ -79,6 +80,17 @@ class FieldPolicy:
 def own_names(kind: type[BaseModel]) -> Own:
     """The names of an endpoint's own fields."""
     return frozenset(field.alias or name for name, field in kind.model_fields.items())
+
+
+def _go_on(body: dict[str, Any]) -> None:
+    """Say of a last message that it is to be gone on with as vLLM does, where the message says so itself."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages or not isinstance(messages[-1], dict):
+        return
+    for name in ("prefix", "partial"):
+        if messages[-1].get(name) is True:
+            del messages[-1][name]
+            put(body, "continue_final_message", True, f"messages[{len(messages) - 1}].{name}")
 
 
 def _tidy(given: dict[str, Any], where: str, within: str) -> None:

@@ -79,6 +79,10 @@ USUAL: Final[_Usual] = {
     "context_management": (([],), "nothing is left out of a context; shorten the input"),
     "transforms": (([],), "prompts are not changed; drop it"),
     "chat_template": ((), "the model's own template is used; drop it, or ask /v1/completions"),
+    "chat_template_kwargs": (
+        ({},),
+        "this endpoint takes no variables of a template; ask /v1/chat/completions",
+    ),
     "documents": (([],), "put them into a message"),
     "safe_prompt": ((False,), "prompts are not changed; put it into a message"),
     "prompt_mode": ((), "prompts are not changed; put it into a message"),

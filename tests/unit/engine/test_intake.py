@@ -226,7 +226,7 @@ REFUSALS: dict[str, list[Ask]] = {
     "special_tokens_in_messages": [chat(HI, special_tokens="plain")],
     "preamble": [prompt("a", preamble="preamble: /x/"), prompt("a", regex="a", preamble="p: /x/")],
     "params": [with_params("x"), with_params([{}]), with_params([SamplingParams()] * 2)],
-    "max_tokens": [prompt("a", max_tokens=0), prompt("a", max_tokens=1.5)],
+    "max_tokens": [prompt("a", max_tokens=-1), prompt("a", max_tokens=1.5)],
     "min_tokens": [prompt("a", min_tokens=-1), prompt("a", min_tokens=9, max_tokens=8)],
     "temperature": [prompt("a", temperature=-1), prompt("a", temperature="hot")],
     "top_p": [prompt("a", top_p=0)],
@@ -246,6 +246,7 @@ REFUSALS: dict[str, list[Ask]] = {
     "stop": [prompt("a", stop=""), prompt("a", stop=[1])],
     "stop_token_ids": [prompt("a", stop_token_ids=[-1]), prompt("a", stop_token_ids=[VOCAB])],
     "visible_token_ids": [prompt("a", visible_token_ids=value) for value in ([-1], [VOCAB])],
+    "include_stop_str_in_output": [prompt("a", include_stop_str_in_output=1)],
     "ignore_eos": [prompt("a", ignore_eos=1), prompt("a", ignore_eos=True, regex="a")],
     "logprobs": [prompt("a", logprobs=-1)],
     "prompt_logprobs": [prompt("a", prompt_logprobs=1001)],
@@ -346,7 +347,7 @@ def test_every_line_that_refuses_is_in_the_table(models: dict[str, Intake]) -> N
 
 def test_a_refusal_survives_being_sent_to_another_process() -> None:
     with pytest.raises(RequestError) as caught:
-        SamplingParams(max_tokens=0)
+        SamplingParams(max_tokens=-1)
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.parameter) == (str(caught.value), "max_tokens")
     json.dumps({"message": str(again), "param": again.parameter})

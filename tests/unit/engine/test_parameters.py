@@ -142,9 +142,11 @@ def test_a_stop_string_ends_the_oracles_text_at_its_last_character(
         stop = text[start : start + size]
         stops = [i for i in range(max(1, least), len(text) + 1) if text[:i].endswith(stop)] if stop else []
         if stops:
-            batch.append((prompt, params_of("nothing", min_tokens=least, stop=[stop, "never said"])))
-            expected.append((whole[: stops[0]], text[: stops[0] - len(stop)]))
-    assert len(batch) > 40
+            for included in (False, True):
+                ends = {"stop": [stop, "never said"], "include_stop_str_in_output": included}
+                batch.append((prompt, params_of("nothing", min_tokens=least, **ends)))
+                expected.append((whole[: stops[0]], text[: stops[0] - (0 if included else len(stop))]))
+    assert len(batch) > 80
     outputs = llms[speculation].generate([prompt for prompt, _ in batch], [params for _, params in batch])
     assert [(list(o.token_ids), o.text) for o in outputs] == expected
     assert {o.finish_reason for o in outputs} == {FinishReason.STOP}

@@ -190,6 +190,19 @@ VLLM_RESPONSE: Final[dict[str, Any]] = {
     "ignore_eos": False,
     "vllm_xargs": None,
 }
+VLLM_TOKENIZE: Final[dict[str, Any]] = {
+    "model": "m",
+    "prompt": "a",
+    "add_special_tokens": True,
+    "return_token_strs": False,
+    "add_generation_prompt": None,
+    "continue_final_message": None,
+    "chat_template": None,
+    "chat_template_kwargs": {},
+    "mm_processor_kwargs": None,
+    "media_io_kwargs": None,
+    "tools": None,
+}
 LLAMA_CPP: Final[dict[str, Any]] = {
     "temperature": 0.8,
     "dynatemp_range": 0.0,

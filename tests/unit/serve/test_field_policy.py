@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import typing
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ SERVERS: list[tuple[str, Any, dict[str, Any]]] = [
     ("vLLM", ChatFields, schemas.VLLM_CHAT),
     ("vLLM", CompletionFields, schemas.VLLM_COMPLETION),
     ("vLLM", ResponseFields, schemas.VLLM_RESPONSE),
+    ("vLLM", TokenizeFields, schemas.VLLM_TOKENIZE),
     ("llama.cpp", ChatFields, schemas.LLAMA_CPP_CHAT),
     ("llama.cpp", CompletionFields, schemas.LLAMA_CPP),
     ("LM Studio", ChatFields, schemas.LM_STUDIO),
@@ -85,8 +87,10 @@ SERVERS: list[tuple[str, Any, dict[str, Any]]] = [
     ],
 )
 def test_each_field_of_other_servers_is_taken_with_its_usual_value(kind: Any, name: str, value: Any) -> None:
-    params(kind, {name: value})
-    assert params(kind, {name: None} if name not in PLAIN[kind] else {}) == params(kind, {})
+    read(kind, {name: value})
+    if kind in MADE:
+        params(kind, {name: value})
+    assert read(kind, {name: None} if name not in PLAIN[kind] else {}) == read(kind, {})
 
 
 @pytest.mark.parametrize(
@@ -363,7 +367,7 @@ def test_what_would_change_the_text_is_refused_by_name(
     [
         (
             ChatFields,
-            {"messages": [{"role": "assistant", "content": "a", "prefix": True}]},
+            {"messages": [{"role": "assistant", "content": "a", "prefix": True}, *HI]},
             "messages[0].prefix",
         ),
         (ChatFields, {"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),
@@ -431,6 +435,9 @@ def test_unknown_fields_are_ignored_with_one_line_a_name(caplog: pytest.LogCaptu
 
 def test_names_that_are_remembered_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     policy = FieldPolicy("ignore")
+    shadows = {"__class__": 1, "_x": 1, "check": 2, "model_config": 3, "__pydantic_extra__": {}}
+    assert read(CompletionFields, shadows, FieldPolicy("ignore")) == read(CompletionFields, {})
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         for batch in range(3):
             names = {f"k{number}-{'x' * 200}": 1 for number in range(batch * 2000, (batch + 1) * 2000)}
@@ -472,3 +479,39 @@ def test_a_body_is_left_as_it_is_where_it_holds_the_callers_own_values() -> None
     assert fields.response_format["json_schema"]["schema"] == SCHEMA
     assert isinstance(fields.chat_template_kwargs["a"][0], float)
     assert fields.chat_template_kwargs["a"][1] is None
+
+
+ODD: list[Any] = [
+    *(None, True, False, -1, 0, 1, 2.5, 1e300, 10**400, "", "a", "none", [], [None], [[1]], [["a", "b"]]),
+    *([1, True], {}, {"a": None}, {"type": []}, {"type": "enabled"}, {"effort": {}}, {"enabled": 1}),
+    *({"json": "["}, {"json": {}, "regex": 5}, {"schema": {}, "type": "json_object"}, [{"type": {}}]),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", PLAIN)
+def test_whatever_a_field_says_it_is_taken_or_refused(kind: Any) -> None:
+    names = {
+        *NOTES,
+        *USUAL,
+        *RENAMED,
+        *TRANSLATED,
+        *INSIDE,
+        *kind.model_fields,
+        "prompt",
+        "messages",
+        "input",
+    }
+    statuses = set()
+    for policy in (FieldPolicy(), FieldPolicy("ignore")):
+        for name, value in product(sorted(names), ODD):
+            for more in ({name: value}, {name: value, "temperature": 0.5, "top_p": 0.5, "text": value}):
+                try:
+                    fields = parse(kind, json.dumps(PLAIN[kind] | more).encode(), policy=policy)
+                    if kind in MADE:
+                        fields.check()
+                        fields.params()
+                    statuses.add(200)
+                except ApiError as error:
+                    statuses.add(error.status)
+    assert statuses == {200, 400}

@@ -151,6 +151,12 @@ def test_a_message_that_has_begun_is_gone_on_with(tokenizers: dict[str, Tokenize
     assert json.loads(begun.text)["choices"][0]["message"]["content"] == "ok"
     closed = chat(plain, messages=BEGUN, add_generation_prompt=False)
     assert closed.prompt == "<user>Hi</user><assistant>It is </assistant>"
+    for name in ("prefix", "partial"):
+        asked = chat(plain, messages=[*HI, BEGUN[-1] | {name: True}])
+        assert asked.prompt == begun.prompt
+        assert chat(plain, messages=[*HI, BEGUN[-1] | {name: False}]).prompt.endswith(
+            "</assistant><assistant>"
+        )
     items = {"input": BEGUN, "continue_final_message": True}
     assert Asked(plain, "/responses", items).prompt == begun.prompt
     counted = Asked(plain, "http://server/tokenize", {"messages": BEGUN, "continue_final_message": True})
