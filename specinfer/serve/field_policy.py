@@ -28,7 +28,10 @@ _MOST_NAMES: Final = 1000  # of unknown fields that are told of, once each: anyb
 _EXACT: Final = 2**53  # up to which each whole number is a float of its own
 # Values that are the caller's own, and are handed on as they are: schemas, and variables of a template.
 _OPAQUE: Final = frozenset(
-    ("schema", "parameters", "output_schema", "guided_json", "structured_outputs", "chat_template_kwargs")
+    [
+        *("schema", "parameters", "input_schema", "input_examples", "output_schema"),
+        *("guided_json", "structured_outputs", "chat_template_kwargs"),
+    ]
 )
 _SPECULATIVE: Final = "speculative."  # how llama.cpp's options of speculation begin
 
@@ -117,8 +120,8 @@ def _tidied(value: Any, where: str, name: str) -> Any:
     """A value of the field `name` with all that is inside of it tidied."""
     if type(value) is float:
         return int(value) if value.is_integer() and abs(value) <= _EXACT else value
-    if name in _OPAQUE or where == "json_schema":
-        return value
+    if name in _OPAQUE or where == "json_schema" or (name == "input" and type(value) is dict):
+        return value  # the input that is an object is that of an earlier call
     if type(value) is dict:
         _tidy(value, where, name)
     elif type(value) is list:

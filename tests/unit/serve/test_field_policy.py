@@ -23,6 +23,7 @@ from specinfer.serve.completion_fields import CompletionFields
 from specinfer.serve.field_policy import FieldPolicy
 from specinfer.serve.fields import parse
 from specinfer.serve.foreign_fields import INSIDE, NOTES, RENAMED, TRANSLATED, USUAL
+from specinfer.serve.message_fields import MessageFields
 from specinfer.serve.response_fields import ResponseFields
 from specinfer.serve.token_fields import DetokenizeFields, TokenizeFields
 
@@ -380,7 +381,7 @@ def test_what_would_change_the_text_is_refused_by_name(
             {"add_generation_prompt": True, "continue_final_message": True},
             "continue_final_message",
         ),
-        (CompletionFields, {"suffix": "b"}, "suffix"),
+        (ChatFields, {"suffix": "b"}, "suffix"),
         (CompletionFields, {"tools": [TOOL]}, "tools"),
         (CompletionFields, {"reasoning_effort": "high"}, "reasoning_effort"),
         (CompletionFields, {"enable_thinking": True}, "enable_thinking"),
@@ -424,7 +425,8 @@ def test_unknown_fields_are_ignored_with_one_line_a_name(caplog: pytest.LogCaptu
         for _ in range(3):
             fields = read(ChatFields, more, policy)
     assert fields.described_tools == [TOOL]
-    assert [one.rendered()["content"] for one in fields.messages] == ["a", "a"]
+    part = {"type": "text", "text": "a"}
+    assert [one.rendered()["content"] for one in fields.messages] == [[part], [part]]
     told = [record.getMessage() for record in caplog.records]
     names = ("another", "odd", "odd one", "odd part")
     assert sorted(told) == sorted(f"the unknown field {name!r} is ignored" for name in names)
@@ -515,3 +517,16 @@ def test_whatever_a_field_says_it_is_taken_or_refused(kind: Any) -> None:
                 except ApiError as error:
                     statuses.add(error.status)
     assert statuses == {200, 400}
+
+
+def test_what_is_the_callers_own_json_stays_as_it_is() -> None:
+    schema = {"type": "object", "properties": {"n": {"default": None, "maximum": 1.0}}}
+    used = {"type": "tool_use", "id": "a", "name": "f", "input": {"n": None, "x": 1.0}}
+    body: dict[str, Any] = {
+        "messages": [{"role": "assistant", "content": [used | {"cache_control": None}]}],
+        "tools": [{"name": "f", "input_schema": schema, "input_examples": [{"n": None}]}],
+    }
+    FieldPolicy().apply(MessageFields, body)
+    assert body["messages"][0]["content"] == [used]
+    assert body["tools"][0] == {"name": "f", "input_schema": schema, "input_examples": [{"n": None}]}
+    assert repr(body["tools"][0]["input_schema"]["properties"]["n"]["maximum"]) == "1.0"

@@ -219,7 +219,7 @@ def test_nohup_is_heeded() -> None:
     program = (
         "import signal, uvicorn; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "from specinfer.serve.server import _Server\n"
-        "with _Server(uvicorn.Config('none:app'), None, None).capture_signals():\n"
+        "with _Server(uvicorn.Config('none:app'), None).capture_signals():\n"
         "    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN\n"
         "    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL\n"
     )

@@ -29,8 +29,8 @@ def run(command: str, **more: Any) -> subprocess.CompletedProcess[str]:
 
 
 def block(section: str, language: str) -> str:
-    """The only block of that language in a section of the page."""
-    [text] = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+    """The only block of that language in a section of the page, without its subsections."""
+    [text] = re.findall(rf"^##+ {section}\n(.*?)(?=^##+ |\Z)", PAGE, re.M | re.S)
     [found] = re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
     return str(found)
 

@@ -33,7 +33,7 @@ def test_a_signal_is_heard_even_while_the_pipe_that_wakes_the_loop_is_full(
 ) -> None:
     async def is_heard() -> bool:
         config = uvicorn.Config("none:app", log_config=None, lifespan="off")
-        server = _Server(config, cast(Service, SimpleNamespace()), lambda reason: 0)
+        server = _Server(config, cast(Service, SimpleNamespace()))
         loop = asyncio.get_running_loop()
         with server.capture_signals():
             for _ in range(waiting):
