@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from specinfer.request import FinishReason
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.caller import ADMITTED
 from specinfer.serve.chat_prompt import ChatPrompt
 from specinfer.serve.dialect import AnswerReader
 from specinfer.serve.event_stream import event
@@ -94,9 +93,7 @@ class Responses:
                         yield told(grown)
         except ApiError as error:
             if not begun:
-                if (admitted := ADMITTED.get()) is None or not admitted.is_set():
-                    raise
-                yield told(self._opening())  # the stream has begun, and cannot be another answer any more
+                raise
             yield told([{"type": "response.failed", "response": self._failed(error)}])
             return
         yield told([{"type": f"response.{self._ended}", "response": self._finish()}])
@@ -118,7 +115,9 @@ class Responses:
             self._params = fields.sampling_params(service.room(prompt.token_ids, "input"), **prompt.held)
             reader = prompt.reader()
             try:
-                answers = service.answer([prompt.token_ids], [self._params], traced=bool(fields.trace))
+                answers = service.answer(
+                    [prompt.token_ids], [self._params], traced=bool(fields.trace), announced=True
+                )
                 async with aclosing(answers):
                     async for _, delta in answers:
                         yield self._grown(delta, reader)

@@ -215,12 +215,18 @@ class Service:
             )
 
     async def answer(
-        self, prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams], *, traced: bool = False
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        params: Sequence[SamplingParams],
+        *,
+        traced: bool = False,
+        announced: bool = False,
     ) -> AsyncGenerator[tuple[int, Delta]]:
         """The deltas of n completions of each prompt, each with its number: prompt * n + completion.
 
-        Sets ADMITTED when the engine has taken all of them; with `max_wait`, when one has begun. One of
-        several that fails in the engine ends with finish reason "error", and the others go on.
+        Sets ADMITTED when the engine has taken all of them; with `max_wait`, when one has begun. Where that
+        is to be `announced`, a delta that is empty comes then. One of several that fails in the engine ends
+        with finish reason "error", and the others go on.
 
         Raises ApiError: 429 where too many wait, 400 where the engine refuses one or its parameters leave
         nothing to say, 500 where the engine fails or is gone, 503 where it cannot be had now.
@@ -257,6 +263,9 @@ class Service:
                         may_begin = may_begin or delta.begun or not delta.is_empty
                         if may_begin and not unadmitted and delta.finish_reason is None:
                             _tell_admitted()
+                            if announced and delta.is_empty:
+                                announced = False
+                                yield number, delta
                         if not delta.is_empty:
                             for ready in shared.ready(number, delta):
                                 yield ready

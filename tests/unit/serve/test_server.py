@@ -104,7 +104,7 @@ def test_answers_that_outlast_the_grace_end_with_an_error_that_can_be_read(folde
         for one in asking:
             one.start()
         until = time.monotonic() + 60
-        while served.metric("num_requests_running") + served.metric("num_requests_waiting") < 16:
+        while served.metric("request_prompt_tokens_count") < 16:
             assert time.monotonic() < until
         served.process.send_signal(signal.SIGHUP)
         for one in asking:
@@ -130,6 +130,16 @@ def test_a_stream_behind_others_begins_at_once_and_is_kept_alive(folder: Path) -
             assert any(line.startswith("data: ") for line in lines)
             refused = httpx.post(url, json={"prompt": "abc", "regex": "(", "stream": True}, timeout=60)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "regex")
+            message = {"role": "user", "content": "a"}
+            for path, body, begins in (
+                ("chat/completions", {"messages": [message], "max_tokens": 3}, ": ping"),
+                ("responses", {"input": "a", "max_output_tokens": 3}, "event: response.created"),
+            ):
+                asked = f"{served.url}/v1/{path}"
+                with httpx.stream("POST", asked, json={**body, "stream": True}, timeout=60) as waiting:
+                    lines_of_it = waiting.iter_lines()
+                    assert next(lines_of_it) == begins
+                    assert ": ping" in [begins, *(next(lines_of_it) for _ in range(12))]
             with httpx.stream(
                 "POST", url, json={**LONG, "max_tokens": 3, "stream": True}, timeout=60
             ) as second:

@@ -208,7 +208,7 @@ def test_one_of_several_that_fails_leaves_the_others_their_answers(tokenizer: To
 def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_more(
     tokenizer: Tokenizer, max_wait: int
 ) -> None:
-    signs = (0, Delta("")), (1, Delta("")), (1, Delta("", begun=True))
+    signs, announced = ((0, Delta("")), (1, Delta("")), (1, Delta("", begun=True))), False
     ended = Delta("", "a", (97,), finish_reason=FinishReason.LENGTH)
     seen = []
 
@@ -222,11 +222,14 @@ def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_more(
     async def run() -> list[str]:
         service = service_of(Watched(*signs, (0, ended), (1, ended)), tokenizer, max_wait=max_wait)
         ADMITTED.set(admitted)
-        return [delta.text async for _, delta in service.answer([(1,)], [SamplingParams(n=2)])]
+        answers = service.answer([(1,)], [SamplingParams(n=2)], announced=announced)
+        return [delta.text async for _, delta in answers]
 
     admitted = asyncio.Event()
-    assert asyncio.run(run()) == ["a", "a"]  # signs are no part of an answer
+    assert asyncio.run(run()) == ["a", "a"]  # empty ones are no part of an answer
     assert seen == [False, False, not max_wait, True, True]
+    admitted, announced = asyncio.Event(), True
+    assert asyncio.run(run()) == ["", "a", "a"]
 
 
 def test_who_may_ask_again_is_told_so(tokenizer: Tokenizer) -> None:
