@@ -50,7 +50,8 @@ class Delta:
     @property
     def is_empty(self) -> bool:
         """Whether it adds nothing to the answer: it says that the work is admitted, or that it begins."""
-        return not (self.token_ids or self.text or self.finish_reason)
+        told = self.token_ids or self.text or self.trees or self.finish_reason or self.prompt_logprobs
+        return not told
 
     @staticmethod
     def joined(deltas: Sequence[Delta]) -> Delta:
