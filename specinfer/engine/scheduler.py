@@ -96,7 +96,7 @@ class Scheduler:
         running = self._with_a_row(alone)
         rows = self._config.max_step_tokens - len(running)
         short = self.preemptions > before  # whoever just gave up its blocks does not take them back at once
-        awaited: dict[int, bytes] = {}
+        awaited: set[tuple[int, bytes]] = set()
         while not short and rows > 0 and len(self.running) < self._config.max_batch_size:
             admitted = self._admit(alone, awaited)
             if admitted is None:
@@ -125,11 +125,11 @@ class Scheduler:
             else:
                 self._preempt(self.running[-1])  # and the same one tries again, unless it was the one to go
 
-    def _admit(self, alone: SequenceState | None, awaited: dict[int, bytes]) -> SequenceState | None:
+    def _admit(self, alone: SequenceState | None, awaited: set[tuple[int, bytes]]) -> SequenceState | None:
         """Let the next waiting request run, with blocks for all of its text, where there are so many.
 
         First come, first served; but those that wait for a running request to compute a block of theirs are
-        passed over. `awaited` are the blocks found so in this step, by their place, to which are added more.
+        passed over. `awaited` are the blocks found so in this step, with their places; more are added.
         """
         for waiting in self.waiting:
             if alone not in (None, waiting):
@@ -208,7 +208,7 @@ class Scheduler:
             room=sequence.room(self._max_context),
         )
 
-    def _find(self, sequence: SequenceState, awaited: dict[int, bytes]) -> list[int] | None:
+    def _find(self, sequence: SequenceState, awaited: set[tuple[int, bytes]]) -> list[int] | None:
         """The published blocks a waiting sequence may start behind; None: the next one is being computed.
 
         It is added to `awaited` then, so that others which wait for it are told at once.
@@ -221,7 +221,7 @@ class Scheduler:
             return []
         # The last token is always computed: its logits are wanted.
         hashes = hashes[: (len(sequence.token_ids) - 1) // size]
-        if any(hashes[place : place + 1] == [key] for place, key in awaited.items()):
+        if any(hashes[place : place + 1] == [key] for place, key in awaited):
             return None
         found = self._pool.find(hashes)
         end = len(found) + 1
@@ -229,7 +229,7 @@ class Scheduler:
             for other in self.running:
                 # One that is past this block has a copy nobody can find: no use to wait for it.
                 if other.computed < end * size and other.block_hashes[end - 1 : end] == [hashes[end - 1]]:
-                    awaited[end - 1] = hashes[end - 1]
+                    awaited.add((end - 1, hashes[end - 1]))
                     return None
         return found
 
