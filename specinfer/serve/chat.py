@@ -69,7 +69,6 @@ class Chat:
         prompt = await ChatPrompt.of(service, fields, messages)
         self._tally.prompt_tokens = len(prompt.token_ids)
         readers = [prompt.reader() for _ in range(fields.n or 1)]
-        service.check_reports(len(prompt.token_ids), fields.prompt_logprobs)
         answers = service.answer([prompt.token_ids], [self._params(prompt)], traced=bool(fields.trace))
         try:
             async with aclosing(answers):

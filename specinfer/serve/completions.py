@@ -67,7 +67,6 @@ class Completions:
         fields, service = self._fields, self._service
         self._prompts = [await self._encode(one) for one in self._given]
         self._tally.prompt_tokens = count_tokens(self._prompts)
-        service.check_reports(self._tally.prompt_tokens, self._scored)
         params = [self._params(prompt) for prompt in self._prompts]
         answers = service.answer(self._prompts, params, traced=bool(fields.trace))
         begun: set[int] = set()

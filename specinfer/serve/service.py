@@ -205,15 +205,6 @@ class Service:
         self._check_length(len(prompt), param)
         return self.facts.longest - len(prompt)
 
-    def check_reports(self, tokens: int, top: int | None) -> None:
-        """Raise ApiError where log-probabilities of prompts with so many tokens would be too long to send."""
-        if top is not None and (figures := tokens * (1 + top)) > MOST_FIGURES:
-            raise ApiError(
-                f"prompt_logprobs {top} of {tokens} prompt tokens are {figures} figures; allowed: at most "
-                f"{MOST_FIGURES}; lower prompt_logprobs or shorten the prompt",
-                param="prompt_logprobs",
-            )
-
     async def answer(
         self,
         prompts: Sequence[tuple[int, ...]],
@@ -228,9 +219,11 @@ class Service:
         is to be `announced`, a delta that is empty comes then. One of several that fails in the engine ends
         with finish reason "error", and the others go on.
 
-        Raises ApiError: 429 where too many wait, 400 where the engine refuses one or its parameters leave
-        nothing to say, 500 where the engine fails or is gone, 503 where it cannot be had now.
+        Raises ApiError: 429 where too many wait, 400 where the engine refuses one, its parameters leave
+        nothing to say or log-probabilities of prompts would be too long, 500 where the engine fails or is
+        gone, 503 where it cannot be had now.
         """
+        _check_reports(prompts, params)
         scored = [i for i, own in enumerate(params) if own.prompt_logprobs is not None]
         shared = SharedPrompts(max((own.n for own in params), default=1), scored)
         works: dict[str, int] = {}
@@ -366,3 +359,17 @@ def _tell_admitted() -> None:
 def _failure(delta: Delta) -> ApiError:
     status = 500 if delta.internal_error else 400
     return ApiError(delta.error or "it failed", param=delta.parameter, status=status)
+
+
+def _check_reports(prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]) -> None:
+    """Raise ApiError where log-probabilities of these prompts would be too long to send."""
+    asked = [own.prompt_logprobs for own in params]
+    figures = sum(
+        len(prompt) * (1 + top) for prompt, top in zip(prompts, asked, strict=True) if top is not None
+    )
+    if figures > MOST_FIGURES:
+        raise ApiError(
+            f"the log-probabilities of the prompts are {figures} figures; allowed: at most {MOST_FIGURES}; "
+            "shorten the prompts, or ask for fewer tokens at each place",
+            param="prompt_logprobs",
+        )

@@ -350,11 +350,18 @@ def test_a_prediction_that_is_no_text_is_refused(tokenizer: Tokenizer) -> None:
 
 
 def test_more_figures_of_prompts_than_an_answer_may_have_are_refused(tokenizer: Tokenizer) -> None:
-    service = service_of(Slow(), tokenizer)
-    service.check_reports(MOST_FIGURES // 21, 20)
-    service.check_reports(MOST_FIGURES * 2, None)
-    with pytest.raises(ApiError, match="are 262164 figures; allowed: at most 262144; lower") as error:
-        service.check_reports(MOST_FIGURES // 21 + 1, 20)
+    scored = SamplingParams(prompt_logprobs=20)
+
+    async def run(*tokens: int) -> None:
+        service = service_of(Slow(), tokenizer, max_waiting=8)
+        answers = service.answer([(1,) * count for count in (*tokens, 99)], [scored] * len(tokens) + [GREEDY])
+        async with aclosing(answers):
+            await anext(answers)
+
+    assert MOST_FIGURES // 21 == 12483
+    asyncio.run(run(12000, 483))
+    with pytest.raises(ApiError, match="prompts are 262164 figures; allowed: at most 262144; ") as error:
+        asyncio.run(run(12000, 484))
     assert (error.value.status, error.value.body["error"]["param"]) == (400, "prompt_logprobs")
 
 
