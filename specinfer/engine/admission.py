@@ -44,13 +44,21 @@ class Admission:
     """Checks requests against one engine and admits them. May be called by several threads at once."""
 
     def __init__(
-        self, tokenizer: Tokenizer, limits: SpeculationLimits, *, vocab: int, max_context: int, capacity: int
+        self,
+        tokenizer: Tokenizer,
+        limits: SpeculationLimits,
+        *,
+        vocab: int,
+        max_context: int,
+        capacity: int,
+        block_size: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._limits = limits
         self._vocab = vocab
         self.max_context = max_context  # prompt and output tokens of one request
         self._capacity = capacity  # positions of the KV cache
+        self._block_size = block_size  # of its blocks, where requests share them
         self._compiler: GrammarCompiler | None = None  # made when a form is first asked for
         self._making = threading.Lock()
         self._predictions = PredictionShelf()
@@ -120,6 +128,8 @@ class Admission:
                 transcript.resume(said)
                 processors.commit(said)
             sequence.token_ids.extend(said)
+        if self._block_size is not None:
+            sequence.hash_blocks(self._block_size)  # here, and not between two steps
         return Admitted(request, sequence, transcript)
 
     def processors(self, request: Request) -> Processors:

@@ -226,6 +226,7 @@ def build_engine(
             vocab=vocab,
             max_context=max_context,
             capacity=blocks * config.cache.block_size,
+            block_size=config.cache.block_size if config.cache.prefix_reuse else None,
         ),
         scheduler=Scheduler(
             limits,

@@ -44,6 +44,21 @@ def test_tokens_are_the_oracles_in_a_batch_and_alone(
     llm.check_integrity()
 
 
+@pytest.mark.parametrize("name", ["nothing", "temperature, filters"])
+def test_a_prediction_much_longer_than_its_answer_changes_no_text(
+    llms: dict[str, LLM], oracle: Oracle, name: str
+) -> None:
+    """It is cut; what was tried of it is still counted."""
+    for speculation in SPECULATION:
+        expected = oracle.text(PROMPTS[0], params_of(name))
+        long = (*expected[:3], 99, *expected[4:], *range(100, 128)) * 500
+        [output] = llms[speculation].generate(PROMPTS[:1], params_of(name, prediction=long))
+        assert tokens([output]) == [expected]
+        tried = output.figures.proposed_by.get("prediction", 0)
+        assert output.accepted_prediction_tokens + output.rejected_prediction_tokens == tried
+        assert output.accepted_prediction_tokens == output.figures.accepted_by.get("prediction", 0) > 0
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("speculation", SPECULATION)
 def test_requests_with_different_parameters_and_wishes_share_a_batch(

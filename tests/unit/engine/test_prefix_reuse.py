@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specinfer.engine import sequence
 from specinfer.engine.kv_blocks import SPARE
 from specinfer.llm import LLM
 from specinfer.request import Request, RequestOutput
@@ -99,6 +100,28 @@ def test_it_can_be_switched_off(tiny: Tiny) -> None:
     llm = tiny.llm(block_size=4, prefix_reuse=False)
     assert cached(llm.generate([SYSTEM] * 3, GREEDY)) == [0, 0, 0]
     assert prefix_hits(llm) == (0, 0)
+
+
+def test_a_prompts_blocks_are_hashed_before_it_is_submitted(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    blake = sequence.blake2b
+
+    def counted(data: bytes, **more: Any) -> Any:
+        hashed.append(len(data))
+        return blake(data, **more)
+
+    monkeypatch.setattr(sequence, "blake2b", counted)
+    llm = tiny.llm(block_size=4)
+    [group] = llm.intake.prompts([SYSTEM], SamplingParams(temperature=0, max_tokens=1, n=3))
+    assert len(hashed) == 3 * (1 + len(SYSTEM) // 4)  # a block's hash, and the first ones' root
+    for one in group:
+        engine_of(llm).add(one)
+    hashed.clear()
+    while engine_of(llm).has_work:
+        engine_of(llm).step()
+    assert hashed == []
 
 
 def test_scored_prompts_are_computed(tiny: Tiny) -> None:
