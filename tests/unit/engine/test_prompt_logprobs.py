@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from specinfer import LLM, SamplingParams
 from specinfer.request import RequestOutput
 from specinfer.runtime.flight import Flight
+from specinfer.verify.prompt_logprobs import PromptLogprobs
 from tests.engines import Tiny, engine_of, write_tiny
 
 LONG = [(7 * i) % 60 for i in range(300)]
@@ -171,3 +173,18 @@ def test_one_completion_of_several_computes_reports(tiny: Tiny) -> None:
     outputs = {o.request_id: o for o in llm.loop.stream([first, other]) if o.finished}
     assert outputs[first.request.request_id].prompt_logprobs is not None
     assert outputs[other.request.request_id].prompt_logprobs is None
+
+
+def test_nothing_is_kept_of_reports_that_nobody_has_any_more(tiny: Tiny) -> None:
+    def kept() -> int:
+        gc.collect()
+        return sum(type(one) is PromptLogprobs for one in gc.get_objects())
+
+    before, llm = kept(), tiny.llm()
+    outputs = llm.generate([LONG, LONG[:40]], params(n=4, prompt_logprobs=20))
+    assert kept() == before + 2, "one for each prompt"
+    stream = llm.stream(LONG, params(prompt_logprobs=20))
+    next(stream)
+    stream.close()
+    outputs.clear()
+    assert kept() == before
