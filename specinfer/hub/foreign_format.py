@@ -31,13 +31,7 @@ _OTHER_PROGRAMS: Final = {
     "consolidated*.pth": "a model as its author trained it",
     "consolidated*.safetensors": "a model as its author trained it",
 }
-# Files that say how a model is quantized, which older programs write beside config.json.
-_QUANTIZED_BESIDE: Final = {
-    "hf_quant_config.json": "NVIDIA's ModelOpt",
-    "quantize_config.json": "GPTQ",
-    "quant_config.json": "AWQ",
-    "quant_strategy.json": "EXL2",
-}
+_MODELOPT: Final = "hf_quant_config.json"  # says so beside config.json
 _METHODS: Final = {
     "aqlm": "AQLM",
     "auto-round": "AutoRound",
@@ -95,9 +89,8 @@ def foreign_files(names: Iterable[str]) -> str | None:
         return "a sentence-transformers model, which makes embeddings, and no text; give a language model"
     if "model_index.json" in own and not whole:
         return "a diffusers pipeline, which makes pictures, and no text; give a language model"
-    for name, by in _QUANTIZED_BESIDE.items():
-        if name in own:
-            return f"quantized by {by} ({name} says so), which is not read; {INSTEAD}"
+    if _MODELOPT in own:
+        return f"quantized by NVIDIA's ModelOpt ({_MODELOPT} says so), which is not read; {INSTEAD}"
     if whole or _pickled(own):
         return None
     for pattern, what in _OTHER_PROGRAMS.items():

@@ -46,7 +46,7 @@ def local_model(name: str, path: Path) -> ModelFiles:
     with path.open("rb") as file:
         start = file.read(4)
     if start != b"GGUF":
-        hint = " (give the folder it lies in)" if path.suffix in (".safetensors", ".json") else ""
+        hint = " (give the folder it lies in)" if path.suffix in (".safetensors", ".json", *PICKLES) else ""
         raise ModelFileError(f"{path} is not a GGUF file; allowed: a .gguf file, or a model's folder{hint}")
     header = read_gguf(path)
     if (what := foreign_gguf(header.metadata)) is not None:

@@ -53,8 +53,6 @@ FOLDERS = {
     ("params.json", "consolidated.00.pth"): "a model as its author trained it",
     ("params.json", "consolidated.safetensors"): "a model as its author trained it",
     ("config.json", "model.safetensors", "hf_quant_config.json"): "quantized by NVIDIA's ModelOpt",
-    ("config.json", "model.safetensors", "quantize_config.json"): "quantized by GPTQ",
-    ("config.json", "model-00001-of-00002.safetensors", "quant_config.json"): "quantized by AWQ",
 }
 
 
@@ -75,6 +73,7 @@ def test_a_folder_is_told_in_one_line(files: tuple[str, ...], tmp_path: Path) ->
         ("config.json", "model-00001-of-00002.safetensors", "consolidated.safetensors"),
         ("config.json", "model.safetensors.index.json", "tf_model.h5", "flax_model.msgpack"),
         ("config.json", "medusa_lm_head.safetensors"),
+        ("config.json", "model.safetensors", "quantize_config.json", "onnx/model_quantized.onnx"),
         ("config.json", "pytorch_model.bin", "tf_model.h5"),  # which is told as pickled
         (),
     ],
