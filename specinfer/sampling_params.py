@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from specinfer.errors import RequestError, naming
 from specinfer.speculation_params import SpeculationParams
-from specinfer.structured_output import StructuredOutput, structured_output
+from specinfer.structured_output import JsonWhitespace, StructuredOutput, structured_output
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the law is a point mass in float32 anyway
 LogprobsMode = Literal["raw", "processed"]
@@ -52,6 +52,7 @@ class SamplingParams:
     choice: tuple[str, ...] | None = None  # the answer is one of these
     grammar: str | None = None  # Lark or EBNF
     preamble: str | None = None  # Lark rules, whose rule `preamble` is what stands before the form
+    json_whitespace: JsonWhitespace = "bounded"  # between parts of JSON: as pretty printers write, any, none
 
     max_tokens: int = 128  # 0 computes the prompt alone, for prompt_logprobs say
     min_tokens: int = 0  # no end of text, stop token or stop string before this many tokens
@@ -136,7 +137,9 @@ class SamplingParams:
                 )
         if self.choice is not None:
             self._set("choice", _items("choice", self.choice, "a list of one or more non-empty strings"))
-        meant = structured_output(self.response_format, self.regex, self.choice, self.grammar, self.preamble)
+        meant = structured_output(
+            self.response_format, self.regex, self.choice, self.grammar, self.preamble, self.json_whitespace
+        )
         self._set("structured_output", meant)
         if meant is not None and self.ignore_eos:
             raise RequestError(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, get_args
 
 from specinfer.errors import RequestError, naming
 
@@ -15,6 +15,10 @@ _FORMATS = (
     '{"type": "text"}, {"type": "json_object"} or '
     '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
 )
+
+
+# Between the parts of a JSON text: what a pretty printer writes, anything, or nothing.
+JsonWhitespace = Literal["bounded", "any", "none"]
 
 
 class OutputKind(StrEnum):
@@ -34,6 +38,8 @@ class StructuredOutput:
     kind: OutputKind
     source: str = ""
     preamble: str = ""  # Lark rules; their rule `preamble` is what stands before the form
+    strict: bool = False  # what of a schema cannot be held is refused, not left out
+    whitespace: JsonWhitespace = "bounded"  # between the parts of JSON
 
     @property
     def parameter(self) -> str:
@@ -48,14 +54,17 @@ def structured_output(
     choice: Iterable[str] | None = None,
     grammar: str | None = None,
     preamble: str | None = None,
+    json_whitespace: str = "bounded",
 ) -> StructuredOutput | None:
     """The one form these parameters ask for, or None when the text is free.
 
-    `response_format` has OpenAI's shapes; `{"type": "text"}` asks for nothing, and `strict` is checked but
-    changes nothing, since every schema is followed to the letter. Whether the form can be compiled and
-    begun shows when the model's tokenizer is known (grammar/grammar.py). A form that has no finite text,
-    `root ::= "a" root` say, is not refused: its text goes on until max_tokens, with finish_reason "length".
-    `preamble` are Lark rules, of which the rule `preamble` says what stands before the form.
+    `response_format` has OpenAI's shapes; `{"type": "text"}` asks for nothing. A schema that is `strict` is
+    followed to the letter or refused; of others what cannot be held is left out. Whether the form can be
+    compiled and begun shows when the model's tokenizer is known (grammar/grammar.py). A form that has no
+    finite text, `root ::= "a" root` say, is not refused: its text goes on until max_tokens, with
+    finish_reason "length". `preamble` are Lark rules, of which the rule `preamble` says what stands before
+    the form.
+    `json_whitespace` says what may stand between the parts of JSON, in a grammar's `%json` as well.
 
     Raises RequestError on a value of the wrong type or shape, when more than one of the other four is given,
     and for a preamble without any of them.
@@ -75,7 +84,19 @@ def structured_output(
         form = _from_choice(choice)
     elif grammar is not None:
         form = _from_text(OutputKind.GRAMMAR, grammar, "a Lark grammar, or EBNF rules with ::=")
+    whitespace = _whitespace(json_whitespace)
+    if form is not None and form.kind not in (OutputKind.REGEX, OutputKind.CHOICE):
+        form = replace(form, whitespace=whitespace)
     return form if preamble is None else _behind(preamble, form)
+
+
+@naming("json_whitespace")
+def _whitespace(value: object) -> JsonWhitespace:
+    for known in get_args(JsonWhitespace):
+        if value == known:
+            found: JsonWhitespace = known
+            return found
+    raise RequestError(f"json_whitespace is {_short(value)}; allowed: {', '.join(get_args(JsonWhitespace))}")
 
 
 @naming("preamble")
@@ -123,7 +144,8 @@ def _from_json_schema(value: object) -> StructuredOutput:
         raise RequestError(f"{name}.description is {_short(description)}; allowed: a string, or leave it out")
     if strict is not None and not isinstance(strict, bool):
         raise RequestError(f"{name}.strict is {_short(strict)}; allowed: true or false, or leave it out")
-    return StructuredOutput(OutputKind.JSON_SCHEMA, schema_source(f"{name}.schema", value.get("schema")))
+    source = schema_source(f"{name}.schema", value.get("schema"))
+    return StructuredOutput(OutputKind.JSON_SCHEMA, source, strict=strict is True)
 
 
 def schema_source(name: str, schema: object) -> str:
@@ -137,10 +159,19 @@ def schema_source(name: str, schema: object) -> str:
         raise RequestError(f'{name} has the key "x-guidance", which is no JSON schema; take it out')
     try:
         # Neither sorted nor spaced: the order of the properties is the order in which they are written.
-        source = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        # Infinity is what Python reads of a bound like 1.8e308.
+        source = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+        if "NaN" in source:
+            json.loads(source, parse_constant=_infinite)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{name} cannot be written as JSON ({error}); give plain values") from None
     return _source(name, source, "a JSON schema")
+
+
+def _infinite(name: str) -> float:
+    if name == "NaN":
+        raise ValueError("NaN is no number")
+    return float(name)
 
 
 @naming("choice")

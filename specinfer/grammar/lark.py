@@ -10,16 +10,23 @@ from typing import Any
 from specinfer.errors import RequestError
 from specinfer.grammar.gbnf import escaped, read_gbnf, to_lark
 from specinfer.grammar.regex_repeats import largest_repeat
-from specinfer.structured_output import OutputKind, StructuredOutput
+from specinfer.grammar.schemas.held import held_schema
+from specinfer.structured_output import JsonWhitespace, OutputKind, StructuredOutput
 
 MAX_REPEAT = 100_000  # of a part of a regex, counted repeats in one another multiplied
 
-# Between the parts of a JSON text: nothing, one space, or a line break with indentation. Without a bound a
+# Between two parts of a JSON text: nothing, one space, or a line break with indentation. Without a bound a
 # model that has lost its thread writes spaces until max_tokens.
-WHITESPACE = r" |\n[ \t]{0,32}"
+_WHITESPACE: Mapping[JsonWhitespace, Mapping[str, Any]] = {
+    "bounded": {"whitespace_pattern": r" |\n[ \t]{0,32}"},
+    "any": {"whitespace_pattern": r"[ \t\n\r]+"},
+    "none": {"whitespace_flexible": False},
+}
 
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
 _OPTIONS = re.compile(r"^[ \t]*[?!]?([\w-]+)\s*\[([^\]\n]*)\]\s*:", re.MULTILINE)
+# Strings, regular expressions and remarks of Lark, which may hold anything; and where a schema begins.
+_JSON = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*|%json\s*(?=\{)()')
 _REFUSED = re.compile(r"\b(max_tokens|temperature|stop)\b")
 
 
@@ -41,7 +48,26 @@ def _grammar(spec: StructuredOutput) -> str:
     if _GBNF_RULE.search(spec.source):
         return to_lark(read_gbnf(spec.source))
     _refuse_options("grammar", spec.source)
-    return spec.source
+    return _with_whitespace(spec.source, spec.whitespace)
+
+
+def _with_whitespace(lark: str, whitespace: JsonWhitespace) -> str:
+    """Lark rules whose `%json` schemas say what stands between parts: by default of the library anything."""
+    written: list[str] = []
+    at = 0
+    for found in _JSON.finditer(lark):
+        if found[1] is None or found.start() < at:
+            continue
+        try:
+            schema, end = json.JSONDecoder().raw_decode(lark, found.end(1))
+        except (ValueError, RecursionError):
+            continue  # which the library complains of
+        options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
+        if isinstance(options, dict) and not any(key.startswith("whitespace") for key in options):
+            schema["x-guidance"] = {**_WHITESPACE[whitespace], **options}
+            written += [lark[at : found.end(1)], json.dumps(schema, ensure_ascii=False)]
+            at = end
+    return "".join([*written, lark[at:]])
 
 
 def _body(spec: StructuredOutput) -> str:
@@ -58,19 +84,28 @@ def _body(spec: StructuredOutput) -> str:
         case OutputKind.CHOICE:
             return _one_regex("|".join("".join(map(escaped, choice)) for choice in json.loads(spec.source)))
         case OutputKind.JSON_SCHEMA:
-            return json_rule(json.loads(spec.source))
+            try:
+                return json_rule(json.loads(spec.source), strict=spec.strict, whitespace=spec.whitespace)
+            except RequestError as error:
+                raise RequestError(f"{spec.parameter} cannot be used: {error}", spec.parameter) from None
         case _:
-            return json_rule({"type": "object"})
+            return json_rule({"type": "object"}, whitespace=spec.whitespace)
 
 
-def json_rule(schema: Mapping[str, Any], *, strict: bool = True) -> str:
+def json_rule(
+    schema: Mapping[str, Any], *, strict: bool = True, whitespace: JsonWhitespace = "bounded"
+) -> str:
     """The body of a Lark rule for the JSON texts of a schema, in one line.
 
-    What of the schema the library cannot follow is refused when the rule is compiled, or passed over where
-    `strict` is False: the texts then follow the rest of it.
+    What of the schema cannot be held is left out (schemas/held.py), or refused where it is `strict`; raises
+    RequestError then, and on a schema that is malformed.
     """
-    options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+    held = held_schema(json.dumps(schema), strict)
+    options: dict[str, Any] = dict(_WHITESPACE[whitespace])
+    if strict and held.has_other_names:
+        # With an escape for one of its letters the name of a described property would pass for another name.
+        options["json_allowed_escapes"] = 'nrbtf\\"'
+    return f"%json {json.dumps({**json.loads(held.source), 'x-guidance': options})}"
 
 
 def _one_regex(regex: str) -> str:

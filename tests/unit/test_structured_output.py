@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -32,9 +33,35 @@ def test_nothing_asked_is_a_free_text():
 )
 def test_each_parameter_becomes_one_form(asked, kind, source, parameter):
     form = structured_output(**asked)
-    assert form == StructuredOutput(kind, source)
+    expected = StructuredOutput(kind, source, strict=kind is OutputKind.JSON_SCHEMA)
+    assert form == expected
     assert form.parameter == parameter
-    assert hash(form) == hash(StructuredOutput(kind, source))
+    assert hash(form) == hash(expected)
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_a_schema_may_be_strict(strict):
+    form = structured_output(schema_format({}, strict=strict))
+    assert form == StructuredOutput(OutputKind.JSON_SCHEMA, "{}", strict=strict is True)
+
+
+def test_infinity_is_what_is_read_of_a_bound_beyond_floats():
+    form = structured_output(schema_format(json.loads('{"maximum": 1.8e308}')))
+    assert form.source == '{"maximum":Infinity}'
+
+
+def test_white_space_is_asked_for_where_there_is_json():
+    forms = [structured_output(regex="a", json_whitespace=one) for one in ("bounded", "any", "none")]
+    assert forms[0] == forms[1] == forms[2]
+    forms = [
+        structured_output({"type": "json_object"}, json_whitespace=one).whitespace for one in ("any", "none")
+    ]
+    assert forms == ["any", "none"]
+    with pytest.raises(
+        RequestError, match="json_whitespace is 'some'; allowed: bounded, any, none"
+    ) as caught:
+        structured_output(json_whitespace="some")
+    assert caught.value.parameter == "json_whitespace"
 
 
 def test_a_preamble_goes_with_a_form():

@@ -130,7 +130,10 @@ def _parameters(where: str, given: object, strict: bool) -> Mapping[str, Any]:
             f"{where} has the type {_short(kind)}; allowed: object, since arguments have names"
         )
     schema = {**given, "type": "object"}
-    said = without_places(in_one_line(fault_of(f"start: {json_rule(schema, strict=strict)}")))
+    try:
+        said = without_places(in_one_line(fault_of(f"start: {json_rule(schema, strict=strict)}")))
+    except RequestError as error:
+        raise RequestError(f"{where} cannot be used: {error}") from None
     if said:
         raise RequestError(f"{where} cannot be used: {said}; change or drop that part of the schema")
     return schema

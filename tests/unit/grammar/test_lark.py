@@ -4,10 +4,7 @@ from specinfer.errors import RequestError
 from specinfer.grammar.lark import MAX_REPEAT, lark_of
 from specinfer.structured_output import structured_output
 
-JSON = (
-    'start: %json {"type": "object", "x-guidance": '
-    '{"whitespace_pattern": " |\\\\n[ \\\\t]{0,32}", "lenient": false, "coerce_one_of": false}}'
-)
+JSON = 'start: %json {"type": "object", "x-guidance": {"whitespace_pattern": " |\\\\n[ \\\\t]{0,32}"}}'
 
 
 @pytest.mark.parametrize(

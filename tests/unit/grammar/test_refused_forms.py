@@ -6,6 +6,8 @@ import pytest
 
 from specinfer.errors import RequestError
 from specinfer.grammar.grammar import GrammarCompiler
+from specinfer.grammar.lark import lark_of
+from specinfer.grammar.schemas.held import held_schema
 from specinfer.structured_output import structured_output
 from tests.unit.grammar.vocabulary import grammar_of, schema_format, tokenizer_of
 from tests.unit.tokenizer.made_up import byte_level_header
@@ -47,6 +49,7 @@ def test_forms_that_cannot_be_followed_are_refused(asked, message):
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
@@ -54,21 +57,47 @@ def test_forms_that_cannot_be_followed_are_refused(asked, message):
         ({"allOf": [{"type": "string"}, {"type": "null"}]}, "incompatible types"),
         ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "'a' is unsatisfiable"),
         ({"enum": []}, "Unsatisfiable"),
-        ({"type": "text"}, "Invalid type: text"),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"not": {"type": "string"}}, "Unimplemented keys: ..not"),
-        ({"type": "string", "format": "poem"}, "Unknown format: poem"),
-        ({"type": "string", "pattern": "(a"}, "unclosed group"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
-        ({"$ref": "http://example.com/schema"}, "example.com"),
+        ({"not": {}}, "Unsatisfiable|schema is false"),
+        ({"type": "text"}, "/type is 'text'; allowed: one or more of array, boolean"),
+        ({"properties": {"a/b": {"minimum": "1"}}}, "/properties/a~1b/minimum is '1'; allowed: a number"),
+        ({"items": [3]}, "/prefixItems/0 is 3; allowed: an object or a boolean"),
         ({"$ref": "#"}, "nothing can follow ''"),
-        (json.loads('{"items":' * 150 + "{}" + "}" * 150), "recursion limit"),
     ],
 )
-def test_schemas_that_cannot_be_met_or_followed_are_refused(schema, message):
-    with pytest.raises(RequestError, match=rf"response_format cannot be (used|met): .*{message}") as caught:
-        grammar_of(response_format=schema_format(schema))
+def test_schemas_that_are_malformed_or_cannot_be_met_are_refused(schema, message, strict):
+    with pytest.raises(RequestError, match=rf"response_format cannot be (used|met): .*({message})") as caught:
+        grammar_of(response_format=schema_format(schema, strict))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword", "at"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems", "the schema"),
+        ({"properties": {"a": {"not": {"type": "integer"}}}}, "not", "/properties/a"),
+        ({"items": {"type": "string", "format": "poem"}}, "format", "/items"),
+        ({"type": "string", "pattern": "(a"}, "pattern", "the schema"),
+        ({"type": "string", "pattern": "a(?!b)"}, "pattern", "the schema"),
+        ({"oneOf": [{"type": "integer"}, {"multipleOf": 2}]}, "oneOf", "the schema"),
+        ({"$ref": "http://example.com/schema"}, "$ref", "the schema"),
+        ({"type": "number", "minimum": 1.8e300}, "minimum", "the schema"),
+        (json.loads('{"items":' * 150 + "{}" + "}" * 150), "recursion limit", None),
+    ],
+)
+def test_what_cannot_be_held_is_refused_where_it_is_strict_and_else_left_out(schema, keyword, at, caplog):
+    message = keyword if at is None else f"{keyword} at {at} cannot be held while the answer is written; "
+    with pytest.raises(RequestError, match="leave out strict to hold the rest") as caught:
+        grammar_of(response_format=schema_format(schema, strict=True))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.parameter == "response_format"
+    held_schema.cache_clear()
+    for _ in range(2):
+        lark_of(structured_output(schema_format(schema)))
+    [line] = caplog.messages
+    assert line.startswith("a schema is held without ")
+    assert at is None or f"{keyword} at {at}" in line
+    assert len(line) < 800
 
 
 def test_a_vocabulary_that_lacks_what_must_come_is_refused():

@@ -32,8 +32,8 @@ VOCAB = TOKENIZER.vocab_size + PADDING
 COMPILER = GrammarCompiler(TOKENIZER, VOCAB)
 
 
-def schema_format(schema):
-    return {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema}}
+def schema_format(schema, strict=False):
+    return {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema, "strict": strict}}
 
 
 def grammar_of(**asked):

@@ -72,7 +72,7 @@ PARAMETERS = "tools[0].function.parameters"
         ([function(parameters={"type": "string"})], f"{PARAMETERS} has the type 'string'; al", PARAMETERS),
         (
             [function(parameters={"properties": {"a": {"type": "text"}}, "required": ["a"]})],
-            f"{PARAMETERS} cannot be used: Invalid type: text; change or drop that part of the schema",
+            f"{PARAMETERS} cannot be used: /properties/a/type is 'text'; allowed: one or more of array",
             PARAMETERS,
         ),
         (
@@ -82,12 +82,13 @@ PARAMETERS = "tools[0].function.parameters"
         ),
         (
             [function(parameters={"properties": {"a": {"format": "poem", "type": "string"}}}, strict=True)],
-            f"{PARAMETERS} cannot be used: Unknown format: poem",
+            f"{PARAMETERS} cannot be used: format at /properties/a cannot be held while the answer is written; "
+            "leave out strict to hold the rest",
             PARAMETERS,
         ),
         (
-            [function(parameters=json.loads('{"properties":{"a":' * 150 + "{}" + "}}" * 150))],
-            f'{PARAMETERS} cannot be used: failed to parse "%json": recursion limit',
+            [function(parameters=json.loads('{"properties":{"a":' * 150 + "{}" + "}}" * 150), strict=True)],
+            f"{PARAMETERS} cannot be used: it cannot be held while the answer is written (failed to parse",
             PARAMETERS,
         ),
         ([function()] * 129, "tools has 129 tools; allowed: at most 128", "tools"),

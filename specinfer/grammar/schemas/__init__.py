@@ -1,0 +1,1 @@
+"""JSON schemas, written anew as schemas that the library can hold."""

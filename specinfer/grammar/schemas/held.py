@@ -1,0 +1,384 @@
+"""A JSON schema, written anew as one that the library can hold, and what of it had to be left out.
+
+The library (llguidance) knows part of the keywords. Many of the others say what these can say, too: `oneOf`
+of schemas that exclude each other is `anyOf`, `if` is two alternatives, `dependentRequired` another two. They
+are written so, exactly. What is left out only ever restricts: the texts of what is written are all of the
+schema's, and more. (The order of properties and the spelling of numbers are the library's own.)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from specinfer.errors import RequestError
+from specinfer.grammar.complaint import in_one_line, without_places
+from specinfer.grammar.library_vocabulary import fault_of
+from specinfer.grammar.schemas.arrays import ARRAY_KEYWORDS, hold_array
+from specinfer.grammar.schemas.disjoint import are_disjoint, types_of
+from specinfer.grammar.schemas.document import TYPES, Schema, SchemaDocument, place
+from specinfer.grammar.schemas.negation import negated
+from specinfer.grammar.schemas.objects import OBJECT_KEYWORDS, hold_object
+from specinfer.grammar.schemas.repair import UNMET, Repair
+from specinfer.grammar.schemas.scalars import (
+    NUMBER_KEYWORDS,
+    TEXT_KEYWORDS,
+    VALUE_KEYWORDS,
+    hold_numbers,
+    hold_texts,
+    hold_values,
+)
+
+_LOG = logging.getLogger(__name__)
+_MOST_NODES: Final = 20_000  # of schemas that are written, what is written twice counted twice
+_MOST_BRANCHES: Final = 64  # that alternatives beside one another may have together
+_SHOWN: Final = 8  # places in a log line
+_LONG: Final = 80  # characters of a place there
+_FAMILIES: Final = (
+    ("object", OBJECT_KEYWORDS, hold_object),
+    ("array", ARRAY_KEYWORDS, hold_array),
+    ("string", TEXT_KEYWORDS, hold_texts),
+    ("number", NUMBER_KEYWORDS, hold_numbers),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSchema:
+    """What is held of a schema: `source` is JSON, and `left_out` says what it lacks, each with its place.
+
+    `has_other_names`: objects may have properties beside those that are described, so a described name must
+    not be written in another spelling (an escape for a letter).
+    """
+
+    source: str
+    left_out: tuple[str, ...]
+    has_other_names: bool
+
+
+@lru_cache(maxsize=256)
+def held_schema(source: str, strict: bool) -> HeldSchema:
+    """What can be held of a schema, given as JSON; one line of the log says what is left out.
+
+    Raises RequestError on a malformed keyword, on a schema that becomes too large, and where `strict` also on
+    one of which something would be left out.
+    """
+    holder = SchemaHolder(json.loads(source), strict)
+    try:
+        written = holder.whole()
+        said = fault_of(f"start: %json {json.dumps(written)}")
+        if said and UNMET not in said:
+            if strict:
+                complaint = without_places(in_one_line(said))
+                raise RequestError(
+                    f"it cannot be held while the answer is written ({complaint}); leave out "
+                    "strict to hold the rest, or change that part of the schema"
+                )
+            written = holder.repaired(written)
+    except RecursionError:
+        raise RequestError("it has parts too deep inside one another; make it flatter") from None
+    left_out = tuple(holder.left_out)
+    if left_out:
+        more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
+        _LOG.warning("a schema is held without %s%s", ", ".join(left_out[:_SHOWN]), more)
+    return HeldSchema(json.dumps(written, ensure_ascii=False), left_out, holder.has_other_names)
+
+
+class SchemaHolder:
+    """Writes one schema anew; `strict` refuses what would be left out."""
+
+    def __init__(self, root: Mapping[str, Any], strict: bool) -> None:
+        self.document = SchemaDocument(root)
+        self.strict = strict
+        self.left_out: dict[str, None] = {}
+        self.has_other_names = False
+        self._names: dict[str, str] = {}  # of definitions, by their pointers
+        self._definitions: dict[str, Schema] = {}
+        self._pending: list[str] = []  # pointers of definitions that are still to be written
+        self._writing: str | None = None  # the pointer of the one that is being written
+        self._nodes = 0
+
+    def whole(self) -> Mapping[str, Any]:
+        """The whole schema."""
+        written = _as_object(self.hold(self.document.root, ""))
+        while self._pending:  # not one within the other: references may follow one another by the thousand
+            self._writing = pointer = self._pending.pop()
+            found = self.document.target(f"#{pointer}")
+            assert found is not None
+            self._definitions[self._names[pointer]] = _as_object(self.hold(*found))
+        return {**written, "$defs": self._definitions} if self._definitions else written
+
+    def repaired(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The same without what the library refuses of it."""
+        places = {name: pointer for pointer, name in self._names.items()}
+        return _as_object(Repair(self.fault, self.leave_out).whole(written, places))
+
+    def leave_out(self, keyword: str, at: str) -> None:
+        """Note that a keyword is not held, or not whole; raises RequestError where it has to be."""
+        if self.strict:
+            raise RequestError(
+                f"{keyword} at {place(at)} cannot be held while the answer is written; "
+                "leave out strict to hold the rest, or change that part of the schema"
+            )
+        where = place(at)
+        self.left_out[f"{keyword} at {where if len(where) < _LONG else f'{where[:_LONG]}...'}"] = None
+
+    def fault(self, schema: Mapping[str, Any]) -> str:
+        """What the library says against a schema that is written already; empty when it is good."""
+        return fault_of(f"start: %json {json.dumps(schema)}")
+
+    def hold(self, schema: Schema, at: str) -> Schema:
+        """One schema, written anew; `at` is its place, for messages."""
+        if isinstance(schema, bool):
+            return schema
+        self._nodes += 1
+        if self._nodes > _MOST_NODES:
+            raise RequestError(f"it becomes more than {_MOST_NODES} schemas; make it smaller")
+        node = self._simplified(self.document.node(schema, at), at)
+        types = types_of({"type": node["type"]} if "type" in node else {})
+        out: dict[str, Any] = {}
+        done: set[str] = set()
+        if "type" in node:
+            out["type"] = node["type"]
+        for key in node:
+            family = next((one for one in _FAMILIES if key in one[1]), None)
+            if family is not None:
+                name, keywords, write = family
+                if name in types and not done & keywords:
+                    write(node, out, at, self)
+            elif key in VALUE_KEYWORDS:
+                if not done & VALUE_KEYWORDS:
+                    hold_values(node, out, at, self)
+            else:
+                self._hold_logic(key, node, out, at)
+            done.add(key)
+        return out or True
+
+    def also(self, out: dict[str, Any], written: Schema) -> None:
+        """What is written already holds as well."""
+        if written is not True:
+            out.setdefault("allOf", []).append(written)
+
+    def fits(self, out: Mapping[str, Any], options: Sequence[Schema]) -> bool:
+        """Whether so many alternatives can stand beside those that are there."""
+        return _branches(out) * max(1, len(options)) <= _MOST_BRANCHES
+
+    def one_of_these(self, out: dict[str, Any], options: Sequence[Schema], keyword: str, at: str) -> None:
+        """One alternative holds at least; `keyword`, which says so, is left out where they are too many."""
+        given = out.get("type")
+        known = types_of({"type": given} if given is not None else {})
+        kept: list[Schema] = []
+        for option in options:
+            if isinstance(option, Mapping) and given is not None:
+                own = option.get("type")
+                if own is not None and not types_of({"type": own}) & known:
+                    continue
+                option = {"type": given, **option}
+            held = self.hold(option, at)
+            if held is True:
+                return
+            if held is not False:
+                kept.append(held)
+        if _branches(out) * sum(map(_branches, kept)) > _MOST_BRANCHES:
+            self.leave_out(keyword, at)
+            return
+        self.also(out, {"anyOf": kept} if len(kept) != 1 else kept[0])
+        if not kept:
+            out["allOf"][-1] = False
+
+    def _simplified(self, node: dict[str, Any], at: str) -> dict[str, Any]:
+        """The same without what the library cannot have beside a reference that leads back to itself."""
+        if "type" in node and len(node) == 2:
+            options = node.get("anyOf") or node.get("oneOf") or ([node] if "$ref" in node else [])
+            named = [node["type"]] if isinstance(node["type"], str) else node["type"]
+            within = all(self._types(option) <= types_of(node) for option in options)
+            if options and within and "integer" not in named:
+                del node["type"]
+        target = self.document.target(node["$ref"]) if "$ref" in node else None
+        if target is not None and len(node) > 1 and self._leads_back(target[1]):
+            for key in node:
+                if key != "$ref":
+                    self.leave_out(key, at)
+            return {"$ref": node["$ref"]}
+        return node
+
+    def _leads_back(self, pointer: str) -> bool:
+        """Whether a definition leads, by references, to the one that is being written."""
+        seen, todo = set[str](), [pointer]
+        while todo and self._writing is not None:
+            pointer = todo.pop()
+            if pointer == self._writing:
+                return True
+            if pointer not in seen:
+                seen.add(pointer)
+                todo += self.document.references(pointer)
+        return False
+
+    def _types(self, schema: Schema) -> frozenset[str]:
+        """The types of a schema's values, as far as its own keywords or those it refers to say."""
+        for _ in range(8):
+            if isinstance(schema, bool):
+                break
+            node = self.document.node(schema, "")
+            target = self.document.target(node["$ref"]) if "$ref" in node else None
+            if target is None:
+                return types_of(node)
+            schema = target[0]
+        return frozenset(TYPES)
+
+    def _hold_logic(self, key: str, node: Mapping[str, Any], out: dict[str, Any], at: str) -> None:
+        value = node[key]
+        match key:
+            case "$ref" | "$dynamicRef" | "$recursiveRef":
+                self._hold_reference(key, value, out, at)
+            case "allOf":
+                for index, one in enumerate(self._merged_conditions(value, node)):
+                    self.also(out, self.hold(one, f"{at}/allOf/{index}"))
+            case "anyOf":
+                options = [self.hold(one, f"{at}/anyOf/{index}") for index, one in enumerate(value)]
+                if True not in options:
+                    if "anyOf" in out:
+                        self.also(out, {"anyOf": options})
+                    else:
+                        out["anyOf"] = options
+            case "oneOf":
+                self._hold_one_of(value, out, at)
+            case "not":
+                refused = negated(value, self.document)
+                if refused is None:
+                    self.leave_out("not", at)
+                else:
+                    self.one_of_these(out, _options(refused), "not", at)
+            case "if":
+                self._hold_condition(node, out, at)
+
+    def _hold_reference(self, key: str, reference: str, out: dict[str, Any], at: str) -> None:
+        found = self.document.target(reference)
+        if found is None:
+            self.leave_out(key, at)
+            return
+        schema, pointer = found
+        if isinstance(schema, bool):
+            self.also(out, schema)
+            return
+        name = self._names.get(pointer)
+        if name is None:
+            name = self._names[pointer] = f"d{len(self._names)}"
+            self._pending.append(pointer)
+        written = {"$ref": f"#/$defs/{name}"}
+        if "$ref" in out:
+            self.also(out, written)
+        else:
+            out |= written
+
+    def _hold_one_of(self, options: Sequence[Schema], out: dict[str, Any], at: str) -> None:
+        """One holds and the others do not, which need not be said of those that exclude each other."""
+        exclusive: list[Schema] = []
+        for index, one in enumerate(options):
+            parts: list[Schema] = [one]
+            for another in [*options[:index], *options[index + 1 :]]:
+                if are_disjoint(one, another, self.document):
+                    continue
+                refused = negated(another, self.document)
+                if refused is None:
+                    self.leave_out("oneOf", at)
+                    exclusive = list(options)
+                    break
+                parts.append(refused)
+            else:
+                exclusive.append(one if len(parts) == 1 else {"allOf": parts})
+                continue
+            break
+        self._hold_options(exclusive, options, "oneOf", out, at)
+
+    def _hold_options(
+        self, exclusive: Sequence[Schema], given: Sequence[Schema], key: str, out: dict[str, Any], at: str
+    ) -> None:
+        held = [self.hold(one, f"{at}/{key}/{index}") for index, one in enumerate(exclusive)]
+        if list(exclusive) != list(given) and _branches(out) * sum(map(_branches, held)) > _MOST_BRANCHES:
+            self.leave_out(key, at)
+            held = [self.hold(one, f"{at}/{key}/{index}") for index, one in enumerate(given)]
+        if True not in held:
+            self.also(out, {"anyOf": held})
+
+    def _hold_condition(self, node: Mapping[str, Any], out: dict[str, Any], at: str) -> None:
+        condition, then, otherwise = node["if"], node.get("then", True), node.get("else", True)
+        if then is True and otherwise is True:
+            return
+        refused = negated(condition, self.document)
+        if refused is None:
+            self.leave_out("if", at)
+            refused = True
+        yes: Schema = {"allOf": [condition, then]}
+        no = [option if otherwise is True else {"allOf": [option, otherwise]} for option in _options(refused)]
+        self.one_of_these(out, [yes, *no], "if", at)
+
+    def _merged_conditions(self, parts: Sequence[Schema], node: Mapping[str, Any]) -> list[Schema]:
+        """The parts of an `allOf`, with conditions that exclude each other as one choice among them.
+
+        Each condition alone is a choice of two, and ten of them beside one another are a choice of a
+        thousand. Of conditions on a property that is there one holds, the one with its value, or none.
+        """
+        chains: dict[str, dict[int, list[Any]]] = {}  # by the name: of each case its values
+        for index, part in enumerate(parts if node.get("type") == "object" else ()):
+            found = _case(part, node.get("required", ()))
+            if found is not None:
+                chain = chains.setdefault(found[0], {})
+                if not {value for values in chain.values() for value in values} & set(found[1]):
+                    chain[index] = found[1]
+        merged: dict[int, Schema | None] = {}
+        for name, chain in chains.items():
+            named = [value for values in chain.values() for value in values]
+            refused = negated({"properties": {name: {"enum": named}}, "required": [name]}, self.document)
+            if len(chain) > 1 and refused is not None:
+                either = [
+                    {"allOf": [one["if"], one["then"]]}
+                    for one in map(parts.__getitem__, chain)
+                    if isinstance(one, Mapping)
+                ]
+                merged |= dict.fromkeys(chain)
+                merged[next(iter(chain))] = {"anyOf": [*either, *_options(refused)]}
+        written = [merged.get(index, part) for index, part in enumerate(parts)]
+        return [part for part in written if part is not None]
+
+
+def _case(part: Schema, required: Collection[str]) -> tuple[str, list[str]] | None:
+    """What a condition asks for, of a property that is there: its name, and the texts it may be."""
+    if not isinstance(part, Mapping) or set(part) != {"if", "then"} or not isinstance(part["if"], Mapping):
+        return None
+    condition = part["if"]
+    properties = condition.get("properties")
+    if not isinstance(properties, Mapping) or len(properties) != 1:
+        return None
+    [(name, one)] = properties.items()
+    needed = condition.get("required", [name] if name in required else None)
+    if not set(condition) <= {"properties", "required"} or needed != [name] or not isinstance(one, Mapping):
+        return None
+    values = one["enum"] if set(one) == {"enum"} else [one["const"]] if set(one) == {"const"} else None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        return None
+    return name, values
+
+
+def _as_object(schema: Schema) -> Mapping[str, Any]:
+    return schema if isinstance(schema, Mapping) else {} if schema else {"allOf": [False]}
+
+
+def _options(schema: Schema) -> list[Schema]:
+    """The alternatives of a schema that is nothing but these, or the schema itself."""
+    if isinstance(schema, Mapping) and set(schema) == {"anyOf"}:
+        return list(schema["anyOf"])
+    return [schema]
+
+
+def _branches(schema: Schema) -> int:
+    """How many alternatives the library makes of a schema that is written already."""
+    if isinstance(schema, bool):
+        return 1
+    found = sum(map(_branches, schema.get("anyOf", ()))) or 1
+    for part in schema.get("allOf", ()):
+        found *= _branches(part)
+    return found

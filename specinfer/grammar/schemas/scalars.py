@@ -1,0 +1,134 @@
+"""Numbers, texts and named values of JSON schemas, in keywords that the library holds to the letter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Final
+
+from specinfer.grammar.ecma_regex import UnreadableError, read_ecma
+
+if TYPE_CHECKING:
+    from specinfer.grammar.schemas.held import SchemaHolder
+
+NUMBER_KEYWORDS: Final = frozenset(
+    ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+)
+TEXT_KEYWORDS: Final = frozenset(("minLength", "maxLength", "pattern", "format"))
+VALUE_KEYWORDS: Final = frozenset(("const", "enum"))
+FORMATS: Final = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+_LARGEST: Final = 2.0**63 - 1024  # the library counts in 64 bits, and reads bounds as floats
+_MOST_MULTIPLE: Final = 10_000  # the library follows remainders one by one: 1,000,003 of them take 23 s
+_SHORT_FORMATS: Final = {
+    "json-pointer": "^(?:/(?:[^~/]|~[01])*)*$",
+    "relative-json-pointer": "^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$",
+    "byte": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
+}
+_HINTS: Final = frozenset(  # formats that say nothing of which texts there are
+    ("password", "binary", "text", "string", "textarea", "multiline", "html", "markdown", "unknown")
+)
+
+
+def hold_numbers(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
+    """Put what `node` says of numbers into `out`, in bounds that are floats, and leave out the rest."""
+    for key in NUMBER_KEYWORDS & node.keys():
+        value = node[key]
+        if key == "multipleOf":
+            if _can_count(value):
+                out[key] = value
+            else:
+                holder.leave_out(key, at)
+            continue
+        upper = key in ("maximum", "exclusiveMaximum")
+        if value == (math.inf if upper else -math.inf):  # 1.8e308 as it is read
+            continue
+        held = max(-_LARGEST, min(_LARGEST, float(_clipped(value))))
+        if held != value:
+            inward = held < value if upper else held > value
+            if not holder.strict or (not inward and abs(value) > _LARGEST):
+                holder.leave_out(key, at)
+                continue
+            if not inward:
+                held = math.nextafter(held, -math.inf if upper else math.inf)
+        out[key] = int(held) if held.is_integer() else held
+
+
+def _clipped(value: float) -> float:
+    """A number that can be a float."""
+    return max(-(1 << 70), min(1 << 70, value)) if isinstance(value, int) else value
+
+
+def _can_count(step: float) -> bool:
+    """Whether the library reads a step as it is written, and can count in it."""
+    if not math.isfinite(step):
+        return False
+    exact, scaled, digits = Fraction(str(step)), abs(float(step)), 0
+    while scaled != int(scaled) and digits < 20:
+        scaled, digits = scaled * 10, digits + 1
+    numerator = int(scaled)
+    while digits and numerator % 10 == 0:
+        numerator, digits = numerator // 10, digits - 1
+    if numerator > _MOST_MULTIPLE and not (digits == 0 and _is_power_of_ten(numerator)):
+        return False
+    return Fraction(numerator, 10**digits) == exact and numerator < 1 << 32
+
+
+def _is_power_of_ten(number: int) -> bool:
+    return str(number).strip("0") == "1"
+
+
+def hold_texts(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
+    """Put what `node` says of texts into `out`, and leave out the rest."""
+    out |= {key: node[key] for key in ("minLength", "maxLength") if key in node}
+    if "pattern" in node:
+        _hold_pattern(node["pattern"], "pattern", out, at, holder)
+    kind = node.get("format")
+    if kind in FORMATS:
+        out["format"] = kind
+    elif kind in _SHORT_FORMATS:
+        _hold_pattern(_SHORT_FORMATS[kind], "format", out, at, holder)
+    elif kind is not None and kind not in _HINTS:
+        holder.leave_out("format", at)
+
+
+def _hold_pattern(pattern: str, keyword: str, out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
+    try:
+        read = read_ecma(pattern)
+    except UnreadableError:
+        holder.leave_out(keyword, at)
+        return
+    if read.left_out:
+        holder.leave_out(keyword, at)
+    for part in read.parts:
+        if holder.fault({"type": "string", "pattern": part}):
+            holder.leave_out(keyword, at)
+        elif "pattern" in out:
+            holder.also(out, {"pattern": part})
+        else:
+            out["pattern"] = part
+
+
+def hold_values(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
+    """Put the values that `node` names into `out`, where the library reads all of them as they are."""
+    for key in VALUE_KEYWORDS & node.keys():
+        values = [node[key]] if key == "const" else node[key]
+        if all(map(_is_readable, values)):
+            out[key] = node[key]
+        else:
+            holder.leave_out(key, at)
+
+
+def _is_readable(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        inner: Iterable[object] = ()
+        if isinstance(value, Mapping):
+            inner = value.values()
+        elif isinstance(value, list):
+            inner = value
+        return all(map(_is_readable, inner))
+    if not math.isfinite(value) or (isinstance(value, int) and abs(value) >= _LARGEST):
+        return False
+    return float(value) == value
