@@ -18,8 +18,16 @@ from typing import Any, Final
 from specinfer.errors import RequestError
 from specinfer.grammar.complaint import in_one_line, without_places
 from specinfer.grammar.library_vocabulary import fault_of
+from specinfer.grammar.schemas.alternatives import (
+    MOST_BRANCHES,
+    branches,
+    hold_condition,
+    hold_one_of,
+    merged_conditions,
+    options_of,
+)
 from specinfer.grammar.schemas.arrays import ARRAY_KEYWORDS, hold_array
-from specinfer.grammar.schemas.disjoint import are_disjoint, types_of
+from specinfer.grammar.schemas.disjoint import types_of
 from specinfer.grammar.schemas.document import TYPES, Schema, SchemaDocument, place
 from specinfer.grammar.schemas.negation import negated
 from specinfer.grammar.schemas.objects import OBJECT_KEYWORDS, hold_object
@@ -35,7 +43,6 @@ from specinfer.grammar.schemas.scalars import (
 
 _LOG = logging.getLogger(__name__)
 _MOST_NODES: Final = 20_000  # of schemas that are written, what is written twice counted twice
-_MOST_BRANCHES: Final = 64  # that alternatives beside one another may have together
 _SHOWN: Final = 8  # places in a log line
 _LONG: Final = 80  # characters of a place there
 _FAMILIES: Final = (
@@ -69,7 +76,10 @@ def held_schema(source: str, strict: bool) -> HeldSchema:
     holder = SchemaHolder(json.loads(source), strict)
     try:
         written = holder.whole()
-        said = fault_of(f"start: %json {json.dumps(written)}")
+        said = holder.fault(written)
+        if UNMET in said and "$defs" in written:
+            written = holder.without_unmet(written)
+            said = holder.fault(written)
         if said and UNMET not in said:
             if strict:
                 complaint = without_places(in_one_line(said))
@@ -115,6 +125,17 @@ class SchemaHolder:
         """The same without what the library refuses of it."""
         places = {name: pointer for pointer, name in self._names.items()}
         return _as_object(Repair(self.fault, self.leave_out).whole(written, places))
+
+    def without_unmet(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The same without definitions that nothing meets, on which the library gives up the whole schema."""
+        definitions = written["$defs"]
+        unmet = {
+            f"#/$defs/{name}"
+            for name in definitions
+            if UNMET in self.fault({"$ref": f"#/$defs/{name}", "$defs": definitions})
+        }
+        replaced: dict[str, Any] = _without(written, unmet)
+        return replaced
 
     def leave_out(self, keyword: str, at: str) -> None:
         """Note that a keyword is not held, or not whole; raises RequestError where it has to be."""
@@ -164,7 +185,7 @@ class SchemaHolder:
 
     def fits(self, out: Mapping[str, Any], options: Sequence[Schema]) -> bool:
         """Whether so many alternatives can stand beside those that are there."""
-        return _branches(out) * max(1, len(options)) <= _MOST_BRANCHES
+        return branches(out) * max(1, len(options)) <= MOST_BRANCHES
 
     def one_of_these(self, out: dict[str, Any], options: Sequence[Schema], keyword: str, at: str) -> None:
         """One alternative holds at least; `keyword`, which says so, is left out where they are too many."""
@@ -182,7 +203,7 @@ class SchemaHolder:
                 return
             if held is not False:
                 kept.append(held)
-        if _branches(out) * sum(map(_branches, kept)) > _MOST_BRANCHES:
+        if branches(out) * sum(map(branches, kept)) > MOST_BRANCHES:
             self.leave_out(keyword, at)
             return
         self.also(out, {"anyOf": kept} if len(kept) != 1 else kept[0])
@@ -235,7 +256,7 @@ class SchemaHolder:
             case "$ref" | "$dynamicRef" | "$recursiveRef":
                 self._hold_reference(key, value, out, at)
             case "allOf":
-                for index, one in enumerate(self._merged_conditions(value, node)):
+                for index, one in enumerate(merged_conditions(value, node, self.document)):
                     self.also(out, self.hold(one, f"{at}/allOf/{index}"))
             case "anyOf":
                 options = [self.hold(one, f"{at}/anyOf/{index}") for index, one in enumerate(value)]
@@ -245,15 +266,15 @@ class SchemaHolder:
                     else:
                         out["anyOf"] = options
             case "oneOf":
-                self._hold_one_of(value, out, at)
+                hold_one_of(value, out, at, self)
             case "not":
                 refused = negated(value, self.document)
                 if refused is None:
                     self.leave_out("not", at)
                 else:
-                    self.one_of_these(out, _options(refused), "not", at)
+                    self.one_of_these(out, options_of(refused), "not", at)
             case "if":
-                self._hold_condition(node, out, at)
+                hold_condition(node, out, at, self)
 
     def _hold_reference(self, key: str, reference: str, out: dict[str, Any], at: str) -> None:
         found = self.document.target(reference)
@@ -274,111 +295,18 @@ class SchemaHolder:
         else:
             out |= written
 
-    def _hold_one_of(self, options: Sequence[Schema], out: dict[str, Any], at: str) -> None:
-        """One holds and the others do not, which need not be said of those that exclude each other."""
-        exclusive: list[Schema] = []
-        for index, one in enumerate(options):
-            parts: list[Schema] = [one]
-            for another in [*options[:index], *options[index + 1 :]]:
-                if are_disjoint(one, another, self.document):
-                    continue
-                refused = negated(another, self.document)
-                if refused is None:
-                    self.leave_out("oneOf", at)
-                    exclusive = list(options)
-                    break
-                parts.append(refused)
-            else:
-                exclusive.append(one if len(parts) == 1 else {"allOf": parts})
-                continue
-            break
-        self._hold_options(exclusive, options, "oneOf", out, at)
 
-    def _hold_options(
-        self, exclusive: Sequence[Schema], given: Sequence[Schema], key: str, out: dict[str, Any], at: str
-    ) -> None:
-        held = [self.hold(one, f"{at}/{key}/{index}") for index, one in enumerate(exclusive)]
-        if list(exclusive) != list(given) and _branches(out) * sum(map(_branches, held)) > _MOST_BRANCHES:
-            self.leave_out(key, at)
-            held = [self.hold(one, f"{at}/{key}/{index}") for index, one in enumerate(given)]
-        if True not in held:
-            self.also(out, {"anyOf": held})
-
-    def _hold_condition(self, node: Mapping[str, Any], out: dict[str, Any], at: str) -> None:
-        condition, then, otherwise = node["if"], node.get("then", True), node.get("else", True)
-        if then is True and otherwise is True:
-            return
-        refused = negated(condition, self.document)
-        if refused is None:
-            self.leave_out("if", at)
-            refused = True
-        yes: Schema = {"allOf": [condition, then]}
-        no = [option if otherwise is True else {"allOf": [option, otherwise]} for option in _options(refused)]
-        self.one_of_these(out, [yes, *no], "if", at)
-
-    def _merged_conditions(self, parts: Sequence[Schema], node: Mapping[str, Any]) -> list[Schema]:
-        """The parts of an `allOf`, with conditions that exclude each other as one choice among them.
-
-        Each condition alone is a choice of two, and ten of them beside one another are a choice of a
-        thousand. Of conditions on a property that is there one holds, the one with its value, or none.
-        """
-        chains: dict[str, dict[int, list[Any]]] = {}  # by the name: of each case its values
-        for index, part in enumerate(parts if node.get("type") == "object" else ()):
-            found = _case(part, node.get("required", ()))
-            if found is not None:
-                chain = chains.setdefault(found[0], {})
-                if not {value for values in chain.values() for value in values} & set(found[1]):
-                    chain[index] = found[1]
-        merged: dict[int, Schema | None] = {}
-        for name, chain in chains.items():
-            named = [value for values in chain.values() for value in values]
-            refused = negated({"properties": {name: {"enum": named}}, "required": [name]}, self.document)
-            if len(chain) > 1 and refused is not None:
-                either = [
-                    {"allOf": [one["if"], one["then"]]}
-                    for one in map(parts.__getitem__, chain)
-                    if isinstance(one, Mapping)
-                ]
-                merged |= dict.fromkeys(chain)
-                merged[next(iter(chain))] = {"anyOf": [*either, *_options(refused)]}
-        written = [merged.get(index, part) for index, part in enumerate(parts)]
-        return [part for part in written if part is not None]
-
-
-def _case(part: Schema, required: Collection[str]) -> tuple[str, list[str]] | None:
-    """What a condition asks for, of a property that is there: its name, and the texts it may be."""
-    if not isinstance(part, Mapping) or set(part) != {"if", "then"} or not isinstance(part["if"], Mapping):
-        return None
-    condition = part["if"]
-    properties = condition.get("properties")
-    if not isinstance(properties, Mapping) or len(properties) != 1:
-        return None
-    [(name, one)] = properties.items()
-    needed = condition.get("required", [name] if name in required else None)
-    if not set(condition) <= {"properties", "required"} or needed != [name] or not isinstance(one, Mapping):
-        return None
-    values = one["enum"] if set(one) == {"enum"} else [one["const"]] if set(one) == {"const"} else None
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        return None
-    return name, values
+def _without(part: Any, unmet: Collection[str]) -> Any:
+    """A part of a schema that is written, in which references to any of `unmet` allow nothing."""
+    if isinstance(part, list):
+        return [_without(one, unmet) for one in part]
+    if not isinstance(part, Mapping):
+        return part
+    if isinstance(part.get("$ref"), str) and part["$ref"] in unmet:
+        return False if "$defs" not in part else {"allOf": [False]}
+    # Values that are named stay as they are.
+    return {key: one if key in VALUE_KEYWORDS else _without(one, unmet) for key, one in part.items()}
 
 
 def _as_object(schema: Schema) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else {} if schema else {"allOf": [False]}
-
-
-def _options(schema: Schema) -> list[Schema]:
-    """The alternatives of a schema that is nothing but these, or the schema itself."""
-    if isinstance(schema, Mapping) and set(schema) == {"anyOf"}:
-        return list(schema["anyOf"])
-    return [schema]
-
-
-def _branches(schema: Schema) -> int:
-    """How many alternatives the library makes of a schema that is written already."""
-    if isinstance(schema, bool):
-        return 1
-    found = sum(map(_branches, schema.get("anyOf", ()))) or 1
-    for part in schema.get("allOf", ()):
-        found *= _branches(part)
-    return found

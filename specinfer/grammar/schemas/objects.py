@@ -132,7 +132,8 @@ def _dependents(
         holder.one_of_these(out, options, "dependentRequired", at)
     for name, one in said.get("dependentSchemas", {}).items():
         absent: Schema = {"properties": {name: False}}
-        options = [one] if name in required else [absent, one]
+        is_there = name in required and out.get("type") == "object"
+        options = [one] if is_there else [absent, one]
         holder.one_of_these(out, options, "dependentSchemas", at)
 
 

@@ -82,8 +82,8 @@ PARAMETERS = "tools[0].function.parameters"
         ),
         (
             [function(parameters={"properties": {"a": {"format": "poem", "type": "string"}}}, strict=True)],
-            f"{PARAMETERS} cannot be used: format at /properties/a cannot be held while the answer is written; "
-            "leave out strict to hold the rest",
+            f"{PARAMETERS} cannot be used: format at /properties/a cannot be held while the answer is "
+            "written; leave out strict to hold the rest",
             PARAMETERS,
         ),
         (
