@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from specinfer.errors import RequestError
+from specinfer.grammar.complaint import in_one_line, without_places
+from specinfer.grammar.lark import lark_of
+from specinfer.grammar.library_vocabulary import fault_of
 from specinfer.serve.api_error import ApiError, cut
 from specinfer.serve.conversation_fields import ConversationFields
 from specinfer.serve.dialect import AnswerReader, Dialect
@@ -16,6 +19,7 @@ from specinfer.serve.service import Service
 from specinfer.serve.tools.call_grammar import call_grammar
 from specinfer.serve.tools.tagged_parser import call_parser
 from specinfer.serve.tools.tool import Tool, ToolChoice, read_tool_choice, read_tools
+from specinfer.structured_output import JsonWhitespace, StructuredOutput
 from specinfer.tokenizer.chat_messages import messages_for_template
 
 
@@ -27,6 +31,8 @@ class ChatPrompt:
     dialect: Dialect
     tools: Sequence[Tool]
     choice: ToolChoice
+    form: StructuredOutput | None  # of an answer without calls, where there are tools
+    whitespace: JsonWhitespace
     parallel: bool  # whether an answer may call several tools
     starts_inside: bool  # the template opens the reasoning, and the answer may close it
     preamble: str | None  # what may be thought before a form begins, as Lark rules
@@ -42,6 +48,9 @@ class ChatPrompt:
         dialect = service.dialect
         # Schemas are compiled to see whether they can be followed, and others are answered meanwhile.
         tools, choice = await asyncio.to_thread(_tools, fields) if fields.described_tools else _tools(fields)
+        form = None
+        if tools and choice.mode == "auto":
+            form = await asyncio.to_thread(_form, fields, dialect.reasoning)
         if tools and dialect.calls is None:
             raise ApiError(dialect.no_calls, param="tools")
         begun = ""
@@ -60,6 +69,8 @@ class ChatPrompt:
             dialect,
             tools,
             choice,
+            form,
+            whitespace=fields.json_whitespace or "bounded",
             parallel=fields.parallel,
             starts_inside=starts_inside,
             preamble=preamble,
@@ -80,6 +91,8 @@ class ChatPrompt:
                 parallel=self.parallel,
                 reasoning=reasoning,
                 starts_inside=self.starts_inside,
+                form=self.form,
+                whitespace=self.whitespace,
             )
         except RequestError as error:
             raise ApiError.of(error) from None
@@ -121,6 +134,25 @@ def _with_text(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, An
     return read, str(read[-1]["content"])
 
 
+def _form(fields: ConversationFields, reasoning: Reasoning | None) -> StructuredOutput | None:
+    """The form of an answer without calls; raises ApiError where it cannot be followed beside them."""
+    form = fields.form
+    if form is not None and reasoning is not None and _thinks_itself(fields):
+        raise ApiError(
+            f"{form.parameter} has {CLOSE} in it beside tools; the model may think before calls and the "
+            "form: write the form of what comes after",
+            param=form.parameter,
+        )
+    try:
+        said = "" if form is None else fault_of(lark_of(form))
+    except RequestError as error:
+        raise ApiError.of(error) from None
+    if form is not None and said:
+        name = form.parameter
+        raise ApiError(f"{name} cannot be used: {without_places(in_one_line(said))}; change it", param=name)
+    return form
+
+
 def _thoughts(
     reasoning: Reasoning | None, prompt: str, begun: str, fields: ConversationFields
 ) -> tuple[bool, str | None]:
@@ -132,12 +164,15 @@ def _thoughts(
     if reasoning is None:
         return False, None
     opened = reasoning.opened_by(prompt) or begun.rfind(OPEN) > begun.rfind(CLOSE)
-    thinks_itself = any(CLOSE in rule for rule in (fields.regex, fields.grammar) if rule is not None)
     closed = reasoning.closed_by(prompt) or (begun.strip() and not opened)
-    if not fields.forms or thinks_itself or closed:
+    if not fields.forms or _thinks_itself(fields) or closed:
         return opened, None
     rules = [f"{name}: {body}" for name, body in reasoning.preamble(opened).items()]
     return opened, "\n".join(rules)
+
+
+def _thinks_itself(fields: ConversationFields) -> bool:
+    return any(CLOSE in rule for rule in (fields.regex, fields.grammar) if rule is not None)
 
 
 def _variables(service: Service, fields: ConversationFields) -> dict[str, Any]:

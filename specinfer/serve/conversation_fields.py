@@ -1,15 +1,24 @@
-"""The fields that conversations have at every endpoint: tools, forms, the chat template's variables."""
+"""The fields that conversations have at every endpoint: tools, forms, the chat template's variables.
+
+Beside tools a form says what an answer without calls looks like: where tools may be called, an answer is
+calls or the form; where one has to be called, calls; and with `tool_choice: none` the form.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from pydantic import Field
 
+from specinfer.errors import RequestError
+from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.fields import SamplingFields
+from specinfer.structured_output import StructuredOutput, structured_output
+
+_FORMS: Final = ("response_format", "regex", "choice", "grammar")
 
 
 class ConversationFields(SamplingFields):
@@ -52,8 +61,7 @@ class ConversationFields(SamplingFields):
     @property
     def forms(self) -> Mapping[str, Any]:
         """The fields that ask for a form of the text, by name."""
-        names = ("response_format", "regex", "choice", "grammar")
-        given = {name: getattr(self, name) for name in names}
+        given = {name: getattr(self, name) for name in _FORMS}
         return {name: value for name, value in given.items() if value not in (None, {"type": "text"})}
 
     def check(self) -> None:
@@ -64,8 +72,23 @@ class ConversationFields(SamplingFields):
                 "add_generation_prompt and continue_final_message are true; give one of them",
                 param="continue_final_message",
             )
-        if self.described_tools and self.chosen_tool != "none":
-            for name in self.forms:
-                raise ApiError(
-                    f"{name} and tools are given; give one of them, or tool_choice: none", param=name
-                )
+
+    @property
+    def form_params(self) -> dict[str, Any]:
+        """The same fields under the names, and in the shapes, of SamplingParams."""
+        return dict(self.forms)
+
+    @property
+    def form(self) -> StructuredOutput | None:
+        """The form that an answer without calls has to have; raises ApiError."""
+        try:
+            return structured_output(**self.form_params, json_whitespace=self.json_whitespace or "bounded")
+        except RequestError as error:
+            raise ApiError.of(error) from None
+
+    def params(self, **more: Any) -> SamplingParams:
+        """What these fields mean; a `grammar` among the others holds calls, and the form if there is one."""
+        if more.get("grammar") is None:
+            return super().params(**more)
+        bare = self.model_copy(update=dict.fromkeys(_FORMS))
+        return super(ConversationFields, bare).params(**more | {"response_format": None})

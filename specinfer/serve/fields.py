@@ -99,6 +99,9 @@ class SamplingFields(Fields):
     regex: str | None = None
     choice: Items[str] | None = None
     grammar: str | None = None
+    json_whitespace: Literal["bounded", "any", "none"] | None = Field(
+        None, description="Between the parts of JSON: what a pretty printer writes (bounded), any, or none."
+    )
 
     speculation: bool | dict[str, Any] | None = None
     cache_salt: str | None = None

@@ -183,6 +183,15 @@ class ResponseFields(ConversationFields):
         return {**super().forms, **({} if form == {"type": "text"} else {"text.format": form})}
 
     @property
+    def form_params(self) -> dict[str, Any]:
+        """The fields that ask for a form, as SamplingParams has them."""
+        form = self.text_format
+        if form.get("type") == "json_schema":
+            rest = {name: value for name, value in form.items() if name != "type"}
+            form = {"type": "json_schema", "json_schema": rest}
+        return {**super().forms, **({} if form == {"type": "text"} else {"response_format": form})}
+
+    @property
     def text_format(self) -> dict[str, Any]:
         """The form of the text, in this endpoint's shape."""
         given = None if self.text is None else self.text.format
@@ -190,13 +199,9 @@ class ResponseFields(ConversationFields):
 
     def sampling_params(self, room: int, **held: Any) -> SamplingParams:
         """What these fields mean where an answer may have `room` tokens and is held so; raises ApiError."""
-        form = self.text_format
-        if form.get("type") == "json_schema":
-            rest = {name: value for name, value in form.items() if name != "type"}
-            form = {"type": "json_schema", "json_schema": rest}
         return self.params(
             max_tokens=room if self.max_output_tokens is None else self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            response_format=None if form == {"type": "text"} else form,
+            response_format=self.form_params.get("response_format"),
             **held,
         )

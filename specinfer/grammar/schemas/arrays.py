@@ -58,6 +58,8 @@ def _hold_contains(
         return 0
     if wanted is True and limit is None:
         return int(least)
+    if most is not None and least > most:
+        return int(least)  # which no array has
     if least == 1 and limit is None and most is not None and most <= _MOST_PLACES:
         options: list[Schema] = [
             {"prefixItems": [*[True] * index, wanted], "minItems": index + 1} for index in range(most)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 from specinfer.errors import RequestError
 from specinfer.grammar.gbnf import escaped
-from specinfer.grammar.lark import json_rule
+from specinfer.grammar.lark import json_rule, lark_of
 from specinfer.serve.reasoning import Reasoning
 from specinfer.serve.tools.call_format import (
     ARGS,
@@ -30,7 +31,9 @@ from specinfer.serve.tools.call_format import (
 )
 from specinfer.serve.tools.tagged_arguments import says_types_alone, schemas_of, takes_others, types_of
 from specinfer.serve.tools.tool import Tool, ToolChoice
-from specinfer.structured_output import MAX_SOURCE
+from specinfer.structured_output import MAX_SOURCE, JsonWhitespace, OutputKind, StructuredOutput
+
+_JSON: Final = (OutputKind.JSON_OBJECT, OutputKind.JSON_SCHEMA)
 
 
 def call_grammar(
@@ -41,18 +44,22 @@ def call_grammar(
     parallel: bool = True,
     reasoning: Reasoning | None = None,
     starts_inside: bool = False,
+    form: StructuredOutput | None = None,
+    whitespace: JsonWhitespace = "bounded",
 ) -> str | None:
     """A Lark grammar for answers that may, or must, call tools; None where nothing holds the answer.
 
     `parallel`: an answer may have several calls. `reasoning` is how the model thinks, if it does, and
-    `starts_inside` whether its answer begins there. Raises RequestError when the schemas are too long.
+    `starts_inside` whether its answer begins there. `form` is what an answer without calls has to look like:
+    an answer that may call tools is then calls or the form, with nothing beside them. `whitespace` may stand
+    between the parts of arguments. Raises RequestError when the schemas are too long.
     """
     callable_tools = choice.among(tools)
     if choice.mode == "none" or not callable_tools:
         return None
     several = parallel and not call_format.single and choice.name is None
-    lark = _Lark(callable_tools, call_format.special, several)
-    lark.write(call_format, choice.mode == "auto", reasoning, starts_inside)
+    lark = _Lark(callable_tools, call_format.special, several, whitespace)
+    lark.write(call_format, choice.mode == "auto", reasoning, starts_inside, form)
     written = lark.text()
     if len(written) > MAX_SOURCE:
         raise RequestError(
@@ -66,7 +73,10 @@ def call_grammar(
 class _Lark:
     """Rules by name, the grammar of one request. `special` are the marks that are special tokens."""
 
-    def __init__(self, tools: Sequence[Tool], special: Mapping[str, int], several: bool) -> None:
+    def __init__(
+        self, tools: Sequence[Tool], special: Mapping[str, int], several: bool, whitespace: JsonWhitespace
+    ) -> None:
+        self._whitespace = whitespace
         self._tools = tools
         self._special = special
         self._several = several
@@ -77,9 +87,18 @@ class _Lark:
         return "\n".join(f"{name}: {body}" for name, body in self._rules.items())
 
     def write(
-        self, call_format: CallFormat, free: bool, reasoning: Reasoning | None, starts_inside: bool
+        self,
+        call_format: CallFormat,
+        optional: bool,
+        reasoning: Reasoning | None,
+        starts_inside: bool,
+        form: StructuredOutput | None,
     ) -> None:
-        """Write the rule `start`; an answer that is `free` may be text alone, or have text before calls."""
+        """Write the rule `start`; where calls are `optional`, an answer may be the form, or any text.
+
+        Without a form, text may also stand before calls.
+        """
+        free = optional and form is None
         self._rules["start"] = ""  # stands first
         match call_format.name:
             case "hermes":
@@ -87,7 +106,7 @@ class _Lark:
             case "qwen3_coder":
                 calls = self._marked(free, self._functions())
             case "llama3":
-                calls = self._llama3(free)
+                calls = self._llama3(free, as_json=optional and form is not None and form.kind in _JSON)
             case "mistral":
                 calls = self._mistral(free)
             case "mistral_args":
@@ -95,6 +114,11 @@ class _Lark:
         self._rules["calls"] = calls
         self._rules["answer"] = f"calls | {self._any_text()}" if free else "calls"
         self._rules["start"] = self._start(free, reasoning, starts_inside)
+        if optional and form is not None:
+            if call_format.name == "llama3" and form.kind in _JSON:
+                form = self._without_calls(form)
+            self._rules["form"] = f"%lark {{\n{lark_of(form)}\n}}"  # which has names of its own
+            self._rules["answer"] += " | form"
 
     def _start(self, free: bool, reasoning: Reasoning | None, starts_inside: bool) -> str:
         if reasoning is None:
@@ -113,8 +137,9 @@ class _Lark:
         self._rules["item"] = item
         return f"{first} call" + self._more(f'"\\n" {self._mark(TOOL_CALL)} call')
 
-    def _llama3(self, free: bool) -> str:
-        self._rules["item"] = self._objects("parameters")
+    def _llama3(self, free: bool, *, as_json: bool) -> str:
+        """Calls that are JSON objects; `as_json` where an answer may be another one, which begins alike."""
+        self._rules["item"] = self._json_objects() if as_json else self._objects("parameters")
         more = self._more('";" " "? item')
         if not free:
             return "item" + more
@@ -156,6 +181,28 @@ class _Lark:
             options.append(f'{json.dumps(begin)} {self._arguments(index)} "}}"')
         return " | ".join(options)
 
+    def _json_objects(self) -> str:
+        """Calls as objects, written as any JSON is."""
+        options = []
+        for index, tool in enumerate(self._tools):
+            call = {"name": {"const": tool.name}, "parameters": tool.parameters}
+            name = f"call{index}"
+            self._rules[name] = json_rule(
+                {"type": "object", "properties": call, "required": list(call), "additionalProperties": False},
+                strict=tool.strict,
+                whitespace=self._whitespace,
+            )
+            options.append(name)
+        return " | ".join(options)
+
+    def _without_calls(self, form: StructuredOutput) -> StructuredOutput:
+        """The form of JSON objects that would not be read as calls."""
+        schema = json.loads(form.source) if form.kind is OutputKind.JSON_SCHEMA else {"type": "object"}
+        names = {"enum": [tool.name for tool in self._tools]}
+        call = {"type": "object", "required": ["name", "parameters"], "properties": {"name": names}}
+        schema["allOf"] = [*schema.get("allOf", ()), {"not": call}]
+        return replace(form, kind=OutputKind.JSON_SCHEMA, source=json.dumps(schema))
+
     def _functions(self) -> str:
         """Calls with their arguments between tags."""
         options = []
@@ -178,7 +225,7 @@ class _Lark:
         if types == {"string"} and texts:
             self._rules[name] = f"/{'|'.join(''.join(map(escaped, text)) for text in texts)}/"
         elif "string" not in types:
-            self._rules[name] = json_rule(schema, strict=tool.strict)
+            self._rules[name] = json_rule(schema, strict=tool.strict, whitespace=self._whitespace)
         elif tool.strict and not says_types_alone(schema):
             raise RequestError(
                 f"the function {tool.name} is strict, and this model writes texts as they are, so they "
@@ -192,7 +239,7 @@ class _Lark:
 
     def _arguments(self, index: int) -> str:
         tool, name = self._tools[index], f"arguments{index}"
-        self._rules[name] = json_rule(tool.parameters, strict=tool.strict)
+        self._rules[name] = json_rule(tool.parameters, strict=tool.strict, whitespace=self._whitespace)
         return name
 
     def _any_text(self) -> str:

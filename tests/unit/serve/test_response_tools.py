@@ -213,6 +213,29 @@ def test_a_function_may_be_chosen_or_none(tokenizer: Tokenizer) -> None:
     ask(tokenizer, [says(call("time", "{}")), says("{}")], do)
 
 
+def test_beside_a_form_an_answer_is_calls_or_the_form(tokenizer: Tokenizer) -> None:
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object", "required": ["rain"]}}
+    both: dict[str, Any] = {"model": MODEL, "input": "Rain?", "tools": [WEATHER], "text": {"format": form}}
+
+    async def do(server: Asking) -> None:
+        called = await server.responses.create(**both)
+        assert [item.type for item in called.output] == ["function_call"]
+        told = await server.responses.create(**both)
+        assert told.output_text == '{"rain": 1}'
+        assert told.to_dict()["text"]["format"] == form  # type: ignore[index]
+        await server.responses.create(**both, tool_choice="required")
+        free, again, must = [work.params for work in server.backend.works]
+        assert free.structured_output is not None
+        assert "answer: calls | form" in free.structured_output.source
+        assert '"required": ["rain"]' in free.structured_output.source
+        assert again.structured_output == free.structured_output
+        assert must.structured_output is not None
+        assert "rain" not in must.structured_output.source
+
+    made = call("weather", '{"city": "Oslo"}')
+    ask(tokenizer, [says(made), says('{"rain": 1}'), says(made)], do)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0]"),
     ({"tools": [WEATHER, {"type": "mcp", "server_label": "x"}]}, "tools[1]"),
@@ -221,8 +244,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WEATHER, WEATHER]}, "tools"),
     ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "string"}}]}, "tools[0].parameters"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "time"}}, "tool_choice"),
-    ({"tools": [WEATHER], "text": {"format": {"type": "json_object"}}}, "text.format"),
-    ({"tools": [WEATHER], "regex": "a"}, "regex"),
+    ({"tools": [WEATHER], "text": {"format": {"type": "json_schema", "name": ""}}}, "text.format"),
+    ({"tools": [WEATHER], "regex": "(a"}, "regex"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
     (

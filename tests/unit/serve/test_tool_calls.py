@@ -68,6 +68,75 @@ def test_a_call_that_is_required_is_made_and_its_arguments_follow_the_schema(
     assert chunk.choices[0].finish_reason == "tool_calls"
 
 
+FORM = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "reply",
+        "strict": True,
+        "schema": {
+            "type": "object",
+            "properties": {"warm": {"type": "boolean"}, "n": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["warm", "n"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def check_form(text: str) -> None:
+    told = json.loads(text)
+    assert isinstance(told["warm"], bool)
+    assert told["n"] in range(1, 10)
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_beside_a_form_an_answer_is_a_call_or_the_form(
+    client: openai.OpenAI, called: bool, stream: bool
+) -> None:
+    first = {str(ord("<")): 100 if called else -100}  # how a call begins
+    held = {**NO_THOUGHTS, "logit_bias": NO_THOUGHTS["logit_bias"] | first}
+    asked: dict[str, Any] = {
+        **{"model": "tiny", "messages": HI, "tools": [WEATHER, TIME], "response_format": FORM, "seed": 1},
+        **{"max_tokens": 300, "parallel_tool_calls": False, "extra_body": held},
+    }
+    if stream:
+        content = name = arguments = ""
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            content += chunk.choices[0].delta.content or ""
+            for piece in chunk.choices[0].delta.tool_calls or ():
+                name += piece.function.name or ""
+                arguments += piece.function.arguments or ""
+        reason = chunk.choices[0].finish_reason
+    else:
+        [choice] = client.chat.completions.create(**asked).choices
+        content, reason = choice.message.content or "", choice.finish_reason
+        calls = choice.message.tool_calls or []
+        name = "".join(call.function.name for call in calls)
+        arguments = "".join(call.function.arguments for call in calls)
+    if called:
+        check_call(name, arguments)
+        assert (content, reason) == ("", "tool_calls")
+    else:
+        check_form(content)
+        assert (name, reason) == ("", "stop")
+
+
+def test_a_choice_of_tools_decides_between_calls_and_the_form(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {
+        **{"model": "tiny", "messages": HI, "tools": [WEATHER, TIME], "response_format": FORM, "seed": 1},
+        **{"max_tokens": 300, "extra_body": NO_THOUGHTS},
+    }
+    [none] = client.chat.completions.create(**asked, tool_choice="none").choices
+    check_form(none.message.content or "")
+    assert not none.message.tool_calls
+    [must] = client.chat.completions.create(
+        **asked, tool_choice="required", parallel_tool_calls=False
+    ).choices
+    [call] = must.message.tool_calls or []
+    check_call(call.function.name, call.function.arguments)
+
+
 def test_a_named_tool_is_called_and_its_result_can_be_told(client: openai.OpenAI) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     answer = client.chat.completions.create(
@@ -157,7 +226,17 @@ def test_responses_have_calls_and_reasoning_as_items(client: openai.OpenAI) -> N
         ({"tools": [WEATHER, WEATHER]}, "tools", "like an earlier one's"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "a b"),
         ({"tools": [WEATHER], "tool_choice": "must"}, "tool_choice", "must"),
-        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format", "one of them"),
+        (
+            {"tools": [WEATHER], "extra_body": {"regex": "hm</think>Yes"}},
+            "regex",
+            "write the form of what comes after",
+        ),
+        ({"tools": [WEATHER], "extra_body": {"regex": "(a"}}, "regex", "unclosed group"),
+        (
+            {"tools": [WEATHER], "response_format": {"type": "json_schema", "json_schema": {"name": ""}}},
+            "response_format",
+            "json_schema.name is",
+        ),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},

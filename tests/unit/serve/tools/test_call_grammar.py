@@ -139,6 +139,81 @@ def test_without_parallel_calls_there_is_one_at_most(name, choice):
     assert verdict(family, grammar, both(("get", CITY), ("get_time", "{}"))) is not None
 
 
+OBJECT = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "n": {"type": "integer"}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+FORMS = {
+    '{"a": [1, {"name": "get"}]}': {"response_format": {"type": "json_object"}},
+    '{"name": "Ann", "n": 3}': {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT}}
+    },
+    '["a", "b"]': {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"type": "array", "items": {"type": "string"}}},
+        }
+    },
+    "AB-1": {"regex": "[A-Z]{2}-[0-9]"},
+    "no way": {"choice": ["yes", "no way"]},
+    "((()))": {"grammar": 'root ::= "(" root? ")"'},
+    "1,22": {"grammar": 'start: item ("," item)*\nitem: /[0-9]+/'},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("text", FORMS)
+def test_beside_a_form_an_answer_is_calls_or_the_form_and_nothing_else(name, text):
+    family, form = FAMILIES[name], structured_output(**FORMS[text])
+    one, both, _ = WRITTEN[name]
+    grammar = call_grammar(family.format, TOOLS, AUTO, form=form)
+    call, bad = one("get", CITY), one("get", '{"city": 3, "days": 2}')
+    good = [text, call, one("get_time", "{}")]
+    good += [] if family.format.single else [both(("get", CITY), ("get_time", "{}"))]
+    assert {answer: verdict(family, grammar, answer) for answer in good} == dict.fromkeys(good)
+    for other in ("", "hello", f"So:\n{call}", text[:-1] + "~", text + "~", text + call, call + text, bad):
+        assert verdict(family, grammar, other) is not None, other
+    for choice in (REQUIRED, NAMED):  # then the form says nothing
+        without = call_grammar(family.format, TOOLS, choice)
+        assert call_grammar(family.format, TOOLS, choice, form=form) == without
+    for answer, count in ((text, 0), (call, 1)):
+        parser = CallParser(family.format, ["get", "get_time"])
+        content, calls = content_and_calls([*parser.feed(answer), *parser.finish()])
+        assert (content, len(calls)) == ("" if count else answer, count)
+
+
+@pytest.mark.parametrize("name", ["qwen", "hermes", "hermes, special", "llama3"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_reasoning_comes_before_a_form_as_before_calls(name, inside):
+    family = FAMILIES[name]
+    reasoning = Reasoning(
+        {mark: i for mark in ("<think>", "</think>") if (i := family.tokenizer.special_id(mark)) is not None}
+    )
+    thoughts = "\nhm, a { or two\n</think>\n\n" if inside else "<think>\nhm {\n</think>\n"
+    form = structured_output({"type": "json_object"})
+    grammar = call_grammar(family.format, TOOLS, AUTO, reasoning=reasoning, starts_inside=inside, form=form)
+    for answer in ('{"a": 1}', WRITTEN[name][0]("get", CITY)):
+        assert verdict(family, grammar, thoughts + answer) is None
+        assert inside or verdict(family, grammar, answer) is None
+    assert verdict(family, grammar, f"{thoughts}hello") == thoughts
+
+
+def test_white_space_in_arguments_is_what_is_asked_for():
+    family = FAMILIES["hermes"]
+    found = {}
+    for whitespace in ("bounded", "any", "none"):
+        grammar = call_grammar(family.format, TOOLS, REQUIRED, whitespace=whitespace)
+        texts = ['{"city":"Oslo"}', '{\n  "city": "Oslo" }', '{   "city":"Oslo"}']
+        found[whitespace] = [verdict(family, grammar, hermes("get", text)) is None for text in texts]
+    assert found == {
+        "bounded": [True, True, False],
+        "any": [True, True, True],
+        "none": [True, False, False],
+    }
+
+
 def test_nothing_holds_an_answer_without_tools():
     call_format = FAMILIES["qwen"].format
     assert call_grammar(call_format, TOOLS, ToolChoice("none")) is None

@@ -16,6 +16,7 @@ from specinfer.serve.tools.events import ArgumentsPiece, CallEnded, CallStarted,
 from specinfer.serve.tools.tagged_arguments import json_of, schemas_of, takes_others, types_of
 from specinfer.serve.tools.tagged_parser import call_parser
 from specinfer.serve.tools.tool import Tool, ToolChoice, read_tools
+from specinfer.structured_output import structured_output
 from tests.operations import lines_run
 
 from .families import PLAIN, Family, tokenizer, verdict
@@ -55,6 +56,18 @@ TOOLS = read_tools(
     ]
 )
 AUTO, REQUIRED = ToolChoice("auto"), ToolChoice("required")
+
+
+@pytest.mark.parametrize("family", [CODER, SPECIAL], ids=["spelled", "special"])
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [({"response_format": {"type": "json_object"}}, '{"a": "<"}'), ({"regex": "<[a-z]+>"}, "<to>")],
+)
+def test_beside_a_form_an_answer_is_calls_or_the_form(family, form, text):
+    grammar = call_grammar(family.format, TOOLS, AUTO, form=structured_output(**form))
+    call = written("now")
+    assert [verdict(family, grammar, one) for one in (text, call)] == [None, None]
+    assert None not in [verdict(family, grammar, one) for one in ("", "so", f"so {call}", text + call)]
 
 
 def written(name, **values):
