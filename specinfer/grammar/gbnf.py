@@ -15,6 +15,7 @@ import json
 import re
 
 from specinfer.errors import RequestError
+from specinfer.grammar.regex_repeats import MAX_REPEAT, largest_repeat
 from specinfer.grammar.rules import (
     Choice,
     Expression,
@@ -33,7 +34,7 @@ MAX_REGEX = 32 * 1024  # characters; a larger regular grammar is written as rule
 _RULE = re.compile(r"([A-Za-z][\w-]*)\s*::=")
 _NAME = re.compile(r"[A-Za-z][\w-]*")
 _SPACE = re.compile(r"(?:\s|#[^\n]*)*")
-_BOUNDS = re.compile(r"\{\s*(\d+)\s*(,?)\s*(\d*)\s*\}")
+_BOUNDS = re.compile(r"\{\s*(?=[\d,])(\d{0,9})\s*(,?)\s*(\d{0,9})\s*\}")
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|([\s\S]))")
 _LETTERS = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-", "^": "^"}
 
@@ -54,13 +55,35 @@ def read_gbnf(text: str) -> dict[str, Expression]:
 
 
 def to_lark(rules: Rules) -> str:
-    """A Lark grammar for the same texts."""
+    """A Lark grammar for the same texts; raises RequestError on one that repeats a part too often."""
     names = in_use(rules, START)
+    for name in names:
+        if (repeat := _largest_repeat(rules[name])) > MAX_REPEAT:
+            raise _too_often(f"rule {name}", repeat)
     regex = _regex(rules[START], rules, {START: None})
     if regex is not None:
+        if (repeat := largest_repeat(regex)) > MAX_REPEAT:
+            raise _too_often("the grammar", repeat)
         return f"start: /{regex}/"
     short = {name: "start" if name == START else f"r{i}" for i, name in enumerate(names)}
     return "\n".join(f"{short[name]}: {_lark(rules[name], short)}" for name in names)
+
+
+def _largest_repeat(body: Expression) -> int:
+    """The largest product of counted repeats in one another, within one rule."""
+    match body:
+        case Sequence(parts) | Choice(parts):
+            return max(map(_largest_repeat, parts), default=1)
+        case Repeat(item, low, high):
+            return max(1, low, high or 0) * _largest_repeat(item)
+    return 1
+
+
+def _too_often(what: str, repeat: int) -> RequestError:
+    return RequestError(
+        f"grammar: {what} repeats a part {repeat} times, counted repeats in one another multiplied; "
+        f"allowed: at most {MAX_REPEAT}"
+    )
 
 
 def _regex(body: Expression, rules: Rules, known: dict[str, str | None]) -> str | None:
@@ -180,7 +203,9 @@ class _Reader:
         self._skip()
         bounds = _BOUNDS.match(self.text, self.at)
         if bounds is not None:
-            low = int(bounds[1])
+            if bounds[1] == bounds[3] == "":
+                raise self._error(f"{bounds[0]} has no number")
+            low = int(bounds[1] or 0)
             high = int(bounds[3]) if bounds[3] else None if bounds[2] else low
             if high is not None and high < low:
                 raise self._error(f"{bounds[0]} asks for more than it allows")

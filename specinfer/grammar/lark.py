@@ -9,11 +9,9 @@ from typing import Any
 
 from specinfer.errors import RequestError
 from specinfer.grammar.gbnf import escaped, read_gbnf, to_lark
-from specinfer.grammar.regex_repeats import largest_repeat
+from specinfer.grammar.regex_repeats import MAX_REPEAT, largest_repeat
 from specinfer.grammar.schemas.held import held_schema
 from specinfer.structured_output import JsonWhitespace, OutputKind, StructuredOutput
-
-MAX_REPEAT = 100_000  # of a part of a regex, counted repeats in one another multiplied
 
 # Between two parts of a JSON text: nothing, one space, or a line break with indentation. Without a bound a
 # model that has lost its thread writes spaces until max_tokens.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+MAX_REPEAT = 100_000  # of a part, counted repeats in one another multiplied
+
 _COUNTED = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
 

@@ -3,6 +3,7 @@ import pytest
 from specinfer.errors import RequestError
 from specinfer.grammar.gbnf import read_gbnf, to_lark
 from specinfer.grammar.rules import Choice, Literal, Pattern, Reference, Repeat, Sequence
+from tests.unit.grammar.vocabulary import accepts, grammar_of
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,9 @@ from specinfer.grammar.rules import Choice, Literal, Pattern, Reference, Repeat,
         ('"a"{3}', Repeat(Literal("a"), 3, 3)),
         ('"a"{3,}', Repeat(Literal("a"), 3, None)),
         ('"a"{3,5}', Repeat(Literal("a"), 3, 5)),
+        ('"a"{,5}', Repeat(Literal("a"), 0, 5)),
+        ('"a" { 3 , 5 }', Repeat(Literal("a"), 3, 5)),
+        ("[a-z]{2}{3}", Repeat(Repeat(Pattern("[a-z]"), 2, 2), 3, 3)),
         ('("a" | "b")+', Repeat(Choice((Literal("a"), Literal("b"))), 1, None)),
         ("other", Reference("other")),
         ("[a-c]", Pattern("[a-c]")),
@@ -62,6 +66,9 @@ def test_a_recursive_grammar_is_written_character_by_character():
         (r'root ::= "\q"', r"line 1: '\\\\q' is no escape"),
         (r'root ::= "\ud800"', "is no escape for a character"),
         ('root ::= "a"{3,2}', "asks for more than it allows"),
+        ('root ::= "a"{,}', "has no number"),
+        ('root ::= "a"{}', r"line 1: '\{' is not understood"),
+        ('root ::= "a"{' + "9" * 5000 + "}", r"line 1: '\{' is not understood"),
         ('root ::= "a" $', r"line 1: '\$' is not understood"),
         ('root ::= "a" )', "line 1: expected a rule"),
     ],
@@ -70,3 +77,33 @@ def test_what_cannot_be_read_is_named_with_its_line(text, message):
     with pytest.raises(RequestError, match=message) as caught:
         read_gbnf(text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("repeat", "good", "bad"),
+    [
+        ("{2}", (2,), (1, 3)),
+        ("{2,}", (2, 9), (1,)),
+        ("{2,4}", (2, 3, 4), (1, 5)),
+        ("{,2}", (0, 1, 2), (3,)),
+        ("{2}{2}", (4,), (2, 3, 5)),
+    ],
+)
+@pytest.mark.parametrize("rules", ['root ::= "ab"%s', 'root ::= "(" root ")" | "ab"%s'])
+def test_counted_repeats_are_followed(rules, repeat, good, bad):
+    grammar = grammar_of(grammar=rules % repeat)
+    for counts, expected in ((good, True), (bad, False)):
+        assert [accepts(grammar, "ab" * count) for count in counts] == [expected] * len(counts)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('root ::= ("a"{1000}){101}', "rule root repeats a part 101000 times"),
+        ('root ::= a{1000}\na ::= "a"{,101}', "the grammar repeats a part 101000 times"),
+        ('root ::= "(" root{2,100001} ")"', "rule root repeats a part 100001 times"),
+    ],
+)
+def test_a_part_may_repeat_so_often_and_no_more(text, message):
+    with pytest.raises(RequestError, match=message):
+        to_lark(read_gbnf(text))

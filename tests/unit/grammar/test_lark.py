@@ -1,7 +1,8 @@
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.grammar.lark import MAX_REPEAT, lark_of
+from specinfer.grammar.lark import lark_of
+from specinfer.grammar.regex_repeats import MAX_REPEAT
 from specinfer.structured_output import structured_output
 
 JSON = 'start: %json {"type": "object", "x-guidance": {"whitespace_pattern": " |\\\\n[ \\\\t]{0,32}"}}'
