@@ -22,6 +22,7 @@ FORMATS: Final = frozenset(
 )
 _LARGEST: Final = 2.0**63 - 1024  # the library counts in 64 bits, and reads bounds as floats
 _MOST_MULTIPLE: Final = 10_000  # the library follows remainders one by one: 1,000,003 of them take 23 s
+_POWERS: Final = (100_000, 1_000_000)  # of which there are few remainders to follow
 _SHORT_FORMATS: Final = {
     "json-pointer": "^(?:/(?:[^~/]|~[01])*)*$",
     "relative-json-pointer": "^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$",
@@ -37,8 +38,11 @@ def hold_numbers(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: 
     for key in NUMBER_KEYWORDS & node.keys():
         value = node[key]
         if key == "multipleOf":
-            if _can_count(value):
-                out[key] = value
+            steps = _steps(value)
+            if len(steps) > 1:
+                holder.also(out, {"anyOf": [{"multipleOf": step} for step in steps]})
+            elif steps:
+                out[key] = steps[0]
             else:
                 holder.leave_out(key, at)
             continue
@@ -61,23 +65,29 @@ def _clipped(value: float) -> float:
     return max(-(1 << 70), min(1 << 70, value)) if isinstance(value, int) else value
 
 
-def _can_count(step: float) -> bool:
-    """Whether the library reads a step as it is written, and can count in it."""
+def _steps(step: float) -> list[float]:
+    """The steps whose multiples, as the library writes them, are those of `step`; none where it cannot.
+
+    It reads a step as an integer and a power of ten, and of .25 does not see the multiple .5: it wants .50.
+    """
     if not math.isfinite(step):
-        return False
+        return []
     exact, scaled, digits = Fraction(str(step)), abs(float(step)), 0
     while scaled != int(scaled) and digits < 20:
         scaled, digits = scaled * 10, digits + 1
     numerator = int(scaled)
     while digits and numerator % 10 == 0:
         numerator, digits = numerator // 10, digits - 1
-    if numerator > _MOST_MULTIPLE and not (digits == 0 and _is_power_of_ten(numerator)):
-        return False
-    return Fraction(numerator, 10**digits) == exact and numerator < 1 << 32
-
-
-def _is_power_of_ten(number: int) -> bool:
-    return str(number).strip("0") == "1"
+    if Fraction(numerator, 10**digits) != exact:
+        return []
+    if numerator > _MOST_MULTIPLE and (digits or numerator not in _POWERS):
+        return []
+    found = [step]
+    for fewer in range(1, digits):
+        rest = numerator // math.gcd(numerator, 10 ** (digits - fewer))
+        if rest != numerator:
+            found.append(float(Fraction(rest, 10**fewer)))
+    return found
 
 
 def hold_texts(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
