@@ -12,7 +12,7 @@ from specinfer.grammar.schemas.negation import negated
 if TYPE_CHECKING:
     from specinfer.grammar.schemas.held import SchemaHolder
 
-MOST_BRANCHES: Final = 64  # that alternatives beside one another may have together
+MOST_BRANCHES: Final = 256  # that alternatives beside one another may have together
 
 
 def hold_one_of(options: Sequence[Schema], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:

@@ -38,6 +38,7 @@ _REST: Final = frozenset(
 )
 _READ: Final = (_ONE | _SEVERAL | _BY_NAME | _COUNTS | _NUMBERS | _TEXTS | _REST) - {"$defs", "definitions"}
 _OLD: Final = re.compile(r"https?://json-schema\.org/draft-0[3-7]/schema")  # where $ref stands alone
+_MOST_READS: Final = 200_000
 _MOST: Final = (1 << 31) - 1  # a larger count is no bound to anybody, and more than the library can write
 
 
@@ -48,6 +49,8 @@ class SchemaDocument:
         self.root = root
         self._bases: dict[int, str] = {}  # of a schema, by its identity, where it is not that of the root
         self._places: dict[str, str] = {}  # absolute names -> pointers
+        self._nodes: dict[int, dict[str, Any]] = {}  # that were read, by the identity of the schema
+        self._reads = 0
         self._refs_alone = _OLD.match(str(root.get("$schema"))) is not None
         self._index(root, "", "")
 
@@ -85,8 +88,21 @@ class SchemaDocument:
         """The keywords of a schema that is no boolean, in their order, each of the right shape.
 
         A `$ref` is a pointer into the root, or an address that `target` does not know. `at` is where the
-        schema stands, for messages. Raises RequestError on a keyword of another shape.
+        schema stands, for messages. Raises RequestError on a keyword of another shape, and when schemas have
+        been read so often that a stranger's would take seconds.
         """
+        self._reads += 1
+        if self._reads > _MOST_READS:
+            raise RequestError("it has too many alternatives in one another; make it smaller")
+        known = self._nodes.get(id(schema))
+        if known is not None:
+            return dict(known)
+        node = self._read(schema, at)
+        if id(schema) in self._bases:  # others are made on the way, and their identities used again
+            self._nodes[id(schema)] = node
+        return dict(node)
+
+    def _read(self, schema: Schema, at: str) -> dict[str, Any]:
         if not isinstance(schema, Mapping):
             raise RequestError(f"{place(at)} is {_short(schema)}; allowed: an object or a boolean")
         found = {key: _shaped(key, value, at) for key, value in schema.items() if key in _READ}
@@ -125,8 +141,7 @@ class SchemaDocument:
         for anchor in anchors:
             if isinstance(anchor, str):
                 self._places.setdefault(f"{base}#{anchor}", pointer)
-        if base:
-            self._bases[id(schema)] = base
+        self._bases[id(schema)] = base
         for key, one in _inner(schema):
             self._index(one, f"{pointer}/{key}", base)
 

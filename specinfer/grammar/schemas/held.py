@@ -43,6 +43,8 @@ from specinfer.grammar.schemas.scalars import (
 
 _LOG = logging.getLogger(__name__)
 _MOST_NODES: Final = 20_000  # of schemas that are written, what is written twice counted twice
+_MOST_TRIALS: Final = 300  # of parts
+_KEPT_SOURCE: Final = 16 * 1024  # characters; what becomes of longer ones is not kept
 _SHOWN: Final = 8  # places in a log line
 _LONG: Final = 80  # characters of a place there
 _FAMILIES: Final = (
@@ -66,27 +68,34 @@ class HeldSchema:
     has_other_names: bool
 
 
-@lru_cache(maxsize=256)
 def held_schema(source: str, strict: bool) -> HeldSchema:
     """What can be held of a schema, given as JSON; one line of the log says what is left out.
 
     Raises RequestError on a malformed keyword, on a schema that becomes too large, and where `strict` also on
     one of which something would be left out.
     """
-    holder = SchemaHolder(json.loads(source), strict)
+    return _held_again(source, strict) if len(source) <= _KEPT_SOURCE else _held(source, strict)
+
+
+@lru_cache(maxsize=256)
+def _held_again(source: str, strict: bool) -> HeldSchema:
+    return _held(source, strict)
+
+
+def _held(source: str, strict: bool) -> HeldSchema:
+    root = json.loads(source)
     try:
-        written = holder.whole()
-        said = holder.fault(written)
-        if UNMET in said and "$defs" in written:
-            written = holder.without_unmet(written)
-            said = holder.fault(written)
-        if said and UNMET not in said:
-            if strict:
-                complaint = without_places(in_one_line(said))
-                raise RequestError(
-                    f"it cannot be held while the answer is written ({complaint}); leave out "
-                    "strict to hold the rest, or change that part of the schema"
-                )
+        holder = SchemaHolder(root, strict)
+        written, said = holder.whole()
+        if said:
+            holder = SchemaHolder(root, strict, careful=True)
+            written, said = holder.whole()
+        if said and strict:
+            raise RequestError(
+                f"it cannot be held while the answer is written ({without_places(in_one_line(said))}); "
+                "leave out strict to hold the rest, or change that part of the schema"
+            )
+        if said:
             written = holder.repaired(written)
     except RecursionError:
         raise RequestError("it has parts too deep inside one another; make it flatter") from None
@@ -98,9 +107,14 @@ def held_schema(source: str, strict: bool) -> HeldSchema:
 
 
 class SchemaHolder:
-    """Writes one schema anew; `strict` refuses what would be left out."""
+    """Writes one schema anew; `strict` refuses what would be left out.
 
-    def __init__(self, root: Mapping[str, Any], strict: bool) -> None:
+    `careful` asks the library about each regular expression and leaves out what it refuses. That takes a
+    millisecond each, so it is for schemas that it refused whole.
+    """
+
+    def __init__(self, root: Mapping[str, Any], strict: bool, *, careful: bool = False) -> None:
+        self._careful = careful
         self.document = SchemaDocument(root)
         self.strict = strict
         self.left_out: dict[str, None] = {}
@@ -110,29 +124,37 @@ class SchemaHolder:
         self._pending: list[str] = []  # pointers of definitions that are still to be written
         self._writing: str | None = None  # the pointer of the one that is being written
         self._nodes = 0
+        self._faults: dict[str, str] = {}  # by what is written
 
-    def whole(self) -> Mapping[str, Any]:
-        """The whole schema."""
+    def whole(self) -> tuple[Mapping[str, Any], str]:
+        """The whole schema, and what the library says against it, other than that nothing meets it."""
         written = _as_object(self.hold(self.document.root, ""))
         while self._pending:  # not one within the other: references may follow one another by the thousand
             self._writing = pointer = self._pending.pop()
             found = self.document.target(f"#{pointer}")
             assert found is not None
             self._definitions[self._names[pointer]] = _as_object(self.hold(*found))
-        return {**written, "$defs": self._definitions} if self._definitions else written
+        if not self._definitions:
+            said = self._said(written)
+            return written, "" if UNMET in said else said
+        written = {**written, "$defs": self._definitions}
+        if UNMET in (said := self._said(written)):
+            written = self._without_unmet(written)
+            said = self._said(written)
+        return written, "" if UNMET in said else said
 
     def repaired(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
         """The same without what the library refuses of it."""
         places = {name: pointer for pointer, name in self._names.items()}
-        return _as_object(Repair(self.fault, self.leave_out).whole(written, places))
+        return _as_object(Repair(self._said, self.leave_out).whole(written, places))
 
-    def without_unmet(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _without_unmet(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
         """The same without definitions that nothing meets, on which the library gives up the whole schema."""
         definitions = written["$defs"]
         unmet = {
             f"#/$defs/{name}"
             for name in definitions
-            if UNMET in self.fault({"$ref": f"#/$defs/{name}", "$defs": definitions})
+            if UNMET in self._said({"$ref": f"#/$defs/{name}", "$defs": definitions})
         }
         replaced: dict[str, Any] = _without(written, unmet)
         return replaced
@@ -147,9 +169,15 @@ class SchemaHolder:
         where = place(at)
         self.left_out[f"{keyword} at {where if len(where) < _LONG else f'{where[:_LONG]}...'}"] = None
 
-    def fault(self, schema: Mapping[str, Any]) -> str:
-        """What the library says against a schema that is written already; empty when it is good."""
-        return fault_of(f"start: %json {json.dumps(schema)}")
+    def refuses(self, schema: Mapping[str, Any]) -> bool:
+        """Whether the library, asked carefully, refuses a part that is written already."""
+        return self._careful and (len(self._faults) >= _MOST_TRIALS or bool(self._said(schema)))
+
+    def _said(self, schema: Mapping[str, Any]) -> str:
+        written = json.dumps(schema)
+        if written not in self._faults:
+            self._faults[written] = fault_of(f"start: %json {written}")
+        return self._faults[written]
 
     def hold(self, schema: Schema, at: str) -> Schema:
         """One schema, written anew; `at` is its place, for messages."""
@@ -257,7 +285,11 @@ class SchemaHolder:
                 self._hold_reference(key, value, out, at)
             case "allOf":
                 for index, one in enumerate(merged_conditions(value, node, self.document)):
-                    self.also(out, self.hold(one, f"{at}/allOf/{index}"))
+                    held = self.hold(one, f"{at}/allOf/{index}")
+                    if branches(held) > 1 and branches(out) * branches(held) > MOST_BRANCHES:
+                        self.leave_out("allOf", f"{at}/allOf/{index}")
+                    else:
+                        self.also(out, held)
             case "anyOf":
                 options = [self.hold(one, f"{at}/anyOf/{index}") for index, one in enumerate(value)]
                 if True not in options:

@@ -73,7 +73,7 @@ def _patterns(
         if read is not None and not read.left_out and len(read.parts) == 1:
             [written] = read.parts
             together = dict.fromkeys([*held, written], True)
-            if written not in held and not holder.fault({"type": "object", "patternProperties": together}):
+            if written not in held and not holder.refuses({"type": "object", "patternProperties": together}):
                 held[written] = (pattern, one)
                 continue
         holder.leave_out("patternProperties", f"{at}/patternProperties/{escaped_key(pattern)}")
@@ -115,7 +115,7 @@ def _names(given: Schema, out: dict[str, Any], has_patterns: bool, at: str, hold
         holder.leave_out("propertyNames", at)
         return
     only: dict[str, Any] = {"patternProperties": {read.parts[0]: True}, "additionalProperties": False}
-    if holder.fault(only):
+    if holder.refuses(only):
         holder.leave_out("propertyNames", at)
         return
     holder.also(out, only)

@@ -113,7 +113,7 @@ def _hold_pattern(pattern: str, keyword: str, out: dict[str, Any], at: str, hold
     if read.left_out:
         holder.leave_out(keyword, at)
     for part in read.parts:
-        if holder.fault({"type": "string", "pattern": part}):
+        if holder.refuses({"type": "string", "pattern": part}):
             holder.leave_out(keyword, at)
         elif "pattern" in out:
             holder.also(out, {"pattern": part})
