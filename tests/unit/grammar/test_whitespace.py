@@ -1,0 +1,98 @@
+"""Between the parts of JSON stands what was asked for, however much a model likes blanks."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from tests.unit.grammar.vocabulary import END, TOKENIZER, accepts, byte_id, grammar_of, ids, schema_format
+
+BLANKS = [byte_id(byte) for byte in b" \n\t\r"]
+NUMBERS = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"type": ["null", "boolean"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+LARK = f"start: %json {json.dumps(NUMBERS)}"
+FORMS = {
+    "schema": {"response_format": schema_format(NUMBERS)},
+    "strict schema": {"response_format": schema_format(NUMBERS, strict=True)},
+    "grammar": {"grammar": LARK},
+    "grammar with another in it": {"grammar": f"start: %lark {{\n{LARK}\n}} // %json {{"},
+    "behind a preamble": {"response_format": schema_format(NUMBERS), "preamble": 'preamble: "="?'},
+}
+
+
+def blank_text(grammar, seed):
+    """A text of whoever writes a blank wherever one may stand."""
+    state, rng, text = grammar.state(), np.random.default_rng(seed), []
+    while True:
+        mask = state.allowed()
+        if mask[END]:
+            return TOKENIZER.decode(text)
+        blanks = [token for token in BLANKS if mask[token]]
+        closing = [token for one in ("]", "}", ",", "0", "null") for token in ids(one) if mask[token]]
+        text.append(int(rng.choice(blanks or closing or np.flatnonzero(mask))))
+        state.commit(text[-1:])
+        assert len(text) < 2000, TOKENIZER.decode(text)
+
+
+def runs(text):
+    return [len(list(run)) for is_blank, run in itertools.groupby(text, str.isspace) if is_blank]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_text_of_blanks_comes_to_its_end(form, seed):
+    text = blank_text(grammar_of(**FORMS[form]), seed)
+    assert set(json.loads(text.lstrip("="))) == {"a", "b"}
+    assert 5 < len(runs(text)) < 30
+    assert max(runs(text)) <= 33  # a line break and indentation
+
+
+PRETTY = {
+    "compact": '{"a":[1,2],"b":null}',
+    "usual": '{"a": [1, 2], "b": null}',
+    "spaced": '{ "a": [ 1, 2 ], "b": null }',
+    "indented": json.dumps({"a": [1, 2], "b": None}, indent=4),
+    "by tabs": json.dumps({"a": [1, 2], "b": None}, indent="\t"),
+    "two spaces": '{"a":  [1, 2], "b": null}',
+    "an empty line": '{\n\n"a": [1, 2], "b": null}',
+    "carriage returns": '{\r\n"a": [1, 2], "b": null}',
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("whitespace", "taken"),
+    [
+        ("bounded", {"compact", "usual", "spaced", "indented", "by tabs"}),
+        ("any", set(PRETTY)),
+        ("none", {"compact"}),
+    ],
+)
+def test_what_may_stand_between_parts_is_what_is_asked_for(form, whitespace, taken):
+    grammar = grammar_of(**FORMS[form], json_whitespace=whitespace)
+    assert {name for name, text in PRETTY.items() if accepts(grammar, text)} == taken
+
+
+def test_a_grammar_may_say_itself_what_stands_between_parts():
+    own = {**NUMBERS, "x-guidance": {"whitespace_pattern": "_"}}
+    grammar = grammar_of(grammar=f"start: %json {json.dumps(own)}")
+    assert accepts(grammar, '{_"a":_[1],"b":null_}')
+    assert not accepts(grammar, PRETTY["usual"])
+
+
+@pytest.mark.parametrize(
+    ("lark", "text"),
+    [
+        ('start: "%json {\\"a\\": 1}"', '%json {"a": 1}'),
+        ("start: /%json {1}/", "%json "),
+        ('start: "x" // %json {"a": 1}', "x"),
+        ('start: "x" # %json {"a": 1}', "x"),
+    ],
+)
+def test_what_only_looks_like_a_schema_is_left_as_it_is(lark, text):
+    assert accepts(grammar_of(grammar=lark), text)
