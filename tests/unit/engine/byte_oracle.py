@@ -40,6 +40,23 @@ BOOLEAN = {
         },
     },
 }
+IN_PART = {  # which is written anew, and not wholly held
+    "type": "json_schema",
+    "json_schema": {
+        "name": "kinds",
+        "schema": {
+            "type": "object",
+            "properties": {
+                "a": {"enum": [0, 1]},
+                "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+            },
+            "required": ["a"],
+            "additionalProperties": False,
+            "if": {"properties": {"a": {"const": 1}}},
+            "then": {"required": ["b"], "properties": {"b": {"contains": {"const": True}, "minContains": 2}}},
+        },
+    },
+}
 PARAMS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "temperature, filters": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
@@ -57,6 +74,8 @@ PARAMS: dict[str, dict[str, Any]] = {
     "choice": {"choice": ["yes", "yesterday", "no", "abcabcabc"]},
     "regex": {"regex": "[0-9]{1,2}(ab|cd)[xyz]"},
     "json_schema": {"response_format": BOOLEAN, "max_tokens": 60},
+    "json_schema in part": {"response_format": IN_PART, "max_tokens": 60},
+    "json_whitespace": {"response_format": IN_PART, "json_whitespace": "none", "max_tokens": 60},
     "choice, greedy, penalties": {"choice": ["aab", "bba"], "temperature": 0, "frequency_penalty": 2.0},
     "all of them": {
         "temperature": 0.9,

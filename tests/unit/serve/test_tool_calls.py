@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -135,6 +136,45 @@ def test_a_choice_of_tools_decides_between_calls_and_the_form(client: openai.Ope
     ).choices
     [call] = must.message.tool_calls or []
     check_call(call.function.name, call.function.arguments)
+
+
+ODD = """{
+    "type": "object",
+    "properties": {
+        "word": {"type": "string", "pattern": "^(?!no)[a-z]{2,4}$", "format": "poem"},
+        "n": {"type": "number", "exclusiveMinimum": true, "minimum": 0, "maximum": 1.8e308},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": true},
+        "more": {"type": "array", "items": {"type": "integer", "maximum": 9}, "maxItems": 2,
+            "uniqueItems": true}
+    },
+    "required": ["word", "n", "tags", "more"],
+    "additionalProperties": false,
+    "$schema": "http://json-schema.org/draft-04/schema#"
+}"""
+
+
+def odd(strict: bool) -> str:
+    function = f'{{"name": "f", "strict": {json.dumps(strict)}, "parameters": {ODD}}}'
+    tool = f'{{"type": "function", "function": {function}}}'
+    asked = {"model": "tiny", "messages": HI, "tool_choice": "required", "max_tokens": 300, "seed": 2}
+    return f'{json.dumps(asked | {"parallel_tool_calls": False} | NO_THOUGHTS)[:-1]}, "tools": [{tool}]}}'
+
+
+def test_schemas_of_tools_are_held_as_far_as_they_can_be(client: openai.OpenAI) -> None:
+    http = httpx.Client(base_url=str(client.base_url), timeout=60)
+    answer = http.post("chat/completions", content=odd(strict=False)).json()
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    given = json.loads(call["function"]["arguments"])
+    assert list(given) == ["word", "n", "tags", "more"]
+    assert 2 <= len(given["word"]) <= 4
+    assert given["n"] > 0
+    assert given["tags"] in ([], ["a"], ["b"], ["a", "b"], ["b", "a"])
+    assert len(given["more"]) <= 2
+    refused = http.post("chat/completions", content=odd(strict=True))
+    told = refused.json()["error"]
+    assert (refused.status_code, told["param"]) == (400, "tools[0].function.parameters")
+    assert "pattern at /properties/word cannot be held" in told["message"]
+    assert "leave out strict to hold the rest" in told["message"]
 
 
 def test_a_named_tool_is_called_and_its_result_can_be_told(client: openai.OpenAI) -> None:
