@@ -57,6 +57,8 @@ class SchemaDocument:
     def target(self, reference: str) -> tuple[Schema, str] | None:
         """The schema a reference of `node` leads to, and its pointer; None where it leads outside."""
         pointer = reference.removeprefix("#")
+        if pointer and not pointer.startswith("/"):
+            return None
         found: Any = self.root
         for part in pointer.split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")

@@ -67,6 +67,10 @@ class Repair:
         for where, part in _parts(schema):
             _put(mended, where, self._mended(part, "/".join([at, *map(escaped_key, map(str, where))])))
         for keys in _GIVEN_UP:
+            if keys == ("allOf",):
+                while len(mended.get("allOf", ())) > 1 and self._refused(mended):
+                    mended["allOf"] = mended["allOf"][:-1]
+                    self._leave_out("allOf", f"{at}/allOf/{len(mended['allOf'])}")
             if not self._refused(mended):
                 return mended
             gone = [key for key in keys if key in mended]
