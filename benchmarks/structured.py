@@ -114,7 +114,7 @@ def our_schemas() -> list[Task]:
 
 def form(task: Task, max_tokens: int) -> SamplingParams:
     """The parameters that ask for the task's schema."""
-    schema = {"name": "answer", "schema": task.schema}
+    schema = {"name": "answer", "schema": task.schema, "strict": True}
     return SamplingParams(
         temperature=0,
         max_tokens=max_tokens,

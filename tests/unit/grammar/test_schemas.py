@@ -25,7 +25,7 @@ from tests.unit.grammar.vocabulary import (
 @cache
 def schema_grammar(name):
     schema = next(entry["schema"] for entry in SCHEMAS if entry["name"] == name)
-    return grammar_of(response_format=schema_format(schema)), schema
+    return grammar_of(response_format=schema_format(schema, strict=True)), schema
 
 
 CHECKED_FORMATS = jsonschema.FormatChecker(("email", "ipv4", "ipv6", "uuid"))
