@@ -28,6 +28,9 @@ _SHORT_FORMATS: Final = {
     "relative-json-pointer": "^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$",
     "byte": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
 }
+_LEAP: Final = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+# The library takes February 29 of every year.
+_DAYS: Final = f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-(?:[01][0-9]|2[0-8]))|{_LEAP}-02-29)"
 _HINTS: Final = frozenset(  # formats that say nothing of which texts there are
     ("password", "binary", "text", "string", "textarea", "multiline", "html", "markdown", "unknown")
 )
@@ -98,6 +101,8 @@ def hold_texts(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: Sc
     kind = node.get("format")
     if kind in FORMATS:
         out["format"] = kind
+        if kind in ("date", "date-time"):
+            _hold_pattern(_DAYS, "format", out, at, holder)
     elif kind in _SHORT_FORMATS:
         _hold_pattern(_SHORT_FORMATS[kind], "format", out, at, holder)
     elif kind is not None and kind not in _HINTS:

@@ -17,6 +17,7 @@ from specinfer.serve.completion_fields import CompletionFields
 from specinfer.serve.fields import parse
 from specinfer.serve.response_fields import ResponseFields
 from specinfer.serve.token_fields import DetokenizeFields
+from specinfer.structured_output import structured_output
 from specinfer.tokenizer.chat_messages import messages_for_template
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -384,3 +385,28 @@ def test_a_prediction_may_be_a_text_or_as_in_conversations(guess: Any) -> None:
     fields = parse(CompletionFields, json.dumps({"prompt": "a", "prediction": guess}).encode())
     given = fields.prediction
     assert (given if isinstance(given, str) or given is None else given.text) == "a b"
+
+
+@pytest.mark.parametrize("kind", [ChatFields, CompletionFields, ResponseFields])
+@pytest.mark.parametrize("given", ["bounded", "any", "none", None])
+def test_white_space_between_parts_of_json_is_a_field_of_every_endpoint(kind: Any, given: str | None) -> None:
+    asked = {"messages": HI, "prompt": "Hi", "input": "Hi"}
+    body = {name: value for name, value in asked.items() if name in kind.model_fields}
+    fields = parse(kind, json.dumps(body | {"json_whitespace": given}).encode())
+    assert fields.params().json_whitespace == (given or "bounded")
+    error = error_of(kind, body | {"json_whitespace": "some"})
+    assert error["param"] == "json_whitespace"
+
+
+@pytest.mark.parametrize("kind", [ChatFields, ResponseFields])
+def test_a_grammar_of_calls_takes_the_place_of_the_form(kind: Any) -> None:
+    form: dict[str, Any] = {"type": "json_object"}
+    body = (
+        {"messages": HI, "response_format": form}
+        if kind is ChatFields
+        else {"input": "Hi", "text": {"format": form}}
+    )
+    fields = parse(kind, json.dumps(body).encode())
+    assert fields.form == structured_output(form)
+    params = fields.params(grammar="start: /a/", response_format=fields.form_params["response_format"])
+    assert params.structured_output == structured_output(grammar="start: /a/")
