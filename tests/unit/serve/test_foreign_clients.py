@@ -172,7 +172,7 @@ def test_what_cannot_be_gone_on_with(tokenizers: dict[str, Tokenizer]) -> None:
     ):
         asked = chat(tokenizer, messages=messages, continue_final_message=True)
         assert asked.param == "continue_final_message"
-    both = {"add_generation_prompt": True, "continue_final_message": True}
+    both: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": True}
     assert chat(plain, messages=BEGUN, **both).param == "continue_final_message"
 
 
