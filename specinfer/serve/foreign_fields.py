@@ -239,6 +239,9 @@ def _schema(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
     _put_form(form, body, own, name)
 
 
+_SWITCHES: Final = ("disable_any_whitespace", "disable_additional_properties")  # of structured_outputs
+
+
 def _structured_outputs(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
     """vLLM's object of one form; for OpenRouter a flag that says nothing."""
     if isinstance(value, bool):
@@ -255,9 +258,11 @@ def _structured_outputs(name: str, value: Any, body: dict[str, Any], own: Own) -
             _put_form({"type": "json_object"}, body, own, where)
         elif key in ("regex", "choice", "grammar"):
             put(body, key, one, where)
-        elif not (key in ("disable_any_whitespace", "disable_additional_properties") and one is False):
-            if key in ("backend", "disable_fallback"):
-                continue
+        elif (key, one) == ("disable_any_whitespace", True):
+            put(body, "json_whitespace", "none", where)
+        elif key in ("backend", "disable_fallback") or (key in _SWITCHES and one is False):
+            continue
+        else:
             raise ApiError(
                 f"{where[:100]} is {shown(one)}; allowed: json, json_object, regex, choice or grammar alone",
                 param=where,

@@ -85,7 +85,8 @@ class ResponseFields(ConversationFields):
     store: bool | None = Field(None, description="Whether previous_response_id may name the answer: true.")
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions | None = None
-    include: Items[Literal["message.output_text.logprobs"]] | None = None
+    # Reasoning is told as it is, so there is no encrypted copy to include.
+    include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     reasoning: ReasoningOptions | None = None
     tools: Items[_Tool] | None = None
@@ -149,7 +150,7 @@ class ResponseFields(ConversationFields):
     @property
     def logprobs(self) -> bool:
         """Whether the answer's log-probabilities are wanted."""
-        return bool(self.include)
+        return LOGPROBS in (self.include or ())
 
     @property
     def messages(self) -> list[dict[str, Any]]:

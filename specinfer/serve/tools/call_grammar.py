@@ -29,7 +29,7 @@ from specinfer.serve.tools.call_format import (
     TOOL_CALLS,
     CallFormat,
 )
-from specinfer.serve.tools.tagged_arguments import says_types_alone, schemas_of, takes_others, types_of
+from specinfer.serve.tools.tagged_arguments import says_types_alone, schemas_of, types_of
 from specinfer.serve.tools.tool import Tool, ToolChoice
 from specinfer.structured_output import MAX_SOURCE, JsonWhitespace, OutputKind, StructuredOutput
 
@@ -185,7 +185,7 @@ class _Lark:
         """Calls as objects, written as any JSON is."""
         options = []
         for index, tool in enumerate(self._tools):
-            call = {"name": {"const": tool.name}, "parameters": tool.parameters}
+            call = {"name": {"const": tool.name}, "parameters": tool.held_parameters}
             name = f"call{index}"
             self._rules[name] = json_rule(
                 {"type": "object", "properties": call, "required": list(call), "additionalProperties": False},
@@ -213,7 +213,7 @@ class _Lark:
                 value = self._value(tool, f"value{index}_{number}", schema)
                 part = f"{_quoted(f'{PARAMETER}{name}>')} {value}"
                 parts.append(part if name in required else f"({part})?")
-            if takes_others(tool):
+            if tool.takes_others:
                 parts.append(f'({_quoted(PARAMETER)} /[^>\\n]+/ ">" {self._value(tool, "", {"not": {}})})*')
             options.append(" ".join([*parts, _quoted(FUNCTION_END)]))
         return " | ".join(options)
@@ -239,7 +239,7 @@ class _Lark:
 
     def _arguments(self, index: int) -> str:
         tool, name = self._tools[index], f"arguments{index}"
-        self._rules[name] = json_rule(tool.parameters, strict=tool.strict, whitespace=self._whitespace)
+        self._rules[name] = json_rule(tool.held_parameters, strict=tool.strict, whitespace=self._whitespace)
         return name
 
     def _any_text(self) -> str:

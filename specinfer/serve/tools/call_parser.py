@@ -55,7 +55,10 @@ class CallParser(Reader):
         return self._take()
 
     def finish(self) -> list[Event]:
-        """The rest, at the end of the answer: a call that breaks off before it began is content."""
+        """The rest, at the end of the answer: a call that breaks off before it began is content.
+
+        Behind other calls it is nothing: an answer that calls has no content behind its calls.
+        """
         self._end()
         return self._take()
 
@@ -121,13 +124,12 @@ class CallParser(Reader):
             yield
 
     def _try(self, calls: Callable[[], Rule[None]]) -> Rule[None]:
-        before = self.calls
         try:
             yield from calls()
         except NoCallError:
-            if self.char or self.calls == before:
+            if self.char or not self.calls:
                 self._say(self._release())
-            self._drop()  # at the end of the answer, what belongs to calls that were there
+            self._drop()  # at the end of the answer, the rest of a call or the beginning of another one
 
     def _marked(self) -> Rule[None]:
         yield from self._spaces()

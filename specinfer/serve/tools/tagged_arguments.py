@@ -9,7 +9,6 @@ from typing import Any, Final
 from specinfer.serve.tools.tool import Tool
 
 TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
-_ALSO: Final = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties", "if")  # may say more of parameters
 _DEFINITIONS: Final = ("$defs", "definitions")
 _TYPES_ALONE: Final = {"type", "anyOf", "title", "description", "default", "examples", *_DEFINITIONS}
 _PYTHON: Final = {"True": "true", "False": "false", "None": "null"}  # as templates write them in examples
@@ -21,13 +20,6 @@ def schemas_of(tool: Tool) -> dict[str, Mapping[str, Any]]:
     shared = {name: whole[name] for name in _DEFINITIONS if name in whole}
     properties = whole.get("properties") or {}
     return {name: {**_resolved(one, whole), **shared} for name, one in properties.items()}
-
-
-def takes_others(tool: Tool) -> bool:
-    """Whether a tool may have parameters beside these, or the schema says of them what is not followed."""
-    whole = tool.parameters
-    others = whole.get("additionalProperties", not whole.get("properties"))
-    return others is not False or any(key in whole for key in _ALSO)
 
 
 def says_types_alone(schema: Mapping[str, Any]) -> bool:

@@ -15,6 +15,12 @@ from specinfer.structured_output import schema_source
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _MOST_TOOLS = 128  # as in OpenAI's API; each schema takes some milliseconds
+_MAY_NAME_OTHERS = frozenset(  # keywords beside `properties` that may speak of other names
+    [
+        *("anyOf", "oneOf", "allOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "patternProperties"),
+        *("dependentSchemas", "dependencies", "unevaluatedProperties"),
+    ]
+)
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _CHOICES = '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
 
@@ -30,6 +36,24 @@ class Tool:
     parameters: Mapping[str, Any]  # always of an object
     description: str | None = None
     strict: bool = False
+
+    @property
+    def takes_others(self) -> bool:
+        """Whether arguments may have names beside those of `properties`: where the schema speaks of others.
+
+        A schema without `additionalProperties` would allow any name, but a function is called with the
+        parameters it declares, and vLLM, SGLang and llama.cpp write no others either.
+        """
+        given = self.parameters
+        properties = given.get("properties") or {}
+        others = given.get("additionalProperties", not properties)
+        unnamed = not set(given.get("required", ())) <= set(properties)
+        return others is not False or unnamed or not _MAY_NAME_OTHERS.isdisjoint(given)
+
+    @property
+    def held_parameters(self) -> Mapping[str, Any]:
+        """The schema that arguments are held to, which says whether they may have other names."""
+        return self.parameters if self.takes_others else {**self.parameters, "additionalProperties": False}
 
     def described(self) -> dict[str, Any]:
         """The tool in OpenAI's shape, as chat templates show it to models."""

@@ -239,6 +239,10 @@ JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEM
         ({"json_schema": SCHEMA}, {"response_format": JSON}),
         ({"structured_outputs": {"json": SCHEMA, "regex": None}}, {"response_format": JSON}),
         ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            {"response_format": {"type": "json_object"}, "json_whitespace": "none"},
+        ),
         ({"structured_outputs": {"regex": "a", "disable_any_whitespace": False}}, {"regex": "a"}),
         ({"structured_outputs": {"choice": ["a"], "backend": "auto"}}, {"choice": ("a",)}),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, {"grammar": 'root ::= "a"'}),

@@ -48,7 +48,7 @@ OTHERS: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": "{"}, "guided_json", "a JSON schema"),
     ({"guided_json": 5}, "guided_json", "a JSON schema"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "allowed: json"),
-    ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs.disable_any", "allowed"),
+    ({"structured_outputs": {"whitespace_pattern": "x"}}, "structured_outputs.whitespace_pattern", "allowed"),
     ({"structured_outputs": [1]}, "structured_outputs", "an object"),
     ({"logit_bias": [["Hello", 1.0]]}, "logit_bias", "a token id"),
     ({"logit_bias": [5]}, "logit_bias", "a token id"),

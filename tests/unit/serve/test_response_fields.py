@@ -47,7 +47,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
     ({"truncation": "auto"}, "truncation"),
     ({"service_tier": "flex"}, "service_tier"),
-    ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
+    ({"include": ["web_search_call.results"]}, "include[0]"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
     ({"max_output_tokens": 0}, "max_output_tokens"),

@@ -93,7 +93,8 @@ CASES = [
     (H, CUT, "", [("f", '{"a"')]),
     (H, ONE[:-4], "", [F]),
     (H, f"{ONE}\n<tool_", "", [F]),
-    (H, f"{ONE}\n<tool_call>\n{{", "\n<tool_call>\n{", [F]),
+    (H, f"{ONE}\n<tool_call>\n{{", "", [F]),
+    (H, f'{ONE}\n<tool_call>\n{{"name": "', "", [F]),
     # what stops being a call
     (H, '<tool_call>{"name": "f", "arguments": {"a": ]} x', "]} x", [("f", '{"a": ')]),
     (H, f'<tool_call>{{"name": "f", "arguments": {{"a": {TWO}', "", [("f", '{"a": '), G]),

@@ -13,7 +13,7 @@ from specinfer.serve.tools.call_format import CallFormat
 from specinfer.serve.tools.call_grammar import call_grammar
 from specinfer.serve.tools.conversation import for_template
 from specinfer.serve.tools.events import ArgumentsPiece, CallEnded, CallStarted, Content, content_and_calls
-from specinfer.serve.tools.tagged_arguments import json_of, schemas_of, takes_others, types_of
+from specinfer.serve.tools.tagged_arguments import json_of, schemas_of, types_of
 from specinfer.serve.tools.tagged_parser import call_parser
 from specinfer.serve.tools.tool import Tool, ToolChoice, read_tools
 from specinfer.structured_output import structured_output
@@ -282,7 +282,7 @@ def test_references_are_followed_and_what_is_unknown_may_be_anything():
     [put, now, free] = TOOLS
     assert types_of(schemas_of(put)["size"]) == {"string"}
     assert schemas_of(put)["tags"]["$defs"] == SCHEMA["$defs"]
-    assert [takes_others(tool) for tool in (put, now, free)] == [False, False, True]
+    assert [tool.takes_others for tool in (put, now, free)] == [False, False, True]
     loop = Tool("f", {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"$ref": "#/$defs/b"}}})
     assert len(types_of(schemas_of(loop)["a"])) == 7
     assert json_of("1e5", types_of({"type": "number"})) == "1e5"

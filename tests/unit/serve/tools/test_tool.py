@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -137,3 +138,30 @@ def test_other_choices_are_refused(given, tools, message):
     with pytest.raises(RequestError, match=re.escape(message)) as caught:
         read_tool_choice(given, tools)
     assert caught.value.parameter == "tool_choice"
+
+
+CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("more", "closed"),
+    [
+        ({}, True),
+        ({"required": ["city"]}, True),
+        ({"additionalProperties": False}, False),  # it is closed itself
+        ({"additionalProperties": True}, False),
+        ({"additionalProperties": {"type": "integer"}}, False),
+        ({"patternProperties": {"^x": {}}}, False),
+        ({"anyOf": [{"required": ["country"]}]}, False),
+        ({"required": ["country"]}, False),  # which has no other schema, and must be there
+        ({"properties": {}}, False),
+    ],
+)
+def test_a_function_is_called_with_the_parameters_that_it_declares(
+    more: dict[str, Any], closed: bool
+) -> None:
+    """Small models go on with names of their own, and functions called with these fail."""
+    given = CITY | more
+    [tool] = read_tools([{"type": "function", "function": {"name": "f", "parameters": given}}])
+    assert tool.held_parameters == (given | {"additionalProperties": False} if closed else given)
+    assert tool.described()["function"]["parameters"] == given
