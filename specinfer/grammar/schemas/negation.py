@@ -13,7 +13,7 @@ from specinfer.grammar.schemas.document import TYPES, Schema, SchemaDocument
 
 _DEEPEST: Final = 8  # references after one another
 _MOST_NUMBERS: Final = 16  # in an enum: each leaves a gap of its own
-_MOST_CHARACTERS: Final = 400  # of an enum's texts: each is a place where another text may leave them
+MOST_CHARACTERS: Final = 400  # of an enum's texts: each is a place where another text may leave them
 _OPPOSITE: Final = {
     "minimum": "exclusiveMaximum",
     "maximum": "exclusiveMinimum",
@@ -107,7 +107,7 @@ def _none_of(values: list[Any]) -> list[Schema] | None:
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     if any(isinstance(value, list | Mapping) and value for value in values):
         return None
-    if len(numbers) > _MOST_NUMBERS or sum(map(len, texts)) > _MOST_CHARACTERS:
+    if len(numbers) > _MOST_NUMBERS or sum(map(len, texts)) > MOST_CHARACTERS:
         return None
     named = [("string", texts), ("boolean", flags), ("number", numbers)]
     absent = set(TYPES) - {name for name, found in named if found}

@@ -15,6 +15,7 @@ from typing import Any, Final
 from specinfer.errors import RequestError
 from specinfer.grammar.gbnf import escaped
 from specinfer.grammar.lark import json_rule, lark_of
+from specinfer.grammar.schemas.negation import MOST_CHARACTERS
 from specinfer.serve.reasoning import Reasoning
 from specinfer.serve.tools.call_format import (
     ARGS,
@@ -196,10 +197,13 @@ class _Lark:
         return " | ".join(options)
 
     def _without_calls(self, form: StructuredOutput) -> StructuredOutput:
-        """The form of JSON objects that would not be read as calls."""
+        """The form of JSON objects that would not be read as calls; all of them where names are too many."""
         schema = json.loads(form.source) if form.kind is OutputKind.JSON_SCHEMA else {"type": "object"}
-        names = {"enum": [tool.name for tool in self._tools]}
-        call = {"type": "object", "required": ["name", "parameters"], "properties": {"name": names}}
+        names = [tool.name for tool in self._tools]
+        if sum(map(len, names)) > MOST_CHARACTERS:
+            return form
+        name = {"enum": names}
+        call = {"type": "object", "required": ["name", "parameters"], "properties": {"name": name}}
         schema["allOf"] = [*schema.get("allOf", ()), {"not": call}]
         return replace(form, kind=OutputKind.JSON_SCHEMA, source=json.dumps(schema))
 

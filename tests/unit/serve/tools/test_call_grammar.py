@@ -184,6 +184,18 @@ def test_beside_a_form_an_answer_is_calls_or_the_form_and_nothing_else(name, tex
         assert (content, len(calls)) == ("" if count else answer, count)
 
 
+@pytest.mark.parametrize("count", [2, 40])
+def test_a_strict_form_goes_beside_any_number_of_tools(count):
+    tools = read_tools(
+        [{"type": "function", "function": {"name": f"function_number_{i}"}} for i in range(count)]
+    )
+    shape = {"name": "x", "strict": True, "schema": OBJECT}
+    form = structured_output({"type": "json_schema", "json_schema": shape})
+    for family in FAMILIES.values():
+        grammar = call_grammar(family.format, tools, AUTO, form=form)
+        assert verdict(family, grammar, '{"name": "Ann", "n": 3}') is None
+
+
 @pytest.mark.parametrize("name", ["qwen", "hermes", "hermes, special", "llama3"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_reasoning_comes_before_a_form_as_before_calls(name, inside):
