@@ -11,7 +11,7 @@ from specinfer.errors import RequestError
 from specinfer.grammar.schemas.repair import UNMET
 from tests.unit.grammar.schema_families import cases
 from tests.unit.grammar.schema_samples import Samples, texts_of
-from tests.unit.grammar.schema_verdicts import validator_of, verdict
+from tests.unit.grammar.schema_verdicts import validator_of, verdict, walk
 from tests.unit.grammar.vocabulary import accepts, grammar_of, schema_format
 
 CASES = cases()
@@ -70,4 +70,7 @@ def test_schemas_drawn_at_random_are_held_exactly_or_loosely(first, caplog):
         strict, loose = (seen(root, values, strict) for strict in (True, False))
         message = f"seed {seed}: {json.dumps(root)}"
         assert strict in (None, valid), message
+        if strict is not None and any(strict):
+            text = walk(grammar_of(response_format=schema_format(root, strict=True)), seed)
+            assert text is None or validator.is_valid(json.loads(text)), f"{message}: {text}"
         assert all(taken for taken, is_valid in zip(loose, valid, strict=True) if is_valid), message
