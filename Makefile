@@ -20,13 +20,13 @@ DEV := $(VENV)/.installed-dev
 
 # In tests PyTorch's threads sleep while they wait, instead of spinning: several runs may share the cores, and a
 # spinning thread keeps the one it waits for from running (docs/log.md). The native kernels' own always sleep soon.
-test test-fast: export OMP_WAIT_POLICY ?= PASSIVE
+test test-fast test-clients: export OMP_WAIT_POLICY ?= PASSIVE
 # Every process that runs tests imports all of them: compiled ones are kept, even where that is unusual.
 test test-fast: export PYTHONDONTWRITEBYTECODE =
 # A process per core; each begins with a part of its own, so that fixtures are made once, and takes from others' ends.
 SHARED_OUT := --numprocesses logical --dist worksteal
 
-.PHONY: help demo serve test test-fast test-aarch64 lint format wheel peers-env pin clean distclean
+.PHONY: help demo serve test test-fast test-aarch64 test-clients lint format wheel peers-env pin clean distclean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -46,6 +46,9 @@ test-fast: $(DEV) ## the tests that need no real model and no seconds, a process
 
 test-aarch64: $(DEV) ## its kernels, with Debian's g++-aarch64-linux-gnu and qemu-user where this machine is none
 	$(BIN)/python -m pytest tests/unit/kernels/test_native_proof.py -m slow -k aarch64 -rs $(ARGS)
+
+test-clients: $(DEV) ## real clients of registries against one server; ARGS="openai dspy" runs some (minutes, gigabytes)
+	$(BIN)/python -m tests.clients.run $(ARGS)
 
 lint: $(DEV) ## ruff and mypy --strict
 	$(BIN)/python -m ruff check .

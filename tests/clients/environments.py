@@ -1,0 +1,105 @@
+"""The clients, and an environment for each: made from exact versions, and kept until the versions change."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_HERE: Final = Path(__file__).parent
+_SCRIPTS: Final = _HERE / "scripts"
+_LAST: Final = 300  # characters of what an installer said last
+
+
+class MissingError(Exception):
+    """An environment cannot be made; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One client: its packages, and what nobody has published later than `before` beside them."""
+
+    name: str
+    registry: str  # "pip" or "npm"
+    packages: Sequence[str]
+    before: str  # YYYY-MM-DD
+    pip: str  # the pip that knows --uploaded-prior-to
+
+    @property
+    def script(self) -> Path:
+        """The script in which it does its work."""
+        suffix = ".py" if self.registry == "pip" else ".mjs"
+        return _SCRIPTS / f"use_{self.name.replace('-', '_')}{suffix}"
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The version of each package."""
+        parts = [re.fullmatch(r"(@?[^@=\[]+)(?:\[.*\])?(?:==|@)(.+)", package) for package in self.packages]
+        return {part[1]: part[2] for part in parts if part is not None}
+
+
+def read_clients() -> dict[str, Client]:
+    """The clients of clients.toml, by name."""
+    table = tomllib.loads((_HERE / "clients.toml").read_text(encoding="utf-8"))
+    clients = {}
+    for name, entry in table["clients"].items():
+        [(registry, packages)] = entry.items()
+        clients[name] = Client(name, registry, packages, table["before"], table["pip"])
+    return clients
+
+
+def command(client: Client, home: Path) -> list[str]:
+    """The command that runs the client's script, in an environment below `home` that is made first if need be.
+
+    Raises MissingError where it cannot be made.
+    """
+    folder = home / client.name
+    stamp = folder / "made-of.json"
+    made_of = json.dumps([client.registry, *client.packages, client.before, client.pip])
+    if not stamp.exists() or stamp.read_text(encoding="utf-8") != made_of:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        print(f"{client.name}: installing {', '.join(client.packages)}", flush=True)
+        (_install_python if client.registry == "pip" else _install_node)(client, folder, home)
+        stamp.write_text(made_of, encoding="utf-8")
+    if client.registry == "pip":
+        return [str(folder / "bin" / "python"), str(client.script)]
+    # Node looks for packages beside the script, wherever it is started.
+    for file in (client.script, _SCRIPTS / "zoo.mjs"):
+        shutil.copyfile(file, folder / file.name)
+    return ["node", str(folder / client.script.name)]
+
+
+def _install_python(client: Client, folder: Path, home: Path) -> None:
+    installer = home / "pip" / "bin" / "python"
+    if not installer.exists():
+        _run(sys.executable, "-m", "venv", str(home / "pip"))
+    if f"pip {client.pip.partition('==')[2]} " not in _run(str(installer), "-m", "pip", "--version"):
+        _run(str(installer), "-m", "pip", "install", client.pip)
+    _run(sys.executable, "-m", "venv", "--without-pip", str(folder))
+    pip = (str(installer), "-m", "pip", "--python", str(folder / "bin" / "python"))
+    _run(*pip, "install", "--uploaded-prior-to", client.before, *client.packages)
+
+
+def _install_node(client: Client, folder: Path, home: Path) -> None:
+    (folder / "package.json").write_text('{"type": "module", "private": true}', encoding="utf-8")
+    quiet = ("--no-audit", "--no-fund", "--ignore-scripts", "--loglevel", "error")
+    _run("npm", "install", "--prefix", str(folder), "--before", client.before, *quiet, *client.packages)
+
+
+def _run(*words: str) -> str:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise MissingError(f"this machine has no {words[0]}; install it") from None
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split())
+        raise MissingError(f"{Path(words[0]).name} failed: {said[-_LAST:]}")
+    return done.stdout

@@ -1,0 +1,108 @@
+"""Real clients do their everyday work against one server; each runs in an environment of its own.
+
+    python -m tests.clients.run [NAME...] [--page docs/clients.md]
+
+A client's work is a script of tests/clients/scripts, and its packages stand in clients.toml. Environments are kept
+in $SPECINFER_CLIENTS, else ~/.cache/specinfer-clients. The exit status is 1 if any check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from specinfer.hub import resolve
+from specinfer.report.provenance import provenance
+from specinfer.tokenizer.export import write_tokenizer
+from tests.clients.environments import Client, MissingError, command, read_clients
+from tests.clients.visit import Check, Visit, visit
+from tests.served import Served
+
+
+def main() -> None:
+    clients = read_clients()
+    args = _arguments(sorted(clients))
+    chosen = [clients[name] for name in args.names] if args.names else list(clients.values())
+    commands: dict[str, list[str]] = {}
+    visits: dict[str, Visit] = {}
+    for client in chosen:  # all of them first: installing would slow the server down
+        try:
+            commands[client.name] = command(client, args.home)
+        except MissingError as error:
+            visits[client.name] = Visit([Check("its packages can be installed", False, str(error))], 0, 0)
+    with tempfile.TemporaryDirectory() as tokenizer:
+        write_tokenizer(resolve(args.model), Path(tokenizer))
+        flags = ("--served-model-name", args.model, "--call-format", args.call_format)
+        with Served(args.model, "--log-format", "json", *flags) as server:
+            variables = {"ZOO_URL": server.url, "ZOO_MODEL": args.model, "ZOO_TOKENIZER": tokenizer}
+            for name, words in commands.items():
+                visits[name] = visit(words, args.home / "homes" / name, server, variables)
+                print(_told(name, visits[name]), flush=True)
+    failed = [name for name, done in visits.items() if not done.passed]
+    if args.page is not None:
+        args.page.write_text("\n".join(_page(chosen, visits, args.model)) + "\n", encoding="utf-8")
+    print(f"{len(visits) - len(failed)} of {len(visits)} clients did all of their work")
+    if failed:
+        sys.exit(f"not {', '.join(failed)}; what they wrote is in {args.home}/homes/NAME/log.txt")
+
+
+def _arguments(names: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", choices=[*names, []], metavar="NAME", help=", ".join(names))
+    parser.add_argument("--model", default="smollm2-135m", help="what is served (default %(default)s)")
+    parser.add_argument(
+        "--call-format", default="hermes", help="of tool calls, as in specinfer serve (default %(default)s)"
+    )
+    parser.add_argument("--page", type=Path, help="write what they did as Markdown")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specinfer-clients"
+    home = Path(os.environ.get("SPECINFER_CLIENTS") or cache)
+    parser.add_argument("--home", type=Path, default=home, help="of the environments (SPECINFER_CLIENTS)")
+    return parser.parse_args()
+
+
+def _told(name: str, done: Visit) -> str:
+    passed = sum(check.passed for check in done.checks)
+    lines = [f"{name}: {passed} of {len(done.checks)} checks passed, {done.requests} requests"]
+    lines += [f"    {check.title}: {check.note}" for check in done.checks if not check.passed]
+    return "\n".join(lines)
+
+
+def _page(clients: Sequence[Client], visits: Mapping[str, Visit], model: str) -> list[str]:
+    """The page, as lines of Markdown."""
+    where = provenance()
+    machine = where["hardware"]
+    lines = [
+        "# Clients",
+        "",
+        "Real clients, as their registries have them, do their everyday work against one `specinfer serve`. Each has",
+        "a script of its own in `tests/clients/scripts/`, in which every line below is a check. Beside these checks",
+        "the server's log is read: a client whose request is refused, unless its script means it to be, fails.",
+        "",
+        f'- command: `make test-clients ARGS="--page docs/clients.md"`, model `{model}`',
+        f"- date and commit: {where['date'][:10]}, {where['commit']}",
+        f"- hardware: {machine['cpu']}, {machine['cores']} cores",
+        "",
+        "| client | versions | checks passed | requests | of them refused on purpose |",
+        "|---|---|---|---|---|",
+    ]
+    for client in clients:
+        done = visits[client.name]
+        versions = ", ".join(f"{package} {version}" for package, version in client.versions.items())
+        passed = f"{sum(check.passed for check in done.checks)} of {len(done.checks)}"
+        lines.append(f"| {client.name} | {versions} | {passed} | {done.requests} | {done.refused} |")
+    for client in clients:
+        lines += ["", f"## {client.name}", ""]
+        for check in visits[client.name].checks:
+            lines.append(f"- {check.title}" if check.passed else f"- **fails:** {check.title}: {check.note}")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

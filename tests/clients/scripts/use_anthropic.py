@@ -1,0 +1,93 @@
+"""Anthropic's Python client, at /v1/messages: answers, streams, tools, errors."""
+
+from __future__ import annotations
+
+import anthropic
+from zoo import LISBON, MODEL, RIVERS, ROOT, WEATHER, ask, check, holds_to_weather, refused, says
+
+client = anthropic.Anthropic(base_url=ROOT, api_key="unused")
+ASKED = {
+    "model": MODEL,
+    "max_tokens": 32,
+    "messages": [{"role": "user", "content": RIVERS}],
+    "extra_body": {"temperature": 0},  # which its class for requests has no longer
+}
+TOOL = {"name": "weather", "description": "Tells the weather of a city.", "input_schema": WEATHER}
+TOOLS = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 200}
+CACHED = {"cache_control": {"type": "ephemeral"}}
+
+
+@check
+def an_answer_is_that_of_chat_completions() -> None:
+    answer = client.messages.create(**ASKED)
+    [block] = answer.content
+    assert block.text == says(RIVERS, max_tokens=32, temperature=0)
+    assert answer.stop_reason == "max_tokens"
+    assert answer.usage.output_tokens == 32
+
+
+@check
+def a_stream_says_what_the_whole_answer_says() -> None:
+    whole = client.messages.create(**ASKED)
+    with client.messages.stream(**ASKED) as stream:
+        text = "".join(stream.text_stream)
+        last = stream.get_final_message()
+    assert text == last.content[0].text == whole.content[0].text
+    assert last.usage.output_tokens == whole.usage.output_tokens
+    assert last.stop_reason == whole.stop_reason
+
+
+@check
+def a_system_prompt_in_parts_is_read() -> None:
+    parts = [{"type": "text", "text": "You answer in one word.", **CACHED}]
+    question = [{"role": "user", "content": [{"type": "text", "text": RIVERS, **CACHED}]}]
+    answer = client.messages.create(**{**ASKED, "messages": question}, system=parts)
+    messages = [{"role": "system", "content": parts[0]["text"]}, {"role": "user", "content": RIVERS}]
+    plain = ask("/v1/chat/completions", messages=messages, max_tokens=32, temperature=0)
+    assert answer.content[0].text == plain["choices"][0]["message"]["content"]
+
+
+@check
+def a_stop_text_ends_the_answer() -> None:
+    answer = client.messages.create(**{**ASKED, "max_tokens": 200}, stop_sequences=["."])
+    assert answer.stop_reason == "stop_sequence"
+    assert answer.stop_sequence == "."
+    assert "." not in answer.content[0].text
+
+
+@check
+def a_tool_is_used_and_its_result_is_answered() -> None:
+    question = {"role": "user", "content": LISBON}
+    first = client.messages.create(**{**ASKED, **TOOLS, "messages": [question]})
+    assert first.stop_reason == "tool_use"
+    use = first.content[-1]
+    assert use.name == "weather"
+    assert holds_to_weather(use.input)
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "21 degrees, sunny"}
+    turns = [question, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    second = client.messages.create(**{**ASKED, "messages": turns}, tools=[TOOL])
+    assert second.content[0].text
+
+
+@check
+def a_streamed_use_is_the_whole_use() -> None:
+    asked = {**ASKED, **TOOLS, "messages": [{"role": "user", "content": LISBON}]}
+    with client.messages.stream(**asked) as stream:
+        pieces = "".join(event.partial_json for event in stream if event.type == "input_json")
+        use = stream.get_final_message().content[-1]
+    assert holds_to_weather(pieces)
+    assert use.input == client.messages.create(**asked).content[-1].input
+
+
+@check
+def tokens_are_counted() -> None:
+    counted = client.messages.count_tokens(model=MODEL, messages=ASKED["messages"])
+    assert counted.input_tokens == client.messages.create(**ASKED).usage.input_tokens
+
+
+@check
+def errors_are_the_clients_own() -> None:
+    with refused(anthropic.BadRequestError, "temperature"):
+        client.messages.create(**{**ASKED, "extra_body": {"temperature": -1}})
+    with refused(anthropic.NotFoundError, "claude"):
+        client.messages.create(**{**ASKED, "model": "claude"})

@@ -1,0 +1,65 @@
+"""Guidance: programs that write text and let the model fill in gaps, through a server like vLLM's."""
+
+from __future__ import annotations
+
+import re
+
+import openai
+from guidance import assistant, gen, json, select, user
+from guidance.models import OpenAI
+from guidance.models.experimental import VLLMModel
+from pydantic import BaseModel
+from zoo import LISBON, MODEL, RIVERS, URL, City, check, refused, says
+
+AT = {"base_url": URL, "api_key": "unused", "echo": False}
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: City
+    warm: bool
+
+
+def asked(model: object, question: str, gap: object) -> object:
+    with user():
+        model += question
+    with assistant():
+        model += gap
+    return model
+
+
+@check
+def a_gap_is_filled() -> None:
+    model = asked(VLLMModel(MODEL, **AT), RIVERS, gen("rivers", temperature=0, max_tokens=32))
+    assert model["rivers"] == says(RIVERS, temperature=0, max_tokens=32)
+
+
+@check
+def a_choice_is_made() -> None:
+    model = asked(VLLMModel(MODEL, **AT), "Is Lisbon warm?", select(["yes", "no"], name="warm"))
+    assert model["warm"] in ("yes", "no")
+
+
+@check
+def a_pattern_is_kept() -> None:
+    model = asked(VLLMModel(MODEL, **AT), "When is it?", gen("day", regex="[0-9]{4}-[0-9]{2}"))
+    assert re.fullmatch("[0-9]{4}-[0-9]{2}", model["day"])
+
+
+@check
+def a_schema_is_kept() -> None:
+    model = asked(VLLMModel(MODEL, **AT), LISBON, json("weather", schema=Weather))
+    assert Weather.model_validate_json(model["weather"])
+
+
+@check
+def its_model_for_openai_works_too() -> None:
+    model = asked(OpenAI(MODEL, **AT), LISBON, json("weather", schema=Weather))
+    assert Weather.model_validate_json(model["weather"])
+
+
+@check
+def errors_are_the_clients_own() -> None:
+    with refused(openai.NotFoundError, "gpt-4o"):
+        asked(VLLMModel("gpt-4o", **AT), RIVERS, gen("rivers"))

@@ -1,0 +1,97 @@
+"""Haystack: a generator, its tools and forms, a pipeline and an agent."""
+
+from __future__ import annotations
+
+import openai
+from haystack import Pipeline
+from haystack.components.agents import Agent
+from haystack.components.builders import ChatPromptBuilder
+from haystack.components.generators.chat import OpenAIChatGenerator
+from haystack.components.generators.utils import print_streaming_chunk
+from haystack.dataclasses import ChatMessage
+from haystack.tools import create_tool_from_function
+from haystack.utils import Secret
+from pydantic import BaseModel
+from zoo import LISBON, MODEL, RIVERS, URL, City, Unit, check, refused, says
+
+AT = {"model": MODEL, "api_base_url": URL, "api_key": Secret.from_token("unused")}
+SHORT = {"max_tokens": 32, "temperature": 0}
+LONG = {"max_tokens": 200, "temperature": 0}
+NAMED = {"tool_choice": {"type": "function", "function": {"name": "weather"}}}
+QUESTION = [ChatMessage.from_user(RIVERS)]
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: City
+    warm: bool
+
+
+def weather(city: City, unit: Unit) -> str:
+    """Tells the weather of a city."""
+    return f"21 degrees {unit} in {city}"
+
+
+tool = create_tool_from_function(weather)
+
+
+@check
+def a_stream_says_what_the_whole_answer_says() -> None:
+    [whole] = OpenAIChatGenerator(**AT, generation_kwargs=SHORT).run(QUESTION)["replies"]
+    assert whole.text == says(RIVERS, max_tokens=32, temperature=0)
+    pieces = []
+    streaming = OpenAIChatGenerator(**AT, generation_kwargs=SHORT, streaming_callback=pieces.append)
+    [streamed] = streaming.run(QUESTION)["replies"]
+    assert "".join(piece.content for piece in pieces) == streamed.text == whole.text
+    assert whole.meta["usage"]["completion_tokens"] == 32
+
+
+@check
+def a_pipeline_fills_in_a_prompt() -> None:
+    pipeline = Pipeline()
+    template = [ChatMessage.from_user("Name three rivers of {{ place }}.")]
+    pipeline.add_component("prompt", ChatPromptBuilder(template=template, required_variables="*"))
+    pipeline.add_component("llm", OpenAIChatGenerator(**AT, generation_kwargs=SHORT))
+    pipeline.connect("prompt.prompt", "llm.messages")
+    done = pipeline.run({"prompt": {"place": "Europe"}})
+    assert done["llm"]["replies"][0].text == says(RIVERS, max_tokens=32, temperature=0)
+
+
+@check
+def a_tool_is_called_whole_and_streamed() -> None:
+    generator = OpenAIChatGenerator(**AT, tools=[tool], generation_kwargs={**LONG, **NAMED})
+    question = [ChatMessage.from_user(LISBON)]
+    [call] = generator.run(question)["replies"][0].tool_calls
+    assert tool.invoke(**call.arguments).startswith("21 degrees")
+    [streamed] = generator.run(question, streaming_callback=print_streaming_chunk)["replies"][0].tool_calls
+    assert streamed.arguments == call.arguments
+
+
+@check
+def a_form_is_a_pydantic_class() -> None:
+    generator = OpenAIChatGenerator(**AT, generation_kwargs={**LONG, "response_format": Weather})
+    [reply] = generator.run([ChatMessage.from_user(LISBON)])["replies"]
+    assert Weather.model_validate_json(reply.text)
+
+
+@check
+def an_agent_calls_its_tool() -> None:
+    generator = OpenAIChatGenerator(**AT, generation_kwargs={**LONG, **NAMED})
+    agent = Agent(chat_generator=generator, tools=[tool], exit_conditions=["weather"])
+    said = agent.run(messages=[ChatMessage.from_user(LISBON)])["messages"]
+    assert said[-1].tool_call_result.result.startswith("21 degrees")
+    answer = OpenAIChatGenerator(**AT, generation_kwargs=SHORT).run(said, tools=[tool])
+    assert answer["replies"][0].text
+
+
+@check
+async def answers_come_without_blocking() -> None:
+    done = await OpenAIChatGenerator(**AT, generation_kwargs=SHORT).run_async(QUESTION)
+    assert done["replies"][0].text == says(RIVERS, max_tokens=32, temperature=0)
+
+
+@check
+def errors_are_the_clients_own() -> None:
+    with refused(openai.BadRequestError, "top_p"):
+        OpenAIChatGenerator(**AT, generation_kwargs={"top_p": 3}).run(QUESTION)

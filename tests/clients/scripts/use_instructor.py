@@ -1,0 +1,91 @@
+"""Instructor: answers as classes, by calls and by forms, whole and while they grow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import instructor
+import openai
+from instructor.core import InstructorRetryException
+from pydantic import BaseModel, Field
+from zoo import JSON, LISBON, MODEL, URL, City, check, refused
+
+MODES = (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA)
+ASKED = {"model": MODEL, "temperature": 0, "max_tokens": 200, "max_retries": 1}
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: City
+    warm: bool
+
+
+class Strict(Weather, extra="forbid"):
+    """The weather of a city, and nothing else."""
+
+
+class Week(BaseModel):
+    """The weather of a few days."""
+
+    days: list[Weather] = Field(min_length=2, max_length=3)
+
+
+def client(mode: instructor.Mode) -> instructor.Instructor:
+    return instructor.from_openai(openai.OpenAI(base_url=URL, api_key="unused"), mode=mode)
+
+
+def question(text: str) -> dict:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+@check
+def a_class_comes_back_in_each_mode() -> None:
+    for mode in MODES:
+        made = client(mode).chat.completions.create(response_model=Weather, **question(JSON), **ASKED)
+        assert isinstance(made, Weather), mode
+
+
+@check
+def a_class_with_its_completion() -> None:
+    asking = client(instructor.Mode.TOOLS)
+    made, completion = asking.create_with_completion(response_model=Weather, **question(LISBON), **ASKED)
+    assert (
+        completion.usage.total_tokens == completion.usage.prompt_tokens + completion.usage.completion_tokens
+    )
+    arguments = completion.choices[0].message.tool_calls[0].function.arguments
+    assert Weather.model_validate_json(arguments).model_dump() == made.model_dump()
+
+
+@check
+def parts_of_a_class_grow_in_a_stream() -> None:
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+        asking = client(mode)
+        *_, last = asking.create_partial(response_model=Week, **question(LISBON), **ASKED)
+        whole = asking.chat.completions.create(response_model=Week, **question(LISBON), **ASKED)
+        assert 2 <= len(last.days) <= 3
+        assert last.model_dump() == whole.model_dump()
+
+
+@check
+async def answers_come_without_blocking() -> None:
+    asking = instructor.from_openai(openai.AsyncOpenAI(base_url=URL, api_key="unused"))
+    assert isinstance(
+        await asking.chat.completions.create(response_model=Weather, **question(LISBON), **ASKED), Weather
+    )
+
+
+@check
+def lists_of_classes_are_read() -> None:
+    made = client(instructor.Mode.JSON_SCHEMA).chat.completions.create(
+        response_model=Iterable[Strict], **question(LISBON), **ASKED
+    )
+    assert all(isinstance(day, Weather) for day in made)
+
+
+@check
+def errors_are_told() -> None:
+    with refused(InstructorRetryException, "top_p"):
+        client(instructor.Mode.TOOLS).chat.completions.create(
+            response_model=Weather, top_p=3, **question(LISBON), **ASKED
+        )

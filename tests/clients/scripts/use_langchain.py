@@ -1,0 +1,105 @@
+"""LangChain: a chat model, its tools and forms, and an agent."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import openai
+from langchain.agents import create_agent
+from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
+from langchain.tools import tool
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel
+from zoo import JSON, LISBON, MODEL, RIVERS, URL, City, Unit, check, refused, says
+
+AT = {"model": MODEL, "base_url": URL, "api_key": "unused", "temperature": 0}
+chat = ChatOpenAI(**AT, max_tokens=32, stream_usage=True)
+longer = ChatOpenAI(**AT, max_tokens=200)
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: City
+    warm: bool
+
+
+@tool
+def weather(city: City, unit: Unit) -> str:
+    """Tells the weather of a city."""
+    return f"21 degrees {unit} in {city}"
+
+
+ANSWERS = [weather.invoke({"city": city, "unit": unit}) for city in get_args(City) for unit in get_args(Unit)]
+
+
+@check
+def a_stream_says_what_the_whole_answer_says() -> None:
+    whole = chat.invoke(RIVERS)
+    assert whole.content == says(RIVERS, max_tokens=32, temperature=0)
+    chunks = list(chat.stream(RIVERS))
+    assert "".join(chunk.content for chunk in chunks) == whole.content
+    assert sum((chunk.usage_metadata or {}).get("output_tokens", 0) for chunk in chunks) == 32
+
+
+@check
+async def a_chain_runs_many_at_once() -> None:
+    chain = ChatPromptTemplate.from_messages([("system", "Be short."), ("user", "{question}")]) | chat
+    asked = [{"question": RIVERS}, {"question": LISBON}, {"question": RIVERS}]
+    first, second, third = await chain.abatch(asked)
+    assert first.content == third.content == (await chain.ainvoke(asked[0])).content
+    assert second.content == (await chain.ainvoke(asked[1])).content
+
+
+@check
+def a_tool_is_called_whole_and_streamed() -> None:
+    bound = longer.bind_tools([weather], tool_choice="weather")
+    [call] = bound.invoke(LISBON).tool_calls
+    assert weather.invoke(call).content in ANSWERS
+    total = None
+    for chunk in bound.stream(LISBON):
+        total = chunk if total is None else total + chunk
+    assert total.tool_calls[0]["args"] == call["args"]
+
+
+@check
+def forms_are_kept_by_each_method() -> None:
+    for method in ("json_schema", "function_calling"):
+        assert isinstance(longer.with_structured_output(Weather, method=method).invoke(LISBON), Weather)
+    assert isinstance(longer.with_structured_output(Weather, method="json_mode").invoke(JSON), Weather)
+
+
+@check
+def an_agent_calls_its_tool_and_answers() -> None:
+    forced = longer.bind(max_tokens=100)
+    agent = create_agent(forced, [weather], system_prompt="Use the tool.")
+    said = agent.invoke({"messages": [("user", LISBON)]})["messages"]
+    assert said[-1].content
+
+
+@check
+def an_agent_with_tools_answers_in_a_form() -> None:
+    for strategy in (ProviderStrategy(Weather), ToolStrategy(Weather)):
+        agent = create_agent(longer, [weather], response_format=strategy)
+        said = agent.invoke({"messages": [("user", LISBON)]}, {"recursion_limit": 6})
+        assert isinstance(said["structured_response"], Weather)
+
+
+@check
+def a_prompt_is_continued() -> None:
+    model = OpenAI(**AT, max_tokens=8)
+    assert "Paris" in model.invoke("The capital of France is")
+    assert "".join(model.stream("The capital of France is")) == model.invoke("The capital of France is")
+
+
+@check
+def the_responses_endpoint_is_used() -> None:
+    model = ChatOpenAI(**AT, max_tokens=32, use_responses_api=True)
+    assert model.invoke(RIVERS).text == says(RIVERS, max_tokens=32, temperature=0)
+
+
+@check
+def errors_are_the_clients_own() -> None:
+    with refused(openai.BadRequestError, "top_p"):
+        chat.invoke(RIVERS, top_p=3)

@@ -1,0 +1,96 @@
+"""LlamaIndex: a model behind an OpenAI-like address, its tools and forms, and an agent."""
+
+import openai
+from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.llms import ChatMessage
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.tools import FunctionTool
+from llama_index.llms.openai_like import OpenAILike
+from pydantic import BaseModel
+from zoo import LISBON, MODEL, RIVERS, URL, City, Unit, check, refused, says
+
+AT = {"model": MODEL, "api_base": URL, "api_key": "unused", "temperature": 0, "context_window": 8192}
+chat = OpenAILike(**AT, is_chat_model=True, is_function_calling_model=True, max_tokens=32)
+longer = OpenAILike(
+    **AT,
+    is_chat_model=True,
+    is_function_calling_model=True,
+    should_use_structured_outputs=True,
+    max_tokens=200,
+)
+QUESTION = [ChatMessage(role="user", content=RIVERS)]
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: City
+    warm: bool
+
+
+def weather(city: City, unit: Unit) -> str:
+    """Tells the weather of a city."""
+    return f"21 degrees {unit} in {city}"
+
+
+TOOL = FunctionTool.from_defaults(weather)
+
+
+@check
+def a_stream_says_what_the_whole_answer_says() -> None:
+    whole = chat.chat(QUESTION).message.content
+    assert whole == says(RIVERS, max_tokens=32, temperature=0)
+    assert "".join(piece.delta for piece in chat.stream_chat(QUESTION)) == whole
+
+
+@check
+async def answers_come_without_blocking() -> None:
+    assert (await chat.achat(QUESTION)).message.content == chat.chat(QUESTION).message.content
+    streamed = [piece.delta async for piece in await chat.astream_chat(QUESTION)]
+    assert "".join(streamed) == chat.chat(QUESTION).message.content
+
+
+@check
+def a_prompt_is_continued() -> None:
+    model = OpenAILike(**AT, is_chat_model=False, max_tokens=8)
+    whole = model.complete("The capital of France is").text
+    assert "Paris" in whole
+    assert "".join(piece.delta for piece in model.stream_complete("The capital of France is")) == whole
+
+
+@check
+def a_tool_is_called_whole_and_streamed() -> None:
+    asked = {"tools": [TOOL], "user_msg": LISBON, "tool_required": True, "allow_parallel_tool_calls": False}
+    [call] = longer.get_tool_calls_from_response(longer.chat_with_tools(**asked))
+    assert TOOL.call(**call.tool_kwargs).raw_output.startswith("21 degrees")
+    *_, last = longer.stream_chat_with_tools(**asked)
+    [streamed] = longer.get_tool_calls_from_response(last)
+    assert streamed.tool_kwargs == call.tool_kwargs
+
+
+@check
+def a_form_is_a_pydantic_class() -> None:
+    answer = longer.structured_predict(Weather, PromptTemplate("{question}"), question=LISBON)
+    assert isinstance(answer, Weather)
+
+
+@check
+def a_function_of_a_form_is_called() -> None:
+    by_call = OpenAILike(**AT, is_chat_model=True, is_function_calling_model=True, max_tokens=200)
+    assert isinstance(by_call.structured_predict(Weather, PromptTemplate("{q}"), q=LISBON), Weather)
+
+
+@check
+async def an_agent_answers() -> None:
+    agent = FunctionAgent(
+        tools=[TOOL], llm=longer, system_prompt="Use the tool.", initial_tool_choice="weather"
+    )
+    said = await agent.run(LISBON)
+    assert any(call.tool_output.raw_output.startswith("21 degrees") for call in said.tool_calls)
+    assert str(said)
+
+
+@check
+def errors_are_the_clients_own() -> None:
+    with refused(openai.BadRequestError, "top_p"):
+        chat.chat(QUESTION, top_p=3)

@@ -1,0 +1,90 @@
+"""Pydantic AI: agents whose answers are classes, at both of OpenAI's endpoints."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+from pydantic_ai import Agent, NativeOutput, RunContext, ToolOutput
+from pydantic_ai.exceptions import ModelHTTPError
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.openai import OpenAIProvider
+from pydantic_ai.usage import UsageLimits
+from zoo import LISBON, MODEL, RIVERS, URL, City, Unit, check, refused, says
+
+AT = OpenAIProvider(base_url=URL, api_key="unused")
+chat = OpenAIChatModel(MODEL, provider=AT)
+responses = OpenAIResponsesModel(MODEL, provider=AT)
+SHORT = {"temperature": 0, "max_tokens": 32}
+LONG = {"temperature": 0, "max_tokens": 200, "parallel_tool_calls": False}
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: City
+    warm: bool
+
+
+def weather(city: City, unit: Unit) -> str:
+    """Tells the weather of a city."""
+    return f"21 degrees {unit} in {city}"
+
+
+def forced_at_first(run: RunContext) -> dict:
+    return {**LONG, "tool_choice": ["weather"] if run.run_step == 1 else "auto"}
+
+
+@check
+def an_answer_is_the_models() -> None:
+    for model in (chat, responses):
+        said = Agent(model, model_settings=SHORT).run_sync(RIVERS)
+        assert said.output == says(RIVERS, max_tokens=32, temperature=0)
+        assert said.usage.output_tokens == 32
+
+
+@check
+async def a_stream_says_what_the_whole_answer_says() -> None:
+    for model in (chat, responses):
+        async with Agent(model, model_settings=SHORT).run_stream(RIVERS) as stream:
+            text = "".join([piece async for piece in stream.stream_text(delta=True)])
+        assert text == says(RIVERS, max_tokens=32, temperature=0)
+
+
+@check
+def a_form_is_kept_by_each_mode() -> None:
+    for model in (chat, responses):
+        for mode in (ToolOutput, NativeOutput):
+            said = Agent(model, output_type=mode(Weather), model_settings=LONG).run_sync(LISBON)
+            assert isinstance(said.output, Weather)
+
+
+@check
+async def a_form_grows_in_a_stream() -> None:
+    agent = Agent(chat, output_type=NativeOutput(Weather), model_settings=LONG)
+    async with agent.run_stream(LISBON) as stream:
+        grown = [part async for part in stream.stream_output(debounce_by=None)]
+    assert isinstance(grown[-1], Weather)
+
+
+@check
+def a_tool_is_called_and_its_result_is_answered() -> None:
+    for model in (chat, responses):
+        agent = Agent(model, tools=[weather], model_settings=forced_at_first)
+        said = agent.run_sync(LISBON, usage_limits=UsageLimits(request_limit=4))
+        parts = [part for message in said.all_messages() for part in message.parts]
+        [result] = [part for part in parts if part.part_kind == "tool-return"]
+        assert result.content.startswith("21 degrees")
+        assert said.output
+
+
+@check
+def a_conversation_goes_on() -> None:
+    agent = Agent(chat, model_settings=SHORT, instructions="Be short.")
+    first = agent.run_sync(RIVERS)
+    second = agent.run_sync("And one more.", message_history=first.all_messages())
+    assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
+
+
+@check
+def errors_are_the_clients_own() -> None:
+    with refused(ModelHTTPError, "top_p"):
+        Agent(chat, model_settings={"top_p": 3}).run_sync(RIVERS)
