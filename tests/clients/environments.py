@@ -29,6 +29,7 @@ class Client:
     name: str
     registry: str  # "pip" or "npm"
     packages: Sequence[str]
+    without: Sequence[str]  # packages that come with these and are taken away again
     before: str  # YYYY-MM-DD
     pip: str  # the pip that knows --uploaded-prior-to
 
@@ -50,19 +51,20 @@ def read_clients() -> dict[str, Client]:
     table = tomllib.loads((_HERE / "clients.toml").read_text(encoding="utf-8"))
     clients = {}
     for name, entry in table["clients"].items():
+        without = entry.pop("without", [])
         [(registry, packages)] = entry.items()
-        clients[name] = Client(name, registry, packages, table["before"], table["pip"])
+        clients[name] = Client(name, registry, packages, without, table["before"], table["pip"])
     return clients
 
 
 def command(client: Client, home: Path) -> list[str]:
-    """The command that runs the client's script, in an environment below `home` that is made first if need be.
+    """The command that runs the client's script, in its environment below `home`, which is made if need be.
 
     Raises MissingError where it cannot be made.
     """
     folder = home / client.name
     stamp = folder / "made-of.json"
-    made_of = json.dumps([client.registry, *client.packages, client.before, client.pip])
+    made_of = json.dumps([client.registry, client.packages, client.without, client.before, client.pip])
     if not stamp.exists() or stamp.read_text(encoding="utf-8") != made_of:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -86,6 +88,8 @@ def _install_python(client: Client, folder: Path, home: Path) -> None:
     _run(sys.executable, "-m", "venv", "--without-pip", str(folder))
     pip = (str(installer), "-m", "pip", "--python", str(folder / "bin" / "python"))
     _run(*pip, "install", "--uploaded-prior-to", client.before, *client.packages)
+    if client.without:
+        _run(*pip, "uninstall", "--yes", *client.without)
 
 
 def _install_node(client: Client, folder: Path, home: Path) -> None:

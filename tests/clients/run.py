@@ -2,15 +2,14 @@
 
     python -m tests.clients.run [NAME...] [--page docs/clients.md]
 
-A client's work is a script of tests/clients/scripts, and its packages stand in clients.toml. Environments are kept
-in $SPECINFER_CLIENTS, else ~/.cache/specinfer-clients. The exit status is 1 if any check fails.
+A client's work is a script of tests/clients/scripts, and its packages stand in clients.toml. Environments are
+kept in $SPECINFER_CLIENTS, else ~/.cache/specinfer-clients. The exit status is 1 if any check fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -81,9 +80,9 @@ def _page(clients: Sequence[Client], visits: Mapping[str, Visit], model: str) ->
     lines = [
         "# Clients",
         "",
-        "Real clients, as their registries have them, do their everyday work against one `specinfer serve`. Each has",
-        "a script of its own in `tests/clients/scripts/`, in which every line below is a check. Beside these checks",
-        "the server's log is read: a client whose request is refused, unless its script means it to be, fails.",
+        "Real clients, as their registries have them, do their everyday work against one `specinfer serve`.",
+        "Each has a script in `tests/clients/scripts/`, and every line below is a check of it. The server's log",
+        "is read too: a client fails if a request of its is refused that its script does not mean to be.",
         "",
         f'- command: `make test-clients ARGS="--page docs/clients.md"`, model `{model}`',
         f"- date and commit: {where['date'][:10]}, {where['commit']}",

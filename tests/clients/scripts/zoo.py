@@ -69,11 +69,12 @@ def refused(kind: type[Exception], *words: str) -> Iterator[None]:
     try:
         yield
     except kind as error:
-        _report({"refused": 1})
-        missing = [word for word in words if word not in str(error)]
-        assert not missing, f"{missing} not in {error}"
-        return
-    raise AssertionError(f"no {kind.__name__} was raised")
+        said = str(error)
+    else:
+        raise AssertionError(f"no {kind.__name__} was raised")
+    _report({"refused": 1})
+    missing = [word for word in words if word not in said]
+    assert not missing, f"{missing} not in {said}"
 
 
 def ask(path: str, **fields: Any) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""lm-evaluation-harness: two tasks of log-likelihoods through /v1/completions, and one of answers through chat."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import yaml
+from lm_eval.tasks import TaskManager
+from zoo import FRANCE, MODEL, TOKENIZER, URL, ask, check, says
+
+CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Portugal": "Lisbon", "Japan": "Tokyo"}
+CHOICES = list(CAPITALS.values())
+LOCAL = {"dataset_path": "json", "test_split": "test", "doc_to_text": "The capital of {{country}} is"}
+TASKS: list[dict[str, Any]] = [
+    {"task": "capital", "output_type": "multiple_choice", "doc_to_choice": CHOICES, "doc_to_target": "{{city}}"},
+    {
+        "task": "last_word",
+        "output_type": "loglikelihood",
+        "doc_to_target": " {{city}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "perplexity"}],
+    },
+    {
+        "task": "said",
+        "output_type": "generate_until",
+        "doc_to_text": FRANCE,
+        "doc_to_target": "{{city}}",
+        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 32, "temperature": 0},
+    },
+]
+Path("capitals.jsonl").write_text(
+    "".join(json.dumps({"country": country, "city": city}) + "\n" for country, city in CAPITALS.items())
+)
+for task in TASKS:
+    local = {**LOCAL, "dataset_kwargs": {"data_files": {"test": str(Path("capitals.jsonl").resolve())}}}
+    Path(f"{task['task']}.yaml").write_text(yaml.safe_dump({**local, **task}))
+
+
+def evaluated(tasks: list[str], path: str = "/completions", kind: str = "local-completions", **more: Any) -> dict:
+    """The results of tasks, with what was said of each row."""
+    told = {"model": MODEL, "base_url": URL + path, "max_retries": 1, **more}
+    return lm_eval.simple_evaluate(
+        model=kind, model_args=told, tasks=tasks, task_manager=TaskManager(include_path="."), bootstrap_iters=0
+    )
+
+
+def likelihoods(results: dict, task: str) -> list[tuple[float, bool]]:
+    """What the model said of each choice of each row."""
+    rows = sorted(results["samples"][task], key=lambda row: row["doc_id"])
+    return [tuple(answer) for row in rows for answer in row["filtered_resps"]]
+
+
+HERE = {"tokenizer_backend": "huggingface", "tokenizer": TOKENIZER}
+
+
+@check
+def two_tasks_of_log_likelihoods() -> None:
+    results = evaluated(["capital", "last_word"], **HERE)
+    assert results["results"]["capital"]["acc,none"] >= 0.8
+    assert results["results"]["last_word"]["acc,none"] >= 0.6
+    said = likelihoods(results, "last_word")
+    chosen = likelihoods(results, "capital")
+    for row, (country, city) in enumerate(CAPITALS.items()):
+        total, greedy = said[row]
+        assert chosen[row * len(CHOICES) + CHOICES.index(city)] == (total, greedy)
+        written = ask("/v1/completions", prompt=f"The capital of {country} is", temperature=0, max_tokens=3)
+        assert greedy == written["choices"][0]["text"].startswith(f" {city}")
+
+
+@check
+def batches_of_prompts_are_read_as_one_by_one() -> None:
+    one = likelihoods(evaluated(["capital"], **HERE), "capital")
+    assert likelihoods(evaluated(["capital"], **HERE, batch_size=4, num_concurrent=2), "capital") == one
+
+
+@check
+def prompts_may_be_texts() -> None:
+    ids = likelihoods(evaluated(["last_word"], **HERE), "last_word")
+    assert likelihoods(evaluated(["last_word"], **HERE, tokenized_requests=False), "last_word") == ids
+
+
+@check
+def answers_of_a_conversation_are_read() -> None:
+    results = evaluated(["said"], "/chat/completions", "local-chat-completions", apply_chat_template=True)
+    plain = says(FRANCE, temperature=0, max_tokens=32)
+    assert {row["resps"][0][0] for row in results["samples"]["said"]} == {plain}

@@ -1,0 +1,66 @@
+"""vLLM's benchmark of servers, `vllm bench serve`: loads at both endpoints, and what it counts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from zoo import MODEL, ROOT, TOKENIZER, check
+
+# Not the command `vllm`, which asks for the version of a package that the CPU's is not called.
+PROGRAM = """
+import sys
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args(sys.argv[1:]))
+"""
+PROMPTS, LENGTH = 8, 20
+
+
+def load(*flags: str) -> dict:
+    """The results of a load on the server."""
+    at = ("--base-url", ROOT, "--model", MODEL, "--tokenizer", TOKENIZER, "--num-prompts", str(PROMPTS))
+    saved = ("--save-result", "--save-detailed", "--result-filename", "result.json", "--disable-tqdm")
+    subprocess.run([sys.executable, "-c", PROGRAM, *at, *saved, *flags], check=True)
+    return json.loads(Path("result.json").read_text())
+
+
+def random(*flags: str) -> dict:
+    data = ("--dataset-name", "random", "--random-input-len", "40", "--random-output-len", str(LENGTH))
+    return load(*data, *flags)
+
+
+def holds(result: dict) -> bool:
+    """Whether all was answered, at its length, in pieces that came one after the other."""
+    return (
+        (result["completed"], result["failed"]) == (PROMPTS, 0)
+        and result["total_output_tokens"] == PROMPTS * LENGTH
+        and result["output_lens"] == [LENGTH] * PROMPTS
+        and all(seconds > 0 for seconds in result["ttfts"])
+        and all(result["itls"])
+        and result["output_throughput"] > 0
+    )
+
+
+@check
+def prompts_are_continued_under_load() -> None:
+    assert holds(random("--backend", "openai", "--endpoint", "/v1/completions", "--ignore-eos"))
+
+
+@check
+def conversations_are_answered_under_load() -> None:
+    chat = ("--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--ignore-eos")
+    assert holds(random(*chat, "--max-concurrency", "3", "--top-k", "20", "--min-p", "0.1"))
+
+
+@check
+def prompts_of_a_file_are_answered() -> None:
+    lines = [json.dumps({"prompt": f"Name {n} rivers.", "output_tokens": LENGTH}) for n in range(PROMPTS)]
+    Path("prompts.jsonl").write_text("\n".join(lines))
+    data = ("--dataset-name", "custom", "--dataset-path", "prompts.jsonl", "--custom-output-len", "-1")
+    result = load(*data, "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--skip-chat-template")
+    assert (result["completed"], result["failed"]) == (PROMPTS, 0)
