@@ -12,8 +12,8 @@ from zoo import MODEL, URL, check
 FILE = Path("shapes.py")
 BEFORE = "def area(width, height):\n    return width * height\n"
 AFTER = BEFORE.replace("area", "surface")
-# A small model does not keep to aider's form of edits by itself. The server can hold it to that form: aider sends
-# what its settings of a model say beside its own fields.
+# A small model does not keep to aider's form of edits by itself. The server can hold it to that form: aider
+# sends what its settings of a model say beside its own fields.
 FORM = r"shapes\.py\n```\ndef surface\(width, height\):\n    return (width \* height|height \* width)\n```\n"
 SETTINGS = [
     {

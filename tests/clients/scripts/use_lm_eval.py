@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: two tasks of log-likelihoods through /v1/completions, and one of answers through chat."""
+"""lm-evaluation-harness: two tasks of log-likelihoods by /v1/completions, and one of answers by chat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Portugal": "
 CHOICES = list(CAPITALS.values())
 LOCAL = {"dataset_path": "json", "test_split": "test", "doc_to_text": "The capital of {{country}} is"}
 TASKS: list[dict[str, Any]] = [
-    {"task": "capital", "output_type": "multiple_choice", "doc_to_choice": CHOICES, "doc_to_target": "{{city}}"},
+    {
+        "task": "capital",
+        "output_type": "multiple_choice",
+        "doc_to_choice": CHOICES,
+        "doc_to_target": "{{city}}",
+    },
     {
         "task": "last_word",
         "output_type": "loglikelihood",
@@ -38,11 +43,17 @@ for task in TASKS:
     Path(f"{task['task']}.yaml").write_text(yaml.safe_dump({**local, **task}))
 
 
-def evaluated(tasks: list[str], path: str = "/completions", kind: str = "local-completions", **more: Any) -> dict:
+def evaluated(
+    tasks: list[str], path: str = "/completions", kind: str = "local-completions", **more: Any
+) -> dict:
     """The results of tasks, with what was said of each row."""
     told = {"model": MODEL, "base_url": URL + path, "max_retries": 1, **more}
     return lm_eval.simple_evaluate(
-        model=kind, model_args=told, tasks=tasks, task_manager=TaskManager(include_path="."), bootstrap_iters=0
+        model=kind,
+        model_args=told,
+        tasks=tasks,
+        task_manager=TaskManager(include_path="."),
+        bootstrap_iters=0,
     )
 
 
