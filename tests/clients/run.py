@@ -44,7 +44,7 @@ def main() -> None:
                 print(_told(name, visits[name]), flush=True)
     failed = [name for name, done in visits.items() if not done.passed]
     if args.page is not None:
-        args.page.write_text("\n".join(_page(chosen, visits, args.model)) + "\n", encoding="utf-8")
+        args.page.write_text("\n".join(page(chosen, visits, args.model)) + "\n", encoding="utf-8")
     print(f"{len(visits) - len(failed)} of {len(visits)} clients did all of their work")
     if failed:
         sys.exit(f"not {', '.join(failed)}; what they wrote is in {args.home}/homes/NAME/log.txt")
@@ -73,7 +73,7 @@ def _told(name: str, done: Visit) -> str:
     return "\n".join(lines)
 
 
-def _page(clients: Sequence[Client], visits: Mapping[str, Visit], model: str) -> list[str]:
+def page(clients: Sequence[Client], visits: Mapping[str, Visit], model: str) -> list[str]:
     """The page, as lines of Markdown."""
     where = provenance()
     machine = where["hardware"]

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from zoo import LISBON, MODEL, RIVERS, URL, City, check, refused, says
 
 AT = {"base_url": URL, "api_key": "unused", "echo": False}
+likeliest = VLLMModel(MODEL, sampling_params={"top_k": 1}, **AT)  # which takes the likeliest token each time
 
 
 class Weather(BaseModel):
@@ -31,26 +32,25 @@ def asked(model: object, question: str, gap: object) -> object:
 
 @check
 def a_gap_is_filled() -> None:
-    likeliest = VLLMModel(MODEL, sampling_params={"top_k": 1}, **AT)
-    model = asked(likeliest, RIVERS, gen("rivers", max_tokens=32))
-    assert model["rivers"] == says(RIVERS, temperature=0, max_tokens=32)
+    model = asked(likeliest, RIVERS, gen("rivers"))
+    assert model["rivers"] == says(RIVERS, temperature=0)
 
 
 @check
 def a_choice_is_made() -> None:
-    model = asked(VLLMModel(MODEL, **AT), "Is Lisbon warm?", select(["yes", "no"], name="warm"))
+    model = asked(likeliest, "Is Lisbon warm?", select(["yes", "no"], name="warm"))
     assert model["warm"] in ("yes", "no")
 
 
 @check
 def a_pattern_is_kept() -> None:
-    model = asked(VLLMModel(MODEL, **AT), "When is it?", gen("day", regex="[0-9]{4}-[0-9]{2}"))
+    model = asked(likeliest, "When is it?", gen("day", regex="[0-9]{4}-[0-9]{2}"))
     assert re.fullmatch("[0-9]{4}-[0-9]{2}", model["day"])
 
 
 @check
 def a_schema_is_kept() -> None:
-    model = asked(VLLMModel(MODEL, **AT), LISBON, json("weather", schema=Weather))
+    model = asked(likeliest, LISBON, json("weather", schema=Weather))
     assert Weather.model_validate_json(model["weather"])
 
 

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: two tasks of log-likelihoods by /v1/completions, and one of answers by chat."""
+"""lm-evaluation-harness: two tasks of log-likelihoods at /v1/completions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import lm_eval
 import yaml
 from lm_eval.tasks import TaskManager
-from zoo import FRANCE, MODEL, TOKENIZER, URL, ask, check, says
+from zoo import MODEL, TOKENIZER, URL, ask, check
 
 CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Portugal": "Lisbon", "Japan": "Tokyo"}
 CHOICES = list(CAPITALS.values())
@@ -27,13 +27,6 @@ TASKS: list[dict[str, Any]] = [
         "doc_to_target": " {{city}}",
         "metric_list": [{"metric": "acc"}, {"metric": "perplexity"}],
     },
-    {
-        "task": "said",
-        "output_type": "generate_until",
-        "doc_to_text": FRANCE,
-        "doc_to_target": "{{city}}",
-        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 32, "temperature": 0},
-    },
 ]
 Path("capitals.jsonl").write_text(
     "".join(json.dumps({"country": country, "city": city}) + "\n" for country, city in CAPITALS.items())
@@ -43,14 +36,18 @@ for task in TASKS:
     Path(f"{task['task']}.yaml").write_text(yaml.safe_dump({**local, **task}))
 
 
-def evaluated(
-    tasks: list[str], path: str = "/completions", kind: str = "local-completions", **more: Any
-) -> dict:
-    """The results of tasks, with what was said of each row."""
-    told = {"model": MODEL, "base_url": URL + path, "max_retries": 1, **more}
+def evaluated(tasks: list[str], **more: Any) -> dict:
+    """The results of tasks, with what was said of each row; prompts are token ids unless `more` says otherwise."""
+    told = {
+        "model": MODEL,
+        "base_url": f"{URL}/completions",
+        "max_retries": 1,
+        "tokenizer": TOKENIZER,
+        **more,
+    }
     return lm_eval.simple_evaluate(
-        model=kind,
-        model_args=told,
+        model="local-completions",
+        model_args={"tokenizer_backend": "huggingface", **told},
         tasks=tasks,
         task_manager=TaskManager(include_path="."),
         bootstrap_iters=0,
@@ -63,12 +60,9 @@ def likelihoods(results: dict, task: str) -> list[tuple[float, bool]]:
     return [tuple(answer) for row in rows for answer in row["filtered_resps"]]
 
 
-HERE = {"tokenizer_backend": "huggingface", "tokenizer": TOKENIZER}
-
-
 @check
 def two_tasks_of_log_likelihoods() -> None:
-    results = evaluated(["capital", "last_word"], **HERE)
+    results = evaluated(["capital", "last_word"])
     assert results["results"]["capital"]["acc,none"] >= 0.8
     assert results["results"]["last_word"]["acc,none"] >= 0.6
     said = likelihoods(results, "last_word")
@@ -82,18 +76,11 @@ def two_tasks_of_log_likelihoods() -> None:
 
 @check
 def batches_of_prompts_are_read_as_one_by_one() -> None:
-    one = likelihoods(evaluated(["capital"], **HERE), "capital")
-    assert likelihoods(evaluated(["capital"], **HERE, batch_size=4, num_concurrent=2), "capital") == one
+    one = likelihoods(evaluated(["capital"]), "capital")
+    assert likelihoods(evaluated(["capital"], batch_size=4, num_concurrent=2), "capital") == one
 
 
 @check
 def prompts_may_be_texts() -> None:
-    ids = likelihoods(evaluated(["last_word"], **HERE), "last_word")
-    assert likelihoods(evaluated(["last_word"], **HERE, tokenized_requests=False), "last_word") == ids
-
-
-@check
-def answers_of_a_conversation_are_read() -> None:
-    results = evaluated(["said"], "/chat/completions", "local-chat-completions", apply_chat_template=True)
-    plain = says(FRANCE, temperature=0, max_tokens=32)
-    assert {row["resps"][0][0] for row in results["samples"]["said"]} == {plain}
+    ids = likelihoods(evaluated(["last_word"]), "last_word")
+    assert likelihoods(evaluated(["last_word"], tokenized_requests=False), "last_word") == ids

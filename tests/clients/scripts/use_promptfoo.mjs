@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import { readFileSync, writeFileSync } from "node:fs";
 import { fileURLToPath } from "node:url";
-import { check, CITIES, LISBON, MODEL, RIVERS, says, TOOL, URL, WEATHER } from "./zoo.mjs";
+import { check, CITIES, expectRefusal, LISBON, MODEL, RIVERS, says, TOOL, URL, WEATHER } from "./zoo.mjs";
 
 const config = { apiBaseUrl: URL, apiKey: "unused", temperature: 0, max_tokens: 32 };
 const provider = (more) => ({ id: `openai:chat:${MODEL}`, config: { ...config, ...more } });
@@ -53,6 +53,7 @@ await check("a form and a call are checked against their schemas", async () => {
 
 await check("an error is told", async () => {
   const [result] = evaluate({ prompts: [LISBON], providers: [provider({ response_format: { type: "xml" } })], tests: [{ vars: {} }] });
+  expectRefusal();
   assert.equal(result.success, false);
   assert.match(result.error, /response_format/);
 });

@@ -55,14 +55,3 @@ def prompts_are_continued_under_load() -> None:
 def conversations_are_answered_under_load() -> None:
     chat = ("--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--ignore-eos")
     assert holds(random(*chat, "--max-concurrency", "3", "--top-k", "20", "--min-p", "0.1"))
-
-
-@check
-def prompts_of_a_file_are_answered() -> None:
-    lines = [json.dumps({"prompt": f"Name {n} rivers.", "output_tokens": LENGTH}) for n in range(PROMPTS)]
-    Path("prompts.jsonl").write_text("\n".join(lines))
-    data = ("--dataset-name", "custom", "--dataset-path", "prompts.jsonl", "--custom-output-len", "-1")
-    result = load(
-        *data, "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--skip-chat-template"
-    )
-    assert (result["completed"], result["failed"]) == (PROMPTS, 0)

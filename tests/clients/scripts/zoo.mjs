@@ -39,11 +39,16 @@ export async function refused(kind, words, promise) {
     await promise;
   } catch (error) {
     if (!(error instanceof kind)) throw error;
-    report({ refused: 1 });
+    expectRefusal();
     for (const word of words) if (!error.message.includes(word)) throw error;
     return;
   }
   throw new Error("nothing was refused");
+}
+
+/** The server has refused what a check meant it to. */
+export function expectRefusal() {
+  report({ refused: 1 });
 }
 
 /** What the model answers to one question, without a client. */
