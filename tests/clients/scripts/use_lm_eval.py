@@ -37,7 +37,7 @@ for task in TASKS:
 
 
 def evaluated(tasks: list[str], **more: Any) -> dict:
-    """The results of tasks, with what was said of each row; prompts are token ids unless `more` says otherwise."""
+    """The results of tasks, with what was said of each row; prompts are token ids unless `more` differs."""
     told = {
         "model": MODEL,
         "base_url": f"{URL}/completions",

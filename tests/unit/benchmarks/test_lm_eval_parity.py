@@ -1,4 +1,4 @@
-"""The comparison through lm-evaluation-harness, without the harness: its tasks, and the page of its results."""
+"""The comparison through lm-evaluation-harness, without the harness: its tasks, and its page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_a_task_is_written_as_the_harness_reads_it(bench: ModuleType, tmp_path: 
     folder.mkdir()
     assert bench.write_task(data, 5, folder) == "web"
     task = json.loads((folder / "web.yaml").read_text())
-    docs = [json.loads(line) for line in Path(task["dataset_kwargs"]["data_files"]["test"]).open()]
+    data = Path(task["dataset_kwargs"]["data_files"]["test"])
+    docs = [json.loads(line) for line in data.read_text().splitlines()]
     assert [doc["question"] for doc in docs] == [f"Question {n}?" for n in range(5)]
     assert {task["doc_to_choice"], task["doc_to_target"]} <= docs[0].keys()
 
