@@ -81,7 +81,8 @@ class Chat:
                         told = await asyncio.to_thread(reported_prompt, reports, fields.prompt_logprobs)
                         piece["prompt_logprobs"] = told or None
                     if any(piece.values()) or fields.trace or "prompt_logprobs" in piece:
-                        yield number, piece
+                        for one in self._apart(piece, delta):
+                            yield number, one
         except ApiError as error:
             raise prompt.blamed(error) from None
         finally:
@@ -114,6 +115,25 @@ class Chat:
         if fields.trace:
             piece["trees"] = list(delta.trees)
         return piece
+
+    def _apart(self, piece: dict[str, Any], delta: Delta) -> list[dict[str, Any]]:
+        """The piece, or two where it ends with a token that has no text, and log-probabilities are told.
+
+        Some clients take the tokens of a piece for its text, which would have the end token's name in it.
+        """
+        told = (piece["logprobs"] or {}).get("content") or ()
+        if (
+            len(told) < 2
+            or not delta.finish_reason
+            or not self._service.tokenizer.is_special(delta.token_ids[-1])
+        ):
+            return [piece]
+        *before, last = told
+        end = {"delta": {}, "finish_reason": piece["finish_reason"]}
+        return [
+            piece | {"finish_reason": None, "logprobs": {"content": before, "refusal": None}},
+            end | {"logprobs": {"content": [last], "refusal": None}},
+        ]
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
