@@ -121,14 +121,14 @@ class Chat:
 
         Some clients take the tokens of a piece for its text, which would have the end token's name in it.
         """
-        told = (piece["logprobs"] or {}).get("content") or ()
+        told: list[dict[str, Any]] = [] if piece["logprobs"] is None else piece["logprobs"]["content"]
         if (
             len(told) < 2
             or not delta.finish_reason
             or not self._service.tokenizer.is_special(delta.token_ids[-1])
         ):
             return [piece]
-        *before, last = told
+        before, last = told[:-1], told[-1]
         end = {"delta": {}, "finish_reason": piece["finish_reason"]}
         return [
             piece | {"finish_reason": None, "logprobs": {"content": before, "refusal": None}},

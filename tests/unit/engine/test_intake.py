@@ -259,9 +259,10 @@ REFUSALS: dict[str, list[Ask]] = {
             *("json", {"type": "xml"}, {"type": "text", "x": 1}, {"type": "json_schema"}, a_form([])),
             *(a_form({}, name=""), a_form({}, description=3), a_form({}, strict=3), a_form({}, x=1)),
             *(a_form({"x-guidance": {}}), a_form({"const": {1}}), a_form({"const": "x" * (1 << 19)})),
-            *(a_form({"type": "nothing"}), a_form({"type": "string", "pattern": "(?=a)"})),
+            *(a_form({"type": "nothing"}), a_form({"type": "string", "pattern": "(?=a)"}, strict=True)),
         )
     ],
+    "json_whitespace": [prompt("a", json_whitespace="some")],
     "regex": [prompt("a", regex=value) for value in (3, "", "a\0", "\ud800", "(", "a" * (1 << 19))]
     + [prompt("a", regex="a", choice=["a"])],
     "choice": [
