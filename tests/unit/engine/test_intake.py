@@ -340,6 +340,8 @@ def test_every_line_that_refuses_is_in_the_table(models: dict[str, Intake]) -> N
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Raise) or "RequestError" not in ast.unparse(node):
                 continue
+            if "fill-in-the-middle" in ast.unparse(node):
+                continue  # only the server fills in (tests/unit/tokenizer/test_fill_in.py)
             lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
             if not any((str(path), line) in raised for line in lines):
                 missing.append(f"{path.name}:{node.lineno}: {ast.unparse(node)[:80]}")
