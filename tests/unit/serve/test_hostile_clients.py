@@ -4,127 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httptools
 import pytest
-import uvicorn
-from starlette.types import Receive, Scope, Send
-from uvicorn.server import ServerState
 
-from specinfer.serve import connection
 from specinfer.serve.connection import (
     MOST_HEAD,
     MOST_HEADERS,
-    MOST_UNANSWERED,
     MOST_URL,
     PIECE,
-    Connection,
 )
-from specinfer.serve.connections import SPARE, Connections
+from tests.unit.serve.pipes import HEAD, Server, run, settle
 
-HEAD = b"POST /x HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
-MiB = 1 << 20
-
-
-class Pipe(asyncio.Transport):
-    """The other side of a connection, which keeps what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told = b""
-        self.is_closed = False
-        self.has_ended = False  # the server says that nothing follows, and may go on reading
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        assert not self.has_ended
-        self.told += bytes(data)
-
-    def write_eof(self) -> None:
-        self.has_ended = True
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def abort(self) -> None:
-        self.is_closed = True
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def pause_reading(self) -> None:
-        pass
-
-    def resume_reading(self) -> None:
-        pass
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_closed or self.has_ended
-
-    @property
-    def statuses(self) -> list[int]:
-        return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", self.told)]
-
-
-class Server:
-    """Connections to an application that says how many bytes a body has, and what it was asked."""
-
-    def __init__(self, connections: Connections | None = None) -> None:
-        self.connections = connections or Connections(1000, 1 << 30)
-        self.scopes: list[Scope] = []
-        self.events: list[str] = []
-        self.hold = asyncio.Event()  # answers to /hold wait for it
-        self.config = uvicorn.Config(
-            self.answer, interface="asgi3", proxy_headers=False, log_config=None, lifespan="off", ws="none"
-        )
-        self.config.load()
-        self.state = ServerState()
-
-    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scopes.append(scope)
-        size, more = 0, scope["path"] != "/deaf"
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                self.events.append("gone")
-                return
-            size, more = size + len(message["body"]), message["more_body"]
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        if scope["path"] == "/hold":
-            await self.hold.wait()
-        await send({"type": "http.response.body", "body": b"%d bytes" % size})
-
-    def connect(self) -> tuple[Connection, Pipe]:
-        pipe = Pipe()
-        made = Connection(
-            idle=1000.0,
-            connections=self.connections,
-            config=self.config,
-            server_state=self.state,
-            app_state={},
-        )
-        made.connection_made(pipe)
-        return made, pipe
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def within() -> None:
-        async with asyncio.timeout(60):
-            await test()
-
-    asyncio.run(within())
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 class Counted:
@@ -313,122 +206,5 @@ def test_an_answer_before_the_body_ends_the_connection() -> None:
         await settle()
         assert pipe.statuses == [200]
         assert len(server.scopes) == 1
-
-    run(test)
-
-
-def test_bodies_together_have_a_bound_and_the_largest_that_is_not_whole_goes_first() -> None:
-    most = 10 * MiB
-
-    async def test() -> None:
-        server = Server(Connections(1000, most))
-        small, answered = server.connect()
-        small.data_received(HEAD + b"Content-Length: 2000\r\n\r\n" + b"x" * 1000)
-        large = [server.connect() for _ in range(40)]
-        for one, _ in large:
-            one.data_received(HEAD + b"Content-Length: 15000000\r\n\r\n")
-        await settle()
-        highest = 0
-        for _ in range(50):
-            for one, _ in large:
-                one.data_received(b"x" * 250_000)
-                highest = max(highest, server.connections.held)
-            await asyncio.sleep(0)
-        assert highest <= most
-        refused = [pipe for _, pipe in large if pipe.statuses == [503]]
-        assert len(refused) >= 39
-        assert all(b"retry-after: 5" in pipe.told.lower() for pipe in refused)
-        await settle()
-        assert server.events == ["gone"] * len(refused)
-        small.data_received(b"x" * 1000)
-        await settle()
-        assert answered.statuses == [200]
-        for one, _ in large:
-            one.connection_lost(None)
-        assert server.connections.held == 0
-
-    run(test)
-
-
-def test_a_body_counts_until_its_request_is_answered() -> None:
-    async def test() -> None:
-        server = Server(Connections(1000, 13_000))
-        first, _ = server.connect()
-        first.data_received(b"POST /hold HTTP/1.1\r\nHost: x\r\nContent-Length: 8000\r\n\r\n" + b"x" * 8000)
-        await settle()
-        assert 8000 < server.connections.held < 8000 + 3000
-        second, pipe = server.connect()
-        second.data_received(HEAD + b"Content-Length: 3000\r\n\r\n" + b"x" * 3000)
-        await settle()
-        assert pipe.statuses == [503]
-        server.hold.set()
-        await settle()
-        assert server.connections.held == 0
-        third, pipe = server.connect()
-        third.data_received(HEAD + b"Content-Length: 3000\r\n\r\n" + b"x" * 3000)
-        await settle()
-        assert pipe.statuses == [200]
-
-    run(test)
-
-
-def test_requests_that_come_all_at_once_are_answered_up_to_a_number() -> None:
-    async def test() -> None:
-        server = Server()
-        one, pipe = server.connect()
-        one.data_received(b"GET / HTTP/1.1\r\n\r\n" * 10_000)
-        assert server.connections.held < MOST_UNANSWERED * 3000
-        async with asyncio.timeout(60):
-            while not pipe.is_over:
-                await asyncio.sleep(0)
-        assert pipe.statuses == [200] * MOST_UNANSWERED
-        assert server.connections.held == 0
-        few = Server(Connections(1000, 10_000))
-        one, pipe = few.connect()
-        one.data_received((b"GET /hold HTTP/1.1\r\n" + b"a: " + b"x" * 1000 + b"\r\n\r\n") * 20)
-        assert few.connections.held <= 10_000
-        few.hold.set()
-        await settle()
-        assert pipe.statuses == [200] * 3
-        assert pipe.is_over
-        assert few.connections.held == 0
-
-    run(test)
-
-
-def test_at_the_limit_silent_connections_go_first_and_those_that_are_in_stay() -> None:
-    async def test() -> None:
-        server = Server(Connections(5, MiB))
-        ask = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
-        used, of_used = server.connect()
-        used.data_received(ask)
-        silent = [server.connect() for _ in range(25)]
-        for one, _ in silent:  # half a request is none
-            one.data_received(HEAD + b"Content-Length: 100\r\n\r\nhalf")
-        await settle()
-        assert [pipe.is_over for _, pipe in silent] == [True] * 21 + [False] * 4
-        used.data_received(ask)
-        for one, _ in silent[-4:]:
-            one.data_received(b"x" * 96)
-        await settle()
-        assert of_used.statuses == [200, 200]
-        assert all(pipe.statuses == [200] for _, pipe in silent[-4:])
-        # All of them have been heard now, so whoever comes is one too many, and is told so.
-        late, _ = server.connect()
-        late.data_received(ask)
-        used.data_received(ask)
-        await settle()
-        assert [connection.OVER_LIMIT in scope["state"] for scope in server.scopes[-2:]] == [True, False]
-        more = [server.connect() for _ in range(2 * SPARE)]
-        assert server.connections.size <= 5 + SPARE
-        left = [(one, pipe) for one, pipe in more if not pipe.is_over]
-        assert 0 < len(left) <= SPARE
-        for one, _ in left:
-            one.data_received(ask)
-        await settle()
-        assert all(connection.OVER_LIMIT in scope["state"] for scope in server.scopes[-len(left) :])
-        used.data_received(ask)
-        await settle()
-        assert of_used.statuses == [200] * 4
 
     run(test)
