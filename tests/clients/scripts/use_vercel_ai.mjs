@@ -26,6 +26,9 @@ const weather = tool({
   execute: async ({ city, unit }) => `21 degrees ${unit} in ${city}`,
 });
 
+// The tool first, then an answer: a small model left to choose may call for ever.
+const prepareStep = ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" });
+
 await check("a stream says what the whole answer says", async () => {
   const plain = await says(RIVERS, { max_tokens: 32, temperature: 0 });
   for (const model of models) {
@@ -47,7 +50,7 @@ await check("a tool is called, and its result is answered", async () => {
       model,
       tools: { weather },
       stopWhen: stepCountIs(2),
-      prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "auto" }),
+      prepareStep,
       providerOptions: { openai: { parallelToolCalls: false } },
     });
     assert.match(done.steps[0].toolResults[0].output, /^21 degrees/);
@@ -91,7 +94,8 @@ await check("whole numbers and bounds of Zod are read", async () => {
 await check("tools and a form go together", async () => {
   for (const model of models) {
     const output = Output.object({ schema: Weather });
-    const done = await generateText({ ...lisbon, model, tools: { weather }, output, stopWhen: stepCountIs(3) });
+    const done = await generateText({ ...lisbon, model, tools: { weather }, output, stopWhen: stepCountIs(2), prepareStep });
+    assert.match(done.steps[0].toolResults[0].output, /^21 degrees/);
     Weather.parse(done.output);
   }
 });
