@@ -15,7 +15,7 @@ AT = {"base_url": URL, "api_key": "unused", "echo": False}
 likeliest = VLLMModel(MODEL, sampling_params={"top_k": 1}, **AT)  # which takes the likeliest token each time
 
 
-class Weather(BaseModel):
+class Weather(BaseModel, extra="forbid"):
     """The weather of a city."""
 
     city: City
