@@ -44,7 +44,9 @@ def main() -> None:
                 print(_told(name, visits[name]), flush=True)
     failed = [name for name, done in visits.items() if not done.passed]
     if args.page is not None:
-        args.page.write_text("\n".join(page(chosen, visits, args.model)) + "\n", encoding="utf-8")
+        args.page.write_text(
+            "\n".join(page(chosen, visits, args.model, args.call_format)) + "\n", encoding="utf-8"
+        )
     print(f"{len(visits) - len(failed)} of {len(visits)} clients did all of their work")
     if failed:
         sys.exit(f"not {', '.join(failed)}; what they wrote is in {args.home}/homes/NAME/log.txt")
@@ -73,7 +75,7 @@ def _told(name: str, done: Visit) -> str:
     return "\n".join(lines)
 
 
-def page(clients: Sequence[Client], visits: Mapping[str, Visit], model: str) -> list[str]:
+def page(clients: Sequence[Client], visits: Mapping[str, Visit], model: str, call_format: str) -> list[str]:
     """The page, as lines of Markdown."""
     where = provenance()
     machine = where["hardware"]
@@ -85,6 +87,7 @@ def page(clients: Sequence[Client], visits: Mapping[str, Visit], model: str) -> 
         "log is read too: a client fails if a request is refused that its script does not mean to be.",
         "",
         f'- command: `make test-clients ARGS="--page docs/clients.md"`, model `{model}`',
+        f"- server: `specinfer serve {model} --call-format {call_format}`, everything else at its default",
         f"- date and commit: {where['date'][:10]}, {where['commit']}",
         f"- hardware: {machine['cpu']}, {machine['cores']} cores",
         "",

@@ -37,7 +37,7 @@ def test_packages_are_told_from_versions() -> None:
 def test_the_page_names_versions_and_failures() -> None:
     client = Client("x", "pip", ["openai==3.57.0"], [], "2026-01-01", "pip==26.3")
     done = Visit([Check("it asks", True, ""), Check("it hears", False, "TypeError: deaf")], 3, 1)
-    lines = page([client], {"x": done}, "tiny")
+    lines = page([client], {"x": done}, "tiny", "hermes")
     assert "| x | openai 3.57.0 | 1 of 2 | 3 | 1 |" in lines
     assert "- it asks" in lines
     assert "- **fails:** it hears: TypeError: deaf" in lines
