@@ -56,7 +56,7 @@ def _arguments(names: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", choices=[*names, []], metavar="NAME", help=", ".join(names))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(names)}")
     parser.add_argument("--model", default="smollm2-135m", help="what is served (default %(default)s)")
     parser.add_argument(
         "--call-format", default="hermes", help="of tool calls, as in specinfer serve (default %(default)s)"
@@ -65,7 +65,10 @@ def _arguments(names: Sequence[str]) -> argparse.Namespace:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specinfer-clients"
     home = Path(os.environ.get("SPECINFER_CLIENTS") or cache)
     parser.add_argument("--home", type=Path, default=home, help="of the environments (SPECINFER_CLIENTS)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if unknown := sorted({*args.names} - {*names}):
+        parser.error(f"no client is called {', '.join(unknown)}; allowed: {', '.join(names)}")
+    return args
 
 
 def _told(name: str, done: Visit) -> str:
