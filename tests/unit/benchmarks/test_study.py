@@ -25,6 +25,7 @@ SCRIPTS = (
         "identity",
         "kernels",
         "latency",
+        "lm_eval_parity",
         "neighbour",
         "overhead",
         "parameters",
