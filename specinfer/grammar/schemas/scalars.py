@@ -20,6 +20,7 @@ VALUE_KEYWORDS: Final = frozenset(("const", "enum"))
 FORMATS: Final = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
+_SMALLEST: Final = 1e-12  # beside an excluded 0 in strict schemas; what lies between is not written
 _LARGEST: Final = 2.0**63 - 1024  # the library counts in 64 bits, and reads bounds as floats
 _MOST_MULTIPLE: Final = 10_000  # the library follows remainders one by one: 1,000,003 of them take 23 s
 _POWERS: Final = (100_000, 1_000_000)  # of which there are few remainders to follow
@@ -61,6 +62,25 @@ def hold_numbers(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: 
             if not inward:
                 held = math.nextafter(held, -math.inf if upper else math.inf)
         out[key] = int(held) if held.is_integer() else held
+    if holder.strict:
+        _without_whole_bounds(out)
+
+
+def _without_whole_bounds(out: dict[str, Any]) -> None:
+    """Write an excluded whole number as the bound behind it, where all allowed numbers begin with its digits.
+
+    Of `exclusiveMinimum: 1, maximum: 1.5` the library takes the text 1, though not 1.0.
+    """
+    for excluded, bound, others, away in (
+        ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
+        ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
+    ):
+        value = out.get(excluded)
+        if not isinstance(value, int) or away * value < 0 or bound in out:
+            continue
+        if any(0 < away * (out[key] - value) < 1 for key in others if key in out):
+            del out[excluded]
+            out[bound] = math.nextafter(value, away * math.inf) if value else away * _SMALLEST
 
 
 def _clipped(value: float) -> float:

@@ -108,6 +108,10 @@ def test_what_cannot_be_held_is_left_out_and_the_rest_is_held(name):
         ({"type": "number", "maximum": 1.7e308}, ["0", "-2.5", "123456789012"], [str(2**64)]),
         ({"type": "integer", "minimum": -(2**63)}, ["0", str(-(2**62))], [str(-(2**65))]),
         ({"type": "integer", "maximum": 2**53 + 1}, [str(2**53)], [str(2**53 + 2)]),
+        ({"type": "number", "exclusiveMinimum": 1, "maximum": 1.5}, ["1.1", "1.5"], ["1", "1.0"]),
+        ({"type": "number", "exclusiveMinimum": -1.5, "exclusiveMaximum": -1}, ["-1.2"], ["-1", "-1.0"]),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.001", "0.5"], ["0", "0.0"]),
+        ({"type": "number", "minimum": 0.5, "exclusiveMaximum": 1}, ["0.5", "0.9"], ["1", "1.0"]),
         (
             {"type": "object", "properties": {"a": {"type": "null"}}},
             ['{"a":null}', '{"b":1}'],
