@@ -143,4 +143,4 @@ def _record(raw: bytes) -> dict[str, Any] | None:
 
 def _has_failed(record: Mapping[str, Any]) -> bool:
     response = record["response"]
-    return response is not None and response["status_code"] >= _FAILED
+    return response is not None and (response["status_code"] >= _FAILED or response["status_code"] == 429)

@@ -135,7 +135,8 @@ async def _run(
     progress: Progress,
 ) -> None:
     at_once = engine.scheduler.max_batch_size + _AHEAD
-    config = replace(config, max_waiting=at_once * config.max_n, page=False)
+    # Each request may have max_n prompts of max_n completions, and none is to be refused for the others.
+    config = replace(config, max_waiting=at_once * config.max_n**2, max_wait=0.0, page=False)
     async with open_service(config, engine, child, files) as service:
         from specinfer.serve.app import build_app
 

@@ -36,6 +36,7 @@ class ChatPrompt:
     parallel: bool  # whether an answer may call several tools
     starts_inside: bool  # the template opens the reasoning, and the answer may close it
     preamble: str | None  # what may be thought before a form begins, as Lark rules
+    may_think: bool  # before calls; not where the template or the begun message has closed the reasoning
 
     @classmethod
     async def of(
@@ -63,7 +64,7 @@ class ChatPrompt:
             add_generation_prompt=fields.add_generation_prompt is not False,
             continue_final_message=fields.continue_final_message is True,
         )
-        starts_inside, preamble = _thoughts(dialect.reasoning, rendered.text, begun, fields)
+        starts_inside, closed, preamble = _thoughts(dialect.reasoning, rendered.text, begun, fields)
         return cls(
             await service.encode_rendered(rendered, add_special=fields.add_special_tokens is True),
             dialect,
@@ -74,6 +75,7 @@ class ChatPrompt:
             parallel=fields.parallel,
             starts_inside=starts_inside,
             preamble=preamble,
+            may_think=not closed,
         )
 
     @property
@@ -89,7 +91,7 @@ class ChatPrompt:
                 self.tools,
                 self.choice,
                 parallel=self.parallel,
-                reasoning=reasoning,
+                reasoning=reasoning if self.may_think else None,
                 starts_inside=self.starts_inside,
                 form=self.form,
                 whitespace=self.whitespace,
@@ -155,20 +157,20 @@ def _form(fields: ConversationFields, reasoning: Reasoning | None) -> Structured
 
 def _thoughts(
     reasoning: Reasoning | None, prompt: str, begun: str, fields: ConversationFields
-) -> tuple[bool, str | None]:
-    """Whether an answer to this prompt begins inside of reasoning, and what of it may stand before a form.
+) -> tuple[bool, bool, str | None]:
+    """Whether an answer begins inside of reasoning, whether there is no more, and what may be before a form.
 
     `begun` is the message that it goes on with, if it does. A rule that speaks of the mark has the reasoning
     in it.
     """
     if reasoning is None:
-        return False, None
+        return False, False, None
     opened = reasoning.opened_by(prompt) or begun.rfind(OPEN) > begun.rfind(CLOSE)
-    closed = reasoning.closed_by(prompt) or (begun.strip() and not opened)
+    closed = reasoning.closed_by(prompt) or (bool(begun.strip()) and not opened)
     if not fields.forms or _thinks_itself(fields) or closed:
-        return opened, None
+        return opened, closed, None
     rules = [f"{name}: {body}" for name, body in reasoning.preamble(opened).items()]
-    return opened, "\n".join(rules)
+    return opened, closed, "\n".join(rules)
 
 
 def _thinks_itself(fields: ConversationFields) -> bool:

@@ -12,7 +12,7 @@ The policy, applied to every body before anything else looks at it (docs/serving
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, TypeVar
 
@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from specinfer.serve.api_error import ApiError, cut, shown
 from specinfer.serve.config import UnknownFields
-from specinfer.serve.foreign_fields import INSIDE, NOTES, RENAMED, TRANSLATED, USUAL, Own, put
+from specinfer.serve.foreign_fields import CHECKED, INSIDE, NOTES, RENAMED, TRANSLATED, USUAL, Own, put
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _LOG = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ _EXACT: Final = 2**53  # up to which each whole number is a float of its own
 # Values that are the caller's own, and are handed on as they are: schemas, and variables of a template.
 _OPAQUE: Final = frozenset(
     [
+        "body",  # of a line of a batch, to which its endpoint applies the policy
         *("schema", "parameters", "input_schema", "input_examples", "output_schema"),
         *("guided_json", "structured_outputs", "chat_template_kwargs"),
     ]
@@ -39,8 +40,10 @@ _SPECULATIVE: Final = "speculative."  # how llama.cpp's options of speculation b
 class FieldPolicy:
     """Applies the policy; remembers which unknown fields the log has told of. Belongs to one event loop."""
 
-    def __init__(self, unknown: UnknownFields = "error") -> None:
+    def __init__(self, unknown: UnknownFields = "error", sampling: Mapping[str, Any] | None = None) -> None:
+        """`sampling` is what holds where a request does not say how to sample, by name."""
         self._unknown = unknown
+        self._sampling = dict(sampling or {})
         self._told: set[str] = set()
 
     def apply(self, kind: type[BaseModel], body: Any) -> None:
@@ -56,6 +59,8 @@ class FieldPolicy:
                 if name in body:
                     _foreign(name, body, own)
         _settle(body, own)
+        for name in [name for name in body if name in CHECKED and name not in own]:
+            CHECKED[name](name, body.pop(name), {**self._sampling, **body})
 
     def read(self, kind: type[_Body], body: Any) -> _Body:
         """The body as `kind` has it, once the policy was applied; raises pydantic's ValidationError."""
@@ -152,20 +157,22 @@ def _foreign(name: str, body: dict[str, Any], own: Own) -> None:
 def _settle(body: dict[str, Any], own: Own) -> None:
     """Rewrite values of the endpoint's own fields that other servers take; raises ApiError."""
     for name in ("top_k", "seed", "max_tokens", "max_completion_tokens", "max_output_tokens"):
-        # -1 is no limit, or chance. Completions have a usual length, so there it says more than nothing.
-        if name in own and body.get(name) == -1 and (name != "max_tokens" or "messages" in own):
+        # -1 is no limit, or chance. Where some length is usual, or must be given, it says more than nothing.
+        whole = "messages" in own and "output_config" not in own
+        if name in own and body.get(name) == -1 and (name != "max_tokens" or whole):
             del body[name]
     for name in ("grammar", "suffix"):
         if body.get(name) == "":
             del body[name]
     if "messages" not in own and body.get("logprobs") is False:
         del body["logprobs"]
-    if "stop" in body:
-        stop = body["stop"]
-        left = [one for one in stop if one not in (None, "")] if isinstance(stop, list) else stop
-        body["stop"] = left
-        if left in ("", []):
-            del body["stop"]
+    for name in ("stop", "stop_sequences"):
+        if name in body:
+            stop = body[name]
+            left = [one for one in stop if one not in (None, "")] if isinstance(stop, list) else stop
+            body[name] = left
+            if left in ("", []):
+                del body[name]
     if isinstance(body.get("logit_bias"), list):
         body["logit_bias"] = _biases(body["logit_bias"])
     form = body.get("response_format")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, ValidationError
 from pydantic_core import from_json
@@ -65,8 +66,22 @@ class StreamOptions(Fields):
     )
 
 
+def check_strings(name: str, given: Sequence[str], most: int) -> None:
+    """Raise ApiError where a list that the engine looks at for every token is too long."""
+    longest = max(map(len, given), default=0)
+    if len(given) > most or longest > _LONGEST_STOP:
+        raise ApiError(
+            f"{name} has {len(given)} strings, the longest of {longest} characters; allowed: at most "
+            f"{most}, of at most {_LONGEST_STOP}; send fewer or shorter ones",
+            param=name,
+        )
+
+
 class SamplingFields(Fields):
     """What decides a text, under the names of OpenAI's API, of vLLM's, and of SamplingParams."""
+
+    # Whether the model's own sampling parameters hold where a request says nothing.
+    takes_defaults: ClassVar[bool] = True
 
     model: str | None = None
     stream: bool | None = None
@@ -109,18 +124,8 @@ class SamplingFields(Fields):
 
     def check(self) -> None:
         """Refuse what contradicts itself or is too much; raises ApiError."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        for name, given, most in (
-            ("stop", stops, MOST_STOPS),
-            ("bad_words", self.bad_words or [], MOST_BAD_WORDS),
-        ):
-            longest = max(map(len, given), default=0)
-            if len(given) > most or longest > _LONGEST_STOP:
-                raise ApiError(
-                    f"{name} has {len(given)} strings, the longest of {longest} characters; allowed: at most "
-                    f"{most}, of at most {_LONGEST_STOP}; send fewer or shorter ones",
-                    param=name,
-                )
+        check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [], MOST_STOPS)
+        check_strings("bad_words", self.bad_words or [], MOST_BAD_WORDS)
 
     @property
     def usage_in_stream(self) -> bool:

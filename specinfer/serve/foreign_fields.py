@@ -216,7 +216,15 @@ def put(body: dict[str, Any], name: str, value: Any, by: str) -> None:
 
 
 def _put_form(form: Mapping[str, Any], body: dict[str, Any], own: Own, by: str) -> None:
-    """Ask for a form of the text, where the endpoint has a field for it."""
+    """Ask for a form of the text in the endpoint's own field; raises ApiError where that has no such form."""
+    if "output_config" in own:
+        config = body.setdefault("output_config", {})
+        if form["type"] != "json_schema":
+            raise ApiError(f"{by} asks for any JSON object; give a schema in output_config.format", param=by)
+        if isinstance(config, dict):
+            schema = form["json_schema"]["schema"]
+            put(config, "format", {"type": "json_schema", "schema": schema}, by)
+        return
     where, name = (body, "response_format") if "text" not in own else (body.setdefault("text", {}), "format")
     if not isinstance(where, dict):
         return  # it is refused when it is read
@@ -308,8 +316,12 @@ def _reasoning(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
 
 
 def _reasoning_effort(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
-    """How much is thought: at /v1/responses a part of `reasoning`."""
-    if "reasoning" in own:
+    """How much is thought: at /v1/responses a part of `reasoning`, at /v1/messages of `output_config`."""
+    if "output_config" in own:
+        config = body.setdefault("output_config", {})
+        if isinstance(config, dict):
+            put(config, "effort", value, name)
+    elif "reasoning" in own:
         reasoning = body.setdefault("reasoning", {})
         if isinstance(reasoning, dict):  # anything else is refused when it is read
             put(reasoning, "effort", value, name)
@@ -320,7 +332,7 @@ def _reasoning_effort(name: str, value: Any, body: dict[str, Any], own: Own) -> 
         )
 
 
-def _best_of(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
+def _best_of(name: str, value: Any, body: Mapping[str, Any]) -> None:
     if isinstance(value, bool) or value != body.get("n", 1):
         raise ApiError(
             f"best_of is {shown(value)}; it is not offered beyond n: set n and logprobs, and choose the "
@@ -329,7 +341,7 @@ def _best_of(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
         )
 
 
-def _repeat_last_n(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
+def _repeat_last_n(name: str, value: Any, body: Mapping[str, Any]) -> None:
     """How far back penalties look: here at the whole text."""
     if value != -1 and _penalized(body):
         raise ApiError(
@@ -343,7 +355,7 @@ def _penalized(body: Mapping[str, Any]) -> bool:
     return repeated or bool(body.get("frequency_penalty") or body.get("presence_penalty"))
 
 
-def _samplers(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
+def _samplers(name: str, value: Any, body: Mapping[str, Any]) -> None:
     """The order of samplers: taken where it makes no difference from the one here."""
     filters = [
         one
@@ -375,6 +387,9 @@ TRANSLATED: Final[Mapping[str, _Translation]] = {
     "enable_thinking": _think,
     "reasoning": _reasoning,
     "reasoning_effort": _reasoning_effort,
+}
+# Of what these ask for other fields decide whether it happens anyway; so they are looked at last.
+CHECKED: Final[Mapping[str, Callable[[str, Any, Mapping[str, Any]], None]]] = {
     "best_of": _best_of,
     "repeat_last_n": _repeat_last_n,
     "samplers": _samplers,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from pydantic import Field
 
@@ -19,6 +19,8 @@ _REFUSED: Final = {
     "stream_options": "streams end with their counts; drop it",
 }
 
+_DIFFER: Final = "n_predict and max_tokens are given, and differ; give one of them"
+
 
 class ExtraFile(Fields):
     """Another file, or a part of one, as context."""
@@ -30,6 +32,8 @@ class ExtraFile(Fields):
 
 class InfillFields(SamplingFields):
     """The text around a cursor, and how to fill it in."""
+
+    takes_defaults = False  # llama.cpp's hold
 
     input_prefix: str
     input_suffix: str
@@ -51,22 +55,17 @@ class InfillFields(SamplingFields):
     return_tokens: bool | None = None
     n_probs: int | None = None
 
-    # Fields of llama.cpp that do not change the text.
-    cache_prompt: bool | None = None
-    id_slot: int | None = None
-    t_max_prompt_ms: int | None = None
-    timings_per_token: bool | None = None
-    n_keep: int | None = None
-    n_cache_reuse: int | None = None
-    min_keep: Literal[0] | None = None
+    t_max_prompt_ms: int | None = None  # sent by editors; it changes nothing
 
     def check(self) -> None:
         """Raise ApiError for what cannot be honoured."""
         super().check()
         for name, reason in _REFUSED.items():
             value = getattr(self, name)
-            if value not in (None, 0) and (name, value) != ("n", 1):
+            if value is not None and (name, value) not in (("n", 1), ("n_probs", 0)):
                 raise ApiError(f"{name} is not offered here: {reason}", param=name)
+        if None not in (self.n_predict, self.max_tokens) and self.n_predict != self.max_tokens:
+            raise ApiError(_DIFFER, param="n_predict")
 
     @property
     def prefix(self) -> str:

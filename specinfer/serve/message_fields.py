@@ -11,7 +11,7 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.chat_fields import Prediction
 from specinfer.serve.conversation_fields import ConversationFields
-from specinfer.serve.fields import Fields, Items, TextOrItems
+from specinfer.serve.fields import MOST_STOPS, Fields, Items, TextOrItems, check_strings
 from specinfer.serve.message_input import (
     Cached,
     TextBlock,
@@ -156,6 +156,13 @@ class MessageFields(ConversationFields):
                     "context_management removes nothing here; drop it, and shorten messages",
                     param="context_management",
                 )
+        check_strings("stop_sequences", self.stop_sequences or [], MOST_STOPS)
+        if self.prefill and (self.continue_final_message is False or self.add_generation_prompt):
+            raise ApiError(
+                "the last turn of messages is the assistant's, which the answer continues; drop "
+                "continue_final_message and add_generation_prompt, or end with a turn of the user",
+                param="messages",
+            )
         if self.prefill and self.forms:
             raise ApiError(
                 f"{next(iter(self.forms))} applies to a whole answer, and the last turn of messages already "

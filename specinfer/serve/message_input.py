@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
@@ -152,8 +153,9 @@ def check_turns(turns: Sequence[Turn]) -> None:
                 called.add(block.id)
             elif isinstance(block, ToolResultBlock):
                 _check_result(block, where, called)
-    last = turns[-1]
-    if last.role == "assistant" and (kinds := {block.type for block in last.blocks} - {"text"}):
+    # Turns of one role behind one another are one to the model.
+    last = itertools.takewhile(lambda turn: turn.role == "assistant", reversed(turns))
+    if kinds := {block.type for turn in last for block in turn.blocks} - {"text"}:
         raise ApiError(
             f"messages ends with a {min(kinds)} block of the assistant, and only text can be continued; add "
             "the user's turn, or drop the block",

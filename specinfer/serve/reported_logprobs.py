@@ -107,6 +107,11 @@ class SharedPrompts:
         self._known: dict[int, Sequence[Logprobs | None] | None] = {}
         self._begun: set[int] = set()
 
+    def awaits(self, number: int) -> bool:
+        """Whether others wait for what this completion has still to tell."""
+        prompt, completion = divmod(number, self._n)
+        return completion == 0 and prompt in self._held and prompt not in self._known and self._n > 1
+
     def ready(self, number: int, delta: Delta) -> Iterator[tuple[int, Delta]]:
         """What can be told now that a delta of the completion with this number has come: none or several."""
         prompt, completion = divmod(number, self._n)

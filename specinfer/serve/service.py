@@ -36,6 +36,7 @@ from specinfer.serve.tools.tool import Tool
 from specinfer.serve.work import Delta, EngineFacts, Work
 from specinfer.speculate.lookups.indexed_prediction import within_reach
 from specinfer.tokenizer import Rendered, Tokenizer
+from specinfer.tokenizer.chat_messages import messages_for_template
 
 _AT_ONCE: Final = 20_000  # characters; longer texts are tokenized in a thread, and others answered meanwhile
 _MOST_CHARACTERS: Final = 64  # of a token, on average: a longer prompt cannot fit, and is not tokenized
@@ -68,7 +69,7 @@ class Service:
         self.dialect = dialect
         self.models = tuple(models)  # the names requests may use, the own one first
         self.metrics = metrics
-        self.field_policy = FieldPolicy(config.unknown_fields)
+        self.field_policy = FieldPolicy(config.unknown_fields, sampling)
         self.sampling = dict(sampling or {})  # of requests that do not say, by name
         self._observers = observers
         self._most = batch + config.max_waiting  # completions at once
@@ -91,6 +92,8 @@ class Service:
 
     def with_defaults(self, fields: _Fields) -> _Fields:
         """A request's fields, with the model's own sampling parameters where they say nothing."""
+        if not getattr(fields, "takes_defaults", True):
+            return fields
         missing = {
             name: value for name, value in self.sampling.items() if getattr(fields, name, value) is None
         }
@@ -142,6 +145,13 @@ class Service:
         """
         self._check_length((len(prefix) + len(suffix)) // _MOST_CHARACTERS, param)
         most = self._longest_prompt - answer
+        fitting, characters = 0, most * _MOST_CHARACTERS  # more cannot fit, and is not tokenized
+        for _, text in reversed(files):
+            characters -= len(text)
+            if characters < 0:
+                break
+            fitting += 1
+        files = files[len(files) - fitting :]
         return await self._elsewhere(
             param, lambda: tuple(self.tokenizer.encode_fill_in(prefix, suffix, files, most))
         )
@@ -168,7 +178,10 @@ class Service:
         mark = ""
         if continue_final_message:
             mark, add_generation_prompt = f"mark{uuid.uuid4().hex}", False
-            messages = _marked(messages, mark)
+            try:
+                messages = _marked(messages_for_template(messages), mark)
+            except RequestError as error:
+                raise ApiError.of(error) from None
         self._check_length(sum(len(str(message)) for message in messages) // _MOST_CHARACTERS, "messages")
 
         def make() -> Rendered:
@@ -189,14 +202,13 @@ class Service:
     async def encode_rendered(self, rendered: Rendered, *, add_special: bool = False) -> tuple[int, ...]:
         """The token ids of a conversation that `render` made.
 
-        With `add_special` it is encoded as a plain text is, begin-of-text and special tokens included.
+        With `add_special` the begin-of-text token that a plain text gets is put before it.
         """
-        if add_special:
-            return await self.encode(rendered.text, "messages")
         self._check_length(len(rendered.text) // _MOST_CHARACTERS, "messages")
 
         def make() -> tuple[int, ...]:
-            return tuple(self.tokenizer.encode_rendered(rendered))
+            begin = self.tokenizer.beginning if add_special else []
+            return (*begin, *self.tokenizer.encode_rendered(rendered))
 
         return await self._elsewhere("messages", make)
 
@@ -250,7 +262,7 @@ class Service:
                             one.delta(delta, now)
                         if delta.finish_reason is FinishReason.ERROR:
                             failed += 1
-                            if not delta.internal_error or failed == len(all_works):
+                            if not delta.internal_error or failed == len(all_works) or shared.awaits(number):
                                 raise _failure(delta)
                         unadmitted.discard(delta.id)
                         may_begin = may_begin or delta.begun or not delta.is_empty

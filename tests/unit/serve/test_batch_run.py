@@ -130,6 +130,24 @@ def test_what_an_endpoint_refuses_is_told_as_it_tells_it(tokenizer: Tokenizer, t
     assert messages["error"]["message"] == messages["response"]["body"]["error"]["message"]
 
 
+def test_a_body_is_read_by_its_endpoint_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    body = CHAT | {"seed": None, "json_schema": {"properties": {"a": {"const": None, "maximum": 1.0}}}}
+    batch = Batch(tmp_path, ask("a", body=body))
+    with BatchAnswers(batch.target) as answers:
+        [found] = BatchInput(batch.source, 1 << 20).left(answers)
+    assert found.request is not None
+    assert repr(found.request.body) == repr(body)
+
+
+def test_what_was_told_to_come_again_is_asked_again(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    batch = Batch(tmp_path, ask("a"))
+    with BatchAnswers(batch.target) as answers:
+        refused = {"status_code": 429, "request_id": "r", "body": {}}
+        answers.add("a", line=1, response=refused, error={"code": "x", "message": "come again"})
+    with BatchAnswers(batch.target) as answers:
+        assert [one.name for one in BatchInput(batch.source, 1 << 20).left(answers)] == ["a"]
+
+
 def test_a_run_goes_on_from_what_is_there(tokenizer: Tokenizer, tmp_path: Path) -> None:
     batch = Batch(
         tmp_path, *(ask(str(i), body={"messages": [{"role": "user", "content": str(i)}]}) for i in range(9))

@@ -70,6 +70,19 @@ def test_reasoning_that_the_template_closed_is_not_begun_anew(tokenizer: Tokeniz
     assert backend.works[0].params.preamble is None
 
 
+@pytest.mark.parametrize("closed", [True, False])
+def test_reasoning_before_calls_is_held_to_what_the_template_closed(
+    tokenizer: Tokenizer, closed: bool
+) -> None:
+    called = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    backend = ScriptedBackend(says(called if closed else f"hm</think>{called}"))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked = {"tools": tools, "tool_choice": "required", "chat_template_kwargs": {"closed": closed}}
+    message = ask(tokenizer, backend, **asked)["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+    assert ("preamble" in (backend.works[0].params.grammar or "")) is not closed
+
+
 @pytest.mark.parametrize(
     "form",
     [{}, {"response_format": {"type": "text"}}, {"grammar": 'start: /[a-z]+/ "</think>" /.*/'}],

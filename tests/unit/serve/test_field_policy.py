@@ -20,7 +20,7 @@ from specinfer.serve.chat_fields import ChatFields
 from specinfer.serve.completion_fields import CompletionFields
 from specinfer.serve.field_policy import FieldPolicy
 from specinfer.serve.fields import parse
-from specinfer.serve.foreign_fields import INSIDE, NOTES, RENAMED, TRANSLATED, USUAL
+from specinfer.serve.foreign_fields import CHECKED, INSIDE, NOTES, RENAMED, TRANSLATED, USUAL
 from specinfer.serve.message_fields import MessageFields
 from specinfer.serve.response_fields import ResponseFields
 from specinfer.serve.token_fields import DetokenizeFields, TokenizeFields
@@ -354,7 +354,7 @@ def test_the_documentation_names_every_field_there_is_a_rule_for() -> None:
     inside = [name for rules in INSIDE.values() for name in (*rules.notes, *rules.usual, *rules.renamed)]
     models: list[type[BaseModel]] = [ChatFields, CompletionFields, ResponseFields]
     own = [name for kind in models for name in kind.model_fields]
-    assert {*NOTES, *USUAL, *RENAMED, *TRANSLATED, *inside, *own} - named == set()
+    assert {*NOTES, *USUAL, *RENAMED, *TRANSLATED, *CHECKED, *inside, *own} - named == set()
 
 
 def test_what_is_the_callers_own_json_stays_as_it_is() -> None:

@@ -202,6 +202,9 @@ def test_an_answer_has_the_fields_that_are_wanted(tokenizer: Tokenizer) -> None:
         ({"input_suffix": None}, "input_suffix"),
         ({"n": 2}, "n"),
         ({"n_probs": 3}, "n_probs"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"timings_per_token": True}, "timings_per_token"),
+        ({"n_predict": 5, "max_tokens": 9}, "n_predict"),
         ({"input_extra": [{"filename": "x"}]}, "input_extra[0].text"),
         ({"input_prefix": "x" * 7_000_000}, "input_suffix"),
         ({"input_prefix": "x" * 100_000}, "input_prefix"),
@@ -213,6 +216,27 @@ def test_what_cannot_be_honoured_is_refused(tokenizer: Tokenizer, body: dict[str
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
     ask(tokenizer, [says("1")], do)
+
+
+def test_a_file_that_cannot_fit_is_not_tokenized(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    encode = Tokenizer.encode_behind
+
+    def counted(self: Tokenizer, text: str) -> list[int]:
+        read.append(len(text))
+        return encode(self, text)
+
+    monkeypatch.setattr(Tokenizer, "encode_behind", counted)
+
+    async def do(server: Filling) -> None:
+        extra = [{"text": "x" * 7_000_000}, {"text": "y" * 30}]
+        assert (await server.post(input_extra=extra)).status_code == 200
+        assert "y" * 30 in server.prompts[0]
+
+    ask(tokenizer, [says("1")], do)
+    assert max(read) < 1000
 
 
 def test_completions_take_a_suffix(tokenizer: Tokenizer) -> None:

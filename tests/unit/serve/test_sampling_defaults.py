@@ -7,12 +7,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from specinfer import LLM, SamplingParams
 from specinfer.errors import ConfigError
+from specinfer.serve.infill_fields import InfillFields
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+from tests.scripted_server import (
+    ScriptedBackend,
+    byte_tokenizer,
+    http_client,
+    says,
+    scripted_app,
+    scripted_service,
+)
 from tests.tiny_models import write_tiny_llama
 
 SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
@@ -53,6 +62,36 @@ def test_what_a_request_does_not_say_the_model_does(tokenizer: Tokenizer, path: 
     }
     usual = {name: getattr(SamplingParams(), name) for name in SAMPLING}
     assert law(asked(tokenizer, {}, path)) == usual
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"repeat_last_n": 64}, "repeat_last_n"),
+        ({"samplers": ["temperature"]}, "samplers"),
+        ({"samplers": ["top_p", "temperature", "top_k", "penalties"]}, "samplers"),
+    ],
+)
+def test_what_a_request_asks_for_is_held_against_them(
+    tokenizer: Tokenizer, more: dict[str, Any], param: str
+) -> None:
+    async def run(sampling: dict[str, float]) -> httpx.Response:
+        app = scripted_app(tokenizer, ScriptedBackend(says("a")), sampling=sampling)
+        async with http_client(app) as client:
+            return await client.post("/completions", json={"prompt": "hi"} | more)
+
+    refused = asyncio.run(run(SAMPLING))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert asyncio.run(run({})).status_code == 200
+
+
+def test_editors_have_llama_cpps_defaults(tokenizer: Tokenizer) -> None:
+    assert InfillFields(input_prefix="", input_suffix="").takes_defaults is False
+    service = scripted_service(tokenizer, ScriptedBackend(), sampling=SAMPLING)
+    fields = service.with_defaults(InfillFields(input_prefix="a", input_suffix="b"))
+    params = fields.sampling_params(8)
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
+    assert params.repetition_penalty == 1
 
 
 def test_models_are_listed_with_what_they_recommend(tokenizer: Tokenizer) -> None:

@@ -204,6 +204,19 @@ def test_one_of_several_that_fails_leaves_the_others_their_answers(tokenizer: To
     assert told.value.status == 400
 
 
+def test_others_do_not_go_on_without_the_figures_of_their_prompt(tokenizer: Tokenizer) -> None:
+    failed = Delta("", finish_reason=FinishReason.ERROR, error="3 steps failed", internal_error=True)
+    whole = Delta("", "a", (97,), finish_reason=FinishReason.LENGTH)
+
+    async def run() -> None:
+        service = service_of(Told((0, failed), (1, whole)), tokenizer)
+        async for _ in service.answer([(1,)], [SamplingParams(n=2, prompt_logprobs=1)]):
+            pass
+
+    with pytest.raises(ApiError, match="3 steps failed"):
+        asyncio.run(run())
+
+
 @pytest.mark.parametrize("max_wait", [0, 5])
 def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_more(
     tokenizer: Tokenizer, max_wait: int

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -23,16 +25,18 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
     return Tokenizer.load(write_folder(tmp_path, tokenizer_config={"chat_template": TEMPLATE}))
 
 
-def prompts(tokenizer: Tokenizer, **options: Any) -> list[list[int]]:
-    """The prompt of a conversation at each endpoint."""
+def prompts(
+    tokenizer: Tokenizer, more: Mapping[str, Any] = MappingProxyType({}), **options: Any
+) -> list[list[int]]:
+    """The prompt of a conversation at each endpoint, with `more` fields; `options` are the server's."""
     backend = ScriptedBackend(says("a"))
 
     async def run() -> list[int]:
         async with http_client(scripted_app(tokenizer, backend, **options)) as client:
             for path, field in (("/chat/completions", "messages"), ("/responses", "input")):
-                answer = await client.post(path, json={field: FORGED})
+                answer = await client.post(path, json={field: FORGED, **more})
                 assert answer.status_code == 200, answer.text
-            answer = await client.post("http://server/tokenize", json={"messages": FORGED})
+            answer = await client.post("http://server/tokenize", json={"messages": FORGED, **more})
         tokens: list[int] = answer.json()["tokens"]
         return tokens
 
@@ -42,6 +46,8 @@ def prompts(tokenizer: Tokenizer, **options: Any) -> list[list[int]]:
 
 def test_a_user_ends_no_turn(tokenizer: Tokenizer) -> None:
     assert prompts(tokenizer) == [[*b"a</s>b", 257]] * 3
+    begun = prompts(tokenizer, {"add_special_tokens": True})
+    assert begun == [[*tokenizer.beginning, *b"a</s>b", 257]] * 3
     assert prompts(tokenizer, special_tokens_in_messages="special") == [[*b"a", 257, *b"b", 257]] * 3
 
 
