@@ -163,10 +163,12 @@ class Admission:
         prompt, most = len(request.prompt_token_ids), request.params.max_tokens
         if prompt == 0:
             raise RequestError("the prompt is empty; give at least one token of text")
-        if prompt >= self.max_context:
+        allowed = self.max_context - (most > 0)
+        if prompt > allowed:
+            needs = " and an answer needs at least one" if most > 0 else ""
             raise RequestError(
-                f"the prompt has {prompt} tokens; allowed: at most {self.max_context - 1}, since the context "
-                f"is {self.max_context} and an answer needs at least one; shorten the prompt"
+                f"the prompt has {prompt} tokens; allowed: at most {allowed}, since the context is "
+                f"{self.max_context}{needs}; shorten the prompt"
             )
         self._check_ids("the prompt", request.prompt_token_ids)
         longest = min(prompt + most, self.max_context)

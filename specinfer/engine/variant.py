@@ -19,6 +19,8 @@ def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Mo
     Raises ConfigError when `wanted` needs other weights.
     """
     pairs = [(name, getattr(wanted, name), getattr(config, name)) for name in _LOADED]
+    if wanted.generation_config == "auto":  # it was read with the weights, or not at all
+        pairs.append(("generation_config", "auto", config.generation_config))
     if wanted.speculation.drafts:
         pairs += [
             (name, getattr(wanted.speculation, name), getattr(config.speculation, name))

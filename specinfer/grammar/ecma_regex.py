@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Final
 
 _SPACE = r"\t\n\x0B\x0C\r\x20\xA0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
 _LINE_ENDS = r"\n\r\u2028\u2029"
@@ -23,6 +24,9 @@ _ESCAPE = re.compile(
 _LOOK = re.compile(r"\((\?=|\?!|\?<=|\?<!)")
 _OPENING = re.compile(r"\((?:\?:|\?P?<[A-Za-z_]\w*>|\?[a-z]+(?:-[a-z]+)?[:)])?")
 _NOTHING = "(?:)"
+
+_LONGEST: Final = 16 * 1024  # characters: each lookahead reads the rest of the expression
+_MOST_PARTS: Final = 16  # leading lookaheads that are held
 
 
 class UnreadableError(ValueError):
@@ -45,10 +49,12 @@ def read_ecma(pattern: str) -> RustRegex:
 
     What is malformed otherwise is passed on, for the library to complain about.
     """
+    if len(pattern) > _LONGEST:
+        raise UnreadableError(f"it has {len(pattern)} characters, more than {_LONGEST}")
     parts: list[str] = []
     left_out: list[str] = []
     rest = pattern
-    while (inner := _leading_lookahead(rest)) is not None:
+    while len(parts) < _MOST_PARTS and (inner := _leading_lookahead(rest)) is not None:
         reader = _Reader(f"^(?:{inner})")
         parts.append(reader.read())
         left_out += reader.left_out

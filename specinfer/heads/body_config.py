@@ -107,7 +107,8 @@ def body_to_hf(body: ModelConfig, *, causal_block: bool = False) -> dict[str, ob
         "rms_norm_eps": body.norm_eps,
         "rope_theta": rope.theta,
         "rope_scaling": rope_to_hf(rope),
-        "max_position_embeddings": body.max_context,
+        # Of dynamic scaling it is the context before it was extended.
+        "max_position_embeddings": rope.dynamic.original_context if rope.dynamic else body.max_context,
         "attention_bias": body.qkv_bias,
         "mlp_bias": body.mlp_bias,
         "tie_word_embeddings": False,

@@ -25,6 +25,7 @@ from specinfer.tokenizer.template_budget import MOST_BITS, OF_NODE, BoundsError,
 
 _MOST_DIGITS: Final = 300  # of a rounded number
 _MOST_INDENT: Final = 16
+_MOST_STRIPPED: Final = 1000  # each is looked for at each end, one character of the text after the other
 _MOST_WIDTH: Final = 10_000  # of a formatted value
 _FLOAT: Final = 400  # characters of the longest float
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\d*)(?:\.(\d*))?")
@@ -161,6 +162,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise BoundsError(f"it encodes texts in ways other than {', '.join(sorted(_CODECS))}")
         elif name == "translate":
             raise BoundsError("it calls translate")
+        elif name in ("strip", "lstrip", "rstrip"):
+            _ask_strip(*args[:1])
 
     def _filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A filter or a test that is counted, and asked about first where it makes much of little."""
@@ -251,7 +254,17 @@ class _Counting(NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
         self.generic_visit(node)
-        return _applied(_MADE, node) if isinstance(node.arg, nodes.Slice) else node
+        if isinstance(node.arg, nodes.Slice):
+            return _applied(_MADE, node)
+        if not isinstance(node.arg, nodes.Const):  # a tuple of tuples takes long to hash
+            node.arg = _applied(_WEIGHED, node.arg)
+        return node
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Expr:
+        self.generic_visit(node)
+        for pair in node.items:
+            pair.key = _applied(_WEIGHED, pair.key)
+        return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Expr:
         self.generic_visit(node)
@@ -283,6 +296,16 @@ def _replaced(text: Any, old: Any = "", new: Any = "", count: Any = None) -> int
     return size
 
 
+def _ask_strip(characters: Any = None) -> None:
+    if isinstance(characters, (str, bytes)) and len(characters) > _MOST_STRIPPED:
+        raise BoundsError(f"it strips more than {_MOST_STRIPPED} characters of a text")
+
+
+def _trimmed(weight: int, text: Any, chars: Any = None) -> int:
+    _ask_strip(chars)
+    return weight
+
+
 def _lines(weight: int, text: Any, width: Any = 4, *args: Any, **kwargs: Any) -> int:
     size = len(width) if isinstance(width, str) else int(width)
     return weight + (str(text).count("\n") + 1) * size
@@ -312,4 +335,5 @@ _ASKED: Final[Mapping[str, Callable[..., int]]] = {
     "round": _digits,
     "slice": lambda weight, value, slices, *fill, **more: OF_NODE * int(slices),
     "sum": _numbers,
+    "trim": _trimmed,
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -117,10 +117,14 @@ class SpecialNames:
         def marked(text: str, names: re.Pattern[str] = self._names) -> str:
             return names.sub(lambda name: name[0][:-1] + mark + name[0][-1], text)
 
-        read = {key: marked(one) if _may_write(key, one) else one for key, one in message.items()}
-        if isinstance(message["content"], list):
-            read["content"] = [{**part, "text": marked(part["text"])} for part in message["content"]]
-        return read
+        def all_marked(value: Any) -> Any:
+            if isinstance(value, str):
+                return marked(value)
+            if isinstance(value, Mapping):
+                return {key: all_marked(one) for key, one in value.items()}
+            return [*map(all_marked, value)] if isinstance(value, list) else value
+
+        return {key: one if key == "role" else all_marked(one) for key, one in message.items()}
 
     @cached_property
     def _renamed(self) -> tuple[str, tokenizers.Tokenizer, Mapping[int, int]]:
@@ -152,15 +156,18 @@ class SpecialNames:
         return prefix, renamed, ids
 
 
-def _may_write(key: str, value: object) -> bool:
-    """Whether a field of a message is a text that its author chose; ids are matched with others."""
-    return isinstance(value, str) and key not in ("role", "tool_call_id")
-
-
-def _written(messages: Iterable[Mapping[str, Any]]) -> Iterable[str]:
-    """The texts of those who are not trusted."""
+def _written(messages: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The texts of those who are not trusted, wherever they stand in a message."""
     for message in messages:
         if message["role"] not in _TRUSTED:
-            yield from (one for key, one in message.items() if _may_write(key, one))
-            if isinstance(message["content"], list):
-                yield from (part["text"] for part in message["content"])
+            yield from _texts([one for key, one in message.items() if key != "role"])
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value.values()])
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)

@@ -39,9 +39,9 @@ class PromptLogprobs(Sequence[Logprobs | None]):
             self._scores = Scores.empty(len(self), self._top)
         places = slice(first, first + len(scores.ids))
         self._scores.put(places, scores)
-        self._known[places] = [True] * len(scores.ids)
         for token in set(scores.ids.ravel().tolist()) - self._texts.keys() - {NO_TOKEN}:
             self._texts[token] = text_of(token)
+        self._known[places] = [True] * len(scores.ids)  # last: other threads read meanwhile
 
     def __len__(self) -> int:
         return len(self._known)

@@ -50,6 +50,7 @@ class SchemaDocument:
         self._bases: dict[int, str] = {}  # of a schema, by its identity, where it is not that of the root
         self._places: dict[str, str] = {}  # absolute names -> pointers
         self._nodes: dict[int, dict[str, Any]] = {}  # that were read, by the identity of the schema
+        self._references: dict[str, list[str]] = {}  # by the pointer of the schema that has them
         self._reads = 0
         self._refs_alone = _OLD.match(str(root.get("$schema"))) is not None
         self._index(root, "", "")
@@ -72,6 +73,11 @@ class SchemaDocument:
 
     def references(self, pointer: str) -> list[str]:
         """The pointers that references in the schema at `pointer` lead to."""
+        if pointer not in self._references:
+            self._references[pointer] = self._read_references(pointer)
+        return self._references[pointer]
+
+    def _read_references(self, pointer: str) -> list[str]:
         found, todo = list[str](), [self.target(f"#{pointer}")]
         while todo:
             placed = todo.pop()

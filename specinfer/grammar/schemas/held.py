@@ -44,6 +44,8 @@ from specinfer.grammar.schemas.scalars import (
 _LOG = logging.getLogger(__name__)
 _MOST_NODES: Final = 20_000  # of schemas that are written, what is written twice counted twice
 _MOST_TRIALS: Final = 300  # of parts
+_MOST_TRIED: Final = 300  # definitions, each of which is compiled with all others
+_MOST_FOLLOWED: Final = 500_000
 _KEPT_SOURCE: Final = 16 * 1024  # characters; what becomes of longer ones is not kept
 _SHOWN: Final = 8  # places in a log line
 _LONG: Final = 80  # characters of a place there
@@ -124,6 +126,7 @@ class SchemaHolder:
         self._pending: list[str] = []  # pointers of definitions that are still to be written
         self._writing: str | None = None  # the pointer of the one that is being written
         self._nodes = 0
+        self._followed = 0  # references, in search of those that lead back
         self._faults: dict[str, str] = {}  # by what is written
 
     def whole(self) -> tuple[Mapping[str, Any], str]:
@@ -151,6 +154,11 @@ class SchemaHolder:
     def _without_unmet(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
         """The same without definitions that nothing meets, on which the library gives up the whole schema."""
         definitions = written["$defs"]
+        if len(definitions) > _MOST_TRIED:
+            raise RequestError(
+                f"nothing meets one of its {len(definitions)} definitions; take that one out, or make the "
+                "schema smaller"
+            )
         unmet = {
             f"#/$defs/{name}"
             for name in definitions
@@ -255,13 +263,19 @@ class SchemaHolder:
         return node
 
     def _leads_back(self, pointer: str) -> bool:
-        """Whether a definition leads, by references, to the one that is being written."""
+        """Whether a definition leads, by references, to the one that is being written.
+
+        Raises RequestError where so many were followed that a stranger's schema would take seconds.
+        """
         seen, todo = set[str](), [pointer]
         while todo and self._writing is not None:
             pointer = todo.pop()
             if pointer == self._writing:
                 return True
             if pointer not in seen:
+                self._followed += 1
+                if self._followed > _MOST_FOLLOWED:
+                    raise RequestError("it has too many references in one another; make it smaller")
                 seen.add(pointer)
                 todo += self.document.references(pointer)
         return False

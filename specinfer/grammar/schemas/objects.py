@@ -30,15 +30,17 @@ def hold_object(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: S
     said = {key: node[key] for key in node if key in OBJECT_KEYWORDS}
     _close(node, said, at, holder)
     properties: Mapping[str, Schema] = said.get("properties", {})
-    required = list(dict.fromkeys(said.get("required", ())))
+    needed_names = dict.fromkeys(said.get("required", ()))
     others: Schema = said.get("additionalProperties", True)
-    patterns, others = _patterns(said.get("patternProperties", {}), others, at, holder)
+    given = said.get("patternProperties", {})
+    patterns, others = _patterns(given, others, bool(properties), at, holder)
     named = {
         name: holder.hold(one, f"{at}/properties/{escaped_key(name)}") for name, one in properties.items()
     }
     for name, needed in said.get("dependentRequired", {}).items():
-        if name in required:
-            required += [one for one in needed if one not in required]
+        if name in needed_names:
+            needed_names |= dict.fromkeys(needed)
+    required = list(needed_names)
     if named:
         out["properties"] = named
     if patterns:
@@ -58,7 +60,7 @@ def hold_object(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: S
 
 
 def _patterns(
-    given: Mapping[str, Schema], others: Schema, at: str, holder: SchemaHolder
+    given: Mapping[str, Schema], others: Schema, described: bool, at: str, holder: SchemaHolder
 ) -> tuple[dict[str, tuple[str, Schema]], Schema]:
     """The expressions for names that are held, written for the library, and what holds of all other names.
 
@@ -70,7 +72,8 @@ def _patterns(
             read = read_ecma(pattern)
         except UnreadableError:
             read = None
-        if read is not None and not read.left_out and len(read.parts) == 1:
+        finite = others is False and described and _is_finite(pattern)
+        if read is not None and not read.left_out and len(read.parts) == 1 and not finite:
             [written] = read.parts
             together = dict.fromkeys([*held, written], True)
             if written not in held and not holder.refuses({"type": "object", "patternProperties": together}):
@@ -80,6 +83,15 @@ def _patterns(
         if others is not True:
             others = one if others is False else {"anyOf": [others, one]}
     return held, others
+
+
+def _is_finite(pattern: str | None) -> bool:
+    """Whether an expression may match but a few names, as it repeats nothing endlessly.
+
+    Where all of them are described, the library would write a comma for one more, with nothing behind it.
+    """
+    whole = pattern is not None and pattern.startswith("^") and pattern.endswith("$")
+    return whole and not re.search(r"[*+]|\{\d*,\}|\[\^|\.", pattern or "")
 
 
 def _names(given: Schema, out: dict[str, Any], has_patterns: bool, at: str, holder: SchemaHolder) -> None:
@@ -100,6 +112,16 @@ def _names(given: Schema, out: dict[str, Any], has_patterns: bool, at: str, hold
     pattern = None
     if not said:
         return
+    described = out.get("properties", {})
+    texts = None if values is None else [value for value in values if isinstance(value, str)]
+    own = {*described, *out.get("required", ())}
+    if texts is not None and len(said) == 1 and not has_patterns and own.issuperset(texts):
+        # No other name is left. The library would write a comma for one, with nothing behind it.
+        others = out.get("additionalProperties", True)
+        named = {name: one if name in texts else False for name, one in described.items()}
+        out["properties"] = {**named, **{one: others for one in texts if one not in described}}
+        out["additionalProperties"] = False
+        return
     if values is not None and len(said) == 1:
         pattern = "|".join(re.escape(value) for value in values if isinstance(value, str))
         pattern = f"^(?:{pattern})$" if pattern else "[]"
@@ -111,7 +133,8 @@ def _names(given: Schema, out: dict[str, Any], has_patterns: bool, at: str, hold
         read = None if pattern is None or has_patterns else read_ecma(pattern)
     except UnreadableError:
         read = None
-    if read is None or read.left_out or len(read.parts) > 1:
+    none_left = bool(described) and texts is None and _is_finite(pattern)
+    if read is None or read.left_out or len(read.parts) > 1 or none_left:
         holder.leave_out("propertyNames", at)
         return
     only: dict[str, Any] = {"patternProperties": {read.parts[0]: True}, "additionalProperties": False}

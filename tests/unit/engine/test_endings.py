@@ -111,3 +111,16 @@ def test_a_prompt_that_was_computed_for_no_token_is_found_again(tiny: Tiny) -> N
     llm.generate([PROMPTS[1]], SamplingParams(max_tokens=0))
     (output,), (alone,) = (one.generate([PROMPTS[1]], params) for one in (llm, tiny.llm()))
     assert (output.cached_tokens, output.token_ids) == (8, alone.token_ids)
+
+
+def test_a_prompt_that_fills_the_context_may_be_scored(tiny: Tiny) -> None:
+    llm = tiny.llm(max_context=16)
+    prompt = [1 + i % 9 for i in range(16)]
+    [scored] = llm.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert (scored.token_ids, scored.finish_reason) == ((), FinishReason.LENGTH)
+    assert scored.prompt_logprobs is not None
+    assert [one is None for one in scored.prompt_logprobs] == [True, *[False] * 15]
+    with pytest.raises(RequestError, match="16 tokens; allowed: at most 15, since the context is 16"):
+        llm.generate([prompt], SamplingParams(max_tokens=1))
+    with pytest.raises(RequestError, match="17 tokens; allowed: at most 16, since the context is 16;"):
+        llm.generate([[*prompt, 1]], SamplingParams(max_tokens=0))

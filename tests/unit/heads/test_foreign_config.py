@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from specinfer.engine.drafts import Found, FoundHead, find, find_drafts
 from specinfer.errors import ModelError
+from specinfer.heads.body_config import body_from_hf, body_to_hf
 from specinfer.heads.checkpoint import HeadFolder, is_head
 from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress
@@ -334,3 +335,23 @@ def test_a_quantized_head_is_refused(target: Path, tmp_path: Path) -> None:
     write_layout(LAYOUTS["AngelSlim"], tmp_path / "head", lambda c: c.update(quantization_config=said))
     with pytest.raises(ModelError, match="quantized by compressed-tensors, which is not read"):
         HeadFolder(tmp_path / "head", open_model(target).config)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+    ],
+)
+def test_scaled_rotations_of_a_head_are_written_as_they_were_read(scaling: dict[str, Any]) -> None:
+    read = body_from_hf(
+        {
+            **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128},
+            **{"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2},
+            **{"max_position_embeddings": 2048, "rope_theta": 10000.0, "rope_scaling": scaling},
+        }
+    )
+    again = body_from_hf(body_to_hf(read))
+    assert (again.rope, again.max_context) == (read.rope, read.max_context)

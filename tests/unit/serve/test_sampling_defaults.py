@@ -124,5 +124,7 @@ def test_the_library_takes_them_where_no_parameters_are_given(tmp_path: Path) ->
         assert llm.default_params == SamplingParams()
         [told] = llm.chat(HI, SamplingParams(max_tokens=1))
         assert bytes(told.prompt_token_ids) == b"<hi>"
+        with pytest.raises(ConfigError, match="generation_config is 'auto'"):
+            llm.variant(generation_config="auto")
     with pytest.raises(ConfigError, match=r"cannot read chat_template .*none\.jinja: No such file"):
         LLM(folder, chat_template=tmp_path / "none.jinja", **options)

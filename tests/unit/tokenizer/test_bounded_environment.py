@@ -42,7 +42,12 @@ STEPS = {
     ),
     "filters": "{% for i in range(99999) %}{% set x = range(99999) | map('abs') | list %}{% endfor %}",
 }
+_NESTED = "{% set n = namespace(x=(1,)) %}{% for i in range(40) %}{% set n.x = (n.x, n.x) %}{% endfor %}"
 SIZES = {
+    "a key that takes long to hash": _NESTED + "{{ {}[n.x] }}",
+    "a key of a dict that takes long to hash": _NESTED + "{% set d = {n.x: 1} %}",
+    "strip": "{{ ('a' * 400000).strip('b' * 400000 ~ 'a') }}",
+    "trim": "{{ ('a' * 400000) | trim('b' * 400000 ~ 'a') }}",
     "a product": "{{ 'a' * 2000000000 }}",
     "a product turned round": "{{ 2000000000 * ['a'] }}",
     "a constant filter": "{{ 'a' | center(2000000000) }}",

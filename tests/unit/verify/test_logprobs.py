@@ -151,6 +151,19 @@ def test_a_prompts_reports_are_none_until_they_are_known() -> None:
         found[4]
 
 
+def test_a_prompts_reports_are_whole_whenever_they_are_read() -> None:
+    """Completions share them, and other threads read while they are made."""
+    found, seen = PromptLogprobs(3, 0), list[object]()
+
+    def text_of(token: int) -> str:
+        seen.append(found[1])
+        return chr(token)
+
+    found.add(*known(1, [7]), text_of)
+    assert seen == [None]
+    assert found[1] == {7: Logprob(-7.0, 8, chr(7))}
+
+
 def test_a_prompts_reports_are_kept_and_sent_as_numbers() -> None:
     tokens, top = 4000, 20
     found = PromptLogprobs(tokens, top)

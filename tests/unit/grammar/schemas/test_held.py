@@ -10,7 +10,7 @@ import pytest
 
 from specinfer.errors import RequestError
 from specinfer.grammar.schemas.held import held_schema
-from tests.unit.grammar.vocabulary import accepts, grammar_of, schema_format
+from tests.unit.grammar.vocabulary import accepts, byte_id, grammar_of, schema_format
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node", "minProperties": 1}, "n": {}}}
 CONDITIONS = [
@@ -84,6 +84,33 @@ PARTS = {
         ["[1,1]"],
         ["[1]"],
     ),
+    "a record of a few names": Part(  # Zod's
+        {
+            "type": "object",
+            "propertyNames": {"type": "string", "enum": ["a", "b"]},
+            "additionalProperties": {"type": "integer"},
+            "required": ["a", "b"],
+        },
+        [],
+        ['{"a":1,"b":2}'],
+        ['{"a":1}', '{"a":1,"b":2,"c":3}', '{"a":"x","b":2}'],
+    ),
+    "described names alone": Part(
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "propertyNames": {"enum": ["a", "b"]}},
+        [],
+        ['{"a":1}', '{"b":"x"}', "{}"],
+        ['{"c":1}', '{"a":"x"}'],
+    ),
+    "an expression that may match described names alone": Part(
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "propertyNames": {"pattern": "^[ab]$"},
+        },
+        ["propertyNames at the schema"],
+        ['{"a":1}', '{"a":1,"b":2}'],
+        ['{"a":"x"}'],
+    ),
     "names behind others": Part(
         {"type": "object", "additionalProperties": {"type": "integer"}, "patternProperties": BEHIND},
         ["patternProperties at /patternProperties/(?<=a)b"],
@@ -148,7 +175,36 @@ def test_a_schema_is_said_once_to_be_held_in_part(caplog):
     assert line.endswith("and 12 more")
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "properties": {"a": {}, "b": {}}},
+        {"type": "object", "propertyNames": {"pattern": "^[ab]$"}, "properties": {"a": {}, "b": {}}},
+        {
+            "type": "object",
+            "properties": {"a": {}, "b": {}},
+            "patternProperties": {"^[ab]$": {"type": "integer"}},
+            "additionalProperties": False,
+        },
+    ],
+)
+def test_where_no_name_is_left_there_is_no_further_comma(schema):
+    """Nothing could follow it, and the answer would break off."""
+    state = grammar_of(response_format=schema_format(schema)).state()
+    for byte in b'{"a":1,"b":2':
+        assert state.permits((), byte_id(byte))
+        state.commit([byte_id(byte)])
+    if state.permits((), byte_id(ord(","))):
+        state.commit([byte_id(ord(","))])
+        assert any(state.permits((), byte_id(byte)) for byte in b' "')
+
+
 def test_a_strangers_schema_costs_little_and_says_so():
+    nested = "^" + "(?=a)" * 5000 + "a"
+    assert [*left_out({"type": "string", "pattern": nested})] == ["pattern at the schema"]
+    chain = {f"d{i}": {"minProperties": 1, "$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
+    with pytest.raises(RequestError, match="make it smaller"):
+        left_out({"$ref": "#/$defs/d0", "$defs": chain | {"d3000": {"type": "object"}}})
     fan = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 100} for i in range(8)} | {"a8": {"const": 1}}
     with pytest.raises(RequestError, match="too many alternatives in one another"):
         left_out({"not": {"$ref": "#/$defs/a0"}, "$defs": fan})
