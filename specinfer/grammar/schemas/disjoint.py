@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from specinfer.grammar.schemas.document import TYPES, Schema, SchemaDocument
+from specinfer.grammar.schemas.document import TYPES, Schema, SchemaDocument, type_of
 
 _DEEPEST: Final = 8
 
@@ -37,9 +37,12 @@ def types_of(node: Mapping[str, Any]) -> frozenset[str]:
     """The types that a value may have, `integer` being a number; all where the keywords do not say."""
     values = values_of(node)
     given = node.get("type", list(TYPES))
-    names = {given} if isinstance(given, str) else set(given)
-    named = frozenset("number" if name == "integer" else name for name in names)
-    return named if values is None else named & frozenset(map(_type, values))
+    named = _with_numbers([given] if isinstance(given, str) else given)
+    return named if values is None else named & _with_numbers(map(type_of, values))
+
+
+def _with_numbers(names: Iterable[str]) -> frozenset[str]:
+    return frozenset("number" if name == "integer" else name for name in names)
 
 
 def values_of(node: Mapping[str, Any]) -> list[Any] | None:
@@ -107,18 +110,3 @@ def _equal(one: object, other: object) -> bool:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     return one == other
-
-
-def _type(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-    return "object"

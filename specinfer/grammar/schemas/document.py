@@ -42,6 +42,24 @@ _MOST_READS: Final = 200_000
 _MOST: Final = (1 << 31) - 1  # a larger count is no bound to anybody, and more than the library can write
 
 
+def type_of(value: object) -> str:
+    """The JSON schema type of a JSON value; `integer` where it is an int, for a float `number`."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
 class SchemaDocument:
     """One schema, with all that its references may lead to inside of it."""
 

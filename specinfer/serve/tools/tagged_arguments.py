@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from specinfer.grammar.schemas.document import type_of
 from specinfer.serve.tools.tool import Tool
 
 TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
@@ -35,7 +36,7 @@ def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
         return frozenset([kind] if isinstance(kind, str) else kind)
     for key in ("enum", "const"):
         if key in schema:
-            return frozenset(map(_type, schema[key] if key == "enum" else [schema[key]]))
+            return frozenset(map(type_of, schema[key] if key == "enum" else [schema[key]]))
     for key in ("anyOf", "oneOf"):
         if key in schema:
             parts = [types_of(_resolved(part, schema)) for part in schema[key]]
@@ -47,28 +48,11 @@ def json_of(text: str, types: frozenset[str]) -> str:
     """The JSON of a value written as `text`: itself where it is JSON of such a type, else a string."""
     written = _PYTHON.get(text.strip(), text.strip())
     try:
-        found = _type(json.loads(written, parse_constant=_refuse))
+        found = type_of(json.loads(written, parse_constant=_refuse))
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     fits = found in types or (found == "integer" and "number" in types) or "string" not in types
     return written if fits else json.dumps(text, ensure_ascii=False)
-
-
-def _type(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-    return "object"
 
 
 def _resolved(schema: object, whole: Mapping[str, Any]) -> Mapping[str, Any]:
