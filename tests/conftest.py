@@ -24,9 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Tiny tensors gain nothing from more threads, and lose much when the other cores are busy."""
+    """Tiny tensors gain nothing from more threads, and lose much when the other cores are busy.
+
+    An engine sets its own number for the process: each test begins with one again.
+    """
     import torch  # here, as the process that deals out tests does without
 
     torch.set_num_threads(1)

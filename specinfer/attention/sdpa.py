@@ -6,11 +6,12 @@ The G query heads that share a key-value head are laid under one another as G * 
 repeated.
 
 A row's result must not depend on the rows beside it, or greedy text would change where two logits are close.
-torch's CPU kernel makes it: it sums over S keys in an order that depends on S, so S is padded with hidden
-keys to whole blocks of PAD; it works on blocks of queries, and one of fewer than 4 goes another way through
-its products, so such a block is padded, too; and a node behind siblings has its ancestors at other places
-than a chain would, so a tree is read path by path, one segment each, as if each were a chain. On GPUs, where
-nothing is promised yet, a tree is one segment, whose mask says who sees whom.
+torch's CPU kernel makes it. It sums over S keys in an order that depends on S, so S is padded with hidden
+keys to whole blocks of PAD. It works on blocks of queries, and one of fewer than 4 goes another way through
+its products, so such a block is padded, too. It gives each block to one thread; a lone block's rows are
+divided among all threads, so such a block is computed twice, side by side. A node behind siblings has its
+ancestors at other places than a chain would, so a tree is read path by path, one segment each, as if each
+were a chain. On GPUs, where nothing is promised yet, a tree is one segment, whose mask says who sees whom.
 """
 
 from __future__ import annotations
@@ -134,10 +135,11 @@ def attended(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, mask_TS: Tensor, scale
     if 0 < tail < _FEW_ROWS:
         q_KLH = F.pad(q_KLH, (0, 0, 0, _FEW_ROWS - tail))
         mask_LS = F.pad(mask_LS, (0, 0, 0, _FEW_ROWS - tail))
-    out_1KLH = F.scaled_dot_product_attention(
-        q_KLH[None], k_SKH.transpose(0, 1)[None], v_SKH.transpose(0, 1)[None], attn_mask=mask_LS, scale=scale
-    )
-    out_KGTH = out_1KLH[0, :, : groups * rows].view(kv_heads, groups, rows, head_dim)
+    q_BKLH, k_BKSH, v_BKSH = q_KLH[None], k_SKH.transpose(0, 1)[None], v_SKH.transpose(0, 1)[None]
+    if kv_heads == 1 and q_KLH.shape[1] <= _QUERY_BLOCK and q_KLH.is_cpu and torch.get_num_threads() > 1:
+        q_BKLH, k_BKSH, v_BKSH = (x.expand(2, -1, -1, -1) for x in (q_BKLH, k_BKSH, v_BKSH))
+    out_BKLH = F.scaled_dot_product_attention(q_BKLH, k_BKSH, v_BKSH, attn_mask=mask_LS, scale=scale)
+    out_KGTH = out_BKLH[0, :, : groups * rows].view(kv_heads, groups, rows, head_dim)
     return out_KGTH.permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
 
 

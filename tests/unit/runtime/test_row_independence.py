@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from tests.tiny_models import write_tiny_llama
 
 CPU = torch.device("cpu")
 TREE = 12  # a root and eleven children
+FEW = (12, 63, 505)
 LENGTHS = range(12, 620, 17)  # of the text; trees cross every multiple of 64 and of 512 somewhere
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -98,6 +99,23 @@ def branching_differs(runner: ModelRunner, lengths: Iterable[int] = LENGTHS) -> 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_node_is_the_same_in_a_tree_and_in_a_chain(folder: Path, name: str, dtype: torch.dtype) -> None:
     assert branching_differs(runner_of(folder, name, dtype)) == []
+
+
+@pytest.fixture(params=[2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """PyTorch with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@DTYPES
+def test_rows_are_as_independent_with_more_threads(folder: Path, threads: int, dtype: torch.dtype) -> None:
+    runner = runner_of(folder, "torch", dtype)
+    assert torch.get_num_threads() == threads
+    assert differing_lengths(runner, FEW) == []
+    assert branching_differs(runner, FEW) == []
 
 
 @pytest.mark.thorough
