@@ -14,6 +14,7 @@ from specinfer.speculate.policy import bounded
 _FIRST: Final = 0.7  # rate of the first guess, before anything was seen
 _THOUGHT: Final = 3.0  # guesses; a level nobody has been to is thought to be like the one above it
 _MEMORY: Final = 0.97  # what a count keeps at each new outcome: the last 30 decide
+_ROUNDING: Final = 1e-12  # of the tries
 _MOST: Final = 1e4  # outcomes that levels of a full batch can come to
 
 
@@ -119,5 +120,7 @@ def checked_levels(told: object) -> list[list[float]]:
         firsts, others, tries = bounded.row(one, 3)
         tries = bounded.real(tries, 0.0, _MOST)
         firsts = bounded.real(firsts, 0.0, tries)
-        found.append([firsts, bounded.real(others, 0.0, tries - firsts), tries])
+        left = tries - firsts  # each count fades by itself, so where nothing missed `others` may round higher
+        others = bounded.real(others, 0.0, left + _ROUNDING * tries)
+        found.append([firsts, min(others, left), tries])
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.policy import policy_memory
 from specinfer.speculate.policy.draft_costs import DraftCosts
 from specinfer.speculate.policy.estimator import Estimator
-from specinfer.speculate.policy.level_counts import LevelRate
+from specinfer.speculate.policy.level_counts import LevelCounts, LevelRate, checked_levels
 from specinfer.speculate.policy.policy_memory import (
     EVERY,
     LARGEST,
@@ -137,6 +138,22 @@ def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         place[path[-1]] = value
 
     return change
+
+
+def test_counts_as_they_fade_are_ones_that_can_be() -> None:
+    for choices in product((0, 1, None), repeat=6):
+        counts = LevelCounts(1)
+        for choice in choices:
+            counts.learn(0, choice)
+        told = counts.to_json()
+        [[firsts, others, tries]] = checked_levels(told)
+        assert [firsts, others, tries] == pytest.approx(told[0]), choices
+        assert others <= tries - firsts, choices
+
+
+def test_more_right_guesses_than_tries_cannot_be() -> None:
+    with pytest.raises(ValueError, match="stands where 0 to 1 is allowed"):
+        checked_levels([[1.0, 1.0001, 2.0]])
 
 
 @pytest.mark.parametrize(
