@@ -40,14 +40,17 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
-    def admit(self, authorization: bytes, x_api_key: bytes = b"") -> bool:
-        """Whether a header like `Bearer KEY`, or the value of X-Api-Key (Anthropic's), holds one of them."""
+    def number(self, authorization: bytes, x_api_key: bytes = b"") -> int:
+        """Which key a header like `Bearer KEY`, or the value of X-Api-Key (Anthropic's), holds.
+
+        They are counted from 1; 0 is none of them. Where both headers hold one, it is that of the first.
+        """
         scheme, _, given = authorization.partition(b" ")
-        bearer, plain = False, False
-        for key in self._keys:
-            bearer |= hmac.compare_digest(key, given.strip())
-            plain |= hmac.compare_digest(key, x_api_key.strip())
-        return (bearer and scheme.lower() == b"bearer") or plain
+        bearer = plain = 0
+        for number, key in enumerate(self._keys, start=1):
+            bearer = max(bearer, number * hmac.compare_digest(key, given.strip()))
+            plain = max(plain, number * hmac.compare_digest(key, x_api_key.strip()))
+        return (bearer if scheme.lower() == b"bearer" else 0) or plain
 
 
 class Access:
@@ -78,7 +81,8 @@ class Access:
             await self._app(scope, receive, send)
             return
         name, begun, status = f"req-{uuid.uuid4().hex}", self._clock(), 0
-        caller = CALLER.set(_caller(name, scope))
+        given = _caller(name, scope, self._keys)
+        caller = CALLER.set(given)
 
         async def tell(message: Message) -> None:
             nonlocal status
@@ -90,7 +94,7 @@ class Access:
                 await send(message)
 
         try:
-            error = self._refusal(scope)
+            error = self._refusal(scope, given)
             if error is not None:
                 await error.response()(scope, receive, tell)
             else:
@@ -126,7 +130,7 @@ class Access:
                 "%(method)s %(path)s %(status)d %(seconds).3fs %(client)s %(request_id)s", told, extra=told
             )
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
+    def _refusal(self, scope: Scope, caller: Caller) -> ApiError | None:
         headers = dict(scope["headers"])
         names = [name for name, _ in scope["headers"]]
         for once in _ONCE:
@@ -151,9 +155,7 @@ class Access:
                 headers={"Retry-After": "1", "Connection": "close"},
             )
         is_open = path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
-        asked = bool(self._keys) and not is_open and scope["method"] != "OPTIONS"
-        given = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")
-        if asked and not self._keys.admit(*given):
+        if self._keys and not caller.key and not is_open and scope["method"] != "OPTIONS":
             return ApiError(
                 "no API key that is known; send Authorization: Bearer KEY, or X-Api-Key: KEY",
                 status=401,
@@ -213,7 +215,8 @@ class Access:
         return ApiError(f"the body has more than {self._max_body} bytes; shorten it", status=413)
 
 
-def _caller(name: str, scope: Scope) -> Caller:
+def _caller(name: str, scope: Scope, keys: Keys) -> Caller:
     headers = dict(scope["headers"])
+    key = keys.number(headers.get(b"authorization", b""), headers.get(b"x-api-key", b""))
     trace = [headers.get(one, b"").decode("latin-1") for one in (b"traceparent", b"tracestate")]
-    return Caller(name, scope["path"], *trace)
+    return Caller(name, scope["path"], key, *trace)

@@ -14,6 +14,7 @@ class Caller:
 
     request_id: str = ""  # of the server's making; "" where nobody asks over HTTP
     path: str = ""
+    key: int = 0  # which of the API keys it was asked with, from 1; 0: none was asked for
     traceparent: str = ""  # the W3C header, as it came
     tracestate: str = ""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from specinfer.serve.api_error import ApiError, cut
+from specinfer.serve.caller import CALLER
 
 _MOST_BYTES: Final = 256 << 20  # of all responses together, about
 
@@ -23,13 +24,14 @@ class _Kept:
 class ResponseStore:
     """Keeps up to `most` responses, in memory; the oldest leave first. Belongs to one event loop.
 
-    They leave as well when all of them have more than `most_bytes`, but for the newest.
+    They leave as well when all of them have more than `most_bytes`, but for the newest. A response belongs
+    to the API key that it was asked with: for callers with another key there is none of that id.
     """
 
     def __init__(self, most: int, most_bytes: int = _MOST_BYTES) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: dict[str, _Kept] = {}  # the oldest first
+        self._kept: dict[tuple[int, str], _Kept] = {}  # by the number of the key and the id; the oldest first
         self._size = 0
 
     def wants(self, asked: bool | None) -> bool:
@@ -49,43 +51,37 @@ class ResponseStore:
         body = json.dumps(response, ensure_ascii=False).encode()
         # Messages are shared with the responses before: they are counted once too often, not too rarely.
         size = len(body) + sum(len(str(one)) for one in (*messages, *items))
-        self._kept[name] = _Kept(body, tuple(messages), tuple(items), size)
+        self._kept[CALLER.get().key, name] = _Kept(body, tuple(messages), tuple(items), size)
         self._size += size
         while len(self._kept) > self._most or (self._size > self._most_bytes and len(self._kept) > 1):
-            self.forget(next(iter(self._kept)))
+            self._drop(next(iter(self._kept)))
 
     def conversation(self, name: str) -> tuple[Mapping[str, Any], ...]:
         """The messages that a response with this `previous_response_id` goes on from."""
-        if name not in self._kept:
+        kept = self._kept.get((CALLER.get().key, name))
+        if kept is None:
             raise ApiError(
                 f"there is no response {cut(name)!r}: it was not stored, or has left; send the whole "
                 "conversation as input",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        return self._kept[name].messages
+        return kept.messages
 
     def body(self, name: str) -> bytes:
         """The response as JSON; raises ApiError where there is none of that id."""
-        self.check(name)
-        return self._kept[name].body
+        return self._of(name).body
 
     def check(self, name: str) -> None:
         """Raise ApiError where there is no response of that id."""
-        if name not in self._kept:
-            raise ApiError(
-                f"there is no response {cut(name)!r}: it was not stored, or has left",
-                status=404,
-                code="response_not_found",
-            )
+        self._of(name)
 
     def page(self, name: str, *, after: str | None, limit: int, order: str) -> dict[str, Any]:
         """Some items of a response's input, in OpenAI's shape of a list: those behind the one called `after`.
 
         Raises ApiError where there is no such response, or no such item in it.
         """
-        self.check(name)
-        items = list(self._kept[name].items)
+        items = list(self._of(name).items)
         if order == "desc":
             items.reverse()
         if after is not None:
@@ -107,4 +103,17 @@ class ResponseStore:
     def forget(self, name: str) -> None:
         """Let a response go; raises ApiError where there is none of that id."""
         self.check(name)
-        self._size -= self._kept.pop(name).size
+        self._drop((CALLER.get().key, name))
+
+    def _of(self, name: str) -> _Kept:
+        kept = self._kept.get((CALLER.get().key, name))
+        if kept is None:
+            raise ApiError(
+                f"there is no response {cut(name)!r}: it was not stored, or has left",
+                status=404,
+                code="response_not_found",
+            )
+        return kept
+
+    def _drop(self, place: tuple[int, str]) -> None:
+        self._size -= self._kept.pop(place).size

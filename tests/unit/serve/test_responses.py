@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -14,7 +15,15 @@ from specinfer.request import FinishReason
 from specinfer.serve.backend import BackendError
 from specinfer.serve.work import Delta
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import FACTS, MODEL, byte_tokenizer, says
+from tests.scripted_server import (
+    FACTS,
+    MODEL,
+    ScriptedBackend,
+    byte_tokenizer,
+    http_client,
+    says,
+    scripted_app,
+)
 
 from .asking import EVENT, Asking, ask
 
@@ -179,6 +188,31 @@ def test_a_conversation_goes_on_by_the_answers_id(tokenizer: Tokenizer) -> None:
         assert (odd.status_code, odd.json()["error"]["param"]) == (400, "stream")
 
     ask(tokenizer, [says("two"), says("four"), says("SIX")], do)
+
+
+def test_an_answer_belongs_to_the_key_that_asked_for_it(tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        app = scripted_app(tokenizer, ScriptedBackend(says("two"), says("four")), keys=["own", "other"])
+        async with http_client(app) as client:
+
+            async def asked(method: str, path: str, key: str, **body: Any) -> tuple[int, Any]:
+                headers = {"Authorization": f"Bearer {key}"}
+                answer = await client.request(method, f"/responses{path}", headers=headers, json=body or None)
+                return answer.status_code, answer.json()
+
+            _, first = await asked("POST", "", "own", input="One")
+            place = f"/{first['id']}"
+            for method, more in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
+                status, told = await asked(method, place + more, "other")
+                assert (status, told["error"]["code"]) == (404, "response_not_found")
+            status, told = await asked("POST", "", "other", input="Two", previous_response_id=first["id"])
+            assert (status, told["error"]["code"]) == (400, "previous_response_not_found")
+            assert await asked("GET", place, "own") == (200, first)
+            status, _ = await asked("POST", "", "own", input="Three", previous_response_id=first["id"])
+            assert status == 200
+            assert (await asked("DELETE", place, "own"))[0] == 200
+
+    asyncio.run(run())
 
 
 def test_items_of_an_answer_may_be_sent_back(tokenizer: Tokenizer) -> None:
