@@ -125,6 +125,22 @@ def test_a_process_that_cannot_tell_its_answers_ends(llm: LLM, monkeypatch: pyte
     assert ended == [70]
 
 
+def test_a_step_is_told_of_while_one_of_its_requests_ends(llm: LLM) -> None:
+    """The loop takes requests away without the lock: one that was there a moment ago may be gone."""
+
+    class Ending(dict[str, Any]):
+        def __contains__(self, name: object) -> bool:
+            return True  # as it was a moment ago
+
+    server, engine = Pipe()
+    process = EngineProcess(llm, engine)
+    process._requests = Ending({"request of b": engine_process._Answer(Work("b", (66,), LONG))})
+    process._stepped = ["request of a", "request of b"]
+    with process._checking(Work("c", (67,), LONG)):
+        assert server.recv() == ("busy", ["c", "b"])
+    assert server.recv() == ("busy", ["b"])
+
+
 def test_an_answer_says_first_that_it_is_admitted_and_when_its_first_step_begins(folder: Path) -> None:
     server, engine = Pipe()
     with LLM(folder, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", max_batch_size=1) as llm:
