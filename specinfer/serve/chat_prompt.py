@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specinfer.errors import RequestError
+from specinfer.errors import naming
 from specinfer.grammar.complaint import in_one_line, without_places
 from specinfer.grammar.lark import lark_of
 from specinfer.grammar.library_vocabulary import fault_of
@@ -17,10 +17,14 @@ from specinfer.serve.dialect import AnswerReader, Dialect
 from specinfer.serve.reasoning import CLOSE, OPEN, Reasoning, ReasoningSplitter
 from specinfer.serve.service import Service
 from specinfer.serve.tools.call_grammar import call_grammar
+from specinfer.serve.tools.conversation import for_template
 from specinfer.serve.tools.tagged_parser import call_parser
-from specinfer.serve.tools.tool import Tool, ToolChoice, read_tool_choice, read_tools
-from specinfer.structured_output import JsonWhitespace, StructuredOutput
+from specinfer.serve.tools.tool import Tool, read_tool_choice, read_tools
+from specinfer.structured_output import StructuredOutput
+from specinfer.tokenizer import Rendered
 from specinfer.tokenizer.chat_messages import messages_for_template
+
+Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,77 +32,19 @@ class ChatPrompt:
     """A conversation, ready for the model."""
 
     token_ids: tuple[int, ...]
+    held: Mapping[str, Any]  # fields of SamplingParams that hold the answer to what can be read of it
     dialect: Dialect
-    tools: Sequence[Tool]
-    choice: ToolChoice
-    form: StructuredOutput | None  # of an answer without calls, where there are tools
-    whitespace: JsonWhitespace
-    parallel: bool  # whether an answer may call several tools
+    tools: Sequence[Tool]  # that may be called
     starts_inside: bool  # the template opens the reasoning, and the answer may close it
-    preamble: str | None  # what may be thought before a form begins, as Lark rules
-    may_think: bool  # before calls; not where the template or the begun message has closed the reasoning
 
     @classmethod
-    async def of(
-        cls,
-        service: Service,
-        fields: ConversationFields,
-        messages: Sequence[Mapping[str, Any]],
-    ) -> ChatPrompt:
-        """The prompt of a request whose messages are these; raises ApiError."""
-        dialect = service.dialect
-        # Schemas are compiled to see whether they can be followed, and others are answered meanwhile.
-        tools, choice = await asyncio.to_thread(_tools, fields) if fields.described_tools else _tools(fields)
-        form = None
-        if tools and choice.mode == "auto":
-            form = await asyncio.to_thread(_form, fields, dialect.reasoning)
-        if tools and dialect.calls is None:
-            raise ApiError(dialect.no_calls, param="tools")
-        begun = ""
-        if fields.continue_final_message:
-            messages, begun = _with_text(messages)
-        rendered = await service.render(
-            messages,
-            tools=tools,
-            variables=_variables(service, fields),
-            add_generation_prompt=fields.add_generation_prompt is not False,
-            continue_final_message=fields.continue_final_message is True,
-        )
-        starts_inside, closed, preamble = _thoughts(dialect.reasoning, rendered.text, begun, fields)
-        return cls(
-            await service.encode_rendered(rendered, add_special=fields.add_special_tokens is True),
-            dialect,
-            tools,
-            choice,
-            form,
-            whitespace=fields.json_whitespace or "bounded",
-            parallel=fields.parallel,
-            starts_inside=starts_inside,
-            preamble=preamble,
-            may_think=not closed,
-        )
+    async def of(cls, service: Service, fields: ConversationFields, messages: Messages) -> ChatPrompt:
+        """The prompt of a request whose messages are these; raises ApiError.
 
-    @property
-    def held(self) -> dict[str, Any]:
-        """Fields of SamplingParams that hold the answer to what can be read of it; raises ApiError."""
-        calls, reasoning = self.dialect.calls, self.dialect.reasoning
-        visible: tuple[int, ...] = () if reasoning is None else reasoning.visible_token_ids
-        if calls is None or not self.tools:
-            return {"preamble": self.preamble, "visible_token_ids": visible or None}
-        try:
-            grammar = call_grammar(
-                calls,
-                self.tools,
-                self.choice,
-                parallel=self.parallel,
-                reasoning=reasoning if self.may_think else None,
-                starts_inside=self.starts_inside,
-                form=self.form,
-                whitespace=self.whitespace,
-            )
-        except RequestError as error:
-            raise ApiError.of(error) from None
-        return {"grammar": grammar, "visible_token_ids": (calls.visible_token_ids + visible) or None}
+        All of it is made in a thread, however short it is: schemas are compiled, and what a template does
+        with a conversation is the model author's program.
+        """
+        return await service.in_thread("messages", lambda: _prepare(service, fields, messages))
 
     def blamed(self, error: ApiError) -> ApiError:
         """The same complaint, about the field of the request that is at fault."""
@@ -117,23 +63,122 @@ class ChatPrompt:
         return AnswerReader(splitter, parser)
 
 
-def _tools(fields: ConversationFields) -> tuple[Sequence[Tool], ToolChoice]:
-    """The tools that may be called; none where the request says that none is to be."""
-    try:
-        tools = read_tools(fields.described_tools or None)
-        choice = read_tool_choice(fields.chosen_tool, tools)
-    except RequestError as error:
-        raise ApiError.of(error) from None
-    return (() if choice.mode == "none" else tools), choice
+async def chat_token_ids(
+    service: Service, messages: Messages, *, prompted: bool, continued: bool, add_special: bool
+) -> tuple[int, ...]:
+    """The token ids of a conversation without tools; raises ApiError.
+
+    It ends with the beginning of the assistant's turn if it is `prompted`, and if it is `continued` where the
+    content of its last message does.
+    """
+
+    def make() -> tuple[int, ...]:
+        service.check_sizes({"messages": _size(messages)})
+        rendered, _ = _render(service, messages, prompted=prompted, continued=continued)
+        return _encode(service, rendered, add_special=add_special)
+
+    return await service.in_thread("messages", make)
 
 
-def _with_text(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The messages with texts as contents, and the last one's text; raises ApiError."""
-    try:
-        read = messages_for_template(messages)
-    except RequestError as error:
-        raise ApiError.of(error) from None
-    return read, str(read[-1]["content"])
+def _prepare(service: Service, fields: ConversationFields, messages: Messages) -> ChatPrompt:
+    dialect, chosen, described = service.dialect, fields.chosen_tool, fields.described_tools
+    variables = _variables(service, fields)
+    sizes = {"messages": _size(messages), "chat_template_kwargs": _size(variables.values())}
+    service.check_sizes(sizes | {"tools": 0 if chosen == "none" else _size(described)})
+    tools = read_tools(described or None)
+    choice = read_tool_choice(chosen, tools)
+    tools = () if choice.mode == "none" else tools
+    form = _form(fields, dialect.reasoning) if tools and choice.mode == "auto" else None
+    if tools and dialect.calls is None:
+        raise ApiError(dialect.no_calls, param="tools")
+    rendered, begun = _render(
+        service,
+        messages,
+        prompted=fields.add_generation_prompt is not False,
+        continued=fields.continue_final_message is True,
+        tools=tools,
+        variables=variables,
+    )
+    starts_inside, closed, preamble = _thoughts(dialect.reasoning, rendered.text, begun, fields)
+    visible = () if dialect.reasoning is None else dialect.reasoning.visible_token_ids
+    held: dict[str, Any] = {"preamble": preamble}
+    if tools and dialect.calls is not None:
+        visible = dialect.calls.visible_token_ids + visible
+        with naming("tools"):
+            grammar = call_grammar(
+                dialect.calls,
+                tools,
+                choice,
+                parallel=fields.parallel,
+                reasoning=None if closed else dialect.reasoning,
+                starts_inside=starts_inside,
+                form=form,
+                whitespace=fields.json_whitespace or "bounded",
+            )
+        held = {"grammar": grammar}
+    token_ids = _encode(service, rendered, add_special=fields.add_special_tokens is True)
+    return ChatPrompt(token_ids, held | {"visible_token_ids": visible or None}, dialect, tools, starts_inside)
+
+
+def _size(parts: Iterable[object]) -> int:
+    """How many characters parts of a conversation have, about."""
+    return sum(len(str(one)) for one in parts)
+
+
+def _render(
+    service: Service,
+    messages: Messages,
+    *,
+    prompted: bool,
+    continued: bool,
+    tools: Sequence[Tool] = (),
+    variables: Mapping[str, Any] | None = None,
+) -> tuple[Rendered, str]:
+    """A conversation as the model reads it, and the text that its answer goes on with if `continued`."""
+    mark = begun = ""
+    if continued:
+        mark = f"mark{uuid.uuid4().hex}"
+        messages = messages_for_template(messages)
+        begun = _last_text(messages)
+        messages = [*messages[:-1], {**messages[-1], "content": begun + mark}]
+    given, shown = messages, list[dict[str, Any]]()
+    if service.dialect.calls is not None:
+        given, shown = for_template(messages, tools, service.dialect.calls)
+    rendered = service.tokenizer.prepare_chat(
+        given,
+        add_generation_prompt=prompted and not continued,
+        tools=shown,
+        variables=variables,
+        special_tokens=service.config.special_tokens_in_messages,
+    )
+    if not continued:
+        return rendered, begun
+    if rendered.text.count(mark) != 1:
+        raise ApiError(
+            "continue_final_message is true, and the model's chat template does not show the last message as "
+            "it is; drop it, or ask /v1/completions",
+            param="continue_final_message",
+        )
+    return rendered.cut(rendered.text.index(mark)), begun
+
+
+def _last_text(messages: Messages) -> str:
+    """The content of the last message; raises ApiError where that is no text."""
+    last: Mapping[str, Any] = messages[-1] if messages else {}
+    content = last.get("content")
+    if not isinstance(content, str) or last.get("tool_calls"):
+        raise ApiError(
+            "continue_final_message is true, and the last message is no text; drop it, or give one",
+            param="continue_final_message",
+        )
+    return content
+
+
+def _encode(service: Service, rendered: Rendered, *, add_special: bool) -> tuple[int, ...]:
+    """Its token ids; with `add_special` the begin-of-text token of plain texts is put before them."""
+    service.check_sizes({"messages": len(rendered.text)})
+    begin = service.tokenizer.beginning if add_special else []
+    return (*begin, *service.tokenizer.encode_rendered(rendered))
 
 
 def _form(fields: ConversationFields, reasoning: Reasoning | None) -> StructuredOutput | None:
@@ -145,13 +190,13 @@ def _form(fields: ConversationFields, reasoning: Reasoning | None) -> Structured
             "form: write the form of what comes after",
             param=form.parameter,
         )
-    try:
-        said = "" if form is None else fault_of(lark_of(form))
-    except RequestError as error:
-        raise ApiError.of(error) from None
-    if form is not None and said:
+    if form is not None:
         name = form.parameter
-        raise ApiError(f"{name} cannot be used: {without_places(in_one_line(said))}; change it", param=name)
+        with naming(name):
+            said = fault_of(lark_of(form))
+        if said:
+            said = without_places(in_one_line(said))
+            raise ApiError(f"{name} cannot be used: {said}; change it", param=name)
     return form
 
 

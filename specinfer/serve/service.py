@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from pydantic import BaseModel
 
@@ -31,12 +31,9 @@ from specinfer.serve.field_policy import FieldPolicy
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.observer import Observation, Observer
 from specinfer.serve.reported_logprobs import SharedPrompts
-from specinfer.serve.tools.conversation import for_template
-from specinfer.serve.tools.tool import Tool
 from specinfer.serve.work import Delta, EngineFacts, Work
 from specinfer.speculate.lookups.indexed_prediction import within_reach
-from specinfer.tokenizer import Rendered, Tokenizer
-from specinfer.tokenizer.chat_messages import messages_for_template
+from specinfer.tokenizer import Tokenizer
 
 _AT_ONCE: Final = 20_000  # characters; longer texts are tokenized in a thread, and others answered meanwhile
 _MOST_CHARACTERS: Final = 64  # of a token, on average: a longer prompt cannot fit, and is not tokenized
@@ -118,17 +115,28 @@ class Service:
                 param="n",
             )
 
+    async def in_thread(self, param: str, make: Callable[[], _Made]) -> _Made:
+        """What `make` makes in a thread, while others are answered; its RequestErrors become ApiErrors.
+
+        `param` is the field at fault where an error names none.
+        """
+        try:
+            with naming(param):
+                return await asyncio.to_thread(make)
+        except RequestError as error:
+            raise ApiError.of(error) from None
+
     async def encode(self, text: str, param: str, *, add_special: bool = True) -> tuple[int, ...]:
         """A prompt's token ids."""
         if not text:
             raise ApiError(f"{param} is empty; give at least one token of text", param=param)
-        self._check_length(len(text) // _MOST_CHARACTERS, param)
+        self.check_sizes({param: len(text)})
 
         def make() -> tuple[int, ...]:
             return tuple(self.tokenizer.encode(text, add_special=add_special))
 
         if len(text) >= _AT_ONCE:
-            return await self._elsewhere(param, make)
+            return await self.in_thread(param, make)
         try:
             with naming(param):
                 return make()
@@ -143,7 +151,7 @@ class Service:
         `files` are names and texts of other files; the first ones are left out if an answer of `answer`
         tokens needs their room.
         """
-        self._check_length((len(prefix) + len(suffix)) // _MOST_CHARACTERS, param)
+        self.check_sizes({param: len(prefix) + len(suffix)})
         most = self._longest_prompt - answer
         fitting, characters = 0, most * _MOST_CHARACTERS  # more cannot fit, and is not tokenized
         for _, text in reversed(files):
@@ -152,7 +160,7 @@ class Service:
                 break
             fitting += 1
         files = files[len(files) - fitting :]
-        return await self._elsewhere(
+        return await self.in_thread(
             param, lambda: tuple(self.tokenizer.encode_fill_in(prefix, suffix, files, most))
         )
 
@@ -161,56 +169,10 @@ class Service:
         tokens = self.tokenizer.fill_in
         return [*(others or ()), *(() if tokens is None else tokens.ends)]
 
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Tool] = (),
-        variables: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> Rendered:
-        """A conversation as the model reads it, through the chat template; `encode_rendered` has its ids.
-
-        In a thread, however short it is: what a template does with it is the model author's program.
-        `continue_final_message`: up to where the last message's content ends, for it to be gone on with.
-        """
-        mark = ""
-        if continue_final_message:
-            mark, add_generation_prompt = f"mark{uuid.uuid4().hex}", False
-            try:
-                messages = _marked(messages_for_template(messages), mark)
-            except RequestError as error:
-                raise ApiError.of(error) from None
-        self._check_length(sum(len(str(message)) for message in messages) // _MOST_CHARACTERS, "messages")
-
-        def make() -> Rendered:
-            given, shown = messages, list[dict[str, Any]]()
-            if self.dialect.calls is not None:
-                given, shown = for_template(messages, tools, self.dialect.calls)
-            return self.tokenizer.prepare_chat(
-                given,
-                add_generation_prompt=add_generation_prompt,
-                tools=shown,
-                variables=variables,
-                special_tokens=self.config.special_tokens_in_messages,
-            )
-
-        rendered = await self._elsewhere("messages", make)
-        return _before(mark, rendered) if mark else rendered
-
-    async def encode_rendered(self, rendered: Rendered, *, add_special: bool = False) -> tuple[int, ...]:
-        """The token ids of a conversation that `render` made.
-
-        With `add_special` the begin-of-text token that a plain text gets is put before it.
-        """
-        self._check_length(len(rendered.text) // _MOST_CHARACTERS, "messages")
-
-        def make() -> tuple[int, ...]:
-            begin = self.tokenizer.beginning if add_special else []
-            return (*begin, *self.tokenizer.encode_rendered(rendered))
-
-        return await self._elsewhere("messages", make)
+    def check_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Raise ApiError where a prompt made of parts of so many characters, by their fields, cannot fit."""
+        largest = max(sizes, key=lambda field: sizes[field])
+        self._check_length(sum(sizes.values()) // _MOST_CHARACTERS, largest)
 
     def room(self, prompt: Sequence[int], param: str) -> int:
         """How many tokens an answer to this prompt may have; raises ApiError where there is no room."""
@@ -290,7 +252,7 @@ class Service:
             return params
         room = min(params.max_tokens, self.facts.max_context - prompt_tokens)
         encode = partial(self.tokenizer.encode, add_special=False)
-        ids = await self._elsewhere("prediction", lambda: within_reach(text, room, encode))
+        ids = await self.in_thread("prediction", lambda: within_reach(text, room, encode))
         return replace(params, prediction=ids)
 
     def _observe(self, work: Work, now: float) -> list[Observation]:
@@ -331,36 +293,6 @@ class Service:
                 param=param,
                 code="context_length_exceeded",
             )
-
-    async def _elsewhere(self, param: str, make: Callable[[], _Made]) -> _Made:
-        """What `make` makes in a thread, while others are answered."""
-        try:
-            with naming(param):
-                return await asyncio.to_thread(make)
-        except RequestError as error:
-            raise ApiError.of(error) from None
-
-
-def _marked(messages: Sequence[Mapping[str, Any]], mark: str) -> list[Mapping[str, Any]]:
-    """The messages with a mark behind the last one's content; raises ApiError where that is no text."""
-    last: Mapping[str, Any] = messages[-1] if messages else {}
-    content = last.get("content")
-    if not isinstance(content, str) or last.get("tool_calls"):
-        raise ApiError(
-            "continue_final_message is true, and the last message is no text; drop it, or give one",
-            param="continue_final_message",
-        )
-    return [*messages[:-1], {**last, "content": content + mark}]
-
-
-def _before(mark: str, rendered: Rendered) -> Rendered:
-    if rendered.text.count(mark) != 1:
-        raise ApiError(
-            "continue_final_message is true, and the model's chat template does not show the last message as "
-            "it is; drop it, or ask /v1/completions",
-            param="continue_final_message",
-        )
-    return rendered.cut(rendered.text.index(mark))
 
 
 def _tell_admitted() -> None:

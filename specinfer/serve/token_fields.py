@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.chat_fields import ChatMessage
+from specinfer.serve.chat_prompt import chat_token_ids
 from specinfer.serve.fields import Fields, Ids, Items
 from specinfer.serve.service import Service
 from specinfer.tokenizer import Tokenizer
@@ -46,13 +47,13 @@ async def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
         tokens = await service.encode(fields.prompt or "", "prompt", add_special=special)
     else:
         messages = [message.rendered() for message in fields.messages]
-        prompted = fields.add_generation_prompt is not False
-        rendered = await service.render(
+        tokens = await chat_token_ids(
+            service,
             messages,
-            add_generation_prompt=prompted,
-            continue_final_message=fields.continue_final_message is True,
+            prompted=fields.add_generation_prompt is not False,
+            continued=fields.continue_final_message is True,
+            add_special=fields.add_special_tokens is True,
         )
-        tokens = await service.encode_rendered(rendered, add_special=fields.add_special_tokens is True)
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": service.facts.max_context,

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from specinfer.serve import chat_prompt
-from specinfer.serve.tools.tool import Tool, read_tools
 from specinfer.tokenizer import Rendered, Tokenizer
-from tests.scripted_server import ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+from tests.scripted_server import FACTS, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
 
 HI = [{"role": "user", "content": "Hi"}]
 # It opens the reasoning, and writes calls as Hermes does.
@@ -33,7 +32,7 @@ def ask(tokenizer: Tokenizer, backend: ScriptedBackend, **body: Any) -> dict[str
 
     async def run() -> dict[str, Any]:
         async with http_client(scripted_app(tokenizer, backend)) as client:
-            answer = await client.post("/chat/completions", json={"messages": HI, **body})
+            answer = await client.post("/chat/completions", json={"messages": HI} | body)
         told: dict[str, Any] = answer.json() | {"status": answer.status_code}
         return told
 
@@ -92,24 +91,42 @@ def test_an_answer_that_may_reason_does(tokenizer: Tokenizer, form: dict[str, An
     assert (message["reasoning_content"], message["content"]) == ("hm", "Hi")
 
 
+@pytest.mark.parametrize("work", ["read_tools", "call_grammar"])
 def test_schemas_are_compiled_while_others_are_answered(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, work: str
 ) -> None:
     where: list[int] = []
+    real = getattr(chat_prompt, work)
 
-    def read(given: object) -> tuple[Tool, ...]:
+    def watched(*given: Any, **more: Any) -> Any:
         where.append(threading.get_ident())
-        return read_tools(given)
+        return real(*given, **more)
 
-    monkeypatch.setattr(chat_prompt, "read_tools", read)
-    assert (
-        ask(tokenizer, ScriptedBackend(says("Hi")), tools=[{"type": "function", "function": {"name": "f"}}])[
-            "status"
-        ]
-        == 200
-    )
+    monkeypatch.setattr(chat_prompt, work, watched)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert ask(tokenizer, ScriptedBackend(says("Hi")), tools=tools)["status"] == 200
     assert where
     assert threading.get_ident() not in where
+
+
+@pytest.mark.parametrize("param", ["messages", "tools", "chat_template_kwargs"])
+def test_what_cannot_fit_is_refused_before_anything_is_made_of_it(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, param: str
+) -> None:
+    def never(*given: Any, **more: Any) -> Any:
+        raise AssertionError("it was looked at")
+
+    monkeypatch.setattr(chat_prompt, "read_tools", never)
+    monkeypatch.setattr(Tokenizer, "prepare_chat", never)
+    large = "x" * (64 * FACTS.longest)
+    body = {
+        "messages": {"messages": [{"role": "user", "content": large}]},
+        "tools": {"tools": [{"type": "function", "function": {"name": "f", "description": large}}]},
+        "chat_template_kwargs": {"chat_template_kwargs": {"closed": large}},
+    }[param]
+    answer = ask(tokenizer, ScriptedBackend(says("Hi")), **body)
+    assert (answer["status"], answer["error"]["param"]) == (400, param)
+    assert answer["error"]["code"] == "context_length_exceeded"
 
 
 def test_arguments_that_nest_too_deep_for_the_template_are_the_callers_fault(tokenizer: Tokenizer) -> None:
