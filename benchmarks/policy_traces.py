@@ -7,7 +7,7 @@ Recorded once (specinfer/replay/recorder.py), each kind in files of a few texts,
 goes on behind the last file; nothing is loaded where all are there:
 
     chat, code, maths   the prompts of a data set each, greedy
-    edits               benchmarks/code_edits, each with the old file as its prediction
+    edits               benchmarks/code_edits.toml, each with the old file as its prediction
     repeats             chat prompts, each asked three times in a row, at temperature 0.7
     adversarial         chat prompts and random tokens in turns, at temperature 1.5
 

@@ -2,7 +2,7 @@
 
     python benchmarks/prediction.py --model TARGET --out RESULT.md
 
-Each edit of benchmarks/code_edits/ is a file and one asked change. It is answered twice, greedily, one
+Each edit of benchmarks/code_edits.toml is a file and one asked change. It is answered twice, greedily, one
 request at a time: without any speculation, and with the file as it was as the prediction and no other
 speculator. The two take turns at going first, since a machine's speed drifts. Rates count what comes after
 the first token, so that neither gains by a prompt the cache knows already.
@@ -28,7 +28,7 @@ from specinfer import LLM, RequestOutput, SamplingParams
 from specinfer.check.difference import find_difference
 from specinfer.check.target_alone import TargetAlone
 
-EDITS = Path(__file__).parent / "code_edits"
+EDITS = Path(__file__).with_name("code_edits.toml")
 SPECULATOR = "prediction"  # its name in the figures
 GOAL = 5.0  # tokens per step
 LONGEST_PROMPT = 2048  # tokens
@@ -91,12 +91,8 @@ def main() -> None:
 
 
 def read_edits() -> list[Edit]:
-    """All edits, in the order of edits.toml."""
-    listed = tomllib.loads((EDITS / "edits.toml").read_text(encoding="utf-8"))["edit"]
-    return [
-        Edit(item["file"], (EDITS / item["file"]).read_text(encoding="utf-8"), item["ask"].strip())
-        for item in listed
-    ]
+    """All edits, in the order of the file."""
+    return [Edit(**item) for item in tomllib.loads(EDITS.read_text(encoding="utf-8"))["edit"]]
 
 
 def measure(
