@@ -1,17 +1,18 @@
-"""What does each piece of the policy bring?
+"""What do drafts, lookups, their order and learned shapes bring?
 
     python benchmarks/policy_ablation.py --traces TRACE... --out RESULT.md
         [--curves "avx2: 1:85,4:135,16:310,128:2200 | 1:28,4:45,16:100,128:730"]
 
 Traces are files of kinds, kind-00, kind-01, ... (benchmarks/policy_traces.py records them). All their texts
 are played in turns under the engine's policy, one at a time and several at once, by the traces' own curves
-and by given ones (benchmarks/policy_shape.py says how they are written); then once more without each piece.
-The same texts are paired, with 95% intervals over texts: above 1 a piece brings something. What a clock has a
-say in, corrected costs first of all, has no part in a replay.
+and by given ones: rows and milliseconds of the target's passes, a bar, and the same of the draft's. Then they
+are played once more without each piece. The same texts are paired, with 95% intervals over texts: above 1 a
+piece brings something. The clock is the curves', so costs that are measured have no part in it.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,34 +22,27 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
-from policy_matching_length import ratio
-from policy_shape import OWN, Curves, at, curves_of
 from study import Study, natural, parser, row, run, settings_of
 
 from specinfer.config import SWITCHES, SpeculationConfig
 from specinfer.replay import simulated_engine
-from specinfer.replay.replay import Part, Played, cost_policy, counting_policy, play, play_without
+from specinfer.replay.paired import speedup
+from specinfer.replay.replay import Part, Played, cost_policy, play, play_without
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace
-from specinfer.speculate import ensemble
-from specinfer.speculate.policy import cost_policy as deciding
-from specinfer.speculate.policy import draft_costs, draft_starts, estimator, features, plain_weighing
-from specinfer.speculate.policy.guard import Guard
-from specinfer.speculate.policy.plain_steps import PlainSteps
+from specinfer.runtime.cost_curve import CostCurve
 from specinfer.tree.expansion import Expansion
 
-ALWAYS: Final = 1e300  # tries: what no outcomes can change
-NOTHING: Final = (0.0,) * len(features.NAMES)
-
+OWN: Final = "the traces' own"
+Curves = tuple[str, CostCurve, CostCurve]  # a machine's name, its target's curve and its draft's
 Without = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Something that can be left out: by what is patched, the policy, or another trace."""
+    """Something that can be left out: by what is patched, or by another trace."""
 
     without: Without = nullcontext
-    policy: Callable[[Trace, SpeculationConfig], Any] = cost_policy
     other: Callable[[Trace], Trace] = lambda trace: trace
 
 
@@ -59,20 +53,7 @@ def pieces() -> dict[str, Piece]:
         "drafts": Piece(other=lambda trace: replace(trace, drafts={})),
         "lookups": Piece(other=without_lookups),
         "lookups asked before drafts": Piece(drafts_first),
-        "logistics beside counts": Piece(policy=counting_policy),
-        "weights to begin with": Piece(lambda: patch.object(estimator, "prior", lambda _: NOTHING)),
-        "who denies a guess": Piece(lambda: patch.object(features, "_denied", lambda *_: 0.0)),
         "learned shapes (1,1,3,1,1)": Piece(other=with_fixed_shapes),
-        "half the odds beside drafts": Piece(lambda: patch.object(plain_weighing, "BESIDE", 1.0)),
-        "doubt when a draft starts": Piece(lambda: patch.object(deciding, "_DOUBT", 1.0)),
-        "lookups behind drafts' ends": Piece(lambda: patch.object(ensemble, "likely_ends", lambda *_: [])),
-        "rates of a request's own": Piece(lambda: patch.object(draft_costs, "_LIKE_THESE", ALWAYS)),
-        "rates of a temperature": Piece(lambda: patch.object(draft_costs, "_LIKE_ALL", ALWAYS)),
-        "reading shared among steps": Piece(lambda: patch.object(draft_starts, "_part", lambda *_: 1.0)),
-        "steps that others' guesses save": Piece(with_short_steps),
-        "what drafts find out later": Piece(without_hindsight),
-        "curiosity": Piece(lambda: patch.object(draft_starts, "_CURIOSITY", 0.0)),
-        "the guard": Piece(without_guard),
     }
 
 
@@ -121,7 +102,7 @@ def of_piece(piece: Piece, part: Part) -> Played:
     trace = part.texts[0][0]
     speculation = replace(trace.speculation, tree_size="cost")
     with piece.without():
-        return play([part], piece.policy(trace, speculation), speculation=speculation)
+        return play([part], cost_policy(trace, speculation), speculation=speculation)
 
 
 def without_lookups(trace: Trace) -> Trace:
@@ -175,32 +156,35 @@ def drafts_first() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def with_short_steps() -> Iterator[None]:
-    """What a draft has read is thought to serve steps that make one token besides its own."""
-    usual = draft_starts._part
-    with patch.object(draft_starts, "_part", lambda gain, often, made, room: usual(gain, often, 1.0, room)):
-        yield
+def curves_of(text: str) -> Curves:
+    """A machine's curves as they are written: "name: rows:ms,rows:ms | rows:ms"."""
+    try:
+        name, _, both = text.partition(": ")
+        target, draft = (
+            [one.split(":") for one in side.strip().split(",")] for side in both.split("|", maxsplit=1)
+        )
+        curves = [
+            CostCurve(tuple(int(rows) for rows, _ in of), tuple(float(ms) / 1e3 for _, ms in of))
+            for of in (target, draft)
+        ]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; allowed: a name, a colon and a space, then rows:ms,rows:ms | rows:ms"
+        ) from error
+    return name, curves[0], curves[1]
 
 
-@contextmanager
-def without_hindsight() -> Iterator[None]:
-    """What a draft would have guessed where it was not asked is not learnt from."""
-    usual = deciding.CostPolicy.observe
-    with patch.object(
-        deciding.CostPolicy, "observe", lambda self, report: usual(self, replace(report, hindsight={}))
-    ):
-        yield
+def at(trace: Trace, curves: Curves) -> Trace:
+    """The trace as it would have been on another machine."""
+    _, target, draft = curves
+    drafts = {name: replace(one, curve=draft) for name, one in trace.drafts.items()}
+    return replace(trace, curve=target, drafts=drafts)
 
 
-@contextmanager
-def without_guard() -> Iterator[None]:
-    """Everybody may guess in every step."""
-    with (
-        patch.object(Guard, "allows", lambda *_, **__: True),
-        patch.object(PlainSteps, "due", lambda *_: False),
-    ):
-        yield
+def ratio(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
+    """How many times as quick the same texts are now, with a 95% interval."""
+    found = speedup(before, after)
+    return found.ratio, found.low, found.high
 
 
 def page(cells: Mapping[str, Any], at_once: int) -> list[str]:

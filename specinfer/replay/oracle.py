@@ -135,15 +135,33 @@ class OraclePolicy(FixedPolicy):
 def oracle(parts: Sequence[Part], speculation: SpeculationConfig) -> OraclePolicy:
     """The policy that knows the texts of these parts, to be played in this order and from the start."""
     played = [(trace, number, part.at_once) for part in parts for trace, number in part.texts]
-    texts = [trace.texts[number].prompt + trace.texts[number].output for trace, number, _ in played]
-    listening = _Listening(texts)
-    # In the same parts, as what a speculator knows may depend on which requests have ended.
-    play(parts, listening, speculation=speculation, whole_trees=True)
+    texts = _texts(parts)
     choices = [
         _best(trace, len(trace.texts[number].prompt), len(text), known, at_once, speculation)
-        for (trace, number, at_once), text, known in zip(played, texts, listening.reaches, strict=True)
+        for (trace, number, at_once), text, known in zip(
+            played, texts, reaches_of(parts, speculation), strict=True
+        )
     ]
     return OraclePolicy(texts, choices)
+
+
+def reaches_of(
+    parts: Sequence[Part], speculation: SpeculationConfig | None = None
+) -> list[dict[int, Reaches]]:
+    """How far each speculator guesses right, at every place of the parts' texts by tokens before the root.
+
+    All guess at every place, as `speculation` says, or the traces' own; drafts go on along the text alone.
+    """
+    listening = _Listening(_texts(parts))
+    # In the same parts, as what a speculator knows may depend on which requests have ended.
+    play(parts, listening, speculation=speculation, whole_trees=True)
+    return listening.reaches
+
+
+def _texts(parts: Sequence[Part]) -> list[tuple[int, ...]]:
+    """Prompts and outputs, in the order in which they are played."""
+    texts = [trace.texts[number] for part in parts for trace, number in part.texts]
+    return [text.prompt + text.output for text in texts]
 
 
 def _along(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,52 +14,9 @@ from specinfer.replay.replay import simulated_engine
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace, write_trace
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate import ensemble
-from specinfer.speculate.policy import cost_policy, draft_starts, estimator, features, plain_weighing
-from specinfer.speculate.policy.draft_costs import DraftCosts
-from specinfer.speculate.policy.estimator import Estimator
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
-from specinfer.speculate.policy.guard import Guard
-from specinfer.speculate.policy.plain_steps import PlainSteps
-from specinfer.speculate.policy.speculation_policy import StepReport
-from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree.expansion import Expansion
 from tests.engines import write_tiny
-from tests.unit.speculate.policy.priced import FREE
-
-# What is seen of each piece, by what is left out.
-SEEN: dict[str, Callable[[], object]] = {
-    "weights to begin with": lambda: any(estimator.prior(2)),
-    "who denies a guess": lambda: features._denied.__name__,
-    "half the odds beside drafts": lambda: plain_weighing.BESIDE,
-    "doubt when a draft starts": lambda: cost_policy._DOUBT,
-    "lookups behind drafts' ends": lambda: ensemble.likely_ends.__name__,
-    "rates of a request's own": lambda: known_draft().rate(0, "1") != known_draft().rate(0, "2"),
-    "rates of a temperature": lambda: known_draft().rate(0, None, 0.0) != known_draft().rate(0, None, 1.5),
-    "reading shared among steps": lambda: draft_starts._part(1.0, 1.0, 1.0, 100),
-    "steps that others' guesses save": lambda: draft_starts._part(0.5, 0.5, 8.0, 100),
-    "what drafts find out later": lambda: learns_later(),
-    "curiosity": lambda: draft_starts._CURIOSITY,
-    "the guard": lambda: (Guard().allows(1, 0.0, new=False), PlainSteps().due(1, 1.0)),
-}
-
-
-def known_draft() -> DraftCosts:
-    """One that is right for the first request, a greedy one, and wrong for the second one, which is hot."""
-    draft = DraftCosts(FREE, Expansion((1,)))
-    for _ in range(20):
-        draft.learn(LevelOutcome("1", 0, 0), 0.0)
-        draft.learn(LevelOutcome("2", 0, None), 1.5)
-    return draft
-
-
-def learns_later() -> bool:
-    """Whether a policy learns from places at which a draft was not asked."""
-    draft = DraftCosts(FREE, Expansion((1,)))
-    policy = cost_policy.CostPolicy(FREE, {"draft": draft}, Estimator(logistics=False))
-    before = draft.rate(0)
-    policy.observe(StepReport([], hindsight={"draft": [LevelOutcome("0", 0, None)] * 20}))
-    return draft.rate(0) != before
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +32,6 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         write_trace(files[-1], record(llm, [one.request for [one] in asked]))
     llm.close()
     return files
-
-
-@pytest.mark.parametrize("name", SEEN)
-def test_a_piece_is_left_out_and_there_again(script: Any, name: str) -> None:
-    piece, seen = script("policy_ablation").pieces()[name], SEEN[name]
-    before = seen()
-    with piece.without():
-        assert seen() != before
-    assert seen() == before
 
 
 def test_drafts_are_asked_first_where_that_is_what_is_left_out(script: Any, traces: list[Path]) -> None:
@@ -110,7 +58,6 @@ def test_pieces_of_a_trace_are_not_in_the_other_one(script: Any, traces: list[Pa
     assert alone.drafts is trace.drafts
     shaped = pieces["learned shapes (1,1,3,1,1)"].other(trace).speculation
     assert shaped.expansion == Expansion((1, 1, 3, 1, 1)) != trace.speculation.expansion
-    assert pieces["logistics beside counts"].policy is not pieces["nothing"].policy
 
 
 def test_every_piece_has_its_row_for_every_kind(
@@ -125,3 +72,12 @@ def test_every_piece_has_its_row_for_every_kind(
     for name in [*module.pieces()][1:]:
         rows = [line for line in lines if line.startswith(f"| {name} |")]
         assert [row.count("[") for row in rows] == [4, 4], name
+
+
+def test_curves_are_read_or_refused_in_one_line(script: Any) -> None:
+    module = script("policy_ablation")
+    name, target, draft = module.curves_of("two cores: 1:10,4:20 | 1:2.5,8:9")
+    assert (name, target.rows, target.at_rows) == ("two cores", (1, 4), (0.01, 0.02))
+    assert (draft.rows, draft.at_rows) == ((1, 8), (0.0025, 0.009))
+    with pytest.raises(argparse.ArgumentTypeError, match="allowed: a name, a colon and a space"):
+        module.curves_of("two cores: 1:10,4:20")

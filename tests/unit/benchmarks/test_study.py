@@ -26,17 +26,12 @@ SCRIPTS = (
         "kernels",
         "latency",
         "lm_eval_parity",
+        "matching_length",
         "neighbour",
         "overhead",
         "parameters",
         "policy_ablation",
-        "policy_before",
-        "policy_estimator",
-        "policy_features",
-        "policy_hedge",
         "policy_live",
-        "policy_matching_length",
-        "policy_shape",
         "policy_traces",
     ),
     *(
@@ -212,8 +207,6 @@ def test_every_script_says_how_it_is_used(
         script(name).main()
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    played = ("policy_ablation", "policy_before", "policy_estimator", "policy_features", "policy_shape")
-    traces = dict.fromkeys(played, " --traces ")
-    asks = {"deciding": "", **traces}.get(name, " --model ")
+    asks = {"deciding": "", "policy_ablation": " --traces "}.get(name, " --model ")
     assert f"python benchmarks/{name}.py{asks}" in said
     assert "--out OUT" in said

@@ -1,1 +1,0 @@
-"""What policy_matching_length.py predicts, and by what it decides then."""
