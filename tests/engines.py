@@ -18,6 +18,7 @@ from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import chain_rows
+from specinfer.runtime.executor import LocalExecutor
 from specinfer.runtime.runner import ModelRunner, as_rows
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
@@ -105,3 +106,10 @@ def assert_idle(llm: LLM) -> None:
 def engine_of(llm: LLM) -> Engine:
     """The engine itself, for tests that look inside it or break it."""
     return llm._open.engine
+
+
+def runner_of(llm: LLM) -> ModelRunner:
+    """The target and its cache, for the same."""
+    executor = engine_of(llm)._executor
+    assert isinstance(executor, LocalExecutor)
+    return executor.target

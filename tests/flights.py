@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.engine.target_laws import TargetLaws
-from specinfer.runtime.flight import Flight
+from specinfer.runtime.flight import Flight, HostFlight
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.coupled import coupled_choice
@@ -27,7 +27,7 @@ def flight_of(logits_RV: NDArray[np.float32]) -> Flight:
 
 def flight_over(logits_RV: Tensor, scan: Scan) -> Flight:
     """A flight whose output layer has made these logits already."""
-    return Flight(logits_RV, lambda rows: rows, logits_RV.shape[1], scan)
+    return HostFlight(logits_RV, lambda rows: rows, logits_RV.shape[1], scan)
 
 
 def choose(laws: TargetLaws, node: int) -> int:

@@ -45,7 +45,7 @@ from specinfer.models.weights import estimate_bytes, load_model
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime import memory
 from specinfer.runtime.cost_curve import device_name
-from specinfer.runtime.runner import ModelRunner
+from specinfer.runtime.executor import LocalExecutor
 from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary, draft_vocabulary
 from specinfer.speculate.drafts.foreign_tokens import ForeignTokens
 from specinfer.speculate.ensemble import Ensemble
@@ -173,17 +173,16 @@ def build_engine(
         device=models.target.device,
     )
 
-    block_size, vocab = config.cache.block_size, models.target.config.vocab_size
-    target = ModelRunner(models.target, num_blocks=blocks, block_size=block_size)
+    vocab = models.target.config.vocab_size
+    executor = LocalExecutor(models.target, num_blocks=blocks, block_size=config.cache.block_size)
     drafting = {
         name: make_draft(
             name,
             model,
+            executor,
             speculation,
             models.named.get(name),
             models.foreign.get(name),
-            num_blocks=blocks,
-            block_size=block_size,
             max_rows=limits.max_step_tokens,
         )
         for name, model in models.drafts.items()
@@ -195,11 +194,7 @@ def build_engine(
             name: TimedDraft(models.drafts[name], runner, models.named.get(name))
             for name, (runner, _) in drafting.items()
         }
-        costs = pass_costs(
-            *(config, target, timed),
-            positions=blocks * config.cache.block_size,
-            progress=progress,
-        )
+        costs = pass_costs(config, executor, timed, progress)
         measured = speculation.clock == "measured"
         guard, learned = sized_by_cost(
             *(costs.target, costs.drafts, speculation),
@@ -217,7 +212,7 @@ def build_engine(
     policy = FixedPolicy() if guard is None else TrustedPolicy(guard, FixedPolicy.of(speculation))
     pool = BlockPool(blocks, config.cache.block_size)
     return Engine(
-        target=target,
+        executor=executor,
         speculators=Ensemble(speculators, vocab=vocab, policy=policy),
         tokenizer=models.tokenizer,
         admission=Admission(
@@ -225,7 +220,7 @@ def build_engine(
             SpeculationLimits(speculation, speculators),
             vocab=vocab,
             max_context=max_context,
-            capacity=blocks * config.cache.block_size,
+            capacity=executor.positions,
             block_size=config.cache.block_size if config.cache.prefix_reuse else None,
         ),
         scheduler=Scheduler(

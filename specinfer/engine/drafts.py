@@ -22,8 +22,8 @@ from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import OpenModel, estimate_bytes, open_model
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import Timed
+from specinfer.runtime.executor import LocalExecutor
 from specinfer.runtime.head_runner import BlockRunner, EagleRunner, MedusaRunner
-from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.drafts.block import BlockDraft
 from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary, first_tokens, named_tokens
@@ -216,19 +216,19 @@ def what_is_timed(model: AnyDraft, vocabulary: DraftVocabulary | None) -> str:
 def make_draft(
     name: str,
     model: AnyDraft,
+    executor: LocalExecutor,
     speculation: SpeculationConfig,
     vocabulary: DraftVocabulary | None,
     foreign: ForeignTokens | None = None,
     *,
-    num_blocks: int,
-    block_size: int,
     max_rows: int,
 ) -> tuple[Timed, LevelSpeculator]:
     """A draft over a cache of its own, and what times its passes; `vocabulary` is what a model can name."""
+    num_blocks, block_size = executor.num_blocks, executor.block_size
     vocabulary = named_by(model, vocabulary)
     shape = Shape.of(speculation)
     if not isinstance(model, HeadModel):
-        runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size)
+        runner = executor.runner(model)
         if foreign is not None:
             return runner, ForeignDraft(
                 name, runner, shape, max_rows=max_rows, num_blocks=num_blocks, tokens=foreign

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from specinfer.engine.admission import Admission, Admitted
 from specinfer.engine.metrics import Stage, StageClock, Statistics
@@ -24,11 +23,12 @@ from specinfer.engine.transcript import Transcript
 from specinfer.errors import RequestError, UserError, ensure
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Logprobs, Request, RequestOutput
-from specinfer.runtime.batch import StepRows, step_rows
+from specinfer.runtime.batch import LogitRows, logit_rows
+from specinfer.runtime.executor import Executor
 from specinfer.runtime.features import text_rows
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.inference import inference
-from specinfer.runtime.runner import ModelRunner, Move
+from specinfer.runtime.runner import Move
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.decision import Decision
 from specinfer.speculate.policy.guarded_policy import GuardedPolicy
@@ -58,8 +58,8 @@ class _Launched:
     plan: StepPlan
     trees: list[TokenTree]  # of plan.tree_entries
     decisions: Sequence[Decision | None]  # about these, where somebody wants to know
-    rows: StepRows
     flight: Flight
+    rows: LogitRows  # whose rows of the flight are where
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Engine:
     def __init__(
         self,
         *,
-        target: ModelRunner,
+        executor: Executor,
         speculators: Ensemble,
         tokenizer: Tokenizer,
         admission: Admission,
@@ -93,7 +93,7 @@ class Engine:
         guard: GuardedPolicy | None = None,
         memory: PolicyMemory | None = None,
     ) -> None:
-        self._target = target
+        self._executor = executor
         self._speculators = speculators
         self._tokenizer = tokenizer
         self._admission = admission
@@ -221,11 +221,8 @@ class Engine:
         explained = self.explains and self.on_tree is not None
         decisions = self._speculators.explain() if explained else [None] * len(trees)
         self.clock.lap(Stage.PROPOSE)
-        rows = step_rows(plan, trees)
-        flight = self._target.launch(
-            rows.rows, likelihoods=partial(rows.likelihoods, trees), taps=self._speculators.taps
-        )
-        launched = _Launched(plan, trees, decisions, rows, flight)
+        flight = self._executor.launch(plan, trees, self._speculators.taps)
+        launched = _Launched(plan, trees, decisions, flight, logit_rows(plan, trees))
         self._launched.append(launched)
         self.clock.lap(Stage.FORWARD)
         return launched
@@ -285,7 +282,7 @@ class Engine:
             moves.extend(_path_move(entry, answer.verdict.path))
             if sequence.processors is not None:
                 sequence.processors.commit(answer.tokens)
-        self._target.move(moves)
+        self._executor.move(moves)
 
     def _report(self, launched: _Launched, answers: Sequence[_Answer], now: float) -> list[Outcome]:
         """What is told outside of a step: text, figures, outputs; requests that end leave."""
@@ -327,7 +324,7 @@ class Engine:
             else None
             for answer in answers
         ]
-        self._speculators.hear(text_rows(launched.plan, launched.rows.rows, paths), launched.flight)
+        self._speculators.hear(text_rows(launched.plan, launched.trees, paths), launched.flight)
 
     def _score_prompt(self, entry: PlanEntry, flight: Flight, rows: range) -> None:
         """Report how likely the prompt's tokens behind `entry.start` were, one per row."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import AnyDraft, what_is_timed
 from specinfer.heads.load import HeadModel
 from specinfer.progress import Progress
-from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve
+from specinfer.runtime.cost_curve import CostCurve, Timed
+from specinfer.runtime.executor import LocalExecutor
 from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
 
 
@@ -32,37 +34,29 @@ class TimedDraft:
 
 def pass_costs(
     config: EngineConfig,
-    target: Timed,
+    executor: LocalExecutor,
     drafts: Mapping[str, TimedDraft],
-    *,
-    positions: int,
     progress: Progress | None = None,
 ) -> PassCosts:
-    """Measure these passes, or read what was measured before.
+    """Measure the executor's passes and those of drafts over it, or read what was measured before.
 
-    `positions` is the room of the caches. Writes into their first slots, which nobody may use yet.
+    Writes into the caches' first slots, which nobody may use yet.
     """
     speculation = config.speculation
-
-    def curve(runner: Timed, variant: str, behind: Timed | None = None) -> CostCurve:
-        context = runner.model.config.max_context
-        return cost_curve(
-            runner,
-            max_rows=min(config.scheduler.max_step_tokens, positions, context),
-            variant=variant,
-            every_row=runner is not target,  # a draft's level asks for all of its nodes
-            # Whatever it takes to measure: the next run decides by it, too.
-            keep=speculation.clock == "curve",
-            behind=behind,
-            progress=progress,
-        )
-
-    of_target = curve(target, f"{config.quantization}, {target.model.config.vocab_size} logits")
+    # A curve that decides by itself is kept: the next run decides by it, too.
+    curve = partial(
+        executor.curve,
+        max_rows=config.scheduler.max_step_tokens,
+        keep=speculation.clock == "curve",
+        progress=progress,
+    )
+    logits = executor.target.model.config.vocab_size
+    of_target = curve(f"{config.quantization}, {logits} logits")
     of_drafts = {
         name: curve(
-            one.runner,
             f"{speculation.draft_quantization}, {what_is_timed(one.model, one.vocabulary)}",
-            behind=target if isinstance(one.model, HeadModel) else None,
+            draft=one.runner,
+            behind_target=isinstance(one.model, HeadModel),
         )
         for name, one in drafts.items()
     }

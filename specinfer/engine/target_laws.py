@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +29,6 @@ from specinfer.verify.multistep import seeded_coin, verify_multistep
 from specinfer.verify.pairs import Verifier
 from specinfer.verify.scan import ASK, NO_TOKEN, Ask, ask
 from specinfer.verify.target_law import point_mass, target_law
-
-_FEW_NODES: Final = 16  # that may be asked at once, though the walk does not come to all of them
 
 
 class TargetLaws:
@@ -190,11 +187,8 @@ def verify_trees(
 
 
 def _choose_at_once(walks: Collection[_Walk], flight: Flight) -> None:
-    """Ask at every node of few and small trees, where each largest logit is all that matters.
-
-    That is a few microseconds a row, and a question for each level costs as much as ten of them.
-    """
-    if not walks or not flight.holds_all or sum(walk.laws.tree.num_nodes for walk in walks) > _FEW_NODES:
+    """Ask at every node of few and small trees, where each largest logit is all that matters."""
+    if not walks or sum(walk.laws.tree.num_nodes for walk in walks) > flight.at_once:
         return
     if not all(walk.laws.request.params.greedy and walk.laws.unchanged for walk in walks):
         return

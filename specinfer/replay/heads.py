@@ -16,8 +16,8 @@ from torch import Tensor
 from specinfer.replay.drafts import Replayed
 from specinfer.replay.guess_trie import NO_SITE, GuessRecorder, GuessTrie
 from specinfer.replay.trace import BlockFacts
-from specinfer.runtime.batch import StepRows
-from specinfer.runtime.flight import Flight
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.flight import Flight, HostFlight
 from specinfer.runtime.head_runner import BlockGuesses, BlockText
 from specinfer.speculate.drafts.best_first import MOST_NODES, WIDTH, Children, add_likeliest
 from specinfer.speculate.drafts.draws import Site
@@ -112,8 +112,8 @@ def regrow(
     add_likeliest(builder, root, children, most, speculator, rule)
 
 
-def without_states(rows: StepRows, taps: Sequence[int]) -> Flight:
+def without_states(rows: Sequence[Rows], taps: Sequence[int]) -> Flight:
     """The pass of a target without a model, as those who read its hidden states see it: of no width."""
-    count = sum(len(part.token_ids) for part in rows.rows)
+    count = sum(len(part.token_ids) for part in rows)
     states = taps, torch.zeros(count, len(taps), 0)
-    return Flight(torch.empty(0, 0), lambda hidden: hidden, 1, NUMPY, taps=states)
+    return HostFlight(torch.empty(0, 0), lambda hidden: hidden, 1, NUMPY, taps=states)

@@ -34,7 +34,7 @@ from specinfer.replay.trace import DEPTH, BlockFacts, EngineFacts, RecordedDraft
 from specinfer.replay.trace_store import KEPT_PARAMS
 from specinfer.report.provenance import provenance
 from specinfer.request import Request, RequestOutput
-from specinfer.runtime.batch import StepRows
+from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.head_runner import BlockRunner
@@ -341,8 +341,8 @@ def _states(target: LanguageModel, blocks: int, engine: EngineFacts) -> States:
     """What the target makes of texts, in a cache of its own."""
     runner = ModelRunner(target, num_blocks=blocks, block_size=engine.block_size)
 
-    def launch(rows: StepRows, taps: Sequence[int]) -> Flight:
-        return runner.launch(rows.rows, taps=taps)
+    def launch(rows: Sequence[Rows], taps: Sequence[int]) -> Flight:
+        return runner.launch(rows, taps=taps)
 
     return launch
 

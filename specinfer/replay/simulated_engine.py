@@ -23,7 +23,7 @@ from specinfer.replay.drafts import CostTable, NoModel, Replayed, ReplayedPasses
 from specinfer.replay.heads import ReplayedHead, without_states
 from specinfer.replay.trace import EngineFacts, RecordedText, Trace
 from specinfer.request import Request
-from specinfer.runtime.batch import StepRows, step_rows
+from specinfer.runtime.batch import Rows, step_rows
 from specinfer.runtime.features import text_rows
 from specinfer.runtime.flight import Flight
 from specinfer.speculate.drafts.block import BlockDraft
@@ -39,7 +39,7 @@ from specinfer.tree import TokenTree
 
 AnyReplayed = ReplayedPasses | ReplayedHead
 # The target's pass over these rows, as far as hidden states at these layers go.
-States = Callable[[StepRows, Sequence[int]], Flight]
+States = Callable[[Sequence[Rows], Sequence[int]], Flight]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class SimulatedEngine:
         ]
         if ran_rows is not None and flight is not None:
             paths = [one.path if one.request_id in self._playing else None for one in entries]
-            self._ensemble.hear(text_rows(plan, ran_rows.rows, paths), flight)
+            self._ensemble.hear(text_rows(plan, trees, paths), flight)
         told = {
             stage: spent for stage, spent in seconds.items() if stage != Stage.COMMIT
         }  # it has just begun

@@ -55,49 +55,52 @@ def chain_rows(token_ids: Sequence[int], start: int, block_table: Sequence[int],
 
 
 @dataclass(frozen=True, slots=True)
-class StepRows:
-    """The rows of a step's plan, and whose logits are where among all that are wanted."""
+class LogitRows:
+    """Whose rows are where among those of a step's pass that want logits."""
 
-    rows: list[Rows]  # one for each entry of the plan
-    roots: list[int]  # of each tree the place of its root's logits; its other nodes follow
-    scored: list[tuple[PlanEntry, range]]  # prompts that want log-probabilities, with the places of theirs
-
-    def likelihoods(self, trees: Sequence[TokenTree]) -> list[float]:
-        """How likely the logits of each row that wants them are asked for.
-
-        Those of a tree's node as likely as its speculators think that it becomes text. Those of a prompt that
-        is scored are asked for behind all others, so they come last.
-        """
-        found: list[float] = []
-        for tree, root in zip(trees, self.roots, strict=True):
-            found.extend([0.0] * (root - len(found)))
-            found.extend(tree.likelihoods())
-        found.extend([0.0] * (self.wanted - len(found)))
-        return found
-
-    @property
-    def wanted(self) -> int:
-        """The rows that want logits."""
-        return sum(len(part.token_ids) - part.logits_from for part in self.rows)
+    roots: list[int]  # of each tree the row of its root; the rows of its other nodes follow
+    scored: list[tuple[PlanEntry, range]]  # prompts that want log-probabilities, with the rows of theirs
+    count: int
 
 
-def step_rows(plan: StepPlan, trees: Sequence[TokenTree]) -> StepRows:
-    """Every entry's uncached text, and behind it the other nodes of its tree; logits from the root on."""
-    step = StepRows([], [], [])
+def logit_rows(plan: StepPlan, trees: Sequence[TokenTree]) -> LogitRows:
+    """How the rows with logits of a step's pass are numbered: entry by entry, from the root of each tree on.
+
+    Of a prompt that is scored all rows have logits, and its tree's are the last of them.
+    """
+    roots: list[int] = []
+    scored: list[tuple[PlanEntry, range]] = []
     upcoming = iter(trees)
     first = 0
     for entry in plan.entries:
-        tree = next(upcoming) if entry.has_tree else None
-        rows = _entry_rows(entry, tree)
-        in_tree = tree.num_nodes if tree is not None else 0
-        end = first + len(rows.token_ids) - rows.logits_from
+        nodes = next(upcoming).num_nodes if entry.has_tree else 0
+        text = 0
         if _scores_prompt(entry):
-            step.scored.append((entry, range(first, min(end - in_tree, first + _unscored(entry)))))
-        if in_tree:
-            step.roots.append(end - in_tree)
-        step.rows.append(rows)
-        first = end
-    return step
+            text = entry.end - entry.start - (nodes > 0)
+            scored.append((entry, range(first, first + min(text, _unscored(entry)))))
+        if nodes:
+            roots.append(first + text)
+        first += text + nodes
+    return LogitRows(roots, scored, first)
+
+
+def likelihoods(plan: StepPlan, trees: Sequence[TokenTree]) -> list[float]:
+    """How likely the logits of each row of a step's pass that has some are asked for.
+
+    Those of a tree's node as likely as its speculators think that it becomes text. Those of a prompt that is
+    scored are asked for behind all others, so they come last.
+    """
+    rows = logit_rows(plan, trees)
+    found = [0.0] * rows.count
+    for tree, root in zip(trees, rows.roots, strict=True):
+        found[root : root + tree.num_nodes] = tree.likelihoods()
+    return found
+
+
+def step_rows(plan: StepPlan, trees: Sequence[TokenTree]) -> list[Rows]:
+    """Every entry's uncached text, and behind it the other nodes of its tree; see `logit_rows`."""
+    upcoming = iter(trees)
+    return [_entry_rows(entry, next(upcoming) if entry.has_tree else None) for entry in plan.entries]
 
 
 def _entry_rows(entry: PlanEntry, tree: TokenTree | None) -> Rows:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from specinfer.plan import PlanEntry, StepPlan
-from specinfer.runtime.batch import Rows
 from specinfer.runtime.flight import Flight
+from specinfer.tree import TokenTree
 
 _SMALL_PASS: Final = 64  # rows, of which some are kept by keeping all
 _MOST_PASSES: Final = 64  # that are kept for one text
@@ -107,22 +107,22 @@ class TextRows:
         ]
 
 
-def text_rows(plan: StepPlan, rows: Sequence[Rows], paths: Sequence[Sequence[int] | None]) -> TextRows:
-    """Which rows of a step's pass became text.
+def text_rows(plan: StepPlan, trees: Sequence[TokenTree], paths: Sequence[Sequence[int] | None]) -> TextRows:
+    """Which rows of a step's pass over a plan and its trees became text.
 
-    `rows` are those of each entry, and `paths` the accepted nodes of each of `plan.tree_entries`' trees; None
-    where the text ends with this step, so that nobody will read it.
+    `paths` are the accepted nodes of each tree; None where the text ends with this step, so that nobody will
+    read it.
     """
     found = TextRows([], [])
-    accepted = iter(paths)
+    accepted = iter(zip(trees, paths, strict=True))
     first = 0
-    for entry, part in zip(plan.entries, rows, strict=True):
-        path = next(accepted) if entry.has_tree else ()
+    for entry in plan.entries:
         root = first + entry.end - entry.start - 1
+        tree, path = next(accepted) if entry.has_tree else (None, ())
         if path is not None:
             found.entries.append(entry)
             found.rows.append([*range(first, root + 1), *(root + node for node in path)])
-        first += len(part.token_ids)
+        first = root + (1 if tree is None else tree.num_nodes)
     return found
 
 

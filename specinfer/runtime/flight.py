@@ -1,5 +1,7 @@
 """A pass of a model in flight: it is asked for answers, and keeps its logits to itself.
 
+`Flight` says what may be asked, wherever the pass has run; `HostFlight` answers from host memory.
+
 What most callers want of a row is one token, the model's own choice there. A row of logits is a third of a
 megabyte at a large vocabulary, and of a tree's rows a walk asks few. So the output layer makes rows in
 blocks, the likeliest nodes first and the others when somebody asks, and few blocks are held at a time:
@@ -14,7 +16,7 @@ A row's logits do not depend on the block it is in (models/language_model.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ from specinfer.verify.scan import ASK, Ask, Likeliest, Scan, no_likeliest
 _FEWEST_BESIDE: Final = 16  # rows for which there must be room beside the likeliest, or these make room
 MOST_BYTES: Final = 32 << 20  # of logits that a flight holds; more only where a single row is larger
 _TYPES: Final[dict[torch.dtype, LogitType]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_FEW_ROWS: Final = 16  # asked together: one more question costs as much as ten answers
 BLOCK_ROWS: Final = 64  # made together where not all are asked for: weights are read once for these
 
 
@@ -46,8 +49,62 @@ def _most_rows(vocab: int, dtype: torch.dtype) -> int:
     return max(1, MOST_BYTES // (vocab * dtype.itemsize))
 
 
-class Flight:
-    """The rows of one pass that want logits; each is known by its place among them."""
+class Flight(Protocol):
+    """The rows of one pass that want logits; each is known by its place among them.
+
+    Only `row` and `copy` bring logits to the caller. All of it may wait for the pass.
+    """
+
+    @property
+    def vocab(self) -> int:
+        """Logits of a row."""
+        ...
+
+    @property
+    def scan(self) -> Scan:
+        """Reads rows that the caller has changed, exactly as the flight reads its own."""
+        ...
+
+    @property
+    def at_once(self) -> int:
+        """The most rows that are asked together at no cost, though not every answer will be used."""
+        ...
+
+    def choices(
+        self, rows: Sequence[int], asks: Sequence[Ask], changes: Sequence[RowChanges] | None = None
+    ) -> list[int]:
+        """The model's own choice at each row, as `verify.scan.choice` makes it of the row with its changes.
+
+        `verify.scan.NO_TOKEN` where the largest logit is not finite.
+        """
+        ...
+
+    def likeliest(self, rows: Sequence[int], n: int, temperatures: Sequence[float]) -> Likeliest:
+        """The n >= 1 likeliest tokens at each row, and its mass at a temperature; see `verify.scan.Scan`."""
+        ...
+
+    def scores(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> Scores:
+        """The figures of one token at each row, and of the `top` likeliest there; see `verify.logprobs`."""
+        ...
+
+    def row(self, row: int) -> NDArray[np.float32]:
+        """One row of logits, [vocab]; not to be written to."""
+        ...
+
+    def copy(self, row: int, into: NDArray[np.float32]) -> None:
+        """Write one row of logits to `into`, [vocab]."""
+        ...
+
+    def tapped(self, layers: Sequence[int]) -> Tensor:
+        """What these layers were given, contiguous [T, N, D] of all rows of the pass; not to be written to.
+
+        It lies where the model does. Raises KeyError where one has no tap.
+        """
+        ...
+
+
+class HostFlight:
+    """A Flight that makes logits in host memory, where its scan reads them."""
 
     __slots__ = (
         "_blocks",
@@ -102,9 +159,9 @@ class Flight:
             self._make(np.zeros(0, dtype=np.int64))
 
     @property
-    def holds_all(self) -> bool:
-        """Whether the logits of all rows are there."""
-        return self._whole is not None
+    def at_once(self) -> int:
+        """As Flight says: an answer takes microseconds where the logits of all rows are there."""
+        return _FEW_ROWS if self._whole is not None else 0
 
     @property
     def held_bytes(self) -> int:
@@ -113,22 +170,19 @@ class Flight:
         return sum(block.nbytes for block in blocks)
 
     def row(self, row: int) -> NDArray[np.float32]:
-        """One row of logits, [vocab]; not to be written to."""
+        """As Flight says."""
         found: list[NDArray[np.float32]] = []
         self._ask(np.array([row]), lambda _, block, there: found.append(block[int(there[0])]))
         return found[0]
 
     def copy(self, row: int, into: NDArray[np.float32]) -> None:
-        """Write one row of logits to `into`, [vocab]."""
+        """As Flight says."""
         self._ask(np.array([row]), lambda _, block, there: block.copy(int(there[0]), into))
 
     def choices(
         self, rows: Sequence[int], asks: Sequence[Ask], changes: Sequence[RowChanges] | None = None
     ) -> list[int]:
-        """The model's own choice at each row, as `verify.scan.choice` makes it of the row with its changes.
-
-        `verify.scan.NO_TOKEN` where the largest logit is not finite.
-        """
+        """As Flight says."""
         changed = changes if changes is not None and any(len(row.ids) for row in changes) else None
         if changed is None and (whole := self._whole) is not None:  # the usual case
             self._check(rows)
@@ -144,7 +198,7 @@ class Flight:
         return chosen.tolist()
 
     def likeliest(self, rows: Sequence[int], n: int, temperatures: Sequence[float]) -> Likeliest:
-        """The n >= 1 likeliest tokens at each row, and its mass at a temperature; see `verify.scan.Scan`."""
+        """As Flight says."""
         asked, found = np.array(temperatures, dtype=np.float64), no_likeliest(len(rows), n)
 
         def look(places: NDArray[np.int64], block: LogitBlock, there: NDArray[np.int64]) -> None:
@@ -156,10 +210,7 @@ class Flight:
         return found
 
     def scores(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> Scores:
-        """The figures of one token at each row, and of the `top` likeliest there; see `verify.logprobs`.
-
-        A block of logits is reduced to these before the next one is made.
-        """
+        """As Flight says; a block of logits is reduced to these before the next one is made."""
         asked, found = np.array(tokens, dtype=np.int64), Scores.empty(len(rows), top)
 
         def read(places: NDArray[np.int64], block: LogitBlock, there: NDArray[np.int64]) -> None:
@@ -169,10 +220,7 @@ class Flight:
         return found
 
     def tapped(self, layers: Sequence[int]) -> Tensor:
-        """What these layers were given, contiguous [T, N, D] of all rows of the pass; not to be written to.
-
-        Raises KeyError where one has no tap.
-        """
+        """As Flight says."""
         known, tapped_TND = self._taps or ((), self._hidden_RD)
         if tuple(layers) == tuple(known):
             return tapped_TND
@@ -180,10 +228,6 @@ class Flight:
             raise KeyError(f"layers {sorted(missing)} have no taps; {list(known)} have")
         places = torch.tensor([known.index(layer) for layer in layers], device=tapped_TND.device)
         return tapped_TND.index_select(1, places)
-
-    def hidden(self, layer: int) -> Tensor:
-        """What that layer was given, [T, D], as above."""
-        return self.tapped([layer])[:, 0]
 
     def _ask(self, rows: NDArray[np.int64], question: _Question) -> None:
         """Ask every block that holds some of these rows; blocks are made on the way, and older ones dropped.

@@ -25,7 +25,7 @@ from specinfer.heads.medusa_model import MedusaModel
 from specinfer.kernels.block_head import NativeBlockHead
 from specinfer.runtime.batch import ModelBatch, Rows, build_batch, slots_of
 from specinfer.runtime.features import TappedRows, joined
-from specinfer.runtime.flight import Flight
+from specinfer.runtime.flight import Flight, HostFlight
 from specinfer.runtime.inference import inference
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.runtime.runner import probe_rows
@@ -119,7 +119,7 @@ class EagleRunner:
         `feature_TD` is used up.
         """
         read_RD, fed_TD = self.run(parts, feature_TD)
-        return Flight(read_RD, self.model.logits, len(self.model.ids), self.model.kernels.scan), fed_TD
+        return HostFlight(read_RD, self.model.logits, len(self.model.ids), self.model.kernels.scan), fed_TD
 
     @inference
     def run(self, parts: Sequence[HeadRows], feature_TD: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.runtime.batch import Rows, build_batch, chain_rows, slots_of
-from specinfer.runtime.flight import Flight, rows_at_once
+from specinfer.runtime.flight import Flight, HostFlight, rows_at_once
 from specinfer.runtime.inference import inference
 from specinfer.runtime.kv_cache import KvCache
 
@@ -55,7 +55,7 @@ class ModelRunner:
         model = self.model
         vocab = model.config.vocab_size
         read = self._run(rows, taps, most_logits=rows_at_once(vocab, model.dtype))
-        return Flight(
+        return HostFlight(
             read.hidden_RD,
             model.logits,
             vocab,

@@ -25,7 +25,7 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel, Residual
 from specinfer.progress import Progress
 from specinfer.request import FinishReason, RequestOutput
-from specinfer.runtime.flight import Flight
+from specinfer.runtime.flight import HostFlight
 from specinfer.sampling_params import SamplingParams
 from specinfer.tune.listener import Listener
 from specinfer.tune.prompts import Asked, shuffled
@@ -222,7 +222,7 @@ def _labels(target: LanguageModel, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
     logprobs: list[Tensor] = []
     for rows_RD in torch.split(hidden_RD, _ROWS):
         read_RD = target.final_norm(Residual(rows_RD.contiguous()))
-        flight = Flight(read_RD, target.logits, vocab, target.kernels.scan)
+        flight = HostFlight(read_RD, target.logits, vocab, target.kernels.scan)
         likeliest = flight.likeliest(range(len(rows_RD)), count, [1.0] * len(rows_RD))
         values = torch.from_numpy(likeliest.values - likeliest.values[:, :1]).double()
         masses = torch.from_numpy(likeliest.masses)[:, None]

@@ -12,7 +12,7 @@ from specinfer.engine.build import load_models
 from specinfer.engine.drafts import make_draft
 from specinfer.engine.pass_costs import PassCosts, TimedDraft, pass_costs
 from specinfer.progress import Progress
-from specinfer.runtime.runner import ModelRunner
+from specinfer.runtime.executor import LocalExecutor
 
 _ROWS: Final = 256  # of the largest pass that is measured, at least
 
@@ -31,14 +31,11 @@ def measured_costs(config: EngineConfig, drafts: Sequence[Path], progress: Progr
     models = load_models(wanted, progress)
     size = config.cache.block_size
     blocks = -(-_ROWS // size)
+    executor = LocalExecutor(models.target, num_blocks=blocks, block_size=size)
     timed: dict[str, TimedDraft] = {}
     for name, model in models.drafts.items():
-        runner, _ = make_draft(
-            *(name, model, speculation, models.named.get(name)),
-            num_blocks=blocks,
-            block_size=size,
-            max_rows=config.scheduler.max_step_tokens,
-        )
-        timed[name] = TimedDraft(model, runner, models.named.get(name))
-    target = ModelRunner(models.target, num_blocks=blocks, block_size=size)
-    return pass_costs(wanted, target, timed, positions=blocks * size, progress=progress)
+        named = models.named.get(name)
+        rows = config.scheduler.max_step_tokens
+        runner, _ = make_draft(name, model, executor, speculation, named, max_rows=rows)
+        timed[name] = TimedDraft(model, runner, named)
+    return pass_costs(wanted, executor, timed, progress)

@@ -20,7 +20,7 @@ from torch import Tensor
 from specinfer.heads.block_model import BlockModel
 from specinfer.heads.load import HeadModel
 from specinfer.request import Request
-from specinfer.runtime.flight import Flight
+from specinfer.runtime.flight import HostFlight
 from specinfer.runtime.inference import inference
 from specinfer.speculate.drafts.best_first import MOST_NODES, likeliest_of
 from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
@@ -72,7 +72,7 @@ class PassLevels:
         made_RU = logits_TU.index_select(0, torch.tensor(rows, device=logits_TU.device)).float()
         if self._block is not None and self._block.markov_UM is not None:
             made_RU += self._block.pair_logits(self._block.before(before))
-        flight = Flight(made_RU, lambda logits: logits, made_RU.shape[1], self._scan)
+        flight = HostFlight(made_RU, lambda logits: logits, made_RU.shape[1], self._scan)
         draw_children(flight, sites, self._name, self._vocabulary)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specinfer.heads.block_model import BlockModel
 from specinfer.heads.load import HeadModel
-from specinfer.runtime.flight import Flight
+from specinfer.runtime.flight import HostFlight
 from specinfer.speculate.drafts.best_first import Level, Race, grow
 from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.drafts.growth import Guessed
@@ -44,7 +44,7 @@ class PlainTrees:
         candidates = _RACERS if racing else _CANDIDATES
         grown = [_Levels(one, self._block) for one in guessed]
         if self._markov_UM is None:
-            flight = Flight(logits_TU, lambda logits: logits, logits_TU.shape[1], self._scan)
+            flight = HostFlight(logits_TU, lambda logits: logits, logits_TU.shape[1], self._scan)
             rows = [one.first + level for one in guessed for level in range(one.levels)]
             temperatures = [one.site.temperature for one in guessed for _ in range(one.levels)]
             likeliest = flight.likeliest(rows, candidates, temperatures)
@@ -73,7 +73,7 @@ class PlainTrees:
         rows = torch.tensor([one.row for one in grown], device=logits_TU.device)
         mean_RM = torch.stack([one.mean_M for one in grown])
         made_RU = logits_TU.index_select(0, rows).float() + self._block.pair_logits(mean_RM)
-        flight = Flight(made_RU, lambda logits: logits, made_RU.shape[1], self._scan)
+        flight = HostFlight(made_RU, lambda logits: logits, made_RU.shape[1], self._scan)
         temperatures = [one.guessed.site.temperature for one in grown]
         likeliest = flight.likeliest(range(len(grown)), candidates, temperatures)
         for row, one in enumerate(grown):

@@ -213,7 +213,7 @@ def test_explain_says_what_was_hoped_for_at_which_price(
     # A target's pass takes 10 ms, and 1 ms for each row more; a draft's, which is asked for every row, 1 ms.
     of_target, of_draft = CostCurve((1, 101), (0.010, 0.110)), CostCurve((1, 101), (0.001, 0.001))
     monkeypatch.setattr(
-        "specinfer.engine.pass_costs.cost_curve",
+        "specinfer.runtime.executor.cost_curve",
         lambda *_, every_row, **__: of_draft if every_row else of_target,
     )
     arguments = ["generate", "-m", models / "target", "--draft", models / "draft", "--clock", "curve"]

@@ -172,7 +172,7 @@ def curves_asked_for(
         asked.append((variant, max_rows, every_row))
         return CostCurve((1, 2), (1.0, 2.0))
 
-    monkeypatch.setattr("specinfer.engine.pass_costs.cost_curve", curve)
+    monkeypatch.setattr("specinfer.runtime.executor.cost_curve", curve)
     build_engine(engine, models)
     return asked
 

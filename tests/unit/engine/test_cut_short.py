@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
-from tests.engines import Tiny, assert_idle, engine_of, write_tiny
+from tests.engines import Tiny, assert_idle, engine_of, runner_of, write_tiny
 
 LONG = SamplingParams(temperature=1, seed=2, max_tokens=30)
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]]
@@ -34,7 +34,7 @@ def raise_at(call: int, real: Any) -> Any:
 
 @pytest.mark.parametrize("call", [2, 3])
 @pytest.mark.parametrize(
-    "part", ["_target.launch", "_target.move", "_speculators.propose", "_speculators.observe"]
+    "part", ["_executor.launch", "_executor.move", "_speculators.propose", "_speculators.observe"]
 )
 def test_another_stream_goes_on_with_the_same_text(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, part: str, call: int
@@ -76,7 +76,7 @@ def test_an_answer_that_ended_in_the_step_that_was_cut_short_is_not_lost(
     for stream in (cut, other):
         next(stream)
     with monkeypatch.context() as patch:
-        target = engine_of(llm)._target
+        target = runner_of(llm)
         patch.setattr(target, "move", raise_at(1, target.move))
         with pytest.raises(KeyboardInterrupt):
             list(cut)

@@ -16,7 +16,7 @@ from specinfer.request import RequestOutput
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.flight import Flight
 from specinfer.speculators import Outcome, TokenTree
-from tests.engines import Tiny, engine_of, write_tiny
+from tests.engines import Tiny, runner_of, write_tiny
 from tests.flights import flight_over
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4], [50, 51, 52, 53], [7, 7, 7]]
@@ -38,7 +38,7 @@ Spoiler = Callable[[Sequence[Rows], Flight], Flight]
 
 def spoil(llm: LLM, monkeypatch: pytest.MonkeyPatch, spoilt: Spoiler) -> None:
     """Let the target's passes come back as `spoilt` makes them."""
-    target = engine_of(llm)._target
+    target = runner_of(llm)
     launch = target.launch
     monkeypatch.setattr(target, "launch", lambda rows, **options: spoilt(rows, launch(rows, **options)))
 

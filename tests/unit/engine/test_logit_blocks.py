@@ -10,7 +10,7 @@ import torch
 from specinfer import SamplingParams
 from specinfer.request import RequestOutput
 from specinfer.runtime import flight as flight_module
-from specinfer.runtime.flight import Flight
+from specinfer.runtime.flight import HostFlight
 from tests.engines import Tiny, write_tiny
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], list(range(5, 30)), [7, 7, 7, 7]]
@@ -63,14 +63,14 @@ def test_texts_and_logprobs_do_not_depend_on_blocks(
     monkeypatch.setattr(flight_module, "_FEWEST_BESIDE", 2)
     monkeypatch.setattr(flight_module, "MOST_BYTES", most_rows * 64 * 4)
     made: list[int] = []
-    make = Flight._make
+    make = HostFlight._make
 
-    def counted(self: Flight, wanted: Any) -> None:
+    def counted(self: HostFlight, wanted: Any) -> None:
         make(self, wanted)
         made.append(self._count if self._whole is not None else len(self._blocks[-1].rows))
         assert self.held_bytes <= flight_module.MOST_BYTES
 
-    monkeypatch.setattr(Flight, "_make", torch.inference_mode()(counted))
+    monkeypatch.setattr(HostFlight, "_make", torch.inference_mode()(counted))
     assert said(tiny, verifier, params) == want
     assert max(made) <= most_rows
     assert len(made) > 16, "many small blocks were made"

@@ -47,7 +47,7 @@ def answers(tiny: Tiny) -> dict[SamplingParams, list[list[int]]]:
 @pytest.fixture(autouse=True)
 def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes take what COSTS says, and no clock is asked: every run is the same."""
-    monkeypatch.setattr("specinfer.engine.pass_costs.cost_curve", lambda *_, **__: COSTS)
+    monkeypatch.setattr("specinfer.runtime.executor.cost_curve", lambda *_, **__: COSTS)
 
 
 Saying = Callable[[Sequence[int]], Sequence[int]]  # of the tokens that follow those that are guessed

@@ -13,7 +13,7 @@ from specinfer.engine.kv_blocks import SPARE
 from specinfer.llm import LLM
 from specinfer.request import Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
-from tests.engines import Tiny, engine_of, slow_generate, write_tiny
+from tests.engines import Tiny, engine_of, runner_of, slow_generate, write_tiny
 
 SYSTEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]  # 18 tokens: 4 blocks of 4, and 2
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -169,7 +169,7 @@ def test_a_draft_reads_a_prefix_once(tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 
 def test_the_cache_is_written_as_far_as_it_is_used_and_not_as_far_as_it_reaches(tiny: Tiny) -> None:
     llm = tiny.llm(block_size=4)
-    cache = engine_of(llm)._target.cache
+    cache = runner_of(llm).cache
     assert cache.num_slots >= 4000
     short = SamplingParams(temperature=0, max_tokens=2)
     for number in range(30):

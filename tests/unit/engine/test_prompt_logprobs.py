@@ -10,9 +10,9 @@ from torch import Tensor
 
 from specinfer import LLM, SamplingParams
 from specinfer.request import RequestOutput
-from specinfer.runtime.flight import Flight
+from specinfer.runtime.flight import Flight, HostFlight
 from specinfer.verify.prompt_logprobs import PromptLogprobs
-from tests.engines import Tiny, engine_of, write_tiny
+from tests.engines import Tiny, engine_of, runner_of, write_tiny
 
 LONG = [(7 * i) % 60 for i in range(300)]
 ROWS = 32  # of a step
@@ -29,17 +29,17 @@ def params(**more: Any) -> SamplingParams:
 
 def count_logits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Notes the rows of logits that are made, block by block."""
-    model, made = engine_of(llm)._target.model, list[int]()
-    logits, init = model.logits, Flight.__init__
+    model, made = runner_of(llm).model, list[int]()
+    logits, init = model.logits, HostFlight.__init__
 
     def counted(hidden_RD: Tensor) -> Tensor:
         made.append(hidden_RD.size(0))
         return logits(hidden_RD)
 
-    def without_shortcut(self: Flight, hidden_RD: Tensor, head: Any, *args: Any, **options: Any) -> None:
+    def without_shortcut(self: HostFlight, hidden_RD: Tensor, head: Any, *args: Any, **options: Any) -> None:
         init(self, hidden_RD, counted, *args, **{**options, "logits_RV": None})
 
-    monkeypatch.setattr(Flight, "__init__", without_shortcut)
+    monkeypatch.setattr(HostFlight, "__init__", without_shortcut)
     return made
 
 
@@ -67,14 +67,14 @@ def until_first_token(llm: LLM, asked: SamplingParams, tokens: int, steps: int) 
     That one has so many tokens, and comes so many steps after a long prompt.
     """
     rows: list[int] = []
-    engine = engine_of(llm)
-    launch = engine._target.launch
+    engine, target = engine_of(llm), runner_of(llm)
+    launch = target.launch
 
     def counted(parts: Any, **more: Any) -> Flight:
         rows.append(sum(2 * len(part.token_ids) - part.logits_from for part in parts))
         return launch(parts, **more)
 
-    engine._target.launch = counted  # type: ignore[method-assign, assignment]
+    target.launch = counted  # type: ignore[method-assign, assignment]
     outputs: list[RequestOutput] = []
     for one in llm.intake.prompts(LONG, asked)[0]:
         engine.add(one)
@@ -124,14 +124,14 @@ def test_logits_of_a_prompt_are_made_in_blocks_behind_those_of_answers(
 ) -> None:
     llm = tiny.llm(max_step_tokens=512)
     held: list[int] = []
-    scores = Flight.scores
+    scores = HostFlight.scores
 
-    def noted(self: Flight, *args: Any) -> Any:
+    def noted(self: HostFlight, *args: Any) -> Any:
         found = scores(self, *args)
         held.append(max(len(block.rows) for block in self._blocks))
         return found
 
-    monkeypatch.setattr(Flight, "scores", noted)
+    monkeypatch.setattr(HostFlight, "scores", noted)
     made = count_logits(llm, monkeypatch)
     llm.generate([LONG], params(prompt_logprobs=1))
     assert made[:3] == [64, 64, 64], "not all rows at once"
@@ -141,7 +141,7 @@ def test_logits_of_a_prompt_are_made_in_blocks_behind_those_of_answers(
 def test_reports_survive_a_step_that_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = tiny.llm(max_step_tokens=ROWS)
     want = llm.generate(LONG, params(prompt_logprobs=1))[0].prompt_logprobs
-    launch, calls = engine_of(llm)._target.launch, [0]
+    launch, calls = runner_of(llm).launch, [0]
 
     def failing(*args: Any, **more: Any) -> Flight:
         calls[0] += 1
@@ -149,7 +149,7 @@ def test_reports_survive_a_step_that_fails(tiny: Tiny, monkeypatch: pytest.Monke
             raise RuntimeError("once")
         return launch(*args, **more)
 
-    monkeypatch.setattr(engine_of(llm)._target, "launch", failing)
+    monkeypatch.setattr(runner_of(llm), "launch", failing)
     assert llm.generate(LONG, params(prompt_logprobs=1))[0].prompt_logprobs == want
 
 

@@ -20,7 +20,7 @@ from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import single_node
-from tests.engines import ENGINE, Tiny, engine_of, slow_generate, write_tiny
+from tests.engines import ENGINE, Tiny, runner_of, slow_generate, write_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SEEDED = SamplingParams(temperature=1, seed=11, max_tokens=16)
@@ -37,7 +37,7 @@ def test_a_variant_has_the_same_weights_and_a_cache_and_options_of_its_own(tiny:
     other = llm.variant(ngram=True, max_batch_size=2)
     assert other.models.target is llm.models.target
     assert other.models.drafts == llm.models.drafts
-    assert engine_of(other)._target.cache is not engine_of(llm)._target.cache
+    assert runner_of(other).cache is not runner_of(llm).cache
     assert (other.config.speculation.ngram, other.config.scheduler.max_batch_size) == (True, 2)
     assert (other.config.speculation.drafts, other.max_context) == (("similar",), 80)
     assert not llm.config.speculation.ngram

@@ -39,7 +39,7 @@ def _costs(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     def curve(runner: ModelRunner, **_: object) -> CostCurve:
         return TARGET if runner.model is tiny.target else DRAFT
 
-    monkeypatch.setattr("specinfer.engine.pass_costs.cost_curve", curve)
+    monkeypatch.setattr("specinfer.runtime.executor.cost_curve", curve)
     monkeypatch.setattr("specinfer.replay.recorder.cost_curve", curve)
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from specinfer.runtime.batch import ModelBatch, Rows, build_batch, chain_rows, slots_of, step_rows
+from specinfer.runtime.batch import (
+    ModelBatch,
+    Rows,
+    build_batch,
+    chain_rows,
+    likelihoods,
+    logit_rows,
+    slots_of,
+    step_rows,
+)
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree import TreeBuilder
 from specinfer.tree.token_tree import single_node
@@ -104,6 +113,9 @@ def test_a_step_knows_whose_logits_are_likely_asked_for() -> None:
     scored = entry([1, 2, 3], rows=3, params=SamplingParams(prompt_logprobs=0))
     prompt = entry([1, 2, 3, 4], rows=2, max_nodes=0, request_id="read")
     trees = [builder.build(), single_node(3)]
-    step = step_rows(plan(entry([1, 2, 3]), prompt, scored), trees)
-    assert step.wanted == 5
-    assert step.likelihoods(trees) == [1.0, 0.25, 0.0, 0.0, 1.0]
+    step = plan(entry([1, 2, 3]), prompt, scored)
+    rows = logit_rows(step, trees)
+    assert (rows.count, rows.roots, rows.scored) == (5, [0, 4], [(scored, range(2, 4))])
+    assert likelihoods(step, trees) == [1.0, 0.25, 0.0, 0.0, 1.0]
+    wanted = [len(part.token_ids) - part.logits_from for part in step_rows(step, trees)]
+    assert wanted == [2, 0, 3]

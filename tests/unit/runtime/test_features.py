@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 
-from specinfer.runtime.batch import step_rows
 from specinfer.runtime.features import TappedRows, UnreadFeatures, text_rows
 from specinfer.tree import TokenTree
 from tests import plans
@@ -41,8 +40,7 @@ def test_rows_of_prompts_roots_and_accepted_paths_become_text() -> None:
         plans.entry(text, request_id="whole", start=4, end=7, max_nodes=1),
     )
     trees = [tree, tree, TokenTree((7,), (-1,))]
-    rows = step_rows(plan, trees).rows
-    found = text_rows(plan, rows, [(2, 4), None, ()])
+    found = text_rows(plan, trees, [(2, 4), None, ()])
     # Rows of the pass: 0-3 the chunk, 4-8 a tree, 9-13 another, 14-16 the end of a prompt.
     names = [entry.request.request_id for entry in found.entries]
     assert dict(zip(names, found.rows, strict=True)) == {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specinfer.processors.changes import NOTHING, bans
 from specinfer.runtime import flight as flight_module
-from specinfer.runtime.flight import Flight
+from specinfer.runtime.flight import Flight, HostFlight
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.scan import NO_TOKEN, NUMPY, ask, choice
 
@@ -48,7 +48,7 @@ def hidden(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_is_that_of_the_whole(dtype: torch.dtype) -> None:
     head, hidden_RD = Head(dtype), hidden(5, dtype)
-    flight = Flight(hidden_RD, head, VOCAB, NUMPY)
+    flight = HostFlight(hidden_RD, head, VOCAB, NUMPY)
     want = head.rows(hidden_RD).float().tolist()
     assert [flight.row(i).tolist() for i in range(5)] == want
     assert flight.row(3).dtype == np.float32
@@ -60,7 +60,7 @@ def test_a_row_is_that_of_the_whole(dtype: torch.dtype) -> None:
 
 def test_a_pass_that_wants_no_logits_makes_none() -> None:
     head = Head()
-    flight = Flight(hidden(0), head, VOCAB, NUMPY)
+    flight = HostFlight(hidden(0), head, VOCAB, NUMPY)
     assert (head.passes, flight.held_bytes, flight.vocab) == ([], 0, VOCAB)
     assert flight.choices([], []) == []
     with pytest.raises(IndexError):
@@ -79,14 +79,14 @@ def test_what_is_made_with_the_pass(
     rows: int, likelihoods: Callable[[], list[float]] | None, passes: list[int]
 ) -> None:
     head = Head()
-    Flight(hidden(rows), head, VOCAB, NUMPY, likelihoods=likelihoods)
+    HostFlight(hidden(rows), head, VOCAB, NUMPY, likelihoods=likelihoods)
     assert head.passes == passes
 
 
 def test_the_likeliest_rows_come_first_and_the_others_when_asked_for() -> None:
     head, hidden_RD = Head(), hidden(200)
     likely = [float(i % 2) for i in range(200)]  # 100 of them
-    flight = Flight(hidden_RD, head, VOCAB, NUMPY, likelihoods=lambda: likely)
+    flight = HostFlight(hidden_RD, head, VOCAB, NUMPY, likelihoods=lambda: likely)
     want = head.rows(hidden_RD).numpy()
     for row in range(1, 128, 2):
         assert flight.row(row).tolist() == want[row].tolist()
@@ -100,7 +100,7 @@ def test_answers_are_those_of_the_rows_wherever_they_are() -> None:
     head, hidden_RD = Head(), hidden(150)
     want = head.rows(hidden_RD).numpy()
     rng = np.random.default_rng(0)
-    flight = Flight(hidden_RD, head, VOCAB, NUMPY, likelihoods=lambda: rng.random(150).tolist())
+    flight = HostFlight(hidden_RD, head, VOCAB, NUMPY, likelihoods=lambda: rng.random(150).tolist())
     for size in (1, 7, 150, 300):
         rows = rng.integers(0, 150, size).tolist()  # some of them twice
         asks = [ASKS[i % len(ASKS)] for i in range(size)]
@@ -128,7 +128,7 @@ def test_answers_are_those_of_the_rows_wherever_they_are() -> None:
 
 def test_rows_without_numbers_have_no_choice() -> None:
     rows = torch.tensor([[0.0, float("nan")], [1.0, 2.0], [-torch.inf, -torch.inf]])
-    flight = Flight(rows, lambda h: h, 2, NUMPY)
+    flight = HostFlight(rows, lambda h: h, 2, NUMPY)
     assert flight.choices([0, 1, 2], ASKS[:1] * 3) == [NO_TOKEN, 1, NO_TOKEN]
 
 
@@ -148,7 +148,7 @@ def test_a_thousand_nodes_of_a_large_vocabulary_take_32_mebibytes(dtype: torch.d
         alive.append(max(held + logits.nbytes, referred))
         return logits
 
-    flight = Flight(hidden_RD, head, vocab, NUMPY, likelihoods=lambda: [1.0] * 1024)
+    flight = HostFlight(hidden_RD, head, vocab, NUMPY, likelihoods=lambda: [1.0] * 1024)
     flights.append(flight)
     assert len(made) == 1
     for first in range(0, 1024, 128):  # a walk that asks for everything
@@ -159,7 +159,7 @@ def test_a_thousand_nodes_of_a_large_vocabulary_take_32_mebibytes(dtype: torch.d
 
 
 def test_a_layer_without_a_tap_has_no_hidden_states() -> None:
-    flight = Flight(hidden(2), Head(), VOCAB, NUMPY, taps=((3,), torch.ones(4, 1, 8)))
-    assert flight.hidden(3).shape == (4, 8)
+    flight = HostFlight(hidden(2), Head(), VOCAB, NUMPY, taps=((3,), torch.ones(4, 1, 8)))
+    assert flight.tapped([3]).shape == (4, 1, 8)
     with pytest.raises(KeyError):
-        flight.hidden(2)
+        flight.tapped([2])

@@ -133,7 +133,7 @@ def test_a_flight_says_what_a_pass_does_and_keeps_what_layers_were_given(folder:
     flight = runner.launch(rows, likelihoods=lambda: [i / 96 for i in range(96)], taps=(1, 0))
     assert [flight.row(i).tolist() for i in range(96)] == want.tolist()
     for layer in (0, 1):
-        both = flight.hidden(layer)
+        both = flight.tapped([layer])[:, 0]
         assert both.shape == (200, 384)
         assert torch.equal(both[:100], both[100:])
-    assert not torch.equal(flight.hidden(0), flight.hidden(1))
+    assert not torch.equal(flight.tapped([0]), flight.tapped([1]))

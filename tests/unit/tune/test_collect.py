@@ -52,7 +52,7 @@ def test_states_and_labels_are_those_of_a_pass_over_the_text(
             tokens = text.tokens_T.tolist()
             runner = ModelRunner(model, num_blocks=8, block_size=16)
             flight = runner.launch([chain_rows(tokens, 0, range(8), logits=True)], taps=TAPS)
-            alone = torch.stack([flight.hidden(tap) for tap in TAPS], dim=1)[:-1]
+            alone = torch.stack([flight.tapped([tap])[:, 0] for tap in TAPS], dim=1)[:-1]
             assert torch.allclose(text.taps_TND, alone, atol=1e-5)
             rows = [len(tokens) - 1 - text.answer + i for i in range(text.answer)]
             part = replace(chain_rows(tokens, 0, range(8), logits=True), logits_from=0)

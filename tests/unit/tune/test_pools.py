@@ -158,7 +158,7 @@ def test_costs_are_those_an_engine_reckons_with(
         asked.append((variant, runner.model.config.num_layers, every_row))
         return TARGET
 
-    monkeypatch.setattr("specinfer.engine.pass_costs.cost_curve", curve)
+    monkeypatch.setattr("specinfer.runtime.executor.cost_curve", curve)
     members = [pool / "member1", pool / "member2"]
     costs = measured_costs(engine(target), members, NoProgress())
     assert list(costs.drafts) == ["draft1", "draft2"]

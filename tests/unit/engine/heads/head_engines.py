@@ -64,7 +64,7 @@ def hidden_states(tiny: Tiny, text: list[int]) -> torch.Tensor:
     runner = ModelRunner(tiny.target, num_blocks=1, block_size=128)
     layers = range(tiny.target.config.num_layers + 1)
     flight = runner.launch([chain_rows(text, 0, [0], logits=True)], taps=layers)
-    states_TND = torch.stack([flight.hidden(layer) for layer in layers], dim=1)
+    states_TND = torch.stack([flight.tapped([layer])[:, 0] for layer in layers], dim=1)
     return torch.cat((states_TND, normed(tiny, states_TND[:, -1:])), dim=1)
 
 
