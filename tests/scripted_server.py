@@ -19,14 +19,12 @@ from specinfer.config import SpeculationConfig
 from specinfer.request import FinishReason, Logprob, SpeculationFigures
 from specinfer.serve.access import Keys
 from specinfer.serve.app import build_app
-from specinfer.serve.backend import Health
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
 from specinfer.serve.metrics import Metrics
-from specinfer.serve.observer import Observer
 from specinfer.serve.server import listen
 from specinfer.serve.service import Service
-from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
+from specinfer.serve.work import Delta, EngineFacts, EngineState, Health, Observe, Work
 from specinfer.tokenizer import Tokenizer
 from tests.tiny_models import write_byte_tokenizer
 
@@ -170,7 +168,7 @@ def scripted_app(
     tokenizer: Tokenizer,
     backend: ScriptedBackend,
     *,
-    observers: Sequence[Observer] = (),
+    observers: Sequence[Observe] = (),
     keys: Sequence[str] = (),
     sampling: Mapping[str, float] | None = None,
     models: Sequence[str] = (MODEL,),
@@ -184,7 +182,7 @@ def scripted_app(
 def scripted_service(
     tokenizer: Tokenizer,
     backend: ScriptedBackend,
-    observers: Sequence[Observer] = (),
+    observers: Sequence[Observe] = (),
     models: Sequence[str] = (MODEL,),
     sampling: Mapping[str, float] | None = None,
     **options: Any,

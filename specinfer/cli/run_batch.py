@@ -48,10 +48,9 @@ def run_batch(
         config = replace(config, log_level="warning")  # no log line for each request
     engine = engine_config(options)
     with needs_serving():
-        from specinfer.serve.batch_answers import BatchAnswers
-        from specinfer.serve.batch_run import BatchInput
+        from specinfer.serve.batch_run import BatchAnswers, BatchInput
         from specinfer.serve.batch_run import run_batch as run
-        from specinfer.serve.logs import configure
+        from specinfer.serve.config import configure
 
     configure(config.log_format, config.log_level, "batch")
     requests = BatchInput(source, config.max_body)

@@ -20,7 +20,7 @@ def view(trace: Path, port: int, browser: bool) -> None:
     other machine reaches the page, and it asks for nothing from anywhere else.
     """
     from specinfer.engine.trace_file import read_trace
-    from specinfer.serve.trace_server import TraceServer
+    from specinfer.serve.page_server import TraceServer
 
     with TraceServer(read_trace(trace), trace.name, port) as server:
         click.echo(f"{trace}: {server.url}  (Ctrl-C ends)")

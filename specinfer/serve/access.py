@@ -14,8 +14,7 @@ from urllib.parse import quote
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specinfer.serve.api_error import ApiError
-from specinfer.serve.caller import CALLER, Caller
+from specinfer.serve.api_error import CALLER, ApiError, Caller
 from specinfer.serve.hosts import Hosts, is_origin_of
 
 _LOG = logging.getLogger("specinfer.serve.access")

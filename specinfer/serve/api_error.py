@@ -1,10 +1,16 @@
-"""ApiError: what a client is told that asked for something it cannot have, as OpenAI or Anthropic tell it."""
+"""ApiError: what a client is told that asked for something it cannot have, as OpenAI or Anthropic tell it.
+
+An error is told in the shape of the API that was asked, so the request that is answered stands here, too.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -14,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specinfer.errors import RequestError
-from specinfer.serve.caller import CALLER
 
 _TYPES = {
     401: "authentication_error",
@@ -44,6 +49,23 @@ _AS_JSON: Final = {  # where the library speaks of Python
     "model_type": "Input should be an object",
 }
 MOST_FAULTS: Final = 1000  # of a body that are told one from another: each becomes an object of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The request that an answer belongs to."""
+
+    request_id: str = ""  # of the server's making; "" where nobody asks over HTTP
+    path: str = ""
+    key: int = 0  # which of the API keys it was asked with, from 1; 0: none was asked for
+    traceparent: str = ""  # the W3C header, as it came
+    tracestate: str = ""
+
+
+# Each request is answered in a context of its own, so endpoints need not hand this on.
+CALLER: Final[ContextVar[Caller]] = ContextVar("caller", default=Caller())  # noqa: B039 - it is frozen
+# Set when the engine has admitted the request; a stream waits for it before it sends its headers.
+ADMITTED: Final[ContextVar[asyncio.Event | None]] = ContextVar("admitted", default=None)
 
 
 class ApiError(Exception):
@@ -177,3 +199,35 @@ def _is_tag(part: str) -> bool:
     return (
         "[" in part or part in ("str", "int", "float", "bool", "list", "dict", "none") or part[:1].isupper()
     )
+
+
+class OwnNames:
+    """Maps the names of SamplingParams and chat completions to the names of one endpoint.
+
+    A name that begins with a dot is part of a path, like ".function" in "tools[0].function.name".
+    `conversation` is the field that holds the messages.
+    """
+
+    def __init__(self, names: Mapping[str, str], conversation: str) -> None:
+        self._names = names
+        self._conversation = conversation
+        longest_first = sorted(names, key=len, reverse=True)
+        places = (
+            rf"(?<=\]){re.escape(name)}" if name[0] == "." else rf"\b{re.escape(name)}"
+            for name in longest_first
+        )
+        self._pattern = re.compile(rf"(?:{'|'.join(places)})\b")
+
+    def of(self, error: ApiError) -> ApiError:
+        """The same error with the endpoint's names."""
+        told = error.body["error"]
+        param = (
+            self._conversation if told["param"] == "messages" else told["param"] and self._own(told["param"])
+        )
+        # An error about the conversation may quote it, and quoted text must not change.
+        about_it = param in (None, self._conversation)
+        message = told["message"] if about_it else self._own(told["message"])
+        return ApiError(message, param=param, status=error.status, code=told["code"], headers=error.headers)
+
+    def _own(self, text: str) -> str:
+        return self._pattern.sub(lambda found: self._names[found[0]], text)

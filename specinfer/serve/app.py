@@ -16,22 +16,18 @@ from starlette.exceptions import HTTPException
 
 from specinfer.serve.access import Access, Keys
 from specinfer.serve.api_error import ApiError, tell_api_error, tell_http_error
-from specinfer.serve.chat import Chat
-from specinfer.serve.chat_fields import ChatFields
-from specinfer.serve.completion_fields import CompletionFields
-from specinfer.serve.completions import Completions
+from specinfer.serve.chat import Chat, ChatFields
+from specinfer.serve.completions import CompletionFields, Completions
 from specinfer.serve.event_stream import body_of, stream, unless_gone
 from specinfer.serve.fields import parse
 from specinfer.serve.hosts import Hosts
-from specinfer.serve.infill import Infill
-from specinfer.serve.infill_fields import InfillFields
+from specinfer.serve.infill import Infill, InfillFields
 from specinfer.serve.message_fields import MessageFields
 from specinfer.serve.messages import Messages, count_tokens
 from specinfer.serve.metrics import TEXT_TYPE
-from specinfer.serve.page_files import PAGE_HEADERS, page_files
+from specinfer.serve.page_server import PAGE_HEADERS, page_files
 from specinfer.serve.response_fields import ResponseFields
-from specinfer.serve.response_store import ResponseStore
-from specinfer.serve.responses import Responses
+from specinfer.serve.responses import Responses, ResponseStore
 from specinfer.serve.service import Service
 from specinfer.serve.token_fields import DetokenizeFields, TokenizeFields, detokenize, tokenize
 from specinfer.serve.work import EngineFacts

@@ -12,13 +12,12 @@ from specinfer.grammar.complaint import in_one_line, without_places
 from specinfer.grammar.lark import lark_of
 from specinfer.grammar.library_vocabulary import fault_of
 from specinfer.serve.api_error import ApiError, cut
-from specinfer.serve.conversation_fields import ConversationFields
-from specinfer.serve.dialect import AnswerReader, Dialect
-from specinfer.serve.reasoning import CLOSE, OPEN, Reasoning, ReasoningSplitter
+from specinfer.serve.dialect import CLOSE, OPEN, AnswerReader, Dialect, Reasoning, ReasoningSplitter
+from specinfer.serve.fields import ConversationFields
 from specinfer.serve.service import Service
+from specinfer.serve.tools.call_format import for_template
 from specinfer.serve.tools.call_grammar import call_grammar
-from specinfer.serve.tools.conversation import for_template
-from specinfer.serve.tools.tagged_parser import call_parser
+from specinfer.serve.tools.tagged_calls import call_parser
 from specinfer.serve.tools.tool import Tool, read_tool_choice, read_tools
 from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Rendered

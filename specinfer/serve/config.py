@@ -1,20 +1,58 @@
-"""ServeConfig: every option of the server that is not the engine's."""
+"""ServeConfig: every option of the server that is not the engine's; and the form of its log."""
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
+import time
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from specinfer.config import SpecialTokens
 from specinfer.errors import ConfigError
 from specinfer.serve.hosts import ANY, is_host, is_network
-from specinfer.serve.logs import LogFormat
+
+LogFormat = Literal["text", "json"]
+# What a record may carry beside its message, as `extra`.
+_FIELDS: Final = ("request_id", "client", "method", "path", "status", "seconds")
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 UnknownFields = Literal["error", "ignore"]
 _TEXTS = ("host", "root_path", "call_format")
 _TEXTS_OR_NONE = ("api_key_file", "log_traffic", "otlp_endpoint")
 _LISTS = ("served_model_name", "api_key", "cors_origin", "allowed_host", "trusted_proxy")
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as an object."""
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{at}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "message": record.getMessage(),
+        }
+        line |= {name: getattr(record, name) for name in _FIELDS if hasattr(record, name)}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def configure(form: str, level: str, process: str) -> None:
+    """Send what this process logs to standard error in that form, from `level` on."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter(f"%(asctime)s %(levelname)s {process}: %(message)s", "%H:%M:%S")
+    handler.setFormatter(JsonLines(process) if form == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

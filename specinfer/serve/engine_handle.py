@@ -11,9 +11,8 @@ from typing import Final
 
 from specinfer.config import EngineConfig
 from specinfer.errors import UserError
-from specinfer.serve.backend import BackendError
 from specinfer.serve.engine_child import HUNG_UP, EngineChild, Message
-from specinfer.serve.work import EngineFacts
+from specinfer.serve.work import BackendError, EngineFacts
 
 _GRACE_SECONDS: Final = 5.0  # for an engine to end by itself
 

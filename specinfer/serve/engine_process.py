@@ -41,7 +41,7 @@ from specinfer.engine.admission import Admitted
 from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ClosedError, RequestError, SpecInferError
 from specinfer.request import FinishReason, RequestOutput, SpeculationFigures
-from specinfer.serve.logs import configure
+from specinfer.serve.config import configure
 from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
 
 if TYPE_CHECKING:

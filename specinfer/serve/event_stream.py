@@ -13,8 +13,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from specinfer.serve.api_error import ApiError
-from specinfer.serve.caller import ADMITTED
+from specinfer.serve.api_error import ADMITTED, ApiError
 
 PING: Final = b": ping\n\n"  # a comment: clients drop it, and proxies see that the stream lives
 _Answer = TypeVar("_Answer")

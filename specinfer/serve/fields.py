@@ -1,8 +1,11 @@
-"""The fields that all endpoints have which make text, and the SamplingParams they mean."""
+"""The fields that endpoints share, read from JSON of bounded size, and the SamplingParams they mean."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, ValidationError
@@ -12,10 +15,21 @@ from specinfer.errors import RequestError
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import MOST_FAULTS, ApiError
 from specinfer.serve.field_policy import FieldPolicy
-from specinfer.serve.json_tokens import beginning, has_more_tokens
+from specinfer.structured_output import StructuredOutput, structured_output
+
+# A token of JSON is up to 200 bytes when it is read, and the worst of faults: so a body's values take a few
+# times its bytes at most. Requests that mean something have longer ones.
+_BYTES_OF_TOKEN: Final = 32
+_ALWAYS_TOKENS: Final = 100_000  # whatever the limit of a body's bytes
+_EARLY_TOKENS: Final = 4000  # in which the first fault is looked for where there are too many to tell apart
+# A string, ended or not, or a mark between values; numbers and names have none beside the marks around them.
+_TOKEN: Final = re.compile(rb'"[^"]*"?|[\[\]{},:]')
+_ENDS: Final = {b"[": b"]", b"{": b"}"}
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _Item = TypeVar("_Item")
+
+_FORMS: Final = ("response_format", "regex", "choice", "grammar")
 
 
 class _FirstFault(FailFast):
@@ -37,12 +51,6 @@ TextOrItems = Annotated[
 ]
 
 
-# A token of JSON is up to 200 bytes when it is read, and the worst of faults: so a body's values take a few
-# times its bytes at most. Requests that mean something have longer ones.
-_BYTES_OF_TOKEN: Final = 32
-_ALWAYS_TOKENS: Final = 100_000  # whatever the limit of a body's bytes
-_EARLY_TOKENS: Final = 4000  # in which the first fault is looked for where there are too many to tell apart
-
 # Of one request: each stop string is looked for in every step, and each bad word in every law.
 MOST_STOPS: Final = 64
 MOST_BAD_WORDS: Final = 1024
@@ -54,6 +62,27 @@ class Fields(BaseModel):
     """A JSON object of a request: exactly these fields, each of its own type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class TextPart(Fields):
+    """A piece of a message; of text, as nothing else is read."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Fields):
+    """The caller's guess of the answer."""
+
+    type: Literal["content"]
+    content: TextOrItems[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The guess."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
 
 
 class StreamOptions(Fields):
@@ -159,6 +188,79 @@ class SamplingFields(Fields):
 _OF_PARAMS = frozenset(SamplingParams.__dataclass_fields__)
 
 
+class ConversationFields(SamplingFields):
+    """What a conversation may ask beside its messages."""
+
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = Field(
+        None, description="Whether the template opens the assistant's turn: true."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Whether the last message is gone on with, where it ends, instead."
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the begin-of-text token stands before what the template writes: false."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the model's chat template."
+    )
+
+    @property
+    @abstractmethod
+    def described_tools(self) -> list[dict[str, Any]]:
+        """The tools in the shape of chat completions, which chat templates know."""
+
+    @property
+    @abstractmethod
+    def chosen_tool(self) -> str | dict[str, Any] | None:
+        """What `tool_choice` says, in that shape."""
+
+    @property
+    def parallel(self) -> bool:
+        """Whether an answer may call several tools."""
+        return self.parallel_tool_calls is not False
+
+    @property
+    @abstractmethod
+    def effort(self) -> tuple[str, str | None]:
+        """The name of the field that says how much the model is to think, and what it says."""
+
+    @property
+    def forms(self) -> Mapping[str, Any]:
+        """The fields that ask for a form of the text, by name."""
+        given = {name: getattr(self, name) for name in _FORMS}
+        return {name: value for name, value in given.items() if value not in (None, {"type": "text"})}
+
+    def check(self) -> None:
+        """Refuse what contradicts itself; raises ApiError."""
+        super().check()
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ApiError(
+                "add_generation_prompt and continue_final_message are true; give one of them",
+                param="continue_final_message",
+            )
+
+    @property
+    def form_params(self) -> dict[str, Any]:
+        """The same fields under the names, and in the shapes, of SamplingParams."""
+        return dict(self.forms)
+
+    @property
+    def form(self) -> StructuredOutput | None:
+        """The form that an answer without calls has to have; raises ApiError."""
+        try:
+            return structured_output(**self.form_params, json_whitespace=self.json_whitespace or "bounded")
+        except RequestError as error:
+            raise ApiError.of(error) from None
+
+    def params(self, **more: Any) -> SamplingParams:
+        """What these fields mean; a `grammar` among the others holds calls, and the form if there is one."""
+        if more.get("grammar") is None:
+            return super().params(**more)
+        bare = self.model_copy(update=dict.fromkeys(_FORMS))
+        return super(ConversationFields, bare).params(**more | {"response_format": None})
+
+
 def parse(
     kind: type[_Body], body: bytes, most_bytes: int = 16 << 20, policy: FieldPolicy | None = None
 ) -> _Body:
@@ -207,3 +309,35 @@ def _early_fault(kind: type[_Body], body: bytes, policy: FieldPolicy) -> ApiErro
             if fault["type"] != "missing":  # in the beginning alone, perhaps
                 return ApiError.of_fault(fault)
     return None
+
+
+def has_more_tokens(text: bytes, most: int) -> bool:
+    """Whether a JSON text has more strings and marks than `most`; it may be no JSON at all."""
+    if len(text) <= most:
+        return False
+    return next(islice(_TOKEN.finditer(_without_escapes(text)), most, None), None) is not None
+
+
+def beginning(text: bytes, most: int) -> bytes:
+    """A JSON text up to the last comma of its first `most` tokens, and an end for all that is open there.
+
+    It is JSON where the text is, and b"" where there is no such comma.
+    """
+    ends: list[bytes] = []  # of what is open, the innermost last
+    cut, missing = 0, b""
+    for token in islice(_TOKEN.finditer(_without_escapes(text)), most):
+        mark = token[0]
+        if mark in _ENDS:
+            ends.append(_ENDS[mark])
+        elif mark in (b"]", b"}"):
+            if not ends:
+                break
+            ends.pop()
+        elif mark == b",":
+            cut, missing = token.start(), b"".join(reversed(ends))
+    return text[:cut] + missing
+
+
+def _without_escapes(text: bytes) -> bytes:
+    """The text with each quote that ends no string, and each backslash, replaced by as many other bytes."""
+    return text.replace(b"\\\\", b"__").replace(b'\\"', b"__")

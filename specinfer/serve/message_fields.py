@@ -9,9 +9,15 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.chat_fields import Prediction
-from specinfer.serve.conversation_fields import ConversationFields
-from specinfer.serve.fields import MOST_STOPS, Fields, Items, TextOrItems, check_strings
+from specinfer.serve.fields import (
+    MOST_STOPS,
+    ConversationFields,
+    Fields,
+    Items,
+    Prediction,
+    TextOrItems,
+    check_strings,
+)
 from specinfer.serve.message_input import (
     Cached,
     TextBlock,

@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from specinfer.request import SpeculationFigures
-from specinfer.serve.backend import Health
-from specinfer.serve.work import Delta
+from specinfer.serve.work import Delta, Health, Work
 
 TEXT_TYPE: Final = CONTENT_TYPE_LATEST
 # A doubling each: whatever the machine, the error of a quantile read from them is the same.
@@ -89,8 +88,9 @@ class Metrics:
         self.prompt_length = histogram("request_prompt_tokens", "Of each request.", _TOKENS)
         self.answer_length = histogram("request_generation_tokens", "Of each answer.", _TOKENS)
 
-    def request(self, prompt_tokens: int, now: float) -> Observed:
+    def observe(self, work: Work, now: float) -> Observed:
         """Count a completion that begins."""
+        prompt_tokens = len(work.prompt_token_ids)
         self.prompt_tokens.inc(prompt_tokens)
         self.prompt_length.observe(prompt_tokens)
         return Observed(self, now)

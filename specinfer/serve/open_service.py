@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 
 from specinfer.config import EngineConfig
-from specinfer.errors import UserError
+from specinfer.errors import ConfigError, UserError
 from specinfer.hub.model_files import ModelFiles
 from specinfer.hub.sampling_defaults import sampling_defaults
-from specinfer.serve.backend import BackendError
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
 from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.metrics import Metrics
-from specinfer.serve.observer import observers
 from specinfer.serve.process_backend import ProcessBackend
 from specinfer.serve.service import Service
+from specinfer.serve.work import BackendError, Observe
 from specinfer.tokenizer import Tokenizer
 
 
@@ -64,3 +63,34 @@ async def open_service(
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await backend.close()
+
+
+@contextmanager
+def observers(
+    config: ServeConfig, model: str, metrics: Metrics, tokenizer: Tokenizer
+) -> Iterator[Sequence[Observe]]:
+    """The observers that the options ask for, until the block ends; raises ConfigError."""
+    found: list[Observe] = []
+    with ExitStack() as opened:
+        if config.log_traffic is not None:
+            from specinfer.serve.traffic_log import TrafficLog
+
+            log = TrafficLog(
+                config.log_traffic,
+                config.log_traffic_size,
+                model=model,
+                tokenizer=tokenizer,
+                lost=metrics.lose_traffic,
+            )
+            found.append(opened.enter_context(closing(log)).observe)
+        if config.otlp_endpoint is not None:
+            try:
+                from specinfer.serve.spans import open_spans
+
+                spans = open_spans(config.otlp_endpoint, model)
+            except ImportError as error:
+                raise ConfigError(
+                    f"{error.name} is not installed; otlp_endpoint needs it: pip install 'specinfer[otel]'"
+                ) from None
+            found.append(opened.enter_context(closing(spans)).observe)
+        yield found

@@ -21,10 +21,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from specinfer.config import EngineConfig
-from specinfer.serve.backend import BackendError, Health, UnavailableError
 from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.engine_handle import EngineHandle
-from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
+from specinfer.serve.work import BackendError, Delta, EngineFacts, EngineState, Health, UnavailableError, Work
 
 _LOG = logging.getLogger(__name__)
 _MOST_DEATHS: Final = 3  # while the engine was busy with a work, without a token between: it is the cause

@@ -1,4 +1,4 @@
-"""Reader: a text that comes in pieces, read character by character by rules that wait for the next one.
+"""Reader: a text that comes in pieces, read by rules that wait for more; and events, found in an answer.
 
 A rule is a generator that looks at `char` and yields when it has taken it. So a rule reads as if the whole
 text were there, and however the text is cut into pieces, the rules see the same characters.
@@ -7,11 +7,83 @@ text were there, and however the text is cut into pieces, the rules see the same
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 _Result = TypeVar("_Result")
 Rule = Generator[None, None, _Result]  # yields for each character it took
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """More of the text for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStarted:
+    """A call of a tool, number `index` of the answer, from 0."""
+
+    index: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsPiece:
+    """More of a call's arguments, as the model wrote them: together they are a JSON object."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """A call's arguments are over; `complete` is False when they break off, or are no JSON."""
+
+    index: int
+    complete: bool = True
+
+
+Event = Thought | Content | CallStarted | ArgumentsPiece | CallEnded
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A whole call; `arguments` are JSON text."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+def content_and_calls(events: Iterable[Event]) -> tuple[str, list[Call]]:
+    """All the text for the reader, and all the calls, of an answer that is over."""
+    content: list[str] = []
+    started: list[CallStarted] = []
+    arguments: list[list[str]] = []
+    for event in events:
+        match event:
+            case Content(text):
+                content.append(text)
+            case CallStarted():
+                started.append(event)
+                arguments.append([])
+            case ArgumentsPiece(index, text):
+                arguments[index].append(text)
+            case Thought() | CallEnded():
+                pass
+    calls = zip(started, arguments, strict=True)
+    return "".join(content), [Call(call.call_id, call.name, "".join(pieces)) for call, pieces in calls]
 
 
 class Reader(ABC):

@@ -9,8 +9,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.conversation_fields import ConversationFields
-from specinfer.serve.fields import MOST_LOGPROBS, Fields, Items, TextOrItems
+from specinfer.serve.fields import MOST_LOGPROBS, ConversationFields, Fields, Items, TextOrItems
 from specinfer.serve.response_input import CallItem, CallOutputItem, Item, OtherItem, messages_of
 
 LOGPROBS: Final = "message.output_text.logprobs"  # what `include` may ask for

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.chat_fields import RefusalPart, part_kind
+from specinfer.serve.chat import RefusalPart, part_kind
 from specinfer.serve.fields import Fields, Items, TextOrItems
 
 _KINDS: Final = {

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
-from specinfer.serve.tools.events import ArgumentsPiece, CallEnded, CallStarted, Content, Thought
-from specinfer.serve.tools.events import Event as Found
+from specinfer.serve.reader import ArgumentsPiece, CallEnded, CallStarted, Content, Thought
+from specinfer.serve.reader import Event as Found
 
 Event = dict[str, Any]  # without its number in the stream
 _Ended = Literal["completed", "incomplete"]

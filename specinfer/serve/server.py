@@ -24,12 +24,11 @@ from specinfer.hub.model_files import ModelFiles
 from specinfer.hub.resolution import resolve
 from specinfer.progress import Progress
 from specinfer.serve.access import Keys
-from specinfer.serve.config import ServeConfig
+from specinfer.serve.config import ServeConfig, configure
 from specinfer.serve.connection import Connection
 from specinfer.serve.connections import SPARE, Connections
 from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.hosts import Hosts, is_loopback
-from specinfer.serve.logs import configure
 from specinfer.serve.open_service import open_service
 from specinfer.serve.service import Service
 

@@ -22,16 +22,13 @@ from pydantic import BaseModel
 from specinfer.errors import RequestError, naming
 from specinfer.request import FinishReason
 from specinfer.sampling_params import SamplingParams
-from specinfer.serve.api_error import ApiError, cut
-from specinfer.serve.backend import Backend, BackendError, UnavailableError
-from specinfer.serve.caller import ADMITTED
+from specinfer.serve.api_error import ADMITTED, ApiError, cut
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
 from specinfer.serve.field_policy import FieldPolicy
 from specinfer.serve.metrics import Metrics
-from specinfer.serve.observer import Observation, Observer
-from specinfer.serve.reported_logprobs import SharedPrompts
-from specinfer.serve.work import Delta, EngineFacts, Work
+from specinfer.serve.reports import SharedPrompts
+from specinfer.serve.work import Backend, BackendError, Delta, EngineFacts, Observe, UnavailableError, Work
 from specinfer.speculate.lookups.indexed_prediction import within_reach
 from specinfer.tokenizer import Tokenizer
 
@@ -56,7 +53,7 @@ class Service:
         models: Sequence[str],
         batch: int,
         metrics: Metrics,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[Observe] = (),
         sampling: Mapping[str, float] | None = None,
     ) -> None:
         self.config = config
@@ -68,7 +65,7 @@ class Service:
         self.metrics = metrics
         self.field_policy = FieldPolicy(config.unknown_fields, sampling)
         self.sampling = dict(sampling or {})  # of requests that do not say, by name
-        self._observers = observers
+        self._observers = (metrics.observe, *observers)
         self._most = batch + config.max_waiting  # completions at once
         self._busy = 0
         self.draining = False
@@ -212,7 +209,7 @@ class Service:
                 all_works.append(work)
         with self._room_for(len(all_works)):
             begun = time.monotonic()
-            observed = [self._observe(work, begun) for work in all_works]
+            observed = [[observe(work, begun) for observe in self._observers] for work in all_works]
             unadmitted, failed = set(works), 0
             may_begin = not self.config.max_wait  # a stream that has begun can be refused no more
             try:
@@ -254,10 +251,6 @@ class Service:
         encode = partial(self.tokenizer.encode, add_special=False)
         ids = await self.in_thread("prediction", lambda: within_reach(text, room, encode))
         return replace(params, prediction=ids)
-
-    def _observe(self, work: Work, now: float) -> list[Observation]:
-        own = self.metrics.request(len(work.prompt_token_ids), now)
-        return [own, *(observer.observe(work, now) for observer in self._observers)]
 
     @contextmanager
     def _room_for(self, count: int) -> Iterator[None]:

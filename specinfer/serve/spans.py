@@ -16,7 +16,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from specinfer.errors import ConfigError
 from specinfer.request import FinishReason
-from specinfer.serve.caller import CALLER
+from specinfer.serve.api_error import CALLER
 from specinfer.serve.work import Delta, Work
 from specinfer.version import VERSION
 
@@ -63,7 +63,7 @@ class Spans:
         self._model = model
 
     def observe(self, work: Work, now: float) -> CompletionSpan:
-        """As Observer says."""
+        """The observer of a completion that begins now."""
         caller, params = CALLER.get(), work.params
         operation = "text_completion" if caller.path.endswith("/v1/completions") else "chat"
         attributes: dict[str, str | int | float] = {
@@ -104,7 +104,7 @@ class CompletionSpan:
         self._reason = "abort"
 
     def delta(self, delta: Delta, now: float) -> None:
-        """As Observation says."""
+        """As CompletionObserver says."""
         span = self._span
         if delta.token_ids and not self._tokens:
             span.set_attribute("gen_ai.response.time_to_first_chunk", now - self._begun)
@@ -128,7 +128,7 @@ class CompletionSpan:
                 span.set_attribute(f"specinfer.speculation.accepted_by.{name}", count)
 
     def end(self, now: float) -> None:
-        """As Observation says."""
+        """As CompletionObserver says."""
         self._span.set_attributes(
             {
                 "gen_ai.usage.output_tokens": self._tokens,

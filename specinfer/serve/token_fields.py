@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, Final
 
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.chat_fields import ChatMessage
+from specinfer.serve.chat import ChatMessage
 from specinfer.serve.chat_prompt import chat_token_ids
 from specinfer.serve.fields import Fields, Ids, Items
 from specinfer.serve.service import Service

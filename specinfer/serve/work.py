@@ -1,14 +1,14 @@
-"""What the server and its engine process say to each other: work, deltas of its answers, facts.
+"""Backend: whoever makes tokens for the server; the works it gets, and the deltas of their answers.
 
 No torch here: the server's own process never loads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 from specinfer.config import SpeculationConfig
 from specinfer.request import FinishReason, Logprobs, SpeculationFigures
@@ -117,3 +117,67 @@ class EngineState:
 def _added(counted: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
     """Counts by name, added up."""
     return {**counted, **{name: counted.get(name, 0) + count for name, count in more.items()}}
+
+
+class BackendError(Exception):
+    """The engine is gone, and an answer cannot go on; the message says why."""
+
+
+class UnavailableError(BackendError):
+    """An answer is not made now, through no fault of its request: the client may ask again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How a backend is."""
+
+    ready: bool  # it takes work now
+    facts: EngineFacts | None  # None before it was ready for the first time
+    state: EngineState | None  # None where it does not answer
+    restarts: int = 0
+    trouble: str = ""  # why it is not ready
+
+
+class Backend(Protocol):
+    """Four methods, called on the server's event loop."""
+
+    def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
+        """The deltas of these works as they come, each one's last with a finish reason.
+
+        Some say nothing: the first, when the work is admitted, and one when its first step begins.
+
+        Of a reader that is slow, deltas of one work are put together. A generator that is closed aborts what
+        is left. Raises BackendError when an answer cannot go on.
+        """
+        ...
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """End these works before the next step; nobody hears of them again."""
+        ...
+
+    def cut(self, reason: str) -> int:
+        """End all answers with UnavailableError, which says why; returns how many there were."""
+        ...
+
+    async def health(self) -> Health:
+        """How it is now; answers within a second, whatever happened to it."""
+        ...
+
+
+class CompletionObserver(Protocol):
+    """Hears of one completion while it is made; times are of the monotonic clock.
+
+    Both methods are called on the server's event loop, so neither waits for anything.
+    """
+
+    def delta(self, delta: Delta, now: float) -> None:
+        """Take in a delta that arrived now."""
+        ...
+
+    def end(self, now: float) -> None:
+        """Take note that nothing follows: the last delta had a finish reason, or nobody reads on."""
+        ...
+
+
+# The observer of a completion that begins at a time; `CALLER` is who asks for it.
+Observe = Callable[[Work, float], CompletionObserver]

@@ -46,9 +46,9 @@ WITHOUT_TORCH = (
     *("errors", "files", "config", "structured_output", "speculation_params", "sampling_params", "request"),
     *("tokenizer", "hub", "progress", "tree", "grammar", "processors", "plan", "verify", "speculate.limits"),
     *("engine.scheduler", "engine.kv_blocks", "engine.sequence", "engine.transcript", "engine.trace"),
-    *("engine.trace_file", "serve.page_files", "serve.trace_server", "cli.view"),
+    *("engine.trace_file", "serve.page_server", "cli.view"),
     *("engine.metrics", "engine.admission", "engine.intake", "engine.loop", "engine.suspects"),
-    *("serve.reader", "serve.reasoning", "serve.tools", "serve.engine_child"),
+    *("serve.reader", "serve.dialect", "serve.tools", "serve.engine_child"),
     *(
         "kernels.cgroups",
         "kernels.machine",

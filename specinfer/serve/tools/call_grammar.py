@@ -16,7 +16,7 @@ from specinfer.errors import RequestError
 from specinfer.grammar.gbnf import escaped
 from specinfer.grammar.lark import json_rule, lark_of
 from specinfer.grammar.schemas.negation import MOST_CHARACTERS
-from specinfer.serve.reasoning import Reasoning
+from specinfer.serve.dialect import Reasoning
 from specinfer.serve.tools.call_format import (
     ARGS,
     CALL_ID,
@@ -30,7 +30,7 @@ from specinfer.serve.tools.call_format import (
     TOOL_CALLS,
     CallFormat,
 )
-from specinfer.serve.tools.tagged_arguments import says_types_alone, schemas_of, types_of
+from specinfer.serve.tools.tagged_calls import says_types_alone, schemas_of, types_of
 from specinfer.serve.tools.tool import Tool, ToolChoice
 from specinfer.structured_output import MAX_SOURCE, JsonWhitespace, OutputKind, StructuredOutput
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection
 
-from specinfer.serve.reader import Reader, Rule
+from specinfer.serve.reader import ArgumentsPiece, CallEnded, CallStarted, Content, Event, Reader, Rule
 from specinfer.serve.tools.call_format import (
     ARGS,
     CALL_ID,
@@ -20,7 +20,6 @@ from specinfer.serve.tools.call_format import (
     TOOL_CALLS,
     CallFormat,
 )
-from specinfer.serve.tools.events import ArgumentsPiece, CallEnded, CallStarted, Content, Event
 
 _CLOSERS = {"{": "}", "[": "]"}
 _BETWEEN = frozenset(" \t\r\n,:+-.")  # in JSON outside of strings, beside letters, digits and brackets

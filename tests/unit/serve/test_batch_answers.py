@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specinfer.errors import UserError
-from specinfer.serve.batch_answers import BatchAnswers
+from specinfer.serve.batch_run import BatchAnswers
 
 GOOD = {"status_code": 200, "request_id": "r", "body": {"text": "hi"}}
 TOLD = {"code": "c", "message": "m"}

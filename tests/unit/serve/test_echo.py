@@ -12,7 +12,7 @@ import pytest
 from specinfer import LLM
 from specinfer.check.target_alone import TargetAlone
 from specinfer.request import Logprob
-from specinfer.serve.reported_logprobs import CompletionLogprobs, chat_logprobs
+from specinfer.serve.reports import CompletionLogprobs, chat_logprobs
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.logprobs import raw_logprobs
 from tests.served import Served

@@ -9,8 +9,7 @@ from collections.abc import AsyncGenerator, Iterator
 import pytest
 from starlette.types import Message
 
-from specinfer.serve.api_error import ApiError
-from specinfer.serve.caller import ADMITTED
+from specinfer.serve.api_error import ADMITTED, ApiError
 from specinfer.serve.event_stream import PING, event, stream
 from tests.virtual_time import run_virtual
 

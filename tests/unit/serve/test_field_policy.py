@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from specinfer import SamplingParams
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.chat_fields import ChatFields
-from specinfer.serve.completion_fields import CompletionFields
+from specinfer.serve.chat import ChatFields
+from specinfer.serve.completions import CompletionFields
 from specinfer.serve.field_policy import FieldPolicy
 from specinfer.serve.fields import parse
 from specinfer.serve.foreign_fields import CHECKED, INSIDE, NOTES, RENAMED, TRANSLATED, USUAL

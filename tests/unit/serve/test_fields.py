@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from specinfer import SamplingParams
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.chat_fields import ChatFields
-from specinfer.serve.completion_fields import CompletionFields
+from specinfer.serve.chat import ChatFields
+from specinfer.serve.completions import CompletionFields
 from specinfer.serve.fields import parse
 from specinfer.serve.response_fields import ResponseFields
 from specinfer.serve.token_fields import DetokenizeFields
@@ -339,7 +339,7 @@ MEASURE = """
 import json, sys
 import psutil
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.chat_fields import ChatFields
+from specinfer.serve.chat import ChatFields
 from specinfer.serve.fields import parse
 def peak():
     with open("/proc/self/status") as lines:

@@ -15,8 +15,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from specinfer.request import FinishReason
-from specinfer.serve.infill import Infill
-from specinfer.serve.infill_fields import InfillFields
+from specinfer.serve.infill import Infill, InfillFields
 from specinfer.serve.work import Delta
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.serve.json_tokens import beginning, has_more_tokens
+from specinfer.serve.fields import beginning, has_more_tokens
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('a"\\,[{:\n\u00e9'), max_size=6),

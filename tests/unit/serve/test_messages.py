@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from specinfer.request import FinishReason
-from specinfer.serve.backend import BackendError
-from specinfer.serve.work import Delta
+from specinfer.serve.work import BackendError, Delta
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import FACTS, MODEL, byte_tokenizer, says
 from tests.served import Served

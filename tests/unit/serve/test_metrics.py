@@ -5,9 +5,11 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from specinfer.request import FinishReason, SpeculationFigures
-from specinfer.serve.backend import Health
+from specinfer.sampling_params import SamplingParams
 from specinfer.serve.metrics import Metrics
-from specinfer.serve.work import Delta, EngineState
+from specinfer.serve.work import Delta, EngineState, Health, Work
+
+WORK = Work("a", (1, 2, 3), SamplingParams())
 
 
 def told(metrics: Metrics, state: EngineState | None = None) -> dict[tuple[str, ...], float]:
@@ -29,7 +31,7 @@ def test_of_each_speculator_it_is_told_what_was_verified_and_what_became_text() 
         ({"ngram": 2}, {"ngram": 1}),
     ):
         figures = SpeculationFigures(proposed_by=proposed, accepted_by=accepted)
-        metrics.request(3, 0.0).delta(Delta("a", finish_reason=FinishReason.LENGTH, figures=figures), 1.0)
+        metrics.observe(WORK, 0.0).delta(Delta("a", finish_reason=FinishReason.LENGTH, figures=figures), 1.0)
     found = told(metrics)
     assert {
         name: found[name] for name in found if name[0] in ("verified_tokens_total", "accepted_tokens_total")
@@ -52,7 +54,7 @@ def test_what_was_guessed_and_whether_anybody_may_is_the_engines_to_say() -> Non
 
 def test_how_long_requests_wait_for_their_first_step_is_counted_once() -> None:
     metrics = Metrics("tiny")
-    one, other, never = (metrics.request(3, 10.0) for _ in range(3))
+    one, other, never = (metrics.observe(WORK, 10.0) for _ in range(3))
     for delta, now in ((Delta("a"), 11.0), (Delta("a", begun=True), 14.0), (Delta("a", "x", (1,)), 20.0)):
         one.delta(delta, now)
     other.delta(Delta("b", "x", (1,), begun=True), 12.0)  # heard of together

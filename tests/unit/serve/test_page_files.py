@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from specinfer.serve.page_files import PAGE_HEADERS, page_files
+from specinfer.serve.page_server import PAGE_HEADERS, page_files
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import ScriptedBackend, byte_tokenizer, scripted_app
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.serve.private_lines import PrivateLines
+from specinfer.serve.traffic_log import PrivateLines
 
 PLENTY = 1 << 20
 
@@ -93,7 +93,7 @@ def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
 def test_a_line_behind_a_torn_one_stands_alone(tmp_path: Path) -> None:
     path = tmp_path / "log"
     program = (
-        "import os, signal, sys; from specinfer.serve.private_lines import PrivateLines\n"
+        "import os, signal, sys; from specinfer.serve.traffic_log import PrivateLines\n"
         "file, write = PrivateLines(sys.argv[1], 1000), os.write\n"
         "def torn(number, data): write(number, data[:3]); os.kill(os.getpid(), signal.SIGKILL)\n"
         "file.append(b'whole'); os.write = torn; file.append(b'killed')\n"
@@ -106,7 +106,7 @@ def test_a_line_behind_a_torn_one_stands_alone(tmp_path: Path) -> None:
 def test_a_line_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "log"
     program = (
-        "import resource, sys; from specinfer.serve.private_lines import PrivateLines\n"
+        "import resource, sys; from specinfer.serve.traffic_log import PrivateLines\n"
         "file = PrivateLines(sys.argv[1], 1 << 20); file.append(b'a' * 9)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20, resource.RLIM_INFINITY))\n"
         "try: file.append(b'b' * 30)\n"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specinfer.serve.reasoning import Reasoning, ReasoningSplitter
+from specinfer.serve.dialect import Reasoning, ReasoningSplitter
 from specinfer.structured_output import structured_output
 from tests.operations import lines_run
 

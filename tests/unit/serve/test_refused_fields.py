@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.chat_fields import ChatFields
-from specinfer.serve.completion_fields import CompletionFields
+from specinfer.serve.chat import ChatFields
+from specinfer.serve.completions import CompletionFields
 from specinfer.serve.field_policy import FieldPolicy
 from specinfer.serve.fields import parse
 from specinfer.serve.foreign_fields import INSIDE, NOTES, RENAMED, TRANSLATED, USUAL

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.request import FinishReason, Logprob, SpeculationFigures
-from specinfer.serve.reported_logprobs import chat_logprobs
+from specinfer.serve.reports import chat_logprobs
 from specinfer.serve.work import Delta
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import TEMPLATE, ScriptedBackend, http_client, scripted_app

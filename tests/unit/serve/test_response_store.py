@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.response_store import ResponseStore
+from specinfer.serve.responses import ResponseStore
 
 
 def test_the_oldest_leave_where_all_are_too_large() -> None:

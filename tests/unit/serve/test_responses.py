@@ -12,8 +12,7 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from specinfer.request import FinishReason
-from specinfer.serve.backend import BackendError
-from specinfer.serve.work import Delta
+from specinfer.serve.work import BackendError, Delta
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import (
     FACTS,

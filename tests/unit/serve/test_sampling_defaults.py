@@ -12,7 +12,7 @@ import pytest
 
 from specinfer import LLM, SamplingParams
 from specinfer.errors import ConfigError
-from specinfer.serve.infill_fields import InfillFields
+from specinfer.serve.infill import InfillFields
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import (
     ScriptedBackend,

@@ -14,19 +14,15 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.request import FinishReason, Logprob
-from specinfer.serve.api_error import ApiError
-from specinfer.serve.backend import BackendError, Health, UnavailableError
-from specinfer.serve.caller import ADMITTED
-from specinfer.serve.chat import Chat
-from specinfer.serve.chat_fields import ChatFields
-from specinfer.serve.completion_fields import CompletionFields
-from specinfer.serve.completions import Completions
+from specinfer.serve.api_error import ADMITTED, ApiError
+from specinfer.serve.chat import Chat, ChatFields
+from specinfer.serve.completions import CompletionFields, Completions
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
 from specinfer.serve.fields import parse
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.service import MOST_FIGURES, Service
-from specinfer.serve.work import Delta, EngineFacts, Work
+from specinfer.serve.work import BackendError, Delta, EngineFacts, Health, UnavailableError, Work
 from specinfer.speculate.lookups.indexed_prediction import LEFT_OUT
 from specinfer.tokenizer import Tokenizer
 

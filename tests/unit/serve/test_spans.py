@@ -20,7 +20,7 @@ from specinfer.request import FinishReason, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.metrics import Metrics
-from specinfer.serve.observer import observers
+from specinfer.serve.open_service import observers
 from specinfer.serve.spans import Spans, open_spans
 from specinfer.serve.work import Delta, Work
 from specinfer.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ def spans_of(
     spans = Spans(provider, MODEL)
 
     async def run() -> str:
-        client = http_client(scripted_app(tokenizer, ScriptedBackend(*answers), observers=[spans]))
+        client = http_client(scripted_app(tokenizer, ScriptedBackend(*answers), observers=[spans.observe]))
         return str((await client.post(path, json=body, headers=headers)).headers["x-request-id"])
 
     request_id = asyncio.run(run())
@@ -166,8 +166,8 @@ def test_what_is_left_is_sent_at_the_end(
     module.OTLPSpanExporter = exporter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, EXPORTER, module)
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
-    with observers(ServeConfig(otlp_endpoint=endpoint), MODEL, Metrics(MODEL), tokenizer) as [spans]:
-        span = spans.observe(Work("a", (65,), SamplingParams(seed=1)), 0.0)
+    with observers(ServeConfig(otlp_endpoint=endpoint), MODEL, Metrics(MODEL), tokenizer) as [observe]:
+        span = observe(Work("a", (65,), SamplingParams(seed=1)), 0.0)
         span.delta(says("b")[0], 1.0)
         span.end(2.0)
     [sent] = made[0].get_finished_spans()
@@ -203,7 +203,7 @@ def test_what_is_missing_is_named_with_what_installs_it(
 
 def test_nothing_of_it_is_loaded_unless_it_is_asked_for() -> None:
     program = (
-        "import sys, specinfer.serve.server, specinfer.serve.observer\n"
+        "import sys, specinfer.serve.server, specinfer.serve.open_service\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])\n"
         "print([name for name in sys.modules if name in ('torch', 'specinfer.serve.spans')])\n"
     )

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from specinfer.errors import ConfigError
-from specinfer.serve.page_files import PAGE_HEADERS, page_files
-from specinfer.serve.trace_server import TraceServer
+from specinfer.serve.page_server import PAGE_HEADERS, TraceServer, page_files
 
 
 @pytest.fixture

@@ -16,13 +16,11 @@ from specinfer.errors import ConfigError
 from specinfer.request import FinishReason, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve import traffic_log
-from specinfer.serve.backend import BackendError, Health
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.metrics import Metrics
-from specinfer.serve.observer import observers
-from specinfer.serve.private_lines import PrivateLines
-from specinfer.serve.traffic_log import TrafficLog
-from specinfer.serve.work import Delta, Work
+from specinfer.serve.open_service import observers
+from specinfer.serve.traffic_log import PrivateLines, TrafficLog
+from specinfer.serve.work import BackendError, Delta, Health, Work
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
 
@@ -122,7 +120,7 @@ def test_a_line_has_all_of_a_completion(tmp_path: Path, logged: Logged, tokenize
     }
 
     async def run() -> str:
-        client = http_client(scripted_app(tokenizer, backend, observers=[logged.log]))
+        client = http_client(scripted_app(tokenizer, backend, observers=[logged.log.observe]))
         answer = await client.post("/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
         return str(answer.headers["x-request-id"])
@@ -181,7 +179,7 @@ def test_each_completion_that_ended_by_itself_has_a_line(logged: Logged, tokeniz
     )
 
     async def run() -> list[str]:
-        client = http_client(scripted_app(tokenizer, backend, observers=[logged.log]))
+        client = http_client(scripted_app(tokenizer, backend, observers=[logged.log.observe]))
         answers = [
             await client.post("/completions", json={"prompt": "p", **more})
             for more in ({"n": 2, "stream": True}, {}, {})
@@ -280,7 +278,8 @@ def test_a_line_that_cannot_be_made_costs_itself(
 def test_the_option_opens_it_and_metrics_count_what_it_loses(tmp_path: Path, tokenizer: Tokenizer) -> None:
     metrics, path = Metrics(MODEL), tmp_path / "traffic.jsonl"
     with observers(ServeConfig(log_traffic=str(path)), MODEL, metrics, tokenizer) as found:
-        [log] = found
+        [observe] = found
+        log = observe.__self__  # type: ignore[attr-defined]
         assert isinstance(log, TrafficLog)
         log._lose("a reason")
     assert path.exists()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specinfer.serve.usage import Tally
+from specinfer.serve.reports import Tally
 from specinfer.serve.work import Delta
 
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.serve.reasoning import Reasoning
+from specinfer.serve.dialect import Reasoning
+from specinfer.serve.reader import content_and_calls
 from specinfer.serve.tools.call_grammar import call_grammar
 from specinfer.serve.tools.call_parser import CallParser
-from specinfer.serve.tools.events import content_and_calls
 from specinfer.serve.tools.tool import ToolChoice, read_tools
 from specinfer.structured_output import structured_output
 

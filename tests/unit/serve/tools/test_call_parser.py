@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specinfer.serve.tools.call_parser import CallParser
-from specinfer.serve.tools.events import (
+from specinfer.serve.reader import (
     ArgumentsPiece,
     Call,
     CallEnded,
@@ -16,6 +15,7 @@ from specinfer.serve.tools.events import (
     Content,
     content_and_calls,
 )
+from specinfer.serve.tools.call_parser import CallParser
 from tests.operations import lines_run
 
 from .families import FAMILIES

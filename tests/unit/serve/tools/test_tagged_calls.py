@@ -9,12 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specinfer.errors import RequestError
-from specinfer.serve.tools.call_format import CallFormat
+from specinfer.serve.reader import ArgumentsPiece, CallEnded, CallStarted, Content, content_and_calls
+from specinfer.serve.tools.call_format import CallFormat, for_template
 from specinfer.serve.tools.call_grammar import call_grammar
-from specinfer.serve.tools.conversation import for_template
-from specinfer.serve.tools.events import ArgumentsPiece, CallEnded, CallStarted, Content, content_and_calls
-from specinfer.serve.tools.tagged_arguments import json_of, schemas_of, types_of
-from specinfer.serve.tools.tagged_parser import call_parser
+from specinfer.serve.tools.tagged_calls import call_parser, json_of, schemas_of, types_of
 from specinfer.serve.tools.tool import Tool, ToolChoice, read_tools
 from specinfer.structured_output import structured_output
 from tests.operations import lines_run

@@ -1,19 +1,60 @@
-"""TraceServer: the page with a trace file in it, for this machine alone."""
+"""The page at / as browsers get it, and TraceServer, which shows a trace file on it to this machine alone."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from types import MappingProxyType
 from typing import Final
 from urllib.parse import quote, urlsplit
 
 from specinfer.errors import ConfigError
 from specinfer.serve.hosts import Hosts
-from specinfer.serve.page_files import PAGE_HEADERS, PageFile, page_files
+
+# Nothing from another host, nothing inline, in nobody's frame: an answer of a model is no code.
+_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+PAGE_HEADERS: Final = MappingProxyType(
+    {
+        "Content-Security-Policy": _POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",  # a newer server has a newer page
+    }
+)
+_TYPES: Final = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
 
 _HOST: Final = "127.0.0.1"
 _HOSTS: Final = Hosts((_HOST,))  # with any port: one may be forwarded
 _TRACE: Final = "/trace.jsonl"  # where the page looks for it
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """One file of the page."""
+
+    body: bytes
+    media_type: str
+
+
+@cache
+def page_files() -> MappingProxyType[str, PageFile]:
+    """Every file of the page by the path it is asked for: `/`, and /page/NAME for the others."""
+    files = {}
+    for entry in resources.files("specinfer.serve").joinpath("page").iterdir():
+        path = "/" if entry.name == "index.html" else f"/page/{entry.name}"
+        files[path] = PageFile(entry.read_bytes(), _TYPES[entry.name.rpartition(".")[2]])
+    return MappingProxyType(files)
 
 
 class TraceServer(ThreadingHTTPServer):
