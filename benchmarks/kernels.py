@@ -16,13 +16,14 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import torch
+import torch.nn.functional as F
 from study import Study, natural, parser, row, run
 from torch import Tensor
 
@@ -34,10 +35,15 @@ from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.machine import thread_count
 from specinfer.kernels.product import Product
 from specinfer.kernels.profile import profiled
-from specinfer.kernels.quantized import Int4Weight, Int8Weight, int4_bytes, int8_bytes
+from specinfer.kernels.quantized import (
+    Int4Weight,
+    Int8Weight,
+    int4_bytes,
+    int8_bytes,
+    quantize_int4,
+    quantize_int8,
+)
 from specinfer.models.config import Family, ModelConfig
-from specinfer.models.linear import PlainLinear
-from specinfer.models.quantization import quantize_int4, quantize_int8
 from specinfer.models.weights import estimate_bytes, load_config
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import Rows, chain_rows
@@ -138,10 +144,10 @@ def product_rows(
 
 def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Iterator[Kept]:
     """A bf16 matrix in every form a model can have it in; an output layer is never int4."""
-    yield Kept("bf16 plain", lambda: PlainLinear(weight.clone()), weight.nbytes)
+    yield Kept("bf16 plain", lambda: partial(F.linear, weight=weight.clone()), weight.nbytes)
     yield Kept("bf16", lambda: kernels.products.floats(weight, None), weight.nbytes)
     parts, inner = torch.split(weight, PART), weight.shape[1]
-    int8 = quantize_int8(part.float() for part in parts)
+    int8 = Int8Weight(*_stacked(quantize_int8(part.float()) for part in parts))
 
     def int8_copy() -> Product:
         return kernels.products.int8(Int8Weight(*(tensor.clone() for tensor in int8)), None, inner)
@@ -149,7 +155,7 @@ def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Ite
     yield Kept("int8", int8_copy, int8_bytes(*weight.shape))
     if output_layer:
         return
-    int4 = quantize_int4(part.float() for part in parts)
+    int4 = Int4Weight(*_stacked(quantize_int4(part.float()) for part in parts))
 
     def int4_copy() -> Product:
         return kernels.products.int4(
@@ -157,6 +163,11 @@ def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Ite
         )
 
     yield Kept("int4", int4_copy, int4_bytes(*weight.shape))
+
+
+def _stacked(parts: Iterable[Sequence[Tensor]]) -> Iterator[Tensor]:
+    """Weights that were quantized in parts, as one."""
+    return map(torch.cat, zip(*parts, strict=True))
 
 
 def _products(copies: Sequence[Product], x: Tensor, size: int, bandwidth: Bandwidth) -> tuple[float, float]:

@@ -23,9 +23,10 @@ from specinfer.kernels.layers import NativeLayers
 from specinfer.kernels.product import in_huge_pages
 from specinfer.models.config import Activation
 from specinfer.models.decoder import Decoder, DecoderLayer
-from specinfer.models.language_model import LanguageModel, Weights
+from specinfer.models.language_model import LanguageModel
 from specinfer.models.layers import RMSNorm
 from specinfer.models.rope import RotaryEmbedding, rotations
+from specinfer.models.weight_memory import Weights
 
 
 class BlockModel:

@@ -13,9 +13,10 @@ from torch import Tensor
 from specinfer.attention.backend import Attend, Rotation
 from specinfer.heads.config import EagleConfig
 from specinfer.models.decoder import DecoderLayer
-from specinfer.models.language_model import LanguageModel, Residual, Weights
+from specinfer.models.language_model import LanguageModel, Residual
 from specinfer.models.layers import Attention, GatedMLP, RMSNorm
 from specinfer.models.rope import RotaryEmbedding
+from specinfer.models.weight_memory import Weights
 
 
 class EagleModel:

@@ -17,7 +17,8 @@ from specinfer.heads.eagle_model import EagleModel
 from specinfer.heads.medusa_model import MedusaModel
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.quantized import int4_bytes, int8_bytes
-from specinfer.models.language_model import LanguageModel, Weights
+from specinfer.models.language_model import LanguageModel
+from specinfer.models.weight_memory import Weights
 from specinfer.models.weights import OpenModel, load_parts
 from specinfer.progress import Progress
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.heads.config import MedusaConfig
-from specinfer.models.language_model import LanguageModel, Residual, Weights
+from specinfer.models.language_model import LanguageModel, Residual
+from specinfer.models.weight_memory import Weights
 
 
 class MedusaModel:

@@ -59,8 +59,8 @@ USUAL: Final = Use()
 class NativeProduct:
     """A Product by the library; `NativeLayers` uses the same `args`.
 
-    A row's result depends on that row alone, unless the product is loose. The given tensors are kept, laid
-    out as cpu/product.h has them.
+    A row's result depends on that row alone, unless the product is loose. The given tensors are kept where
+    they are, laid out as cpu/product.h has them.
     """
 
     __slots__ = ("_kept", "_library", "args", "channels", "inner", "kind")
@@ -75,10 +75,15 @@ class NativeProduct:
         inner: int,
         scales: Tensor | None = None,
         zeros: Tensor | None = None,
+        largest: float = 0.0,
         bias: Tensor | None = None,
         use: Use = USUAL,
     ) -> None:
-        """`bias` is float32 [channels]; raises ValueError where a tensor is not of the size it must have."""
+        """Tensors may be views of memory that is filled later: only their addresses and sizes are read here.
+
+        `bias` is float32 [channels]; no scale of an int4 weight is above `largest`. Raises ValueError where a
+        tensor is not contiguous, or not of the size it must have.
+        """
         blocks, padded = num_blocks(channels), padded_inner(kind, inner)
         elements = blocks * BLOCK * padded
         groups = elements // 32
@@ -88,7 +93,9 @@ class NativeProduct:
             "int8": (elements, blocks * BLOCK * 4, 0),
             "int4": (elements // 2, groups * 2, groups),
         }[kind]
-        self._kept = [None if t is None else t.contiguous() for t in (weight, scales, zeros, bias)]
+        self._kept = [weight, scales, zeros, bias]
+        if not all(tensor is None or tensor.is_contiguous() for tensor in self._kept):
+            raise ValueError("a weight's tensors must be contiguous: they are kept where they are")
         sizes = tuple(0 if t is None else t.nbytes for t in self._kept[:3])
         if sizes != wanted:
             raise ValueError(
@@ -101,7 +108,6 @@ class NativeProduct:
         self.channels = channels
         self.inner = inner
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in self._kept]
-        largest = 0.0 if scales is None or kind != "int4" else float(scales.max())
         self.args = ProductArgs(
             *(KINDS[kind], *addresses, channels, inner, largest),
             loose=use.loose,

@@ -17,13 +17,14 @@ that is asked for: a `loose` product, of a draft, takes few rows the quicker way
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specinfer.kernels.library import BLOCK, Library
+from specinfer.kernels.library import BLOCK, Library, num_blocks
 from specinfer.kernels.product import USUAL, NativeProduct, Product, Use, in_huge_pages
 
 GROUP: Final = 32  # inner elements that are rotated together, or share a scale; inner sizes are padded to it
@@ -31,6 +32,10 @@ LEVELS: Final = 16  # of an int4 weight
 _ROWS: Final = 16  # of a float product
 _EXACT: Final = 1024  # products of two int8 whose sum float32 holds exactly
 _SMALLEST: Final = 1e-30  # below it a scale's inverse would be infinite
+# Levels that a group's range is divided into. Fewer than 15 meet the groups of 4-bit files that do not use
+# every level; more cut off the end of the range, which pays where few weights lie there.
+_SPANS: Final = (15.0, 14.0, 13.0, 12.0, 11.0, 10.0, 15.5, 16.0, 16.5, 17.0)
+_LEAST_SCALE: Final = 2.0**-24  # that float16 holds
 
 
 class Int8Weight(NamedTuple):
@@ -49,7 +54,7 @@ class Int4Weight(NamedTuple):
 
 
 class Products(Protocol):
-    """How a CPU multiplies; each weight is laid out once, and the given one not kept."""
+    """How a device multiplies; native products lay each weight out once, and do not keep the given one."""
 
     @property
     def use(self) -> Use:
@@ -76,7 +81,9 @@ class TorchProducts:
     use: Final = USUAL
 
     def floats(self, weight: Tensor, bias: Tensor | None) -> Product:
-        """As Products says; always as many rows at once, as a row would round differently beside others."""
+        """As Products says; a CPU has as many rows each time, or a row would round differently."""
+        if weight.device.type != "cpu":
+            return partial(F.linear, weight=weight, bias=bias)
 
         def product(x: Tensor) -> Tensor:
             whole = F.pad(x, (0, 0, 0, -len(x) % _ROWS))
@@ -137,6 +144,7 @@ class NativeProducts:
 
     def int4(self, weight: Int4Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
         """As Products says."""
+        largest = float(weight.scales.max())
         levels, scales, zeros = (in_huge_pages(self._library, torch.empty_like(t)).copy_(t) for t in weight)
         return NativeProduct(
             self._library,
@@ -146,9 +154,25 @@ class NativeProducts:
             inner=inner,
             scales=scales,
             zeros=zeros,
+            largest=largest,
             bias=bias,
             use=self.use,
         )
+
+
+def empty_int8(channels: int, inner: int) -> Int8Weight:
+    """Memory for an int8 weight, not yet filled."""
+    return Int8Weight(torch.empty(channels, padded(inner), dtype=torch.int8), torch.empty(channels))
+
+
+def empty_int4(channels: int, inner: int) -> Int4Weight:
+    """Memory for an int4 weight, not yet filled."""
+    blocks, groups = num_blocks(channels), padded(inner) // GROUP
+    return Int4Weight(
+        torch.empty(blocks, groups, 4, BLOCK, 4, dtype=torch.uint8),
+        torch.empty(blocks, groups, BLOCK, dtype=torch.float16),
+        torch.empty(blocks, groups, BLOCK, dtype=torch.uint8),
+    )
 
 
 def int8_bytes(channels: int, inner: int) -> int:
@@ -240,3 +264,58 @@ def _check_inner(wanted: int, got: int) -> None:
 def _inverse(most: Tensor) -> Tensor:
     # `127.0 / most` would be 127 times the reciprocal, and rounded twice.
     return torch.where(most < _SMALLEST, 0.0, torch.tensor(127.0).div(most))
+
+
+def quantize_int8(rows: Tensor) -> Int8Weight:
+    """Rows of a float32 matrix [rows, inner] with one scale each."""
+    rotated = rotate(grouped(rows)).flatten(1) / GROUP
+    scales = (rotated.abs().amax(1) / 127.0).clamp_(min=_LEAST_SCALE)
+    return Int8Weight((rotated / scales[:, None]).round_().to(torch.int8), scales)
+
+
+def quantize_int4(rows: Tensor) -> Int4Weight:
+    """Rows of a float32 matrix [rows, inner], filled up with zeros to whole blocks.
+
+    The grid of a group of 32 weights is that with the least square error, of a few which divide the group's
+    range into more or fewer levels. Weights of files that have 4 bits themselves in such groups (GGUF's Q4_0,
+    Q4_1, Q4_K) lie on one of these grids, and are found again all but exactly.
+    """
+    return _int4_blocks(F.pad(rows, (0, 0, 0, -len(rows) % BLOCK)))
+
+
+def _int4_blocks(rows: Tensor) -> Int4Weight:
+    """Whole blocks of rows."""
+    groups = grouped(rows)
+    blocks, per_row = len(rows) // BLOCK, groups.shape[1]
+    # Groups as columns: what is computed per group then runs along rows of memory.
+    x = groups.view(-1, GROUP).T.contiguous()
+    low, high = x.amin(0).clamp_(max=0), x.amax(0).clamp_(min=0)
+    scale, zero = _grid(low, high, _SPANS[0])
+    least = _error(x, scale, zero)
+    for span in _SPANS[1:]:
+        other_scale, other_zero = _grid(low, high, span)
+        error = _error(x, other_scale, other_zero)
+        better = error < least
+        least = torch.where(better, error, least)
+        scale, zero = torch.where(better, other_scale, scale), torch.where(better, other_zero, zero)
+    levels = _levels(x, scale, zero).to(torch.uint8).T.reshape(len(rows), per_row * GROUP)
+
+    def by_blocks(of_groups: Tensor, dtype: torch.dtype) -> Tensor:
+        return of_groups.view(blocks, BLOCK, per_row).transpose(1, 2).to(dtype).contiguous()
+
+    return Int4Weight(pack_levels(levels), by_blocks(scale, torch.float16), by_blocks(zero * 16, torch.uint8))
+
+
+def _grid(low: Tensor, high: Tensor, span: float) -> tuple[Tensor, Tensor]:
+    """Scales, as float16 holds them, and zeros, in sixteenths, with `span` levels from `low` to `high`."""
+    scale = ((high - low) / span).clamp_(_LEAST_SCALE, torch.finfo(torch.float16).max).half().float()
+    return scale, (-16 * low / scale).round_().clamp_(0, 255) / 16
+
+
+def _levels(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    return (x / scale).add_(zero).round_().clamp_(0, LEVELS - 1)
+
+
+def _error(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """The square error of each group, [groups]."""
+    return _levels(x, scale, zero).sub_(zero).mul_(scale).sub_(x).square_().sum(0)

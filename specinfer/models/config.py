@@ -21,6 +21,11 @@ class Family(StrEnum):
     GEMMA3 = "gemma3"
     OPT = "opt"
 
+    @property
+    def learns_positions(self) -> bool:
+        """Whether positions are learned and MLPs have no gate (models/opt.py), where others have RoPE."""
+        return self is Family.OPT
+
 
 class Activation(StrEnum):
     """The non-linearity of the MLP."""

@@ -15,19 +15,19 @@ from specinfer.attention.backend import Attend, AttentionSpec, Rotation
 from specinfer.attention.native import NativeAttend
 from specinfer.kernels.decoder import NativeDecoder
 from specinfer.kernels.layers import LayerParts, NativeLayers
+from specinfer.kernels.product import Product
 from specinfer.models.config import Activation, ModelConfig
 from specinfer.models.language_model import (
     PassContext,
     Read,
     Residual,
     Taps,
-    Weights,
     layers_to_run,
     read_by_steps,
 )
 from specinfer.models.layers import Attention, GatedMLP, RMSNorm, output_layer
-from specinfer.models.linear import Linear
 from specinfer.models.rope import RotaryEmbedding, rotations
+from specinfer.models.weight_memory import Weights
 
 
 class Decoder:
@@ -45,7 +45,7 @@ class Decoder:
         # transformers rounds Gemma's scale to the model's dtype; so it was trained, so we do.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         self._final_norm = RMSNorm(
-            weights.tensor("model.norm.weight") + config.norm_weight_offset,
+            weights.tensor("model.norm.weight", plus=config.norm_weight_offset),
             config.norm_eps,
             weights.kernels.ops,
         )
@@ -139,11 +139,13 @@ class DecoderLayer:
         """Its tensors' names begin with `prefix`."""
         self.local = config.layer_windows[layer] is not None
 
-        def norm(name: str) -> RMSNorm:
-            weight = weights.tensor(f"{prefix}.{name}.weight")
-            return RMSNorm(weight + config.norm_weight_offset, config.norm_eps, weights.kernels.ops)
+        def norm_weight(name: str) -> Tensor:
+            return weights.tensor(f"{prefix}.{name}.weight", plus=config.norm_weight_offset)
 
-        def linear(bias: bool, *names: str) -> Linear:
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(norm_weight(name), config.norm_eps, weights.kernels.ops)
+
+        def linear(bias: bool, *names: str) -> Product:
             return weights.linear(*(f"{prefix}.{name}" for name in names), bias=bias)
 
         self._before_attention = norm("input_layernorm")
@@ -157,8 +159,7 @@ class DecoderLayer:
             self._before_mlp = norm("post_attention_layernorm")
         qk_norm: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
         if config.qk_norm:
-            q_H, k_H = (weights.tensor(f"{prefix}.self_attn.{x}_norm.weight") for x in "qk")
-            qk_norm = (q_H + config.norm_weight_offset, k_H + config.norm_weight_offset)
+            qk_norm = norm_weight("self_attn.q_norm"), norm_weight("self_attn.k_norm")
         self._attention = Attention(
             layer,
             config,

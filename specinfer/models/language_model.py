@@ -1,13 +1,13 @@
-"""What a model is to those who run it, and to those who load it.
+"""What a model is to those who run it.
 
 Shapes: T rows of a step, R of them that are chosen, D hidden size, V vocabulary, N taps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from torch import Tensor
 from specinfer.attention.backend import Attend
 from specinfer.kernels.choice import Kernels
 from specinfer.models.config import ModelConfig
-from specinfer.models.linear import Linear
-
-_Part = TypeVar("_Part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +49,16 @@ class Read(NamedTuple):
     logits_RV: Tensor | None = None  # what the head made of these rows, where they were few
 
 
-class Placed(Protocol):
-    """What models and their weights have in common: a dtype, a device, and kernels for both."""
+class LanguageModel(Protocol):
+    """Rows of tokens in, logits out; it knows neither requests nor caches.
+
+    A pass is `read`, then `logits`; `embed`, `run_layers` and `final_norm` are what `read` is made of.
+    """
+
+    @property
+    def config(self) -> ModelConfig:
+        """What the model is."""
+        ...
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,18 +73,6 @@ class Placed(Protocol):
     @property
     def kernels(self) -> Kernels:
         """What computes between the products; whoever runs a model brings attention from here."""
-        ...
-
-
-class LanguageModel(Placed, Protocol):
-    """Rows of tokens in, logits out; it knows neither requests nor caches.
-
-    A pass is `read`, then `logits`; `embed`, `run_layers` and `final_norm` are what `read` is made of.
-    """
-
-    @property
-    def config(self) -> ModelConfig:
-        """What the model is."""
         ...
 
     def read(
@@ -119,25 +112,6 @@ class LanguageModel(Placed, Protocol):
 
         On a CPU a row's depend on that row alone, but for a draft's products, which may be loose.
         """
-        ...
-
-
-class Weights(Placed, Protocol):
-    """Where a model under construction gets its tensors from, in its own dtype and on its own device."""
-
-    def tensor(self, *names: str) -> Tensor:
-        """The tensor of that name; several are stacked along the first dimension."""
-        ...
-
-    def linear(self, *names: str, bias: bool = False, loaded: Tensor | None = None) -> Linear:
-        """The product with the matrix `name`.weight, and `name`.bias if asked; several are stacked.
-
-        `loaded` is the same matrix, already in memory: tied embeddings.
-        """
-        ...
-
-    def each(self, make: Callable[[int], _Part], count: int) -> list[_Part]:
-        """`make(0)`, `make(1)`, ...: parts with tensors of their own, some at once where that is quicker."""
         ...
 
 

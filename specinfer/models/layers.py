@@ -13,9 +13,9 @@ from torch import Tensor
 
 from specinfer.attention.backend import Attend, AttentionSpec, Rotation
 from specinfer.kernels.ops import Ops
+from specinfer.kernels.product import Product
 from specinfer.models.config import Activation, ModelConfig
-from specinfer.models.language_model import Weights
-from specinfer.models.linear import Linear
+from specinfer.models.weight_memory import Weights
 
 
 class RMSNorm:
@@ -74,7 +74,7 @@ class GatedMLP:
 
     __slots__ = ("_gated", "down", "gate_up")
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: Activation, ops: Ops) -> None:
+    def __init__(self, gate_up: Product, down: Product, activation: Activation, ops: Ops) -> None:
         self.gate_up = gate_up
         self.down = down
         self._gated: Callable[[Tensor], Tensor] = {
@@ -97,8 +97,8 @@ class Attention:
         self,
         layer: int,
         config: ModelConfig,
-        qkv: Linear,
-        o: Linear,
+        qkv: Product,
+        o: Product,
         qk_norm: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
     ) -> None:
         self.qkv = qkv
@@ -120,7 +120,7 @@ class Attention:
         return self.o(attend(self.heads, self.qkv(x_TD), rotation))
 
 
-def output_layer(config: ModelConfig, weights: Weights, embeddings: str, table_VD: Tensor) -> Linear:
+def output_layer(config: ModelConfig, weights: Weights, embeddings: str, table_VD: Tensor) -> Product:
     """The product that makes logits, of a matrix of its own or of the embeddings, which are `table_VD`.
 
     A copy of tied embeddings, laid out as products read them, costs V * D * 2 bytes, and pays: a product with

@@ -9,18 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.attention.backend import Attend
+from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import (
     PassContext,
     Read,
     Residual,
     Taps,
-    Weights,
     layers_to_run,
     read_by_steps,
 )
 from specinfer.models.layers import ACTIVATIONS, Attention, LayerNorm, output_layer
-from specinfer.models.linear import Linear
+from specinfer.models.weight_memory import Weights
 
 # OPT's position table starts two rows in: fairseq kept those for padding.
 _POSITION_OFFSET = 2
@@ -37,8 +37,8 @@ class OPTDecoder:
         self._embedding_VE = weights.tensor("model.decoder.embed_tokens.weight")
         self._head = output_layer(config, weights, "model.decoder.embed_tokens", self._embedding_VE)
         self._positions_PD = weights.tensor("model.decoder.embed_positions.weight")
-        self._project_in: Linear | None = None
-        self._project_out: Linear | None = None
+        self._project_in: Product | None = None
+        self._project_out: Product | None = None
         if config.embedding_size != config.hidden_size:
             self._project_in = weights.linear("model.decoder.project_in")
             self._project_out = weights.linear("model.decoder.project_out")
@@ -92,7 +92,7 @@ class _Layer:
     def __init__(self, layer: int, config: ModelConfig, weights: Weights) -> None:
         prefix = f"model.decoder.layers.{layer}"
 
-        def linear(bias: bool, *names: str) -> Linear:
+        def linear(bias: bool, *names: str) -> Product:
             return weights.linear(*(f"{prefix}.{name}" for name in names), bias=bias)
 
         self._norm_first = config.norm_first

@@ -13,13 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -30,36 +29,27 @@ from specinfer.kernels.quantized import Int4Weight, Int8Weight
 
 _VERSION: Final = 2  # of what the numbers mean and how they lie; a file of another is made anew
 _HEADER: Final = 1 << 20  # bytes before the first tensor; 80 layers need a tenth of that
-_DTYPES: Final = {
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
+_NAMES: Final = {
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
 }
-_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 _LOG = logging.getLogger(__name__)
 
 
 class FloatTable(NamedTuple):
-    """A matrix whose rows are looked up, in the dtype of the activations."""
+    """A tensor as it is, in the dtype of the activations."""
 
     rows: Tensor
 
 
-Weight = TypeVar("Weight", Int8Weight, Int4Weight, FloatTable)
+Weight = FloatTable | Int8Weight | Int4Weight
 
 
 class DamagedCacheError(Exception):
     """A kept tensor is not the one that was written; the model must be quantized anew."""
-
-
-class QuantizedMatrices(Protocol):
-    """Where quantized matrices come from."""
-
-    def get(self, name: str, kind: type[Weight], make: Callable[[], Weight]) -> Weight:
-        """The matrix of that name, or else what `make` makes of the model's file."""
-        ...
 
 
 def cache_path(model: Path, quantization: str, dtype: torch.dtype, folder: Path | None = None) -> Path:
@@ -96,7 +86,7 @@ def _state(model: Path) -> list[object]:
 
 
 class KeptMatrices:
-    """The matrices of a cache file; `get` raises DamagedCacheError for one that is not what was written."""
+    """The matrices of a cache file, by name."""
 
     def __init__(self, path: Path, entries: Mapping[str, Any], checksums: Mapping[str, int]) -> None:
         self._path = path
@@ -120,29 +110,28 @@ class KeptMatrices:
             return None
         return cls(path, header, checksums)
 
-    def get(self, name: str, kind: type[Weight], make: Callable[[], Weight]) -> Weight:
-        """The matrix of that name; `make` is not called."""
-        tensors = [self._read(f"{name}.{field}") for field in kind._fields]
-        return kind(*tensors)
+    def read(self, name: str, into: Weight) -> None:
+        """Fill `into` with that matrix; raises DamagedCacheError unless it is what was written."""
+        for field, tensor in zip(into._fields, into, strict=True):
+            self._read(f"{name}.{field}", tensor)
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, into: Tensor) -> None:
         try:
             entry = self._entries[name]
-            shape = [int(extent) for extent in entry["shape"]]
-            dtype, (begin, end) = _DTYPES[entry["dtype"]], entry["data_offsets"]
-            if end - begin != math.prod(shape) * dtype.itemsize:
+            begin, end = entry["data_offsets"]
+            if (entry["dtype"], entry["shape"]) != (_NAMES[into.dtype], list(into.shape)):
+                raise ValueError(f"it is {entry['dtype']} {entry['shape']}")
+            if end - begin != into.nbytes:
                 raise ValueError("its length is not that of its shape")
-            tensor = torch.empty(shape, dtype=dtype)
-            read_exactly(self._path, 8 + _HEADER + begin, _bytes(tensor))
+            read_exactly(self._path, 8 + _HEADER + begin, _bytes(into))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedCacheError(f"{self._path}: {name} cannot be read ({error})") from error
-        if _checksum(name, tensor) != self._checksums.get(name):
+        if _checksum(name, into) != self._checksums.get(name):
             raise DamagedCacheError(f"{self._path}: {name} has a wrong checksum")
-        return tensor
 
 
 class NewMatrices:
-    """Makes matrices, and keeps them in a file that appears at `path` when `finish` is called.
+    """A cache file in the making, which appears at `path` when `finish` is called.
 
     A context manager: a file that is not finished is removed.
     """
@@ -171,12 +160,10 @@ class NewMatrices:
             self._file.__exit__(kind, error, trace)
             self._file = None
 
-    def get(self, name: str, kind: type[Weight], make: Callable[[], Weight]) -> Weight:
-        """What `make` makes, after writing it down."""
-        weight = make()
-        for field, tensor in zip(kind._fields, weight, strict=True):
+    def write(self, name: str, weight: Weight) -> None:
+        """Write a matrix down."""
+        for field, tensor in zip(weight._fields, weight, strict=True):
             self._write(f"{name}.{field}", tensor)
-        return weight
 
     def finish(self) -> None:
         """Write the header, and give the file its name."""

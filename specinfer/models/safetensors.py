@@ -204,8 +204,7 @@ def _decoder_names(entries: Mapping[str, TensorEntry], config: ModelConfig) -> d
                 f"{path} is quantized, though its config.json does not say so: tensor {name!r} is as written "
                 f"by {by}, which is not read; {INSTEAD}"
             )
-    opt = config.family is Family.OPT
-    anchor = "decoder.embed_tokens.weight" if opt else "embed_tokens.weight"
+    anchor = "decoder.embed_tokens.weight" if config.family.learns_positions else "embed_tokens.weight"
     prefix = next((p for p in _PREFIXES if p + anchor in entries), None)
     if prefix is None:
         raise ModelFileError(f"{path} has no tensor model.{anchor}; it is no {config.family} language model")

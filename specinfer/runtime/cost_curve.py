@@ -26,9 +26,9 @@ import torch
 from numpy.typing import NDArray
 
 from specinfer.files import cache_dir, write_whole
+from specinfer.kernels.choice import Kernels
 from specinfer.kernels.machine import allowed_cpus, cpu_name
 from specinfer.models.config import ModelConfig
-from specinfer.models.language_model import Placed
 from specinfer.progress import NoProgress, Progress
 
 _SIZES: Final = (1, 16, 4, 64, 2, 8, 32, 128)  # rows; a slow model is measured at the first few
@@ -42,12 +42,27 @@ _CODE: Final = ("attention", "heads", "kernels", "models", "runtime")  # the pac
 Key = Mapping[str, str]
 
 
-class TimedModel(Placed, Protocol):
+class TimedModel(Protocol):
     """A model whose passes are timed."""
 
     @property
     def config(self) -> ModelConfig:
         """What the model is."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights, activations and logits."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        ...
+
+    @property
+    def kernels(self) -> Kernels:
+        """What computes between the products; whoever runs a model brings attention from here."""
         ...
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from specinfer.heads.layers import HeadLayer, Norm, Rotation, rotations
 from specinfer.models.config import ModelConfig
-from specinfer.models.weights import TensorFile
+from specinfer.models.weight_reader import TensorFile
 
 EMBEDDINGS = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"

@@ -48,11 +48,11 @@ import torch
 import specinfer
 from specinfer.kernels.choice import choose_kernels
 from specinfer.kernels.quantized import TorchProducts
-from specinfer.models.quantization import quantize_int8
+from specinfer.kernels.quantized import quantize_int8
 
 kernels, _ = choose_kernels("native", torch.device("cpu"))
 weight, x = torch.randn(80, 800), torch.randn(17, 800)
-quantized = quantize_int8([weight])
+quantized = quantize_int8(weight)
 got, want = (products.int8(quantized, None, 800)(x) for products in (kernels.products, TorchProducts()))
 print(json.dumps({
     "package": str(Path(specinfer.__file__).parent),

@@ -18,10 +18,11 @@ from specinfer.kernels.quantized import (
     int4_bytes,
     int8_bytes,
     pack_levels,
+    quantize_int4,
+    quantize_int8,
     rotate,
     unpack_levels,
 )
-from specinfer.models.quantization import quantize_int4, quantize_int8
 from tests.kernels import NAMES, kernels
 
 SHAPES = [(1, 1), (16, 32), (33, 33), (48, 80), (49, 576), (40, 1100)]  # channels, inner
@@ -50,8 +51,8 @@ def activations(rows: int, inner: int, dtype: torch.dtype = torch.float32) -> Te
 def product(products: Products, kind: str, weight: Tensor, bias: Tensor | None = None) -> Product:
     channels, inner = weight.shape
     if kind == "int8":
-        return products.int8(quantize_int8([weight]), bias, inner)
-    return products.int4(quantize_int4([weight]), bias, inner, channels)
+        return products.int8(quantize_int8(weight), bias, inner)
+    return products.int4(quantize_int4(weight), bias, inner, channels)
 
 
 @KINDS
@@ -172,15 +173,15 @@ def test_packed_levels_are_unpacked_again() -> None:
 
 def test_sizes_are_those_of_the_tensors() -> None:
     weight = random(48, 100)
-    assert sum(t.nbytes for t in quantize_int8([weight])) == int8_bytes(48, 100) == 48 * (128 + 4)
-    assert sum(t.nbytes for t in quantize_int4([weight])) == int4_bytes(48, 100) == 48 * 128 // 32 * 19
+    assert sum(t.nbytes for t in quantize_int8(weight)) == int8_bytes(48, 100) == 48 * (128 + 4)
+    assert sum(t.nbytes for t in quantize_int4(weight)) == int4_bytes(48, 100) == 48 * 128 // 32 * 19
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_weight_of_another_shape_is_refused(name: Literal["torch", "native"]) -> None:
     """With the sizes that were got and those that are wanted, whatever the product."""
     products, weight = kernels(name).products, random(16, 64)
-    int8, int4 = quantize_int8([weight]), quantize_int4([weight])
+    int8, int4 = quantize_int8(weight), quantize_int4(weight)
     with pytest.raises(ValueError, match=r"a weight of inner size 64 for rows of 96"):
         products.int8(int8, None, 96)
     with pytest.raises(ValueError, match=r"a weight of (inner size 64 for rows of 96|512 bytes .* has 768)"):

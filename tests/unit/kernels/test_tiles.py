@@ -23,9 +23,10 @@ from specinfer.kernels.quantized import (
     Product,
     Products,
     TorchProducts,
+    quantize_int4,
+    quantize_int8,
     unpack_levels,
 )
-from specinfer.models.quantization import quantize_int4, quantize_int8
 
 pytestmark = pytest.mark.slow  # a library is compiled
 
@@ -86,9 +87,9 @@ def activations(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
 def product(products: Products, kind: str, weight: Tensor, bias: Tensor | None) -> Product:
     channels, inner = weight.shape
     if kind == "int8":
-        return products.int8(quantize_int8([weight]), bias, inner)
+        return products.int8(quantize_int8(weight), bias, inner)
     if kind == "int4":
-        return products.int4(quantize_int4([weight]), bias, inner, channels)
+        return products.int4(quantize_int4(weight), bias, inner, channels)
     return products.floats(weight.to(getattr(torch, kind)), bias)
 
 
@@ -123,7 +124,7 @@ def test_int4_on_tiles_is_the_product_with_bfloat16_weights(
     plain: Library, dtype: torch.dtype, channels: int, inner: int
 ) -> None:
     """To what adding up in float32 rounds; the weights are those the next test holds to the bit."""
-    weight, bias = quantize_int4([random(channels, inner, seed=0)]), random(channels, seed=2)
+    weight, bias = quantize_int4(random(channels, inner, seed=0)), random(channels, seed=2)
     ours = native_kernels(plain).products.int4(weight, bias, inner, channels)
     levels, zeros = (part[:channels, :inner].double() for part in as_bfloat16(weight))
     for rows in ROWS:
@@ -164,7 +165,7 @@ def test_nan_propagates_in_int4(plain: Library, value: float) -> None:
 
 def test_the_largest_scale_there_is_fits(plain: Library) -> None:
     """1024 times it, as it is scaled, is the largest number of float16."""
-    weight = quantize_int4([random(16, 32, seed=0)])
+    weight = quantize_int4(random(16, 32, seed=0))
     largest = weight._replace(scales=torch.full_like(weight.scales, 65504.0))
     levels, zeros = (part[:16] for part in as_bfloat16(largest))
     got = native_kernels(plain).products.int4(largest, None, 32, 16)(torch.eye(32))
@@ -176,7 +177,7 @@ def test_the_largest_scale_there_is_fits(plain: Library) -> None:
 def test_int4_weights_become_the_nearest_bfloat16_ones(plain: Library, size: float) -> None:
     """One row for each element, with a one there: its weight comes out, level and zero added in float32."""
     values = random(33, 80, seed=0) * torch.logspace(-4, 0, 33)[:, None] * size
-    weight = quantize_int4([values])
+    weight = quantize_int4(values)
     levels, zeros = (part[:33, :80] for part in as_bfloat16(weight))
     got = native_kernels(plain).products.int4(weight, None, 80, 33)(torch.eye(80))
     assert torch.equal(got.T, levels - zeros / 16)
@@ -235,7 +236,7 @@ def test_int4_on_plain_tiles_has_the_bits_of_amx(
 ) -> None:
     for size in (1e-9, 1e-3, 1.0, 1e5):
         values = random(channels, inner, seed=0) * torch.logspace(-6, 0, channels)[:, None] * size
-        weight = quantize_int4([values])
+        weight = quantize_int4(values)
         ours, other = (
             native_kernels(library).products.int4(weight, None, inner, channels) for library in (amx, plain)
         )

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.kernels.quantized import GROUP, Int4Weight, rotate, unpack_levels
-from specinfer.models.quantization import quantize_int4, quantize_int8
+from specinfer.kernels.quantized import GROUP, Int4Weight, quantize_int4, quantize_int8, rotate, unpack_levels
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -26,7 +25,7 @@ def int4_values(weight: Int4Weight) -> Tensor:
 
 def test_int8_is_within_half_a_step_of_the_turned_weights() -> None:
     w = random(20, 100) * torch.logspace(-4, 4, 20)[:, None]
-    values, scales = quantize_int8([w])
+    values, scales = quantize_int8(w)
     rotated = rotate(torch.nn.functional.pad(w, (0, 28)).view(20, 4, GROUP)).flatten(1) / GROUP
     assert values.abs().amax(1).tolist() == [127] * 20
     error = (values * scales[:, None] - rotated).abs().amax(1)
@@ -41,7 +40,7 @@ def test_int4_finds_the_grid_that_weights_lie_on(span: int) -> None:
     levels[..., 0], levels[..., 1] = 0, span
     steps = 2.0 ** -torch.randint(4, 9, (16, 4, 1), generator=generator)
     w = ((levels - 6.25) * steps).view(16, 4 * GROUP)
-    torch.testing.assert_close(int4_values(quantize_int4([w])), w, rtol=2**-9, atol=0)
+    torch.testing.assert_close(int4_values(quantize_int4(w)), w, rtol=2**-9, atol=0)
 
 
 def test_int4_searches_for_the_smallest_error() -> None:
@@ -50,7 +49,7 @@ def test_int4_searches_for_the_smallest_error() -> None:
     low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
     step = (high - low) / 15
     plain = (((groups - low) / step).round() * step + low).view_as(w)
-    found = int4_values(quantize_int4([w]))
+    found = int4_values(quantize_int4(w))
     assert (found - w).square().sum() < 0.97 * (plain - w).square().sum()
 
 
@@ -60,8 +59,8 @@ def test_int4_searches_for_the_smallest_error() -> None:
     ids=["zero", "positive", "negative", "tiny"],
 )
 def test_groups_of_one_value(w: Tensor) -> None:
-    torch.testing.assert_close(int4_values(quantize_int4([w])), w, rtol=2**-9, atol=1e-7)
-    values, scales = quantize_int8([w])
+    torch.testing.assert_close(int4_values(quantize_int4(w)), w, rtol=2**-9, atol=1e-7)
+    values, scales = quantize_int8(w)
     back = rotate((values * scales[:, None]).view(16, 2, GROUP)).flatten(1)
     torch.testing.assert_close(back, w, rtol=1e-6, atol=1e-4)
 
@@ -69,5 +68,6 @@ def test_groups_of_one_value(w: Tensor) -> None:
 def test_parts_make_the_same_whole() -> None:
     w = random(40, 70)  # two blocks and a half, two groups and a bit
     for quantize in (quantize_int8, quantize_int4):
-        whole, parts = quantize([w]), quantize([w[:16], w[16:32], w[32:]])
-        assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+        parts = [quantize(part) for part in (w[:16], w[16:32], w[32:])]
+        for whole, *pieces in zip(quantize(w), *parts, strict=True):
+            assert torch.equal(torch.cat(pieces), whole)

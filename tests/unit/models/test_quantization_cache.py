@@ -7,19 +7,18 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from specinfer.kernels.quantized import Int4Weight, Int8Weight
-from specinfer.models.quantization import quantize_int4, quantize_int8
+from specinfer.kernels.quantized import Int4Weight, Int8Weight, quantize_int4, quantize_int8
 from specinfer.models.quantization_cache import (
     DamagedCacheError,
     FloatTable,
     KeptMatrices,
     NewMatrices,
+    Weight,
     cache_path,
     identity,
 )
@@ -30,26 +29,27 @@ _START = 8 + (1 << 20)  # of the first tensor
 
 
 def make_int8() -> Int8Weight:
-    return quantize_int8([torch.randn(20, 40, generator=torch.Generator().manual_seed(0))])
+    return quantize_int8(torch.randn(20, 40, generator=torch.Generator().manual_seed(0)))
 
 
 def make_int4() -> Int4Weight:
-    return quantize_int4([torch.randn(20, 40, generator=torch.Generator().manual_seed(1))])
+    return quantize_int4(torch.randn(20, 40, generator=torch.Generator().manual_seed(1)))
 
 
 def make_table() -> FloatTable:
     return FloatTable(torch.randn(5, 7, generator=torch.Generator().manual_seed(2)).bfloat16())
 
 
-def never() -> Any:
-    raise AssertionError("a kept matrix is not made again")
+def empty(like: Weight) -> Weight:
+    """Memory for such a matrix."""
+    return type(like)(*(torch.empty_like(tensor) for tensor in like))
 
 
 def write(path: Path) -> Path:
     with NewMatrices(path, MADE_FROM) as new:
-        new.get("a", Int8Weight, make_int8)
-        new.get("c", FloatTable, make_table)
-        new.get("b", Int4Weight, make_int4)
+        new.write("a", make_int8())
+        new.write("c", make_table())
+        new.write("b", make_int4())
         new.finish()
     return path
 
@@ -62,13 +62,20 @@ def file(tmp_path: Path) -> Path:
 def test_what_was_written_is_read(file: Path) -> None:
     kept = KeptMatrices.open(file, MADE_FROM)
     assert kept is not None
-    for got, want in (
-        (kept.get("a", Int8Weight, never), make_int8()),
-        (kept.get("b", Int4Weight, never), make_int4()),
-        (kept.get("c", FloatTable, never), make_table()),
-    ):
-        assert type(got) is type(want)
-        assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(got, want, strict=True))
+    for name, want in (("a", make_int8()), ("b", make_int4()), ("c", make_table())):
+        got = empty(want)
+        kept.read(name, got)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_matrix_is_read_into_the_middle_of_a_buffer(file: Path) -> None:
+    kept, want = KeptMatrices.open(file, MADE_FROM), make_int8()
+    assert kept is not None
+    buffer, scales = torch.full((22, 64), 7, dtype=torch.int8), torch.zeros(22)
+    kept.read("a", Int8Weight(buffer[1:21], scales[1:21]))
+    assert torch.equal(buffer[1:21], want.values)
+    assert buffer[[0, 21]].eq(7).all()
+    assert torch.equal(scales[1:21], want.scales)
 
 
 def test_it_is_a_safetensors_file_and_alone_in_its_folder(file: Path) -> None:
@@ -131,9 +138,9 @@ def test_damage_is_found_when_it_is_read(file: Path, damage: tuple[str, Callable
     file.write_bytes(after)
     kept = KeptMatrices.open(file, MADE_FROM)
     assert kept is not None
-    name, kind = ("b", Int4Weight) if damage[0] == "the last byte" else ("a", Int8Weight)
+    name, like = ("b", make_int4()) if damage[0] == "the last byte" else ("a", make_int8())
     with pytest.raises(DamagedCacheError, match=rf"kept\.safetensors: {name}\.\w+ "):
-        kept.get(name, kind, never)
+        kept.read(name, empty(like))
 
 
 def test_a_file_of_another_model_is_not_opened(tmp_path: Path) -> None:
@@ -157,7 +164,7 @@ def test_a_file_of_another_model_is_not_opened(tmp_path: Path) -> None:
 
 def test_without_finish_nothing_is_left(tmp_path: Path) -> None:
     with NewMatrices(tmp_path / "kept.safetensors", MADE_FROM) as new:
-        new.get("a", Int8Weight, make_int8)
+        new.write("a", make_int8())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -201,8 +208,8 @@ def test_a_full_disk_costs_the_cache_only(
 
     monkeypatch.setattr("specinfer.files.os.fdopen", lambda number, mode, buffering: Full(number))
     with NewMatrices(tmp_path / "kept.safetensors", MADE_FROM) as new:
-        assert torch.equal(new.get("a", Int8Weight, make_int8).values, make_int8().values)
-        new.get("b", Int4Weight, make_int4)
+        new.write("a", make_int8())
+        new.write("b", make_int4())
         new.finish()
     assert list(tmp_path.iterdir()) == []
     [line] = [record.getMessage() for record in caplog.records]
@@ -215,7 +222,7 @@ def test_a_folder_that_cannot_be_made_costs_the_cache_only(
 ) -> None:
     (tmp_path / "taken").write_text("a file")
     with NewMatrices(tmp_path / "taken" / "kept.safetensors", MADE_FROM) as new:
-        new.get("a", Int8Weight, make_int8)
+        new.write("a", make_int8())
         new.finish()
     assert len(caplog.records) == 1
     assert (tmp_path / "taken").read_text() == "a file"

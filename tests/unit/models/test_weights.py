@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,8 @@ from specinfer.kernels.choice import TORCH
 from specinfer.kernels.product import Use
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.safetensors import SafetensorsFolder
-from specinfer.models.weights import _rows, estimate_bytes, load_config, load_model
+from specinfer.models.weight_reader import chosen_rows
+from specinfer.models.weights import estimate_bytes, load_config, load_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.runner import ModelRunner
 from tests.kernels import kernels
@@ -308,9 +310,28 @@ def test_native_products_and_twins_give_the_same_logits(tmp_path):
 
 def test_the_first_logits_are_no_copy_of_the_output_layer():
     table = torch.arange(12.0).view(4, 3)
-    first, none, chosen = (_rows(table, ids) for ids in (range(3), [], [0, 1, 3]))
+    first, none, chosen = (chosen_rows(table, ids) for ids in (range(3), [], [0, 1, 3]))
     assert torch.equal(first, table[:3])
     assert first.data_ptr() == table.data_ptr()
     assert none.shape == (0, 3)
     assert torch.equal(chosen, table[[0, 1, 3]])
     assert chosen.data_ptr() != table.data_ptr()
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_no_thread_outlives_a_load(quantization, tmp_path):
+    before = set(threading.enumerate())
+    folder = write_tiny_llama(tmp_path / "m", vocab_size=20_000)
+    load_model(folder, dtype=torch.float32, device=CPU, quantization=quantization, cache=tmp_path / "cache")
+    assert set(threading.enumerate()) <= before
+
+
+def test_no_thread_outlives_a_load_that_fails(tmp_path, monkeypatch):
+    def fail(*_):
+        raise ModelFileError("the disk is gone")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(SafetensorsFolder, "read_rows", fail)
+    with pytest.raises(ModelFileError, match="the disk is gone"):
+        load(write_tiny_llama(tmp_path, vocab_size=20_000))
+    assert set(threading.enumerate()) <= before

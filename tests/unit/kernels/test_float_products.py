@@ -8,7 +8,6 @@ import torch
 
 from specinfer.kernels.choice import TORCH
 from specinfer.kernels.product import NativeProduct
-from specinfer.models.linear import PlainLinear, make_linear
 from tests.kernels import NAMES, kernels
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -27,7 +26,7 @@ def test_product(name, dtype, bias, rows):
     weight, x = random(48, 80, dtype=dtype), random(rows, 80, dtype=dtype, seed=1)
     b = random(48, dtype=dtype, seed=2) if bias else None
     want = x.double() @ weight.double().T + (0 if b is None else b.double())
-    got = make_linear(weight, b, kernels(name))(x)
+    got = kernels(name).products.floats(weight, b)(x)
     assert got.dtype is dtype
     assert got.shape == (rows, 48)
     torch.testing.assert_close(got.double(), want, atol=1e-2 if dtype is torch.bfloat16 else 1e-5, rtol=1e-2)
@@ -37,7 +36,7 @@ def test_product(name, dtype, bias, rows):
 def test_laying_a_weight_out_does_not_keep_it(dtype):
     weight = random(64, 64, dtype=dtype)
     alive = weakref.ref(weight)
-    linear = make_linear(weight, kernels=kernels("native"))
+    linear = kernels("native").products.floats(weight, None)
     assert isinstance(linear, NativeProduct)
     del weight
     gc.collect()
@@ -48,7 +47,7 @@ def test_laying_a_weight_out_does_not_keep_it(dtype):
 @DTYPES
 @pytest.mark.parametrize(("out", "inner"), [(96, 576), (64, 8960)])
 def test_rows_do_not_depend_on_the_rows_beside_them(name, dtype, out, inner):
-    linear = make_linear(random(out, inner, dtype=dtype), kernels=kernels(name))
+    linear = kernels(name).products.floats(random(out, inner, dtype=dtype), None)
     x = random(130, inner, dtype=dtype, seed=1)
     whole = linear(x)
     for step in (1, 2, 3, 5, 16, 17, 32, 33, 64, 129):
@@ -56,5 +55,6 @@ def test_rows_do_not_depend_on_the_rows_beside_them(name, dtype, out, inner):
         assert torch.equal(parts, whole), f"{step} rows at a time"
 
 
-def test_another_device_than_a_cpu_has_plain_products():
-    assert isinstance(make_linear(torch.empty(8, 8, device="meta"), kernels=TORCH), PlainLinear)
+def test_another_device_than_a_cpu_multiplies_all_rows_at_once():
+    product = TORCH.products.floats(torch.empty(8, 8, device="meta"), None)
+    assert product(torch.empty(3, 8, device="meta")).shape == (3, 8)

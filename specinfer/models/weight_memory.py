@@ -1,0 +1,83 @@
+"""Where a model's weights end up: a layer is built from addresses, and never reads what is there.
+
+A layer asks for its tensors and products by name. Here they are whole tensors in ordinary memory, filled
+at once. docs/map.md says what another implementation owes: one whose memory is a view of a buffer, is
+filled after the layer was built, or holds a slice of each matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from specinfer.kernels.choice import Kernels
+from specinfer.kernels.product import Product
+from specinfer.kernels.quantized import empty_int4, empty_int8
+from specinfer.models.quantization_cache import FloatTable
+from specinfer.models.weight_reader import READERS, WeightReader, chosen_rows
+
+_Part = TypeVar("_Part")
+
+
+class Weights:
+    """What a model under construction is built from, in its own dtype and on its own device."""
+
+    def __init__(
+        self,
+        reader: WeightReader,
+        device: torch.device,
+        kernels: Kernels,
+        logit_ids: Sequence[int] | None = None,
+    ) -> None:
+        """With `logit_ids` the output layer has these rows alone, in their order."""
+        self.dtype = reader.dtype
+        self.device = device
+        self.kernels = kernels
+        self._reader = reader
+        self._logit_ids = logit_ids
+
+    def tensor(self, *names: str, plus: float = 0.0) -> Tensor:
+        """The tensor of that name, with `plus` added to each element; several are stacked by rows.
+
+        Whoever builds a layer keeps it as it is, and reads it when the layer computes, not before.
+        """
+        tensor = torch.empty(self._reader.shape(names), dtype=self.dtype, device=self.device)
+        self._reader.read(names, FloatTable(tensor))
+        return tensor.add_(plus) if plus else tensor
+
+    def linear(self, *names: str, bias: bool = False, loaded: Tensor | None = None) -> Product:
+        """The product with the matrix `name`.weight, and `name`.bias if asked; several are stacked.
+
+        `loaded` is the same matrix, from `tensor`: tied embeddings.
+        """
+        matrices = [f"{name}.weight" for name in names]
+        b = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
+        output_layer = loaded is not None or names[0].startswith("lm_head")
+        channels, inner = self._reader.shape(matrices)
+        rows = None
+        if output_layer and self._logit_ids is not None:
+            rows, channels = self._logit_ids, len(self._logit_ids)
+        products, quantization = self.kernels.products, self._reader.quantization
+        if quantization == "none":
+            whole = self.tensor(*matrices) if loaded is None else loaded
+            return products.floats(whole if rows is None else chosen_rows(whole, rows), b)
+        b = None if b is None else b.float()
+        # Rounded to 4 bits, the output layer costs a small model more than all its other matrices together.
+        if quantization == "int4" and not output_layer:
+            int4 = empty_int4(channels, inner)
+            self._reader.read(matrices, int4)
+            return products.int4(int4, b, inner, channels)
+        int8 = empty_int8(channels, inner)
+        self._reader.read(matrices, int8, rows)
+        return products.int8(int8, b, inner)
+
+    def each(self, make: Callable[[int], _Part], count: int) -> Sequence[_Part]:
+        """`make(0)`, `make(1)`, ...: layers with tensors of their own, in the order in which they run."""
+        if not self._reader.one_thread_each:
+            return [make(number) for number in range(count)]
+        with ThreadPoolExecutor(READERS, thread_name_prefix="layers") as pool:
+            return [*pool.map(make, range(count))]

@@ -1,0 +1,210 @@
+"""Reading a model's tensors into memory that somebody else owns: which tensors, which rows, which precision.
+
+    file --rows--> float --cast or quantize--> the memory it was given
+
+Rows are read, dequantized and cast in pieces, straight into the memory that is to be filled. Quantized
+matrices are made of such pieces, too, or read as they were kept (quantization_cache.py).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Final, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from specinfer.config import Quantization
+from specinfer.kernels.library import BLOCK
+from specinfer.kernels.quantized import (
+    Int4Weight,
+    Int8Weight,
+    empty_int4,
+    empty_int8,
+    quantize_int4,
+    quantize_int8,
+)
+from specinfer.models.quantization_cache import FloatTable, KeptMatrices, NewMatrices, Weight
+from specinfer.progress import Progress
+
+# Elements dequantized at a time. They pass through arrays of 0.5 MB that stay in the CPU's cache even where
+# others use it: 10 ns an element on a busy machine, 16 with 1 MB; in quiet 1.3, 6.8 with 8 MB (Q4_K).
+_CHUNK_ELEMENTS: Final = 1 << 17
+READERS: Final = 2  # threads that read a tensor, or layers that were kept
+_SERIAL: Final = 1 << 14
+
+
+class TensorFile(Protocol):
+    """Tensors on disk, by name: a model's, a head's, or slices of another file's."""
+
+    path: Path
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every tensor."""
+        ...
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop of a tensor, on the CPU, in any floating dtype."""
+        ...
+
+
+class WeightReader:
+    """Fills memory with tensors of a file; it knows nothing of where that memory is.
+
+    A context manager: its threads end with it.
+    """
+
+    def __init__(
+        self,
+        file: TensorFile,
+        dtype: torch.dtype,
+        progress: Progress,
+        quantization: Quantization = "none",
+        kept: KeptMatrices | NewMatrices | None = None,
+    ) -> None:
+        """`dtype` is that of activations; what is quantized comes from `kept` or goes there."""
+        self.dtype = dtype
+        self.quantization = quantization
+        self._file = file
+        self._shapes = file.shapes
+        self._kept = kept
+        self._progress = progress
+        self._counted: set[str] = set()  # what `progress` has seen
+        self._counting = Lock()
+        # Of a GGUF most of the time goes into arithmetic in NumPy, which leaves the other threads alone.
+        self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="weights")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    @property
+    def one_thread_each(self) -> bool:
+        """Whether one thread reads a tensor, so that several are read at once by calling from several."""
+        return isinstance(self._kept, KeptMatrices)
+
+    def shape(self, names: Sequence[str]) -> tuple[int, ...]:
+        """The shape of these tensors, stacked along the first dimension."""
+        return (sum(self._shapes[name][0] for name in names), *self._shapes[names[0]][1:])
+
+    def read(self, names: Sequence[str], into: Weight, rows: Sequence[int] | None = None) -> None:
+        """Fill `into` with these tensors, stacked, or with some `rows` of the stack, in their order.
+
+        The kind of `into` is the precision: FloatTable, Int8Weight or Int4Weight, the last with all rows
+        alone. A FloatTable is of any device, the others are on the CPU. Raises DamagedCacheError where a
+        matrix that was kept is not what was written.
+        """
+        if rows is not None:
+            whole = self._whole(names, into)
+            self.read(names, whole)
+            for all_rows, some in zip(whole, into, strict=True):
+                some.copy_(chosen_rows(all_rows, rows))
+            return
+        key = "+".join(names)
+        if self._kept is None or len(self._shapes[names[0]]) < 2:  # vectors are not kept
+            assert isinstance(into, FloatTable), "a model that is not quantized has floats alone"
+            self._read_floats(names, into.rows, counted=key not in self._counted)
+            self._counted.add(key)
+            return
+        if isinstance(self._kept, KeptMatrices):
+            self._kept.read(key, into)
+        else:
+            self._make(names, into)
+            self._kept.write(key, into)
+        if key not in self._counted:
+            self._counted.add(key)
+            self._count(math.prod(self.shape(names)))
+
+    def _whole(self, names: Sequence[str], like: Weight) -> Weight:
+        """Memory for all rows of these tensors."""
+        shape = self.shape(names)
+        if isinstance(like, FloatTable):
+            return FloatTable(like.rows.new_empty(shape))
+        return (empty_int8 if isinstance(like, Int8Weight) else empty_int4)(*shape)
+
+    def _make(self, names: Sequence[str], into: Weight) -> None:
+        """What is kept of tensors of the file."""
+        if isinstance(into, FloatTable):
+            self._read_floats(names, into.rows, counted=False)
+            return
+        done = 0
+        for part in self._parts(names):
+            if isinstance(into, Int4Weight):
+                found: Int8Weight | Int4Weight = quantize_int4(part)
+            else:
+                found = quantize_int8(part)
+            for here, tensor in zip(into, found, strict=True):
+                here[done : done + len(tensor)] = tensor
+            done += len(found[0])
+
+    def _read_floats(self, names: Sequence[str], into: Tensor, *, counted: bool) -> None:
+        pieces: list[tuple[str, int, int, Tensor]] = []
+        first = 0
+        for name in names:
+            rows, *rest = self._shapes[name]
+            step = max(1, _CHUNK_ELEMENTS // math.prod(rest))
+            for start in range(0, rows, step):
+                stop = min(start + step, rows)
+                pieces.append((name, start, stop, into[first + start : first + stop]))
+            first += rows
+
+        def read(piece: tuple[str, int, int, Tensor]) -> int:
+            name, start, stop, there = piece
+            _cast(self._file.read_rows(name, start, stop), there)
+            return there.numel()
+
+        # The calling thread reads a lone piece, a norm, say.
+        for elements in self._threads.map(read, pieces) if len(pieces) > 1 else map(read, pieces):
+            if counted:
+                self._count(elements)
+
+    def _parts(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """The stacked matrices in float32, some rows at a time: whole blocks of rows, the last part apart."""
+        inner = self._shapes[names[0]][1]
+        step = max(1, _CHUNK_ELEMENTS // inner // BLOCK) * BLOCK
+        rest = torch.empty(0, inner)
+        for name in names:
+            rows = self._shapes[name][0]
+            for start in range(0, rows, step):
+                part = self._file.read_rows(name, start, min(start + step, rows)).float()
+                if len(rest):
+                    part = torch.cat([rest, part])
+                whole = len(part) // BLOCK * BLOCK
+                if whole:
+                    yield part[:whole]
+                rest = part[whole:]
+        if len(rest):
+            yield rest
+
+    def _count(self, elements: int) -> None:
+        with self._counting:
+            self._progress.advance(elements * self.dtype.itemsize)
+
+
+def chosen_rows(tensor: Tensor, ids: Sequence[int]) -> Tensor:
+    """Those rows of a tensor; the first so many of them are no copy."""
+    if all(map(operator.eq, ids, range(len(ids)))):
+        return tensor[: len(ids)]
+    return tensor[torch.tensor(ids, device=tensor.device)]
+
+
+def _cast(source: Tensor, into: Tensor) -> None:
+    if into.device.type != "cpu":
+        into.copy_(source)
+        return
+    # Pieces this small are cast by the calling thread. torch would share larger ones out among its threads,
+    # and meeting them a thousand times took 50 s of a 64 s load on a machine that was busy otherwise.
+    flat, out = source.reshape(-1), into.view(-1)
+    for start in range(0, len(flat), _SERIAL):
+        out[start : start + _SERIAL].copy_(flat[start : start + _SERIAL])
