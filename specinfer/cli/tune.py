@@ -88,11 +88,6 @@ _SSM_LAYERS: Final = 4
     help="Drafts that share the time, as a pool.",
 )
 @click.option(
-    "--on-trunk",
-    is_flag=True,
-    help="Members learn on the first, a block head, as rows of its pass: one head, no pool.",
-)
-@click.option(
     "--boost",
     type=click.Choice(("sequence", "token", "residual", "discount", "none")),
     show_default="discount",
@@ -131,7 +126,6 @@ def tune(
     vocabulary: int | None,
     confidence: bool,
     members: int,
-    on_trunk: bool,
     boost: str | None,
     warm: bool | None,
     chat: bool | None,
@@ -174,7 +168,6 @@ def tune(
             init=init,
             kind=_kind(kind, layout, layers, depth, vocabulary, confidence),
             members=members,
-            on_trunk=on_trunk,
             boost=BoostConfig(**boosting) if boosting else None,
             training=TrainConfig(loss=cast(Loss, loss), seed=seed),
         ),

@@ -6,10 +6,6 @@ states of the text before the anchor, and of the block's own rows: those up to t
 as embeddings; or, with `reads_last`, each as a product of its own with the anchor's embedding and what was
 made of the hidden states of the token before the anchor, which has not to be found by attention then.
 
-Such a head may have members on it: each is the head itself, whose rows begin with a vector more, and whose
-guesses know the token before by a table of the member's own. So all of them guess in one pass, as blocks that
-do not see each other. By number from 1 on; member 0 is the trunk, the head without any of this.
-
 Shapes: B sequences, T rows of a text, A anchors, R rows of a block, L levels guessed, N taps, D the head's
 hidden size, U tokens it can name, M rank of the Markov term.
 """
@@ -49,16 +45,6 @@ class ConfidenceHead(nn.Module):
         return out
 
 
-class Member(nn.Module):
-    """What a member on the trunk has of its own."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.vector = nn.Parameter(torch.zeros(config.block_size, config.body.hidden_size))
-        if config.markov_rank:
-            self.markov_w1 = nn.Embedding(config.body.vocab_size, config.markov_rank)
-
-
 class BlockHead(Vocabulary):
     """The head as a module whose tensors have the names of checkpoints."""
 
@@ -82,8 +68,6 @@ class BlockHead(Vocabulary):
             self.confidence_head = ConfidenceHead(
                 body.hidden_size + (rank if config.confidence_reads_token else 0)
             )
-        if config.members:
-            self.members = nn.ModuleList(Member(config) for _ in range(config.members))
 
     def fused(self, taps_BTND: Tensor) -> Tensor:
         """What all layers make keys and values of, [B, T, D]."""
@@ -91,14 +75,9 @@ class BlockHead(Vocabulary):
         return out
 
     def forward(
-        self,
-        taps_BTND: Tensor,
-        anchor_ids_BA: Tensor,
-        anchors_BA: Tensor,
-        rows: int | None = None,
-        member: int = 0,
+        self, taps_BTND: Tensor, anchor_ids_BA: Tensor, anchors_BA: Tensor, rows: int | None = None
     ) -> Tensor:
-        """What the output layer reads of every level of every block of a member, [B, A, L, D].
+        """What the output layer reads of every level of every block, [B, A, L, D].
 
         With `rows` those of a causal block's first rows alone, which do not depend on the others.
 
@@ -112,8 +91,6 @@ class BlockHead(Vocabulary):
         device, size = taps_BTND.device, rows or config.block_size
         context = self.fused(taps_BTND)
         x = self._entered(context, anchor_ids_BA, anchors_BA, size)
-        if member:
-            x = x + self._member(member).vector[:size]
         places = torch.arange(context.shape[1], device=device)
         of_text = rotations(places, body.rope, body.head_dim)
         of_block = rotations(
@@ -133,35 +110,29 @@ class BlockHead(Vocabulary):
         out: Tensor = self.norm(x)
         return out if config.sample_from_anchor else out[:, :, 1:]
 
-    def before(self, tokens: Tensor, member: int = 0) -> Tensor:
-        """What a member's guesses behind these tokens know of them, [..., M]; any shape."""
-        table = self._member(member).markov_w1 if member else self.markov_head.markov_w1
-        out: Tensor = table(tokens)
+    def before(self, tokens: Tensor) -> Tensor:
+        """What guesses behind these tokens know of them, [..., M]; any shape."""
+        out: Tensor = self.markov_head.markov_w1(tokens)
         return out
 
-    def pair_logits(self, before: Tensor, entries_S: Tensor | None = None, member: int = 0) -> Tensor:
-        """What tokens `before` add to the logits of a member's guesses behind them, [..., U]; any shape.
+    def pair_logits(self, before: Tensor, entries_S: Tensor | None = None) -> Tensor:
+        """What tokens `before` add to the logits of guesses behind them, [..., U]; any shape.
 
         With `entries_S` of these entries of its tokens alone, [..., S].
         """
-        known, weight = self.before(before, member), self.markov_head.markov_w2.weight
+        known, weight = self.before(before), self.markov_head.markov_w2.weight
         return F.linear(known, weight if entries_S is None else weight[entries_S])
 
-    def confidence(self, h: Tensor, before: Tensor, member: int = 0) -> Tensor:
+    def confidence(self, h: Tensor, before: Tensor) -> Tensor:
         """How likely guesses are right, as logits [...], of rows [..., D] and the tokens before them."""
-        out: Tensor = self.confidence_head(self.known(h, before, member))
+        out: Tensor = self.confidence_head(self.known(h, before))
         return out
 
-    def known(self, h: Tensor, before: Tensor, member: int = 0) -> Tensor:
+    def known(self, h: Tensor, before: Tensor) -> Tensor:
         """What the confidence is made of: rows, and what the Markov term knows of the tokens before."""
         if not self.config.confidence_reads_token:
             return h
-        return torch.cat((h, self.before(before, member)), dim=-1)
-
-    def _member(self, member: int) -> Member:
-        part = self.members[member - 1]
-        assert isinstance(part, Member)
-        return part
+        return torch.cat((h, self.before(before)), dim=-1)
 
     def _entered(self, context: Tensor, anchor_ids_BA: Tensor, anchors_BA: Tensor, size: int) -> Tensor:
         """What `size` rows of blocks begin with, [B, A, R, D]."""

@@ -1,8 +1,7 @@
 """A block head as the engine runs it: rows of all requests, attention along paths.
 
 heads/block.py says what it computes. Shapes: T rows, N taps, L layers, K key-value heads, H head size, D the
-head's hidden size, U tokens it can name, M rank of the Markov term, S the trunk and its members, R rows of a
-block.
+head's hidden size, U tokens it can name, V tokens it reads, M rank of the Markov term, R rows of a block.
 """
 
 from __future__ import annotations
@@ -52,10 +51,6 @@ class BlockModel:
         if head.reads_last:
             self._entry_norm = RMSNorm(weights.tensor("entry_norm.weight"), eps, ops)
             self._entry = weights.linear("entry")
-        self._vectors_PRD: Tensor | None = None  # of members, which the native call adds, too
-        if head.members:
-            vectors = weights.tensor(*(f"members.{number}.vector" for number in range(head.members)))
-            self._vectors_PRD = vectors.view(head.members, head.block_size, -1)
         # Keys and values of a text are products of all layers with the same rows: one product makes them.
         of_layers = [[f"layers.{i}.self_attn.{x}_proj" for x in "kv"] for i in range(body.num_layers)]
         self._context = weights.linear(*chain(*of_layers), bias=body.qkv_bias)
@@ -72,12 +67,10 @@ class BlockModel:
             self._native = NativeBlockHead.of(self._parts(self._embedding_VD, 1.0), self._at_once, ops)
         elif isinstance(target, Decoder):
             self._native = NativeBlockHead.of(self._parts(*target.embedding), self._at_once, ops)
-        self.markov_SVM: Tensor | None = None  # W1 of the trunk and its members: a row for each token before
+        self.markov_VM: Tensor | None = None  # W1: a row for each token before
         self.markov_UM: Tensor | None = None  # W2: a row for each token it can name
         if head.markov_rank:
-            tables = ["markov_head", *(f"members.{number}" for number in range(head.members))]
-            knows = self._looked_up(weights.tensor(*(f"{table}.markov_w1.weight" for table in tables)))
-            self.markov_SVM = knows.view(len(tables), -1, head.markov_rank)
+            self.markov_VM = self._looked_up(weights.tensor("markov_head.markov_w1.weight"))
             self.markov_UM = self._looked_up(weights.tensor("markov_head.markov_w2.weight"))
             self.markov = weights.linear("markov_head.markov_w2", loaded=self.markov_UM)
         self.confidence_1W: Tensor | None = None  # float32
@@ -105,7 +98,6 @@ class BlockModel:
             context=self._context,
             entry=self._entry if head.reads_last else None,
             entry_norm_D=self._entry_norm.weight_D if head.reads_last else None,
-            vectors_PRD=self._vectors_PRD,
             layers=[layer.parts() for layer in self._layers],
             norm_D=self._norm.weight_D,
             output=self._head,
@@ -146,17 +138,6 @@ class BlockModel:
         read = torch.cat((last_PD, self._entry_norm(anchors_PD)), dim=-1)
         return self._entry(read).view(len(last_PD), self.head.block_size, -1)
 
-    def begun(self, entered_RD: Tensor, members: int) -> Tensor:
-        """What the rows of the trunk's block and so many members' begin with, [(1 + members) R, D].
-
-        `entered_RD` is what those of the trunk's do; a block may have fewer rows than there can be.
-        """
-        if not members:
-            return entered_RD
-        assert self._vectors_PRD is not None
-        own_PRD = entered_RD + self._vectors_PRD[:members, : len(entered_RD)]
-        return torch.cat((entered_RD, own_PRD.flatten(0, 1)))
-
     def run(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """What the output layer reads of each row of the blocks, [T, D]; writes their K and V.
 
@@ -175,11 +156,11 @@ class BlockModel:
         """The logits of the tokens it can name, the token before left out of account, [R, U]."""
         return self._head(h_RD)
 
-    def before(self, token_ids: Sequence[int], member: int = 0) -> Tensor:
-        """What a member's guesses behind these tokens know of them, float32 [R, M]; member 0 is the trunk."""
-        assert self.markov_SVM is not None
+    def before(self, token_ids: Sequence[int]) -> Tensor:
+        """What guesses behind these tokens know of them, float32 [R, M]."""
+        assert self.markov_VM is not None
         ids = torch.tensor(token_ids, device=self.device)
-        return self.markov_SVM[member].index_select(0, ids).float()
+        return self.markov_VM.index_select(0, ids).float()
 
     def pair_logits(self, before_RM: Tensor) -> Tensor:
         """What is known of the tokens before, float32 [R, M], as logits to add, float32 [R, U].

@@ -8,7 +8,6 @@ what cannot be used is refused in one line.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,7 +45,6 @@ _DTYPES: Final = {
 }
 SCALE: Final = "_scale"  # behind the name of an int8 matrix: what to multiply its rows by
 FINGERPRINT: Final = "target_fingerprint"  # of a head's config: whose it is (models/fingerprint.py)
-_MEMBER: Final = re.compile(r"members\.([0-9]+)\.")  # begins the names of a member's tensors
 _ROWS: Final = 1 << 8  # of a table that are chosen at a time
 
 
@@ -210,17 +208,10 @@ def _renamed(
 
 
 def _as_written(config: EagleConfig | BlockConfig, entries: Entries) -> EagleConfig | BlockConfig:
-    """The config with what the tensors say: the head's own tables, and how many members there are.
-
-    So whoever replaces a head by one with other members writes one file, and it is whole at any moment.
-    """
-    config = replace(
+    """The config with what the tensors say: which tables are the head's own."""
+    return replace(
         config, own_embedding="embed_tokens.weight" in entries, own_head="lm_head.weight" in entries
     )
-    if isinstance(config, EagleConfig):
-        return config
-    members = {found[1] for found in map(_MEMBER.match, entries) if found}
-    return replace(config, members=len(members))
 
 
 def _checked(

@@ -7,12 +7,10 @@ what that one puts out. A head is given the target's hidden states at a few taps
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 from specinfer.errors import ModelError
 from specinfer.models.config import ModelConfig
-
-MOST_MEMBERS: Final = 7  # on a block head's trunk
 
 
 class HeadConfig(Protocol):
@@ -118,8 +116,7 @@ class BlockConfig:
 
     The text's keys and values are products with the target's hidden states, in every layer; the block's rows
     are the last token, the *anchor*, and mask tokens behind it. With `reads_last`, which no published head
-    has, mask tokens are nothing but places. Such a causal head, the *trunk*, may have members: blocks beside
-    its own that see the same text, and of all blocks only their own rows.
+    has, mask tokens are nothing but places.
     """
 
     body: ModelConfig
@@ -135,8 +132,6 @@ class BlockConfig:
     confidence_reads_token: bool = False  # from the token before it, too
     # A row begins with a product of its own with the last hidden state and the anchor; else as an embedding.
     reads_last: bool = False
-    # On the trunk: each has a vector for what its rows begin with, a table of tokens before, and no more.
-    members: int = 0
     own_embedding: bool = False
     own_head: bool = True
 
@@ -151,15 +146,6 @@ class BlockConfig:
             raise ModelError(f"markov_rank is {self.markov_rank}; allowed: 0 to 4096")
         if self.confidence_reads_token and not (self.confidence and self.markov_rank):
             raise ModelError("a confidence head reads the token before by markov_rank > 0, which is 0")
-        if not 0 <= self.members <= MOST_MEMBERS:
-            raise ModelError(
-                f"members is {self.members}; allowed: 0 to {MOST_MEMBERS} on a block head's trunk"
-            )
-        if self.members and not (self.reads_last and self.causal):
-            raise ModelError(
-                f"members is {self.members}, of a block head that is not causal or does not read the last "
-                "hidden state; allowed: 0"
-            )
 
     @property
     def vocab_size(self) -> int:

@@ -24,7 +24,7 @@ from specinfer.progress import Progress
 
 HeadModel = EagleModel | BlockModel | MedusaModel
 _OUTPUT = ("lm_head.weight", "lm_heads.0.weight")  # of which one is the target's where a head has none
-_LOOKED_UP = ("embed_tokens.weight", "markov_w1.weight", ".vector")  # tables: they are never quantized
+_LOOKED_UP = ("embed_tokens.weight", "markov_w1.weight")  # tables: they are never quantized
 
 
 class _Tensors:

@@ -63,10 +63,6 @@ def _of_block(config: BlockConfig) -> Shapes:
         shapes["markov_head.markov_w2.weight"] = (config.draft_vocab_size, rank)
     if config.reads_last:
         shapes |= {"entry_norm.weight": (size,), "entry.weight": (config.block_size * size, 2 * size)}
-    for number in range(config.members):
-        shapes[f"members.{number}.vector"] = (config.block_size, size)
-        if rank:
-            shapes[f"members.{number}.markov_w1.weight"] = (config.body.vocab_size, rank)
     if config.confidence:
         width = size + (rank if config.confidence_reads_token else 0)
         shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}

@@ -26,7 +26,7 @@ from specinfer.kernels.ops import NativeOps, Ops
 from specinfer.kernels.product import FLOATS, NativeProduct, Product
 from specinfer.kernels.rotations import MakeRotations, RotationTables
 
-_NUMBERS: Final = 9  # of a text in a call
+_NUMBERS: Final = 8  # of a text in a call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,6 @@ class BlockHeadParts:
     context: Product
     entry: Product | None
     entry_norm_D: Tensor | None
-    vectors_PRD: Tensor | None  # that members add to what the trunk's rows begin with
     layers: Sequence[LayerParts]
     norm_D: Tensor
     output: Product
@@ -87,8 +86,6 @@ class NativeBlockHead:
         )
         if parts.entry is not None and parts.entry_norm_D is not None:
             self._args.entry, self._args.entry_norm = _args(parts.entry), parts.entry_norm_D.data_ptr()
-        if parts.vectors_PRD is not None:
-            self._args.vectors, self._args.members = parts.vectors_PRD.data_ptr(), len(parts.vectors_PRD)
         self._rotations = RotationTables([self._args.rotations], parts.rotations)
 
     @classmethod
@@ -118,7 +115,7 @@ class NativeBlockHead:
         """Read texts, and guess a block behind those that have one; writes K and V of all their rows.
 
         Args:
-            texts: nine numbers of each, as cpu/block_head.h has a BlockText.
+            texts: eight numbers of each, as cpu/block_head.h has a BlockText.
             taps: of each row that is read, in order, the address of its hidden states, [N, target's D] of the
                 head's dtype.
             tables: of all texts, one after another.
@@ -142,8 +139,7 @@ class NativeBlockHead:
         at = numbers.buffer_info()[0]
         behind = at + 8 * (len(texts) + len(taps))
         step = BlockStepArgs(at, count, at + 8 * len(texts), behind, len(tables), block_size)
-        blocks = zip(texts[5::_NUMBERS], texts[6::_NUMBERS], strict=True)
-        guessed = sum((1 + members) * max(0, rows - kept.skipped) for rows, members in blocks)
+        guessed = sum(max(0, rows - kept.skipped) for rows in texts[5::_NUMBERS])
         rows = sum(texts[4::_NUMBERS]), guessed
         if rows != (len(taps), guesses):
             raise ValueError(f"hidden states of {len(taps)} rows and {guesses} guesses; texts name {rows}")

@@ -310,7 +310,7 @@ def _faults_of_trees(library: Library, chance: np.random.Generator) -> Iterator[
         chain.append(token)
     for most, found in ((levels, chain), (1, chain[:1])):
         # A hope of one half: with logits as far apart as these a chain of the likeliest, and nothing else.
-        ask = TREE_ASK.pack(0, levels, 5, most, 1.0, 0.5, 0, 0, 0, 0)
+        ask = TREE_ASK.pack(0, levels, 5, most, 1.0, 0.5, 0, 0, 0)
         numbers, chances = np.zeros((2, levels), dtype=np.int64), np.zeros((3, levels))
         count, where = np.zeros(1, dtype=np.int64), (numbers.ctypes.data, chances.ctypes.data)
         to = GrownArgs(

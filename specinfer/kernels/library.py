@@ -151,8 +151,6 @@ class BlockHeadArgs(ctypes.Structure):
         ("embedding", c_void_p),
         ("tokens", c_int64),
         ("mask", c_int64),
-        ("vectors", c_void_p),
-        ("members", c_int64),
     )
 
 
@@ -189,14 +187,12 @@ class GuesserArgs(ctypes.Structure):
         ("bias", c_float),
         ("tokens", c_int64),
         ("width", c_int64),
-        ("members", c_int64),
     )
 
 
 # One request's tree that is grown best first, as cpu/best_first.h has it: its first row and levels, the token
-# of the root, nodes below it; temperature, least hope; seed and position of the noise, whether that decides;
-# whose guesses they are: the trunk's, 0, or a member's on it.
-TREE_ASK: Final = struct.Struct("4q 2d Q q 2i")
+# of the root, nodes below it; temperature, least hope; seed and position of the noise, whether that decides.
+TREE_ASK: Final = struct.Struct("4q 2d Q q i 4x")
 
 
 class GrownArgs(ctypes.Structure):

@@ -150,8 +150,6 @@ def traced(models: Models) -> dict[str, LanguageModel | BlockModel]:
         what = ""
         if name in models.foreign:
             what = "has another vocabulary than the target"
-        elif isinstance(draft, BlockModel) and draft.head.members:
-            what = "is a block head with members on its trunk"
         elif isinstance(draft, HeadModel) and not isinstance(draft, BlockModel):
             what = "is a head that guesses no block"
         elif (
@@ -163,8 +161,8 @@ def traced(models: Models) -> dict[str, LanguageModel | BlockModel]:
             found[name] = draft
         if what:
             raise ConfigError(
-                f"{name} {what}; traces are recorded of block heads without members, and of models of the "
-                "target's vocabulary: leave it out"
+                f"{name} {what}; traces are recorded of block heads, and of models of the target's "
+                "vocabulary: leave it out"
             )
     return found
 

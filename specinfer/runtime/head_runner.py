@@ -52,7 +52,6 @@ class BlockText:
     states: Sequence[TappedRows] = ()  # the target's hidden states of what is read
     count: int = 0  # rows of it
     rows: int = 0  # of the block; 0: none
-    members: int = 0  # of the head's that have a block each, of as many rows, behind that one
     anchor: int = 0  # its first token
     last: Tensor | None = None  # what was made of the token before the anchor, where it is not read now
 
@@ -61,7 +60,7 @@ class BlockGuesses(NamedTuple):
     """What a block head has made in a step."""
 
     last: list[Tensor | None]  # of the last row that was read of each text, [D]; None: nothing was
-    read_RD: Tensor  # what the output layer read of all rows that guess, text by text and block by block
+    read_RD: Tensor  # what the output layer read of all rows that guess, text by text
     logits_RU: Tensor  # and made of it
 
 
@@ -191,11 +190,11 @@ class BlockRunner:
         for text in texts:
             last = 0 if text.last is None else text.last.data_ptr()
             numbers += (len(tables), len(text.table), text.shift, text.begin, text.count, text.rows)
-            numbers += (text.members, text.anchor, last)
+            numbers += (text.anchor, last)
             tables += text.table
             for part in text.states:
                 taps += part.addresses()
-            guesses += (1 + text.members) * max(0, text.rows - skipped)
+            guesses += max(0, text.rows - skipped)
         last_ND, *guessed = native.step(
             *(numbers, taps, tables, guesses), block_size=self.block_size, cache=cache
         )
@@ -228,9 +227,8 @@ class BlockRunner:
         chosen: list[int] = []
         for text in texts:
             first = text.shift + text.begin + text.count
-            for _ in range(1 + text.members):
-                chosen += range(len(positions) + head.skipped, len(positions) + text.rows)
-                positions += range(first, first + text.rows)
+            chosen += range(len(positions) + head.skipped, len(positions) + text.rows)
+            positions += range(first, first + text.rows)
         attend = self._cached.attention.bind(_block_paths(texts, self.block_size, causal=head.causal))
         positions_T = torch.tensor(positions, device=model.device)
         if head.reads_last:
@@ -239,9 +237,7 @@ class BlockRunner:
             anchors_BD = model.embedded(*torch.tensor([anchors, places], device=model.device))
             entered_BRD = model.entered(torch.stack([one for one in last if one is not None]), anchors_BD)
             blocks = zip(texts, entered_BRD, strict=True)
-            begun_TD = torch.cat(
-                [model.begun(rows_RD[: text.rows], text.members) for text, rows_RD in blocks]
-            )
+            begun_TD = torch.cat([rows_RD[: text.rows] for text, rows_RD in blocks])
         else:
             ids = [
                 token for text in texts for token in (text.anchor, *[head.mask_token_id] * (text.rows - 1))
@@ -263,37 +259,24 @@ class BlockRunner:
         taps = torch.zeros(2, len(head.taps), head.target_hidden_size, dtype=self.model.dtype)
         states = [TappedRows(taps.to(device), range(2))]
         # All in the same slots, as a small cache has no others: it takes as long.
-        table = range(-(-(2 + (1 + head.members) * head.block_size) // self.block_size))
+        table = range(-(-(2 + head.block_size) // self.block_size))
         text = BlockText(table, 0, begin=0, states=states, count=2, rows=head.block_size, anchor=0)
-        text.members = head.members
         self.step([text] * texts).logits_RU[0].cpu()
 
 
 def _block_paths(texts: Sequence[BlockText], block_size: int, *, causal: bool) -> Paths:
-    """What rows of blocks see: the text, and of their own block the rows up to theirs, or all of it.
-
-    A member's block lies behind those before it, so its rows are a tail of its own.
-    """
+    """What rows of blocks see: the text, and of their own block the rows up to theirs, or all of it."""
     requests: list[int] = []
     shared: list[int] = []
-    tails: list[int] = []
-    tail_ends = [0]
     num_blocks = 0
     for text in texts:
         first, begin = len(shared), text.begin + text.count
         shared += [begin + (row + 1 if causal else text.rows) for row in range(text.rows)]
-        tail_ends += [len(tails)] * text.rows
-        for member in range(1, 1 + text.members):
-            own = begin + member * text.rows
-            shared += [begin] * text.rows
-            for row in range(text.rows):
-                tails += range(own, own + row + 1)
-                tail_ends.append(len(tails))
-        requests += (first, len(shared), num_blocks, begin + (1 + text.members) * text.rows)
+        requests += (first, len(shared), num_blocks, begin + text.rows)
         num_blocks += len(text.table)
-    return Paths.of(
-        *(requests, shared, tail_ends, tails), tables=[text.table for text in texts], block_size=block_size
-    )
+    tail_ends = [0] * (len(shared) + 1)
+    tables = [text.table for text in texts]
+    return Paths.of(requests, shared, tail_ends, [], tables=tables, block_size=block_size)
 
 
 class MedusaRunner:

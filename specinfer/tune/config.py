@@ -7,7 +7,6 @@ from pathlib import Path
 
 from specinfer.config import EngineConfig
 from specinfer.errors import TuneError
-from specinfer.heads.config import MOST_MEMBERS as MOST_ON_TRUNK
 from specinfer.hub.pool import MOST_MEMBERS
 from specinfer.tune.block_kind import BlockKind
 from specinfer.tune.boosting import BoostConfig
@@ -30,9 +29,6 @@ class TuneConfig:
     init: str | None = None  # target, random, or an exported draft to go on from; None: as the kind allows
     kind: Kind = field(default_factory=BlockKind)
     members: int = 1  # drafts, which share the time
-    on_trunk: bool = (
-        False  # the later ones are members on the first, a block head, and become one head with it
-    )
     boost: BoostConfig | None = None  # how the later ones are boosted; None: as usual
     training: TrainConfig = field(default_factory=TrainConfig)
 
@@ -44,8 +40,6 @@ class TuneConfig:
         if self.boost is not None and self.members == 1:
             boost = f"{self.boost.form}, {'warm' if self.boost.warm else 'cold'}"
             raise TuneError(f"boost is {boost}, and a single member has nobody to be boosted by")
-        if self.on_trunk:
-            self._check_trunk()
         if self.replace is not None:
             old, new = self.replace.expanduser().resolve(), self.out.expanduser().resolve()
             if old == new or old in new.parents or new in old.parents or not old.name:
@@ -58,18 +52,6 @@ class TuneConfig:
                 f"{self.collect_minutes} minutes are to collect in, of {self.minutes} in all; allowed: 0 or "
                 "more, and fewer than these"
             )
-
-    def _check_trunk(self) -> None:
-        """Raise TuneError where there can be no members on the first draft."""
-        most = 1 + MOST_ON_TRUNK
-        if not 2 <= self.members <= most:
-            raise TuneError(
-                f"members is {self.members}, on one trunk; allowed: 2 to {most}, the trunk among them"
-            )
-        if not isinstance(self.kind, BlockKind):
-            raise TuneError(f"kind is {self.kind.name}, and members on one trunk; allowed: block")
-        if self.kind.layout != "specinfer":
-            raise TuneError(f"layout is {self.kind.layout}, and members on one trunk; allowed: specinfer")
 
     @property
     def boosting(self) -> BoostConfig:

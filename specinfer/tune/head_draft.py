@@ -133,14 +133,13 @@ class HeadDraft(ABC):
 
 
 class BlockHeadDraft(HeadDraft):
-    """A block head, or a member on its trunk: a step computes the rows of some blocks."""
+    """A block head: a step computes the rows of some blocks."""
 
-    def __init__(self, head: BlockHead, scale_ND: Tensor, anchors: int, member: int = 0) -> None:
-        """`anchors` of a text a step computes, at most; `member` guesses, 0: the trunk."""
+    def __init__(self, head: BlockHead, scale_ND: Tensor, anchors: int) -> None:
+        """`anchors` of a text a step computes, at most."""
         super().__init__(head, scale_ND)
         self.head = head
         self._anchors = anchors
-        self._member = member
 
     @property
     def one_pass(self) -> bool:
@@ -155,7 +154,7 @@ class BlockHeadDraft(HeadDraft):
     def guessed(self, batch: Blocks, levels: int) -> Tensor:
         """The rows of blocks, as many as there are levels."""
         given = batch.taps_BTND, batch.anchor_ids_BA, batch.anchors_BA
-        read: Tensor = self.head(*given, levels, self._member)
+        read: Tensor = self.head(*given, levels)
         return read
 
     def logits(self, h: Tensor, before: Tensor, entries_S: Tensor | None = None) -> Tensor:
@@ -163,27 +162,25 @@ class BlockHeadDraft(HeadDraft):
         logits = super().logits(h, before, entries_S)
         if not self.head.config.markov_rank:
             return logits
-        return logits + self.head.pair_logits(before, entries_S, self._member)
+        return logits + self.head.pair_logits(before, entries_S)
 
     def confidence(self, h: Tensor, before: Tensor) -> Tensor | None:
         """What a product with the row says, and with what the Markov term knows of the token before."""
         if not self.head.config.confidence:
             return None
-        logits: Tensor = self.head.confidence_head(self.head.known(h, before, self._member).detach())
+        logits: Tensor = self.head.confidence_head(self.head.known(h, before).detach())
         return logits
 
     def copy(self) -> BlockHeadDraft:
         """Another one with weights of its own, which are the same."""
         copy = BlockHead(self.head.config, self.head.ids.tolist())
         copy.load_state_dict(self.head.state_dict())
-        return BlockHeadDraft(copy.eval(), self.scale_ND, self._anchors, self._member)
+        return BlockHeadDraft(copy.eval(), self.scale_ND, self._anchors)
 
     def described(self) -> Description:
         """What a card says of it."""
         config = self.head.config
         does = f"guesses {config.depth} tokens in one pass"
-        if config.members:
-            does += f", and so does each of {config.members} member(s) on its trunk, in the same pass"
         if config.confidence:
             does += ", and says how likely each is right"
         return self._described("dspark", "causal block head", does, ours=config.reads_last)

@@ -39,11 +39,6 @@ def known_folder(
             f"init is {name!r}, which is no draft head; allowed: target, random, or a head's folder"
         )
     opened = HeadFolder(files, target)
-    if isinstance(opened.config, BlockConfig) and opened.config.members:
-        raise TuneError(
-            f"the head {name} has {opened.config.members} member(s) on its trunk; a tuning goes on from a "
-            "head that has none"
-        )
     if opened.config not in _allowed(wanted, opened):
         raise TuneError(
             f"the head {name} has another shape than the one that is wanted; give --kind, --layers, "

@@ -8,8 +8,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import draft_names
 from specinfer.engine.pass_costs import PassCosts
@@ -27,7 +25,6 @@ from specinfer.version import VERSION
 
 Costs = Callable[[EngineConfig, Sequence[Path], Progress], PassCosts]
 _MS: Final = 1e3
-_NOTHING: Final = CostCurve((1, 2), (0.0, 0.0))
 _WORTH: Final = "\n## What it is worth\n"  # a section of a single draft's card, the last one
 
 
@@ -38,44 +35,23 @@ class Trained:
     folder: Path
     draft: Draft
     along: Along  # held-out answers
-    on_trunk: Sequence[Along] = ()  # the same of members on it
 
 
 def candidates_of(members: Sequence[Trained], costs: PassCosts) -> list[Candidate]:
-    """Members with what their passes cost, which are named as an engine names its drafts.
-
-    Members on a trunk follow it: its pass is theirs.
-    """
+    """Members with what their passes cost, which are named as an engine names its drafts."""
     names = draft_names(tuple(str(member.folder) for member in members))
     return [
-        Candidate(member.folder.name, along, curve, member.draft.one_pass)
+        Candidate(member.folder.name, member.along, costs.drafts[name], member.draft.one_pass)
         for member, name in zip(members, names, strict=True)
-        for along, curve in [
-            (member.along, costs.drafts[name]),
-            *((one, _NOTHING) for one in member.on_trunk),
-        ]
-    ]
-
-
-def candidates_on_trunk(trunk: Trained, alone: CostCurve, whole: CostCurve) -> list[Candidate]:
-    """A trunk and the members on it; each costs as much of what its pass takes longer with all of them."""
-    count = len(trunk.on_trunk)
-    longer = np.maximum(0.0, np.array(whole.at_rows) - alone.seconds(whole.rows)) / count
-    each = CostCurve(whole.rows, tuple(longer.tolist()))
-    of_members = [(f"member{2 + i}", along, each) for i, along in enumerate(trunk.on_trunk)]
-    return [
-        Candidate(name, along, curve, trunk.draft.one_pass)
-        for name, along, curve in [("member1", trunk.along, alone), *of_members]
     ]
 
 
 class Selection:
     """What selecting among candidates found."""
 
-    def __init__(self, candidates: Sequence[Candidate], target: CostCurve, *, trunk: bool = False) -> None:
-        """With `trunk` the first candidate is in every pool."""
+    def __init__(self, candidates: Sequence[Candidate], target: CostCurve) -> None:
         self.candidates = candidates
-        self.pools = selected(candidates, target, trunk=trunk)  # by their size, from one member on
+        self.pools = selected(candidates, target)  # by their size, from one member on
         self._target = target
 
     @property
@@ -185,22 +161,6 @@ def make_pool(
         new.write(_card(selection, members, kind, material).encode())
         new.keep()
     write_pool(out, Pool(target.name, fingerprint(target.model), tuple(listed), figures))
-
-
-def members_card(selection: Selection) -> str:
-    """What a head's card says of the members that were trained on it."""
-    left = ", ".join(selection.dropped)
-    return f"""
-## Members on its trunk
-
-member1 is the trunk, the others are rows of its pass that have a vector and a table of tokens before of their
-own. Trees of all, merged, along the same answers, at what passes took on the machine that tuned them:
-
-{_table(selection)}
-
-{f"Left out, as they do not pay: {left}." if left else "Every member pays and is in the head."} \
-The head {selection.verdict()}.
-"""
 
 
 def _worth(selection: Selection) -> str:

@@ -9,7 +9,7 @@ import torch
 from specinfer.errors import ModelError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder, is_head, open_head
-from specinfer.heads.config import BlockConfig, EagleConfig, MedusaConfig
+from specinfer.heads.config import EagleConfig, MedusaConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.hub import resolve
 from specinfer.models.weights import OpenModel, open_model
@@ -43,11 +43,10 @@ def open_draft(folder: Path, target: Target) -> HeadFolder | OpenModel:
     return small
 
 
-def read_draft(folder: Path, target: Target, depth: int, member: int = 0) -> Draft:
+def read_draft(folder: Path, target: Target, depth: int) -> Draft:
     """The head or small model in a folder, which reads hidden states as the target leaves them.
 
-    `depth` is how many levels of a small model are measured; a head has its own. Of a block head a `member`
-    guesses; 0: its trunk. Raises as `open_draft`.
+    `depth` is how many levels of a small model are measured; a head has its own. Raises as `open_draft`.
     """
     opened = open_draft(folder, target)
     if not isinstance(opened, HeadFolder):
@@ -56,11 +55,5 @@ def read_draft(folder: Path, target: Target, depth: int, member: int = 0) -> Dra
     assert isinstance(head, BlockHead | EagleHead)  # as open_draft has seen
     scale_ND = torch.ones(len(head.config.taps), head.config.target_hidden_size)
     if isinstance(head, BlockHead):
-        return BlockHeadDraft(head, scale_ND, BlockKind().anchors, member)
+        return BlockHeadDraft(head, scale_ND, BlockKind().anchors)
     return EagleHeadDraft(head, scale_ND)
-
-
-def members_on(folder: Path, target: Target) -> int:
-    """How many members there are on the trunk of the draft in a folder; raises as `open_draft`."""
-    config = open_draft(folder, target).config
-    return config.members if isinstance(config, BlockConfig) else 0

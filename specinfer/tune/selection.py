@@ -125,16 +125,12 @@ def best_shapes(candidates: Sequence[Candidate], target: CostCurve, members: Seq
     return best
 
 
-def selected(candidates: Sequence[Candidate], target: CostCurve, *, trunk: bool = False) -> list[Speed]:
-    """The quickest pools of one member, of two, and so on: each is the one before it and one member more.
-
-    With `trunk` the first candidate is in all of them.
-    """
+def selected(candidates: Sequence[Candidate], target: CostCurve) -> list[Speed]:
+    """The quickest pools of one member, of two, and so on: each is the one before it and one member more."""
     chosen: list[int] = []
     found: list[Speed] = []
     while len(chosen) < len(candidates):
         left = [number for number in range(len(candidates)) if number not in chosen]
-        left = left[:1] if trunk and not chosen else left
         tried = [best_shapes(candidates, target, [*chosen, number]) for number in left]
         best = max(range(len(left)), key=lambda i: (tried[i].tokens_per_second, -left[i]))
         chosen.append(left[best])

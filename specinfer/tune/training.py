@@ -36,7 +36,6 @@ class Place:
 
     folder: Path  # of the best draft so far
     checkpoint: Path
-    member: int = 0  # on the trunk of the head in that folder; 0: the draft itself
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,7 +170,7 @@ class Training:
         if not (folder / "config.json").exists():
             state.best = 0.0
             return
-        exported = read_draft(folder, self._target, self.trainer.draft.depth, self._place.member)
+        exported = read_draft(folder, self._target, self.trainer.draft.depth)
         figures = measure(exported, self._texts, self._earlier)
         if state.history and figures.places != state.places:
             self._hearers.say(

@@ -13,9 +13,6 @@ With several members each has a folder and a state of its own, and the pool is i
             work    member1.safetensors, ...              the trainings' states
                     guesses                               what each proposes where the next one learns
 
-With members on one trunk all of these but the pool are in the work folder, and OUT has the trunk with the
-members that pay as one head.
-
 Whoever is killed loses what came after the last shard or checkpoint. Time counts over all runs: a run with
 `--resume` and the same minutes does what the earlier ones left.
 """
@@ -41,7 +38,6 @@ from specinfer.llm import LLM
 from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress, Progress
 from specinfer.tune.allocator import keep_freed_memory
-from specinfer.tune.block_kind import BlockKind
 from specinfer.tune.boosting import lessons_of
 from specinfer.tune.card import Material
 from specinfer.tune.collect import Collected, Collector, collecting
@@ -52,9 +48,7 @@ from specinfer.tune.held_out import Along, along, figures_of, held_out_texts
 from specinfer.tune.known_guesses import KnownGuesses
 from specinfer.tune.lessons import Lessons
 from specinfer.tune.listener import Listener
-from specinfer.tune.member_kind import MemberKind
 from specinfer.tune.new_head import frequent_tokens
-from specinfer.tune.on_trunk import joined, renew, write_selected
 from specinfer.tune.pass_costs import measured_costs
 from specinfer.tune.pooling import (
     Costs,
@@ -63,14 +57,12 @@ from specinfer.tune.pooling import (
     Trained,
     add_worth,
     candidates_of,
-    candidates_on_trunk,
     make_pool,
 )
 from specinfer.tune.prompts import Prompts
-from specinfer.tune.read_draft import members_on, read_draft
+from specinfer.tune.read_draft import read_draft
 from specinfer.tune.selection import best_shapes
 from specinfer.tune.shards import Corpus
-from specinfer.tune.trainer import Trainer
 from specinfer.tune.training import Hearers, Place, Training
 
 _LEAST_TRAINING: Final = 1 / 3  # of the time, whatever collecting took
@@ -114,8 +106,7 @@ class Tuning:
             "taps": list(self._taps),
         }
         if config.members > 1:
-            boost = config.boosting.facts() | ({"on_trunk": True} if config.on_trunk else {})
-            self._shape |= {"members": config.members, "boost": boost}
+            self._shape |= {"members": config.members, "boost": config.boosting.facts()}
         self._check_folder()
         self._corpus = self._reading(own_taps)
         for name in self._corpus.damaged:
@@ -227,7 +218,6 @@ class Tuning:
         share = max(total - corpus.seconds, _LEAST_TRAINING * total) / config.members
         known: list[KnownGuesses] = []
         members: list[Trained] = []
-        trainers: list[Trainer] = []  # of the first member
         late = 0
         for number in range(config.members):
             lessons = lessons_of(corpus, config.boosting, known)
@@ -237,12 +227,11 @@ class Tuning:
                 self._hearers.say(f"the {config.minutes:g} minutes are over; --resume with more goes on")
             training.run(share)
             place = self._place(number)
-            draft = read_draft(place.folder, self._target, training.trainer.draft.depth, place.member)
+            draft = read_draft(place.folder, self._target, training.trainer.draft.depth)
             members.append(Trained(place.folder, draft, along(draft, texts)))
-            trainers = trainers or [training.trainer]
             if number + 1 < config.members and config.boosting.form != "none":
                 known.append(self._known(number, draft))
-        return self._judged(members, Material.of(self._target, sources, corpus), trainers[0])
+        return self._judged(members, Material.of(self._target, sources, corpus))
 
     def _training(
         self, lessons: Lessons, sources: Sequence[str], number: int = 0, earlier: Sequence[Along] = ()
@@ -254,16 +243,9 @@ class Tuning:
                 f"member {number + 1} of {config.members} learns from {len(lessons)} of "
                 f"{corpus.count(held_out=False)} texts"
             )
-        kind, init = config.kind, config.init
-        if number and config.on_trunk:
-            trunk, init = self._place(0).folder, None
-            assert isinstance(kind, BlockKind)  # as TuneConfig has seen
-            renew(self._place(number).folder, trunk, self._target)
-            kind = MemberKind(trunk=trunk, kind=kind)
-        if number > config.on_trunk and config.boosting.warm:
-            init = str(self._place(number - 1).folder)
+        init = str(self._place(number - 1).folder) if number and config.boosting.warm else config.init
         return Training(
-            replace(config, kind=kind, on_trunk=False),
+            config,
             self._target,
             lessons,
             held_out_texts(corpus),
@@ -281,8 +263,7 @@ class Tuning:
         if config.members == 1:
             return Place(config.out, config.work / "checkpoint.safetensors")
         name = member_name(number)
-        folder = (config.work if config.on_trunk else config.out) / name
-        return Place(folder, config.work / f"{name}.safetensors", int(config.on_trunk and number > 0))
+        return Place(config.out / name, config.work / f"{name}.safetensors")
 
     def _known(self, number: int, draft: Draft) -> KnownGuesses:
         """What a member proposes along all that is learnt from."""
@@ -295,30 +276,18 @@ class Tuning:
         known.complete(draft, self._config.boosting.width, self._hearers.progress, among_S)
         return known
 
-    def _judged(self, members: Sequence[Trained], material: Material, first: Trainer) -> Outcome:
-        """Say what passes cost and who pays, make a pool of those, and let it replace what is worse.
-
-        Members on one trunk become one head. `first` is the first member's training.
-        """
+    def _judged(self, members: Sequence[Trained], material: Material) -> Outcome:
+        """Say what passes cost and who pays, make a pool of those, and let it replace what is worse."""
         config, old = self._config, self._incumbent
         former = [] if old is None else self._former(old, members[0].draft.depth)
-        own = members
-        if config.on_trunk:
-            texts = held_out_texts(self._corpus)
-            own = [members[0], joined(config.work / "joined", members, self._target, texts)]
-        costs = self._costs(config.target, [one.folder for one in (*own, *former)], self._hearers.progress)
-        everybody = candidates_of([*own, *former], costs)
-        count = sum(1 + len(one.on_trunk) for one in own)
-        candidates, theirs = everybody[:count], everybody[count:]
-        if config.on_trunk:
-            candidates = candidates_on_trunk(own[1], candidates[0].curve, candidates[1].curve)
-        selection = Selection(candidates, costs.target, trunk=config.on_trunk)
+        folders = [one.folder for one in (*members, *former)]
+        costs = self._costs(config.target, folders, self._hearers.progress)
+        everybody = candidates_of([*members, *former], costs)
+        candidates, theirs = everybody[: len(members)], everybody[len(members) :]
+        selection = Selection(candidates, costs.target)
         for line in selection.lines():
             self._hearers.say(line)
-        if config.on_trunk:
-            loss = config.training.loss
-            write_selected(config.out, self._target, own[1], selection, material, first, loss)
-        elif config.members > 1:
+        if config.members > 1:
             make_pool(config.out, self._target, members, config.kind.name, selection, material)
         else:
             add_worth(config.out, selection)
@@ -340,12 +309,7 @@ class Tuning:
         found: list[Trained] = []
         for folder, draft in zip(old.members, old.drafts(depth), strict=True):
             corpus = self._reading(taps_of(folder, self._target))
-            texts = held_out_texts(corpus)
-            on_trunk = [
-                along(read_draft(folder, self._target, depth, 1 + member), texts)
-                for member in range(members_on(folder, self._target))
-            ]
-            found.append(Trained(folder, draft, along(draft, texts), on_trunk))
+            found.append(Trained(folder, draft, along(draft, held_out_texts(corpus))))
         return found
 
     def _reading(self, taps: Sequence[int]) -> Corpus:

@@ -57,9 +57,6 @@ HEADS = {
     "pairs": block_config(confidence=False, confidence_reads_token=False),
     "pairs, confidence": block_config(),
     "no pairs": block_config(markov_rank=0, confidence=False, confidence_reads_token=False),
-    "pairs, a member": block_config(
-        confidence=False, confidence_reads_token=False, reads_last=True, members=1
-    ),
     "Medusa's": medusa_config(depth=LEVELS, draft_vocab_size=NAMED),
 }
 
@@ -90,17 +87,14 @@ class Head:
         """What it guesses behind a text of said tokens, of so many nodes at the most."""
         entry = plans.entry(PROMPT, ids(text), params=self.params, seed=SEED, max_nodes=1 + most)
         growth = Growth.of(entry, "head", LEVELS)
-        members = 0
         row = torch.Generator().manual_seed(int("".join(map(str, (1, *text))), 3))
         with torch.no_grad():
             if isinstance(self.model, MedusaModel):
                 [read_TD], [logits_TU] = self.model.run(torch.randn(1, SIZE, generator=row), LEVELS)
             else:
-                members = self.trees.members(growth)
-                assert members == self.model.head.members
-                read_TD = torch.randn((1 + members) * LEVELS, SIZE, generator=row)
+                read_TD = torch.randn(LEVELS, SIZE, generator=row)
                 logits_TU = self.model.logits(read_TD)
-            self.trees.grow([self.trees.guessed(growth, 0, LEVELS, members)], read_TD, logits_TU)
+            self.trees.grow([self.trees.guessed(growth, 0, LEVELS)], read_TD, logits_TU)
         return growth.tree()
 
 
@@ -137,7 +131,7 @@ class Step:
 def cuts(head, step, most, monkeypatch):
     """Of each position the ratios at which the target's choice or the order of children changes."""
     found = [{0.0, inf} for _ in range(LENGTH)]
-    grown = []  # levels of each tree: the head's, and those of members on it
+    grown = []  # levels of each tree
 
     def caught(builder, made, *rest):
         grown.append(made)

@@ -53,7 +53,7 @@ class Tree {
         size_(size),
         rank_(guesser.markov.weight == nullptr ? 0 : guesser.markov.inner),
         read_(static_cast<const T*>(read)),
-        before_tokens_(static_cast<const T*>(guesser.before) + ask.member * guesser.tokens * rank_),
+        before_tokens_(static_cast<const T*>(guesser.before)),
         count_(to.counts[at]),
         parents_(to.parents + at * to.room),
         tokens_(to.tokens + at * to.room),
@@ -263,7 +263,7 @@ class Tree {
   const TreeAsk& ask_;
   const int64_t size_, rank_;
   const T* const read_;
-  const T* const before_tokens_;  // the member's own table
+  const T* const before_tokens_;
   int64_t& count_;
   int64_t *const parents_, *const tokens_;
   double *const confidences_, *const evidence_;
@@ -321,7 +321,6 @@ bool grow_trees(const Guesser& guesser, const LogitBlock& logits, const void* re
     const TreeAsk& ask = asks[i];
     if (ask.first < 0 || ask.levels < 1 || ask.first + ask.levels > logits.rows || ask.most > to.room) return false;
     if (markov && (ask.anchor < 0 || ask.anchor >= guesser.tokens)) return false;
-    if (markov && (ask.member < 0 || ask.member > guesser.members)) return false;
   }
   if (guesser.type == Type::kBFloat16) {
     grow_all<BFloat16>(guesser, logits, read, asks, count, to);

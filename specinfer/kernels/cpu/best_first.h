@@ -14,12 +14,11 @@ struct Guesser {
   int32_t reads_token;      // the confidence does, by what is known of the token before
   const int64_t* ids;       // [U]: the tokens that logits are of; null: entry i is token i
   Product markov;           // [U, M]: what is known of the token before -> logits to add; no weight: nothing
-  const void* before;       // [1 + members, V, M]: what the trunk and its members know of each token
+  const void* before;       // [V, M]: what is known of each token
   const void* named;        // [U, M]: the same matrix as `markov`, as it was
   const float* confidence;  // [D], then [M] where it reads the token; null: it is not asked
   float bias;               // of the confidence
   int64_t tokens, width;    // V, D
-  int64_t members;          // beside the trunk
 };
 
 // One request's tree.
@@ -32,7 +31,6 @@ struct TreeAsk {
   uint64_t seed;          // of the noise that the target will use, for a race
   int64_t position;       // where the first level's tokens will stand
   int32_t races;          // children come as the coupled rule draws them; else the likeliest first
-  int32_t member;         // whose guesses they are; 0: the trunk's
 };
 
 // What has grown, in the order in which it was added: `room` nodes for each request. Parents count from the root, 0,

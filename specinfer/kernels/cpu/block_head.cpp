@@ -38,11 +38,9 @@ bool there(const BlockHead& head, const BlockStep& step, const Caches& caches) {
   }
   for (int64_t n = 0; n < step.count; ++n) {
     const BlockText& text = step.texts[n];
-    const int64_t first = text.begin + text.count;
+    const int64_t first = text.begin + text.count, end = first + text.rows;
     if (text.begin < 0 || text.count < 0 || text.rows < 0 || text.shift < 0) return false;
-    if (text.members < 0 || text.members > head.members || (text.members > 0 && first == 0)) return false;
-    const int64_t end = first + (1 + text.members) * text.rows;
-    if (first + text.rows + text.shift > head.rotations.positions) return false;
+    if (end + text.shift > head.rotations.positions) return false;
     if (text.first_block < 0 || text.first_block + text.blocks > step.num_blocks) return false;
     if (text.blocks * step.block_size < end) return false;
     if (text.rows == 0) continue;
@@ -108,60 +106,38 @@ struct Blocks {
 
   Blocks(const BlockHead& head, const BlockStep& step) {
     Scratch& scratch = Scratch::get();
-    int64_t rows = 0, count = 0, num_tails = 0;
+    int64_t rows = 0, count = 0;
     for (int64_t n = 0; n < step.count; ++n) {
-      const BlockText& text = step.texts[n];
-      rows += (1 + text.members) * text.rows;
-      num_tails += text.members * text.rows * (text.rows + 1) / 2;
-      count += text.rows > 0 ? 1 : 0;
+      rows += step.texts[n].rows;
+      count += step.texts[n].rows > 0 ? 1 : 0;
     }
     auto* const tables = scratch.take<int32_t>(step.num_blocks);
     auto* const requests = scratch.take<Request>(count);
     auto* const shared = scratch.take<int32_t>(rows);
     auto* const tail_ends = scratch.take<int32_t>(rows + 1);
-    auto* const tails = scratch.take<int32_t>(num_tails);
     positions = scratch.take<int64_t>(rows);
     chosen = scratch.take<int64_t>(rows);
     texts = scratch.take<const BlockText*>(count);
     std::copy_n(step.tables, step.num_blocks, tables);
-    tail_ends[0] = 0;
+    std::fill_n(tail_ends, rows + 1, 0);
     int64_t block = 0;
-    int32_t row = 0, tail = 0;
+    int32_t row = 0;
     for (int64_t n = 0; n < step.count; ++n) {
       const BlockText& text = step.texts[n];
       if (text.rows == 0) continue;
       longest = std::max(longest, text.rows);
       const auto begin = static_cast<int32_t>(text.begin + text.count), length = static_cast<int32_t>(text.rows);
-      const auto all = static_cast<int32_t>((1 + text.members) * length);
       texts[block] = &text;
-      requests[block++] = {row, row + all, static_cast<int32_t>(text.first_block), begin + all};
-      for (int32_t member = 0; member <= text.members; ++member) {
-        const int32_t own = begin + member * length;
-        for (int32_t r = 0; r < length; ++r, ++row) {
-          positions[row] = begin + r + text.shift;
-          if (member == 0) {
-            shared[row] = begin + (head.causal != 0 ? r + 1 : length);
-          } else {  // of all blocks a member sees its own rows, which do not lie behind the text
-            shared[row] = begin;
-            for (int32_t before = 0; before <= r; ++before) tails[tail++] = own + before;
-          }
-          tail_ends[row + 1] = tail;
-          if (r >= head.skipped) chosen[num_chosen++] = row;
-        }
+      requests[block++] = {row, row + length, static_cast<int32_t>(text.first_block), begin + length};
+      for (int32_t r = 0; r < length; ++r, ++row) {
+        positions[row] = begin + r + text.shift;
+        shared[row] = begin + (head.causal != 0 ? r + 1 : length);
+        if (r >= head.skipped) chosen[num_chosen++] = row;
       }
     }
-    paths = {tables, requests, shared, tail_ends, tails, step.num_blocks, count, rows, tail, step.block_size};
+    paths = {tables, requests, shared, tail_ends, nullptr, step.num_blocks, count, rows, 0, step.block_size};
   }
 };
-
-// Adds vectors to rows, both one after another.
-template <typename T>
-void add(const void* a, const void* b, int64_t size, void* to) {
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const Floats sum = load(static_cast<const T*>(a) + i, size - i) + load(static_cast<const T*>(b) + i, size - i);
-    store(static_cast<T*>(to) + i, sum, size - i);
-  }
-}
 
 // What the rows of all blocks begin with, [T, D].
 void* begun(const BlockHead& head, const BlockStep& step, const Blocks& blocks, const void* read_now) {
@@ -195,19 +171,11 @@ void* begun(const BlockHead& head, const BlockStep& step, const Blocks& blocks, 
   part.channels = blocks.longest * size;
   char* const made = room(head, count * part.channels);
   times(head, part, both, count, made);
-  if (rows == blocks.longest) return made;
+  if (rows == count * blocks.longest) return made;
   char* const all = room(head, rows * size);
-  const int64_t whole = head.entry.channels * bytes_of(head.type);  // of a member's vector
   for (int64_t b = 0; b < count; ++b) {
-    const BlockText& text = *blocks.texts[b];
-    const char* const trunk = made + b * blocks.longest * bytes;
-    char* to = all + blocks.paths.requests[b].first * bytes;
-    std::memcpy(to, trunk, text.rows * bytes);
-    for (int64_t member = 0; member < text.members; ++member) {
-      const char* const vector = static_cast<const char*>(head.vectors) + member * whole;
-      to += text.rows * bytes;
-      (head.type == Type::kBFloat16 ? add<BFloat16> : add<float>)(trunk, vector, text.rows * size, to);
-    }
+    const int64_t first = blocks.paths.requests[b].first * bytes;
+    std::memcpy(all + first, made + b * blocks.longest * bytes, blocks.texts[b]->rows * bytes);
   }
   return all;
 }

@@ -26,8 +26,6 @@ struct BlockHead {
   Rotations rotations;
   const void* embedding;  // [tokens, D]
   int64_t tokens, mask;   // and the token that stands for those to be guessed
-  const void* vectors;    // [members, R, D]: what members add to what the trunk's rows begin with
-  int64_t members;
 };
 
 // The caches of each layer, [P, K, H].
@@ -42,7 +40,6 @@ struct BlockText {
   int64_t shift;
   int64_t begin, count;         // cache positions that are read, in order
   int64_t rows;                 // of its block, which follow; 0: none
-  int64_t members;              // that have a block of as many rows each, behind that and at its places in the text
   int64_t anchor;               // the block's first token
   const void* last;             // what was made of the token before the anchor, where that is not read now
 };

@@ -18,7 +18,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.tree import DrawRule, TokenTree, TreeBuilder
+from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.verify.noise import exponentials
 
 MOST_NODES: Final = 32  # of a tree, the root left out: more are hardly ever worth their rows
@@ -130,31 +130,6 @@ def add_likeliest(
         wait(above, parent, place, rank + 1)
         if node is not None and (under := at.below[rank]) is not None:
             wait(-hope, node, under, 0)
-
-
-def likeliest_of(trees: Sequence[TokenTree], most: int) -> TokenTree:
-    """The `most` likeliest nodes of some trees below one root, as one tree; of equal draws the surest.
-
-    Their draws are none that a verifier must see all of, and no node is likelier than its parent.
-    """
-    ranked = sorted(
-        (-hope, number, node)
-        for number, tree in enumerate(trees)
-        for node, hope in enumerate(tree.likelihoods()[1:], start=1)
-    )
-    builder = TreeBuilder(trees[0].token_ids[0], 1 + most)
-    at = [{0: 0} for _ in trees]  # of each tree where its nodes are here
-    for _, number, node in ranked:
-        if builder.full:
-            break
-        draw = trees[number].draws[node - 1]  # the one there is of that node
-        parent, token = at[number][draw.parent], trees[number].token_ids[node]
-        found = builder.child(parent, token)
-        if found is None:
-            found = builder.add(parent, token, *draw[2:])
-        assert found is not None
-        at[number][node] = found
-    return builder.build()
 
 
 def _rank(level: Level, number: int, race: Race | None) -> _Ranked:

@@ -5,8 +5,7 @@
               target's states    at positions end - 1, end, ...
 
 The text's keys and values are made of the target's hidden states when they are there, once. The block's own
-are overwritten in every step. Members on the head's trunk have blocks like it in the same pass, one behind
-the other in the cache, where there is room for them.
+are overwritten in every step.
 """
 
 from __future__ import annotations
@@ -130,8 +129,8 @@ class BlockDraft:
             known.append(text)
             if part.rows:
                 levels = part.rows - skipped
-                guessed.append(self._trees.guessed(growth, first, levels, part.members))
-                first += (1 + part.members) * levels
+                guessed.append(self._trees.guessed(growth, first, levels))
+                first += levels
         if not texts:
             return {}
         made = self._runner.step(texts)
@@ -167,8 +166,6 @@ class BlockDraft:
             part.states, part.count = text.unread.take(count), count
             text.cached += count
         part.rows = self._rows(text, growth, read=count > 0)
-        if part.rows:  # members have their rows where there is room behind the trunk's
-            part.members = min(self._trees.members(growth), growth.entry.max_nodes // part.rows - 1)
         part.anchor = entry.token_ids[entry.end - 1]
         return part
 

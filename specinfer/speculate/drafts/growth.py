@@ -195,17 +195,12 @@ class Growth:
 
 @dataclass(slots=True)
 class Guessed:
-    """One request's levels where one pass guesses all: rows first..first+levels-1 of those that guess.
-
-    Where members on a head's trunk guess, too, what they guess is `beside`, each with a growth of its own.
-    """
+    """One request's levels where one pass guesses all: rows first..first+levels-1 of those that guess."""
 
     growth: Growth
     first: int
     levels: int
     site: Site  # the root, where the first level is drawn
-    member: int = 0  # whose guesses these are; 0: the trunk's, or those of a head that has no members
-    beside: Sequence[Guessed] = ()
 
 
 def trees_first(growths: Sequence[Growth], which: Iterable[int]) -> list[int]:

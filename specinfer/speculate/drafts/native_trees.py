@@ -41,10 +41,9 @@ class NativeTrees:
         self._kept = block  # whose memory the arguments point to
         args = GuesserArgs(type=TYPES[FLOATS[model.dtype]], width=self._width, tokens=model.config.vocab_size)
         args.ids = None if self._ids is None else self._ids.ctypes.data
-        if block is not None and block.markov_UM is not None and block.markov_SVM is not None:
+        if block is not None and block.markov_UM is not None and block.markov_VM is not None:
             args.markov = cast(NativeProduct, block.markov).args
-            args.before, args.named = block.markov_SVM.data_ptr(), block.markov_UM.data_ptr()
-            args.members = block.head.members
+            args.before, args.named = block.markov_VM.data_ptr(), block.markov_UM.data_ptr()
         if block is not None and block.confidence_1W is not None:
             args.confidence, args.bias = block.confidence_1W.data_ptr(), block.confidence_bias
             args.reads_token = block.head.confidence_reads_token
@@ -105,12 +104,5 @@ def _ask(one: Guessed, most: int) -> bytes:
     site, builder = one.site, one.growth.builder
     return TREE_ASK.pack(
         *(one.first, one.levels, builder.root, min(most, builder.max_nodes - 1)),
-        *(
-            site.temperature,
-            LEAST_HOPE,
-            site.seed,
-            site.position,
-            site.draws_by is DrawRule.COUPLED,
-            one.member,
-        ),
+        *(site.temperature, LEAST_HOPE, site.seed, site.position, site.draws_by is DrawRule.COUPLED),
     )

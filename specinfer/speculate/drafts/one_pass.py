@@ -3,10 +3,6 @@
 What each level guesses depends on the token before it by the Markov term alone, if there is one. So point
 masses and coupled draws are grown best first (best_first.py). Samples, requests with a shape of their own and
 those whose processors or filters look at whole rows are drawn level by level as a draft model's.
-
-Members on a block head's trunk guess beside it only what is grown best first: any tree is right there, so
-the likeliest nodes of all their trees are one. Samples are the trunk's alone: how many are drawn below a
-node, and from which law, must not depend on what others drew.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from specinfer.heads.load import HeadModel
 from specinfer.request import Request
 from specinfer.runtime.flight import HostFlight
 from specinfer.runtime.inference import inference
-from specinfer.speculate.drafts.best_first import MOST_NODES, likeliest_of
+from specinfer.speculate.drafts.best_first import MOST_NODES
 from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import Growth, Guessed, Shape
@@ -84,54 +80,32 @@ def best_first_trees(name: str, model: HeadModel, vocabulary: DraftVocabulary | 
 class OnePassTrees:
     """Grows trees from what the output layer of a head reads of all their levels."""
 
-    def __init__(
-        self, name: str, shape: Shape, best_first: BestFirstTrees, by_level: LevelDraws, members: int = 0
-    ) -> None:
-        """`shape` is of trees not grown best first; so many members on the head's trunk guess beside it."""
+    def __init__(self, name: str, shape: Shape, best_first: BestFirstTrees, by_level: LevelDraws) -> None:
+        """`shape` is of trees not grown best first."""
         self._name = name
         self._shape = shape._replace(learned=False)  # what is drawn by levels has a shape
         self._most = MOST_NODES  # of a tree grown best first, as many as somebody may want
         self._best_first = best_first
         self._by_level = by_level
-        self._members = members
 
     @classmethod
     def of(
         cls, name: str, model: HeadModel, shape: Shape, vocabulary: DraftVocabulary | None
     ) -> OnePassTrees:
         """Those of a head; `vocabulary` is that of its logits (None: all)."""
-        members = model.head.members if isinstance(model, BlockModel) else 0
         best_first = best_first_trees(name, model, vocabulary)
-        return cls(name, shape, best_first, PassLevels(name, model, vocabulary), members)
+        return cls(name, shape, best_first, PassLevels(name, model, vocabulary))
 
     def most_nodes(self, request: Request) -> int:
         """A full tree of the request's expansion, or the most that is grown of any."""
         own = request.params.speculation.expansion
         return max(MOST_NODES, self._shape.expansion.num_nodes - 1) if own is None else own.num_nodes - 1
 
-    def members(self, growth: Growth) -> int:
-        """How many members on the head's trunk guess beside it for a tree that is about to grow."""
-        if not self._members:
-            return 0
-        (root,) = growth.sites(self._shape)
-        return self._members if _is_best_first(growth, root) else 0
-
-    def guessed(self, growth: Growth, first: int, levels: int, members: int = 0) -> Guessed:
-        """A tree that is about to grow out of the pass's rows first..first+levels-1 of all that guess.
-
-        Of so many members there are as many rows each behind these.
-        """
+    def guessed(self, growth: Growth, first: int, levels: int) -> Guessed:
+        """A tree that is about to grow out of the pass's rows first..first+levels-1 of all that guess."""
         growth.limit = min(growth.limit, levels)
         (root,) = growth.sites(self._shape)
-        beside = [
-            Guessed(
-                Growth.of(growth.entry, self._name, growth.limit),
-                first + member * levels,
-                *(growth.limit, root, member),
-            )
-            for member in range(1, 1 + members)
-        ]
-        return Guessed(growth, first, growth.limit, root, beside=beside)
+        return Guessed(growth, first, growth.limit, root)
 
     def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
         """Grow as many nodes as before, twice as many, or a half, by how many of them are verified.
@@ -157,16 +131,12 @@ class OnePassTrees:
         best_first: list[Guessed] = []
         for one in guessed:
             if _is_best_first(one.growth, one.site):
-                best_first += (one, *one.beside)
+                best_first.append(one)
             else:
                 one.growth.limit = min(one.growth.limit, self._shape.depth(one.growth.entry.request))
                 by_level.append(one)
         if best_first:
             self._best_first.grow(best_first, read_TD, logits_TU, self._most)
-        for one in guessed:
-            if one.beside:
-                trees = [part.growth.tree() for part in (one, *one.beside)]
-                one.growth.grown = likeliest_of(trees, min(self._most, one.growth.builder.max_nodes - 1))
         while by_level:
             by_level = self._grow_a_level(by_level, logits_TU)
 

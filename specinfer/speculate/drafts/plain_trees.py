@@ -97,13 +97,13 @@ class PlainTrees:
         known_AM: Tensor | None = None
         right_A = None
         if block is not None and markov_UM is not None:
-            known_AM = block.before(one.before_A.tolist(), one.guessed.member)
+            known_AM = block.before(one.before_A.tolist())
             named_CM = markov_UM[torch.from_numpy(entries_C).to(markov_UM.device)].float()
             apart_AC = (known_AM - one.mean_M) @ named_CM.T
             logits_AC += apart_AC.double().cpu().numpy() / temperature
             chances_C = np.exp(scaled_C)
             weights_C = torch.from_numpy(chances_C / chances_C.sum()).to(named_CM)
-            one.mean_M = weights_C @ block.before(tokens_C.tolist(), one.guessed.member)
+            one.mean_M = weights_C @ block.before(tokens_C.tolist())
         if block is not None and block.head.confidence:
             read_AD = read_TD[one.row].expand(len(one.before_A), -1)
             right_A = block.confidence(read_AD, known_AM).double().cpu().numpy()
@@ -121,7 +121,7 @@ class _Levels:
         self.before_A: NDArray[np.int64] = np.array([guessed.growth.builder.root])
         self.mean_M = torch.zeros(0)  # what is known of the token before, on average
         if block is not None and block.markov_UM is not None:
-            self.mean_M = block.before(self.before_A.tolist(), guessed.member)[0]
+            self.mean_M = block.before(self.before_A.tolist())[0]
 
     @property
     def row(self) -> int:

@@ -40,7 +40,6 @@ SCRIPTS = (
         "perplexity",
         "prediction",
         "serving",
-        "shared_trunk",
         "soak",
         "structured",
         "suffix",

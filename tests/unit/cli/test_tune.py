@@ -99,27 +99,6 @@ def test_a_pool_of_small_models_is_made_used_and_held_against_a_new_one(tmp_path
     assert "than its standard error" in told[0]
 
 
-def test_members_on_one_trunk_are_a_head(tmp_path: Path) -> None:
-    """With passes that are measured here, whichever members pay."""
-    target = write_tiny_llama(tmp_path / "target", num_layers=3, tokenizer=True)
-    log = tmp_path / "traffic.jsonl"
-    log.write_text("".join(json.dumps({"prompt_token_ids": [n, n + 1]}) + "\n" for n in range(20)))
-    out = tmp_path / "head"
-    options = ["tune", "--model", str(target), "--traffic", str(log), *SMALL, "--minutes", "0.01"]
-    options += ["--vocabulary", "32", "--depth", "3", "--members", "2", "--on-trunk", "--out", str(out)]
-    done = CliRunner().invoke(cli, options)
-    assert done.exit_code == 0, done.output
-    assert "member1, member2: " in done.output
-    asked = ["generate", "--model", str(target), "--max-tokens", "8", "--temperature", "0", "2 * 3"]
-    small_engine = ["--dtype", "float32", "--kv-cache-memory", "16MB", "--max-context", "64"]
-    whole = ["--draft", str(out / "work" / "joined")]
-    texts = [
-        CliRunner().invoke(cli, [*asked, *small_engine, *more]) for more in ([], ["--draft", str(out)], whole)
-    ]
-    assert [text.exit_code for text in texts] == [0, 0, 0], texts[2].output
-    assert texts[0].stdout == texts[1].stdout == texts[2].stdout
-
-
 def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:
     cases = {
         "layout is dspark, and kind ssm": ["--kind", "ssm", "--layout", "dspark"],
@@ -127,9 +106,6 @@ def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:
         "vocabulary is 64, and kind ssm": ["--kind", "ssm", "--vocabulary", "64"],
         "layers is 5, and kind ssm; allowed: 1 to 4": ["--kind", "ssm", "--layers", "5"],
         "boost is token, warm, and a single member": ["--boost", "token"],
-        "members is 1, on one trunk": ["--on-trunk"],
-        "kind is ssm, and members on one trunk": ["--on-trunk", "--members", "2", "--kind", "ssm"],
-        "layout is dspark, and members": ["--on-trunk", "--members", "2", "--layout", "dspark"],
         "boost is discount, cold, and a single member": ["--cold"],
     }
     for words, options in cases.items():

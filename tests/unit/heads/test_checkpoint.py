@@ -41,10 +41,6 @@ CONFIGS = {
     "P-EAGLE": eagle_config(body=tiny_body(num_layers=4), mask_token_id=7, depth=8),
     "DSpark": block_config(),
     "behind the last state": block_config(reads_last=True, own_head=False),
-    "members on a trunk": block_config(reads_last=True, members=2),
-    "members without pairs": block_config(
-        reads_last=True, members=1, markov_rank=0, confidence_reads_token=False
-    ),
     "bidirectional": block_config(causal=False, confidence_reads_token=False),
     "DFlash": block_config(
         causal=False,
@@ -409,50 +405,17 @@ def test_factors_that_cannot_be_are_refused(
 def test_a_quantized_head_takes_less_and_its_tables_do_not(
     target_config: ModelConfig, tmp_path: Path
 ) -> None:
-    write_tiny_head(tiny_head(block_config(reads_last=True, members=1)), tmp_path / "head")
+    write_tiny_head(tiny_head(block_config(reads_last=True)), tmp_path / "head")
     folder = HeadFolder(tmp_path / "head", target_config)
     floats, int8, int4 = (head_bytes(folder, torch.float32, kind) for kind in ("none", "int8", "int4"))
-    tables = (2 * VOCAB * 6 + 5 * SIZE) * 4  # the Markov term's, of rank 6; the member's and its vector
+    tables = VOCAB * 6 * 4  # the Markov term's, of rank 6
     assert tables < int4 < int8 < floats / 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"members": 8, "reads_last": True}, "members is 8; allowed: 0 to 7"),
-        ({"members": -1, "reads_last": True}, "members is -1; allowed: 0 to 7"),
-        ({"members": 1}, "members is 1, of a block head that is not causal or does not read the last"),
-        (
-            {"members": 2, "reads_last": True, "causal": False},
-            "members is 2, of a block head that is not causal",
-        ),
-    ],
-    ids=str,
-)
-def test_a_trunk_has_few_members_and_reads_the_last_state(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ModelError, match=said):
-        block_config(**changes)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "said"),
-    [
-        ([f"members.{number}.vector" for number in range(2, 8)], "members is 8; allowed: 0 to 7"),
-        (["members.3.vector"], "lacks tensor 'members.2.vector'"),
-        (["members.1.matrix"], "has an unexpected tensor 'members.1.matrix'"),
-    ],
-)
-def test_members_that_a_file_cannot_have_are_refused(
-    tensors: list[str], said: str, target_config: ModelConfig, tmp_path: Path
-) -> None:
-    head = tiny_head(block_config(reads_last=True, members=2))
-    write_tiny_head(head, tmp_path)
-    assert "members" not in json.loads((tmp_path / "config.json").read_text()), "its tensors say how many"
-    folder = HeadFolder(tmp_path, target_config)
-    assert isinstance(folder.config, BlockConfig)
-    assert folder.config.members == 2
+def test_a_head_with_members_on_it_is_refused(target_config: ModelConfig, tmp_path: Path) -> None:
+    """A format that was dropped: its tensors would be ignored, and guess something else."""
+    write_tiny_head(tiny_head(block_config(reads_last=True)), tmp_path)
     found = load_file(tmp_path / "model.safetensors")
-    more = {name: found["members.0.vector"].clone() for name in tensors}
-    save_file(found | more, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=said):
+    save_file(found | {"members.0.vector": torch.zeros(5, SIZE)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"has an unexpected tensor 'members\.0\.vector'"):
         HeadFolder(tmp_path, target_config)

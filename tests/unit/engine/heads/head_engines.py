@@ -35,7 +35,6 @@ HEADS: dict[str, AnyHeadConfig] = {
     ),
     "block": block_config(own_head=False),
     "block behind the last state": block_config(reads_last=True),
-    "block with members": block_config(reads_last=True, members=2),
     "block, bidirectional": block_config(
         causal=False, sample_from_anchor=False, markov_rank=0, confidence=False, confidence_reads_token=False
     ),

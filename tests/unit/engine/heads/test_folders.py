@@ -91,7 +91,7 @@ def test_what_heads_do_not_heed_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("head", "what"),
-    [("eagle", "guesses no block"), ("medusa", "guesses no block"), ("block with members", "with members")],
+    [("eagle", "guesses no block"), ("medusa", "guesses no block")],
 )
 def test_traces_of_heads_that_are_not_kept_are_refused(
     tiny: Tiny, heads: dict[str, HeadModel], head: str, what: str

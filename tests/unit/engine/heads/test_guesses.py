@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,10 @@ import torch
 
 from specinfer import SamplingParams
 from specinfer.engine.trace import TreeEvent
-from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.heads.load import HeadModel, load_head
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.models.weights import open_model
-from specinfer.runtime.head_runner import BlockGuesses, BlockRunner, BlockText
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree.distribution import Distribution
 from specinfer.tree.token_tree import draws_by_parent
@@ -144,92 +141,3 @@ def test_guesses_are_the_likeliest_with_what_the_token_before_adds(tiny: Tiny, f
         end += 1 + len(event.acceptance.path)
     assert roots > 3
     assert sum(deeper) > 0.7 * len(deeper) > 0
-
-
-def trees_of(tiny: Tiny, folder: Path, head: BlockHead) -> tuple[list[TreeEvent], BlockHead, list[int]]:
-    """The trees of a greedy text, the head as a module, and the text."""
-    target = open_model(folder / "target")
-    written = HeadFolder(write_tiny_head(head, folder / f"on{head.config.members}"), target.config)
-    kernels = guessing(choose_kernels("auto", CPU)[0])
-    events: list[TreeEvent] = []
-    with engine(tiny, load_head(written, target, tiny.target, kernels=kernels)) as llm:
-        engine_of(llm).on_tree = events.append
-        (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=12, temperature=0))
-    module = written.module(target)
-    assert isinstance(module, BlockHead)
-    return events, module, [*PROMPTS[0], *output.token_ids]
-
-
-def head_with(members: int) -> BlockHead:
-    config = block_config(reads_last=True, members=members, confidence=False, confidence_reads_token=False)
-    head = tiny_head(config, seed=9)
-    assert isinstance(head, BlockHead)
-    return head
-
-
-def test_members_that_are_their_trunk_guess_its_tree(tiny: Tiny, folder: Path) -> None:
-    alone, with_two = head_with(0), head_with(2)
-    with torch.no_grad():
-        with_two.load_state_dict(alone.state_dict(), strict=False)
-        for member in with_two.members:
-            member.vector.zero_()
-            member.markov_w1.weight.copy_(alone.markov_head.markov_w1.weight)
-    (ours, _, text), (theirs, _, expected) = (trees_of(tiny, folder, head) for head in (with_two, alone))
-    assert text == expected
-    assert len(ours) == len(theirs)
-    assert sum(one.tree.num_nodes > 9 for one in ours) > 5
-    for one, other in zip(ours, theirs, strict=True):
-        paths = [
-            {tree.path_tokens(node) for node in range(tree.num_nodes)} for tree in (one.tree, other.tree)
-        ]
-        assert paths[0] == paths[1]
-        assert [draw.node for draw in one.tree.draws] == [*range(1, one.tree.num_nodes)], "each is drawn once"
-
-
-def test_a_tree_has_guesses_of_the_trunk_and_its_members(tiny: Tiny, folder: Path) -> None:
-    events, module, text = trees_of(tiny, folder, head_with(2))
-    hidden_TND = hidden_states(tiny, text)
-    end, by_members = len(PROMPTS[0]), 0
-    for event in events:
-        taps_TND = hidden_TND[None, : end - 1, list(module.config.taps)]
-        given = taps_TND, torch.tensor([[text[end - 1]]]), torch.tensor([[end - 1]])
-        laws = []
-        with torch.no_grad():
-            for member in range(3):
-                logits = module.logits(module(*given, 1, member)[0, 0, 0])
-                pairs = module.pair_logits(torch.tensor(text[end - 1]), member=member)
-                laws.append((logits + pairs).softmax(-1))
-        ids = module.ids.tolist()
-        found = {event.tree.token_ids[d.node]: d.confidence for d in event.tree.draws if d.parent == 0}
-        for token, sure in found.items():
-            place = ids.index(token)
-            assert any(sure == pytest.approx(float(law[place]), abs=1e-4) for law in laws)
-            by_members += abs(sure - float(laws[0][place])) > 1e-3
-        assert not found or {ids[int(law.argmax())] for law in laws} <= found.keys()
-        end += 1 + len(event.acceptance.path)
-    assert by_members > 5
-
-
-@pytest.mark.parametrize(("room", "guessing_members"), [(9, 0), (10, 1), (14, 1), (15, 2), (32, 2)])
-def test_as_many_members_guess_as_there_is_room_for(
-    tiny: Tiny, folder: Path, monkeypatch: pytest.MonkeyPatch, room: int, guessing_members: int
-) -> None:
-    """A block has five rows, and a request room for as many as its tree may have nodes."""
-    target = open_model(folder / "target")
-    written = HeadFolder(write_tiny_head(head_with(2), folder / "room"), target.config)
-    loaded = load_head(written, target, tiny.target, kernels=guessing(choose_kernels("auto", CPU)[0]))
-    asked: list[BlockText] = []
-    step = BlockRunner.step
-
-    def seen(self: BlockRunner, texts: Sequence[BlockText]) -> BlockGuesses:
-        asked.extend(text for text in texts if text.rows)
-        return step(self, texts)
-
-    monkeypatch.setattr(BlockRunner, "step", seen)
-    params = SamplingParams(max_tokens=16, temperature=0, speculation=SpeculationParams(max_nodes=room))
-    with engine(tiny, loaded) as llm, engine(tiny, None) as plain:
-        asked.clear()
-        texts = [one.generate(PROMPTS, params)[0].token_ids for one in (plain, llm)]
-    assert texts[0] == texts[1]
-    assert {text.members for text in asked if text.rows == 5} == {guessing_members}
-    assert all((1 + text.members) * text.rows <= room for text in asked)

@@ -33,7 +33,6 @@ HEADS: dict[str, dict[str, Any]] = {
     "pairs, confidence": {"confidence_reads_token": False},
     "pairs alone": {"confidence": False, "confidence_reads_token": False},
     "no pairs": {"markov_rank": 0, "confidence": False, "confidence_reads_token": False},
-    "members": {"reads_last": True, "members": 2},
     "all tokens": {"draft_vocab_size": VOCAB},
 }
 
@@ -95,8 +94,7 @@ def both(
     assert native is not None
     grown = []
     for trees in (native, PlainTrees("head", head, vocabulary)):
-        members = 1 + head.head.members
-        asked = [replace(one, member=i % members) for i, one in enumerate(guessed(sampling, **settled))]
+        asked = guessed(sampling, **settled)
         trees.grow(asked, read_TD, logits_TU, nodes)
         grown.append([one.growth.tree() for one in asked])
     return [*zip(*grown, strict=True)]
@@ -183,7 +181,5 @@ def test_rows_that_are_not_there_are_refused(folder: Path) -> None:
     asked = guessed({"temperature": 0}, 1, 4)
     with pytest.raises(IndexError, match="4 rows of logits"):
         native.grow([replace(asked[0], first=1)], read_TD, head.logits(read_TD), 32)
-    with pytest.raises(IndexError, match="4 rows of logits"):
-        native.grow([replace(asked[0], member=1)], read_TD, head.logits(read_TD), 32)
     with pytest.raises(ValueError, match="4 rows of logits"):
         native.grow(asked, read_TD[:3], head.logits(read_TD), 32)
