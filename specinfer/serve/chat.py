@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Final, Literal
 
@@ -30,6 +30,7 @@ from specinfer.serve.fields import (
 from specinfer.serve.reader import ArgumentsPiece, CallStarted, Content, Event, Thought
 from specinfer.serve.reports import Tally, chat_logprobs, reported_prompt
 from specinfer.serve.service import Service
+from specinfer.serve.tools.tool import Function, ToolChoice
 from specinfer.serve.work import Delta
 
 
@@ -98,16 +99,7 @@ class ChatMessage(Fields):
 _RENDERED: Final = ("role", "content", "name", "tool_call_id", "reasoning_content", "refusal")
 
 
-class Function(Fields):
-    """A function that the model may call."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema
-    strict: bool | None = None  # arguments are held to the schema in any case
-
-
-class Tool(Fields):
+class FunctionTool(Fields):
     """A tool; functions are the only kind."""
 
     type: Literal["function"]
@@ -136,7 +128,7 @@ class ChatFields(ConversationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     prediction: Prediction | None = None
-    tools: Items[Tool] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     reasoning_effort: str | None = Field(None, description="Handed to the model's chat template.")
 
@@ -163,15 +155,17 @@ class ChatFields(ConversationFields):
             raise ApiError("tool_choice needs tools; add them", param="tool_choice")
 
     @property
-    def described_tools(self) -> list[dict[str, Any]]:
-        """The tools as they were given."""
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+    def functions(self) -> Sequence[Function]:
+        """Those of the tools."""
+        return [tool.function for tool in self.tools or ()]
 
     @property
-    def chosen_tool(self) -> str | dict[str, Any] | None:
-        """What `tool_choice` says; "auto" says nothing without tools."""
-        choice = self.tool_choice if self.tools else None
-        return choice if choice is None or isinstance(choice, str) else choice.model_dump()
+    def chosen(self) -> ToolChoice:
+        """What `tool_choice` says; without tools it says nothing."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return ToolChoice("required", choice.function.name)
+        return ToolChoice(choice or "auto")
 
     @property
     def effort(self) -> tuple[str, str | None]:

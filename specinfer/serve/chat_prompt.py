@@ -18,7 +18,7 @@ from specinfer.serve.service import Service
 from specinfer.serve.tools.call_format import for_template
 from specinfer.serve.tools.call_grammar import call_grammar
 from specinfer.serve.tools.tagged_calls import call_parser
-from specinfer.serve.tools.tool import Tool, read_tool_choice, read_tools
+from specinfer.serve.tools.tool import Tool, read_tools
 from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Rendered
 from specinfer.tokenizer.chat_messages import messages_for_template
@@ -80,13 +80,13 @@ async def chat_token_ids(
 
 
 def _prepare(service: Service, fields: ConversationFields, messages: Messages) -> ChatPrompt:
-    dialect, chosen, described = service.dialect, fields.chosen_tool, fields.described_tools
+    dialect, choice, functions = service.dialect, fields.chosen, fields.functions
     variables = _variables(service, fields)
     sizes = {"messages": _size(messages), "chat_template_kwargs": _size(variables.values())}
-    service.check_sizes(sizes | {"tools": 0 if chosen == "none" else _size(described)})
-    tools = read_tools(described or None)
-    choice = read_tool_choice(chosen, tools)
-    tools = () if choice.mode == "none" else tools
+    service.check_sizes(sizes | {"tools": 0 if choice.mode == "none" else _size(functions)})
+    tools = read_tools(functions)
+    callable_tools = choice.among(tools)
+    tools = tools if callable_tools else ()
     form = _form(fields, dialect.reasoning) if tools and choice.mode == "auto" else None
     if tools and dialect.calls is None:
         raise ApiError(dialect.no_calls, param="tools")

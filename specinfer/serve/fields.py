@@ -6,7 +6,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, ValidationError
 from pydantic_core import from_json
@@ -16,6 +16,9 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import MOST_FAULTS, ApiError
 from specinfer.serve.field_policy import FieldPolicy
 from specinfer.structured_output import StructuredOutput, structured_output
+
+if TYPE_CHECKING:
+    from specinfer.serve.tools.tool import Function, ToolChoice
 
 # A token of JSON is up to 200 bytes when it is read, and the worst of faults: so a body's values take a few
 # times its bytes at most. Requests that mean something have longer ones.
@@ -29,7 +32,7 @@ _ENDS: Final = {b"[": b"]", b"{": b"}"}
 _Body = TypeVar("_Body", bound=BaseModel)
 _Item = TypeVar("_Item")
 
-_FORMS: Final = ("response_format", "regex", "choice", "grammar")
+_FORMS: Final = ("regex", "choice", "grammar")  # beside JSON
 
 
 class _FirstFault(FailFast):
@@ -111,6 +114,8 @@ class SamplingFields(Fields):
 
     # Whether the model's own sampling parameters hold where a request says nothing.
     takes_defaults: ClassVar[bool] = True
+    # Fields that the endpoint cannot honour, and what to do instead.
+    refused: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
     stream: bool | None = None
@@ -153,6 +158,10 @@ class SamplingFields(Fields):
 
     def check(self) -> None:
         """Refuse what contradicts itself or is too much; raises ApiError."""
+        for name, advice in self.refused.items():
+            value = getattr(self, name)
+            if value not in (None, []) and (name, value) not in (("n", 1), ("n_probs", 0)):
+                raise ApiError(f"{name} is not offered here: {advice}", param=name)
         check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [], MOST_STOPS)
         check_strings("bad_words", self.bad_words or [], MOST_BAD_WORDS)
 
@@ -191,6 +200,8 @@ _OF_PARAMS = frozenset(SamplingParams.__dataclass_fields__)
 class ConversationFields(SamplingFields):
     """What a conversation may ask beside its messages."""
 
+    format_field: ClassVar[str] = "response_format"  # which says what JSON the answer is to be
+
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = Field(
         None, description="Whether the template opens the assistant's turn: true."
@@ -207,13 +218,13 @@ class ConversationFields(SamplingFields):
 
     @property
     @abstractmethod
-    def described_tools(self) -> list[dict[str, Any]]:
-        """The tools in the shape of chat completions, which chat templates know."""
+    def functions(self) -> Sequence[Function]:
+        """The functions that `tools` describes."""
 
     @property
     @abstractmethod
-    def chosen_tool(self) -> str | dict[str, Any] | None:
-        """What `tool_choice` says, in that shape."""
+    def chosen(self) -> ToolChoice:
+        """What `tool_choice` says, or what holds where it says nothing."""
 
     @property
     def parallel(self) -> bool:
@@ -226,10 +237,15 @@ class ConversationFields(SamplingFields):
         """The name of the field that says how much the model is to think, and what it says."""
 
     @property
-    def forms(self) -> Mapping[str, Any]:
-        """The fields that ask for a form of the text, by name."""
-        given = {name: getattr(self, name) for name in _FORMS}
-        return {name: value for name, value in given.items() if value not in (None, {"type": "text"})}
+    def answer_format(self) -> dict[str, Any] | None:
+        """The JSON that the answer is to be, in the shape of `response_format`; None for any text."""
+        return None if self.response_format == {"type": "text"} else self.response_format
+
+    @property
+    def forms(self) -> list[str]:
+        """The names of the fields that ask for a form of the text."""
+        given = [*((name, getattr(self, name)) for name in _FORMS), (self.format_field, self.answer_format)]
+        return [name for name, value in given if value is not None]
 
     def check(self) -> None:
         """Refuse what contradicts itself; raises ApiError."""
@@ -241,24 +257,22 @@ class ConversationFields(SamplingFields):
             )
 
     @property
-    def form_params(self) -> dict[str, Any]:
-        """The same fields under the names, and in the shapes, of SamplingParams."""
-        return dict(self.forms)
-
-    @property
     def form(self) -> StructuredOutput | None:
         """The form that an answer without calls has to have; raises ApiError."""
+        given = {name: getattr(self, name) for name in _FORMS}
         try:
-            return structured_output(**self.form_params, json_whitespace=self.json_whitespace or "bounded")
+            return structured_output(
+                self.answer_format, **given, json_whitespace=self.json_whitespace or "bounded"
+            )
         except RequestError as error:
             raise ApiError.of(error) from None
 
     def params(self, **more: Any) -> SamplingParams:
         """What these fields mean; a `grammar` among the others holds calls, and the form if there is one."""
         if more.get("grammar") is None:
-            return super().params(**more)
-        bare = self.model_copy(update=dict.fromkeys(_FORMS))
-        return super(ConversationFields, bare).params(**more | {"response_format": None})
+            return super().params(**{"response_format": self.answer_format} | more)
+        bare = self.model_copy(update=dict.fromkeys((*_FORMS, "response_format")))
+        return SamplingFields.params(bare, **more)
 
 
 def parse(

@@ -21,13 +21,6 @@ from specinfer.serve.work import Delta
 
 # llama.cpp's defaults, which editors rely on.
 _USUAL: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-_REFUSED: Final = {
-    "n": "an answer is one text; send the request again with another seed",
-    "n_probs": "the answer has no place for them; use /v1/completions with suffix and logprobs",
-    "prompt_logprobs": "the answer has no place for them; use /v1/completions with suffix",
-    "stream_options": "streams end with their counts; drop it",
-}
-
 _DIFFER: Final = "n_predict and max_tokens are given, and differ; give one of them"
 
 _INDENT: Final = re.compile(r"\n([ \t]*)(?=[^ \t\n])")  # the indentation of a line that is not blank
@@ -45,6 +38,12 @@ class InfillFields(SamplingFields):
     """The text around a cursor, and how to fill it in."""
 
     takes_defaults = False  # llama.cpp's hold
+    refused = {
+        "n": "an answer is one text; send the request again with another seed",
+        "n_probs": "the answer has no place for them; use /v1/completions with suffix and logprobs",
+        "prompt_logprobs": "the answer has no place for them; use /v1/completions with suffix",
+        "stream_options": "streams end with their counts; drop it",
+    }
 
     input_prefix: str
     input_suffix: str
@@ -71,10 +70,6 @@ class InfillFields(SamplingFields):
     def check(self) -> None:
         """Raise ApiError for what cannot be honoured."""
         super().check()
-        for name, reason in _REFUSED.items():
-            value = getattr(self, name)
-            if value is not None and (name, value) not in (("n", 1), ("n_probs", 0)):
-                raise ApiError(f"{name} is not offered here: {reason}", param=name)
         if None not in (self.n_predict, self.max_tokens) and self.n_predict != self.max_tokens:
             raise ApiError(_DIFFER, param="n_predict")
 

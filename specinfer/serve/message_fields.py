@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -26,18 +26,10 @@ from specinfer.serve.message_input import (
     messages_of,
     text_of,
 )
+from specinfer.serve.tools.tool import Function, ToolChoice
 
 _SWITCHES: Final = ("enable_thinking", "thinking")  # template variables that switch thinking on and off
 _USUAL_EFFORT: Final = "high"  # the default of Anthropic's API
-# Fields that this endpoint cannot honour, and what to do instead.
-_REFUSED: Final = {
-    "n": "an answer is one message; send the request again with another seed",
-    "prompt_logprobs": "a message has no place for them; ask /v1/completions",
-    "response_format": "at this endpoint it is output_config.format; move it there",
-    "parallel_tool_calls": "at this endpoint it is tool_choice.disable_parallel_tool_use; move it there",
-    "mcp_servers": "nothing is called from here; call the servers yourself, and offer their tools as tools",
-    "container": "nothing is run here; drop it",
-}
 
 
 class CustomTool(Cached):
@@ -55,17 +47,13 @@ class CustomTool(Cached):
     defer_loading: Literal[False] | None = None
     allowed_callers: Items[Literal["direct"]] | None = None
 
-    def described(self) -> dict[str, Any]:
-        """The function in the shape of chat completions."""
+    @property
+    def function(self) -> Function:
+        """The function as chat completions have it."""
         schema = self.input_schema
         if self.input_examples:
             schema = schema | {"examples": self.input_examples}
-        given = {"description": self.description, "strict": self.strict}
-        function = {"name": self.name, "parameters": schema}
-        return {
-            "type": "function",
-            "function": function | {name: value for name, value in given.items() if value is not None},
-        }
+        return Function(name=self.name, description=self.description, parameters=schema, strict=self.strict)
 
 
 class ServerTool(Fields):
@@ -123,6 +111,16 @@ class OutputConfig(Fields):
 class MessageFields(ConversationFields):
     """A conversation to answer, or to count the tokens of."""
 
+    format_field = "output_config.format"
+    refused = {
+        "n": "an answer is one message; send the request again with another seed",
+        "prompt_logprobs": "a message has no place for them; ask /v1/completions",
+        "response_format": "at this endpoint it is output_config.format; move it there",
+        "parallel_tool_calls": "at this endpoint it is tool_choice.disable_parallel_tool_use; move it there",
+        "mcp_servers": "nothing is called from here; call the servers yourself, and send their tools",
+        "container": "nothing is run here; drop it",
+    }
+
     messages: Items[Turn]
     system: TextOrItems[TextBlock] | None = None
     tools: Items[_Tool] | None = None
@@ -146,10 +144,6 @@ class MessageFields(ConversationFields):
     def check(self) -> None:
         """Raise ApiError for what cannot be honoured."""
         super().check()
-        for name, reason in _REFUSED.items():
-            value = getattr(self, name)
-            if value not in (None, []) and (name, value) != ("n", 1):
-                raise ApiError(f"{name} is not offered here: {reason}", param=name)
         if self.stop and self.stop_sequences:
             raise ApiError("stop and stop_sequences are given; give stop_sequences alone", param="stop")
         if not self.messages:
@@ -171,7 +165,7 @@ class MessageFields(ConversationFields):
             )
         if self.prefill and self.forms:
             raise ApiError(
-                f"{next(iter(self.forms))} applies to a whole answer, and the last turn of messages already "
+                f"{self.forms[0]} applies to a whole answer, and the last turn of messages already "
                 "begins it; drop one of them",
                 param="messages",
             )
@@ -210,19 +204,17 @@ class MessageFields(ConversationFields):
         return last.text if last.role == "assistant" else ""
 
     @property
-    def described_tools(self) -> list[dict[str, Any]]:
-        """The tools in the shape of chat completions."""
-        return [tool.described() for tool in self.tools or () if isinstance(tool, CustomTool)]
+    def functions(self) -> Sequence[Function]:
+        """Those of the tools."""
+        return [tool.function for tool in self.tools or () if isinstance(tool, CustomTool)]
 
     @property
-    def chosen_tool(self) -> str | dict[str, Any] | None:
-        """`tool_choice` in the shape of chat completions; None without tools."""
+    def chosen(self) -> ToolChoice:
+        """What `tool_choice` says; without tools it says nothing."""
         choice = self.tool_choice
-        if choice is None or not self.tools:
-            return None
-        if choice.type == "tool":
-            return {"type": "function", "function": {"name": choice.name}}
-        return "required" if choice.type == "any" else choice.type
+        if choice is None or choice.type == "auto":
+            return ToolChoice("auto")
+        return ToolChoice("none") if choice.type == "none" else ToolChoice("required", choice.name)
 
     @property
     def parallel(self) -> bool:
@@ -235,24 +227,14 @@ class MessageFields(ConversationFields):
         return "output_config.effort", None if self.output_config is None else self.output_config.effort
 
     @property
-    def forms(self) -> Mapping[str, Any]:
-        """The fields that ask for structured output, by name."""
-        form = self._format
-        return {**super().forms, **({} if form is None else {"output_config.format": form})}
-
-    @property
-    def form_params(self) -> dict[str, Any]:
-        """The fields that ask for structured output, as SamplingParams takes them."""
-        form = self._format
-        if form is None:
-            return dict(super().forms)
-        schema = {"name": "output", "schema": form.schema_, "strict": True}
-        return {**super().forms, "response_format": {"type": "json_schema", "json_schema": schema}}
-
-    @property
-    def _format(self) -> OutputFormat | None:
+    def answer_format(self) -> dict[str, Any] | None:
+        """`output_config.format` in the shape of chat completions."""
         new = None if self.output_config is None else self.output_config.format
-        return new or self.output_format
+        form = new or self.output_format
+        if form is None:
+            return None
+        schema = {"name": "output", "schema": form.schema_, "strict": True}
+        return {"type": "json_schema", "json_schema": schema}
 
     def for_template(self, known: frozenset[str], *, reasons: bool) -> MessageFields:
         """These fields with `thinking` and `effort` fitted to a chat template that has the variables `known`.
@@ -281,7 +263,6 @@ class MessageFields(ConversationFields):
         return self.params(
             max_tokens=min(self.max_tokens or room, room),
             stop=self.stop_sequences or self.stop,
-            response_format=self.form_params.get("response_format"),
             prediction=None if self.prediction is None else self.prediction.text or None,
             **held,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -11,16 +11,10 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.fields import MOST_LOGPROBS, ConversationFields, Fields, Items, TextOrItems
 from specinfer.serve.response_input import CallItem, CallOutputItem, Item, OtherItem, messages_of
+from specinfer.serve.tools.tool import Function, ToolChoice
 
 LOGPROBS: Final = "message.output_text.logprobs"  # what `include` may ask for
 _FORMATS: Final = ("text", "json_object", "json_schema")
-# Fields of OpenAI's API that cannot be honoured here, and what to do instead.
-_REFUSED: Final = {
-    "prompt": "prompt templates are not kept; send their text as instructions and input",
-    "n": "a response is one answer; ask again, with another seed",
-    "prompt_logprobs": "a response has no place for them; ask /v1/completions",
-    "response_format": "at this endpoint it is text.format; move it there",
-}
 
 
 def _tool_kind(value: object) -> str:
@@ -41,18 +35,10 @@ class ReasoningOptions(Fields):
     summary: Any = None
 
 
-class Function(Fields):
+class FunctionTool(Function):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema
-    strict: bool | None = None  # arguments are held to the schema in any case
-
-    def described(self) -> dict[str, Any]:
-        """The function in the shape of chat completions."""
-        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
 class OtherTool(Fields):
@@ -64,7 +50,7 @@ class OtherTool(Fields):
 
 
 _Tool = Annotated[
-    Annotated[Function, Tag("Function")] | Annotated[OtherTool, Tag("Other")], Discriminator(_tool_kind)
+    Annotated[FunctionTool, Tag("Function")] | Annotated[OtherTool, Tag("Other")], Discriminator(_tool_kind)
 ]
 
 
@@ -77,6 +63,14 @@ class NamedFunction(Fields):
 
 class ResponseFields(ConversationFields):
     """Input that wants an answer."""
+
+    format_field = "text.format"
+    refused = {
+        "prompt": "prompt templates are not kept; send their text as instructions and input",
+        "n": "a response is one answer; ask again, with another seed",
+        "prompt_logprobs": "a response has no place for them; ask /v1/completions",
+        "response_format": "at this endpoint it is text.format; move it there",
+    }
 
     input: TextOrItems[Item]
     instructions: str | None = None
@@ -100,10 +94,6 @@ class ResponseFields(ConversationFields):
     def check(self) -> None:
         """Refuse what cannot be honoured."""
         super().check()
-        for name, reason in _REFUSED.items():
-            value = getattr(self, name)
-            if value is not None and value is not False and (name, value) != ("n", 1):
-                raise ApiError(f"{name} is not offered here: {reason}", param=name)
         if self.reasoning is not None and self.reasoning.summary is not None:
             raise ApiError(
                 "reasoning.summary is not offered here: thoughts come as they are; drop it",
@@ -159,17 +149,17 @@ class ResponseFields(ConversationFields):
         return messages_of(self.input)
 
     @property
-    def described_tools(self) -> list[dict[str, Any]]:
-        """The functions in the shape of chat completions."""
-        return [tool.described() for tool in self.tools or () if isinstance(tool, Function)]
+    def functions(self) -> Sequence[Function]:
+        """Those of the tools."""
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
     @property
-    def chosen_tool(self) -> str | dict[str, Any] | None:
-        """What `tool_choice` says, in that shape; "auto" says nothing without tools."""
-        choice = self.tool_choice if self.tools else None
+    def chosen(self) -> ToolChoice:
+        """What `tool_choice` says; without tools it says nothing."""
+        choice = self.tool_choice
         if isinstance(choice, NamedFunction):
-            return {"type": "function", "function": {"name": choice.name}}
-        return choice
+            return ToolChoice("required", choice.name)
+        return ToolChoice(choice or "auto")
 
     @property
     def effort(self) -> tuple[str, str | None]:
@@ -177,19 +167,12 @@ class ResponseFields(ConversationFields):
         return "reasoning.effort", None if self.reasoning is None else self.reasoning.effort
 
     @property
-    def forms(self) -> Mapping[str, Any]:
-        """The fields that ask for a form of the text, by name."""
+    def answer_format(self) -> dict[str, Any] | None:
+        """`text.format` in the shape of chat completions."""
         form = self.text_format
-        return {**super().forms, **({} if form == {"type": "text"} else {"text.format": form})}
-
-    @property
-    def form_params(self) -> dict[str, Any]:
-        """The fields that ask for a form, as SamplingParams has them."""
-        form = self.text_format
-        if form.get("type") == "json_schema":
-            rest = {name: value for name, value in form.items() if name != "type"}
-            form = {"type": "json_schema", "json_schema": rest}
-        return {**super().forms, **({} if form == {"type": "text"} else {"response_format": form})}
+        if form.get("type") != "json_schema":
+            return None if form == {"type": "text"} else form
+        return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
 
     @property
     def text_format(self) -> dict[str, Any]:
@@ -202,6 +185,5 @@ class ResponseFields(ConversationFields):
         return self.params(
             max_tokens=room if self.max_output_tokens is None else self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            response_format=self.form_params.get("response_format"),
             **held,
         )

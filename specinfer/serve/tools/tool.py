@@ -11,6 +11,7 @@ from specinfer.errors import RequestError, naming
 from specinfer.grammar.complaint import in_one_line, without_places
 from specinfer.grammar.lark import json_rule
 from specinfer.grammar.library_vocabulary import fault_of
+from specinfer.serve.fields import Fields
 from specinfer.structured_output import schema_source
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -22,7 +23,15 @@ _MAY_NAME_OTHERS = frozenset(  # keywords beside `properties` that may speak of 
     ]
 )
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-_CHOICES = '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+
+
+class Function(Fields):
+    """A function, as a request describes it."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None  # arguments are held to the schema in any case
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,83 +80,50 @@ class ToolChoice:
     name: str | None = None  # the only tool it may call
 
     def among(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
-        """The tools that may be called."""
-        return tuple(tool for tool in tools if self.name in (None, tool.name))
+        """The tools that may be called; raises RequestError where the only one is not there."""
+        if self.mode == "none":
+            return ()
+        found = tuple(tool for tool in tools if self.name in (None, tool.name))
+        if self.name is not None and not found:
+            names = ", ".join(tool.name for tool in tools)
+            raise RequestError(
+                f"tool_choice names {self.name!r}, which is none of the tools: {names}", "tool_choice"
+            )
+        return found
 
 
 @naming("tools")
-def read_tools(given: object) -> tuple[Tool, ...]:
-    """The tools of a request, in OpenAI's shape; none for None.
+def read_tools(functions: Sequence[Function]) -> tuple[Tool, ...]:
+    """The tools that these functions are.
 
-    Raises RequestError, naming the place, on what has another shape, on two tools of one name, and on a
-    schema that is malformed or that no arguments can meet.
+    Raises RequestError, naming the place, on two of one name, and on a schema that is malformed or that no
+    arguments can meet.
     """
-    if given is None:
-        return ()
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise RequestError(f"tools is {_short(given)}; allowed: a list of tools")
-    if len(given) > _MOST_TOOLS:
-        raise RequestError(f"tools has {len(given)} tools; allowed: at most {_MOST_TOOLS}; leave some out")
-    tools = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(given)]
-    names = [tool.name for tool in tools]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise RequestError(f"tools[{index}].function.name is {name!r}, like an earlier one's; rename it")
-    return tuple(tools)
-
-
-@naming("tool_choice")
-def read_tool_choice(given: object, tools: Sequence[Tool]) -> ToolChoice:
-    """What a request's `tool_choice` asks for; None is "auto" where there are tools.
-
-    Raises RequestError on another shape, and when it asks for a call of what is no tool of the request.
-    """
-    match given:
-        case None:
-            return ToolChoice("auto" if tools else "none")
-        case "none":
-            return ToolChoice("none")
-        case "auto" | "required" as mode:
-            choice = ToolChoice(mode)
-        case {"type": "function", "function": {"name": str(name)}}:
-            choice = ToolChoice("required", name)
-        case _:
-            raise RequestError(f"tool_choice is {_short(given)}; allowed: {_CHOICES}")
-    if not tools:
-        raise RequestError(f"tool_choice is {_short(given)} without tools; give some, or leave it out")
-    if not choice.among(tools):
-        names = ", ".join(tool.name for tool in tools)
-        raise RequestError(f"tool_choice names {choice.name!r}, which is none of the tools: {names}")
-    return choice
-
-
-def _tool(name: str, given: object) -> Tool:
-    if not isinstance(given, Mapping) or given.get("type") != "function":
-        raise RequestError(f'{name} is {_short(given)}; allowed: {{"type": "function", "function": {{...}}}}')
-    function = given.get("function")
-    if not isinstance(function, Mapping):
-        raise RequestError(f"{name}.function is {_short(function)}; allowed: an object with a name")
-    called, description, strict = (function.get(key) for key in ("name", "description", "strict"))
-    if not isinstance(called, str) or not _NAME.fullmatch(called):
+    if len(functions) > _MOST_TOOLS:
         raise RequestError(
-            f"{name}.function.name is {_short(called)}; allowed: 1 to 128 letters, digits and any of _ . : -"
+            f"tools has {len(functions)} tools; allowed: at most {_MOST_TOOLS}; leave some out"
         )
-    if description is not None and not isinstance(description, str):
-        raise RequestError(f"{name}.function.description is {_short(description)}; allowed: a string")
-    if strict is not None and not isinstance(strict, bool):
-        raise RequestError(f"{name}.function.strict is {_short(strict)}; allowed: true or false")
-    where = f"{name}.function.parameters"
-    with naming(where):
-        parameters = _parameters(where, function.get("parameters"), strict is True)
-    return Tool(called, parameters, description, strict is True)
+    tools: dict[str, Tool] = {}
+    for index, function in enumerate(functions):
+        where, name = f"tools[{index}].function", function.name
+        if not _NAME.fullmatch(name):
+            raise RequestError(
+                f"{where}.name is {_short(name)}; allowed: 1 to 128 letters, digits and any of _ . : -"
+            )
+        if name in tools:
+            raise RequestError(f"{where}.name is {name!r}, like an earlier one's; rename it")
+        strict = function.strict is True
+        with naming(f"{where}.parameters"):
+            parameters = _parameters(f"{where}.parameters", function.parameters, strict)
+        tools[name] = Tool(name, parameters, function.description, strict)
+    return tuple(tools.values())
 
 
-def _parameters(where: str, given: object, strict: bool) -> Mapping[str, Any]:
+def _parameters(where: str, given: Mapping[str, Any] | None, strict: bool) -> Mapping[str, Any]:
     """A schema of an object that can be followed."""
     if given is None:
         return _NO_PARAMETERS
     schema_source(where, given)
-    assert isinstance(given, Mapping)
     kind = given.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise RequestError(

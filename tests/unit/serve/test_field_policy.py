@@ -170,8 +170,9 @@ def test_nulls_and_notes_inside_of_objects() -> None:
     }
     fields = read(ChatFields, told)
     assert fields.messages[2].reasoning_content == "Hm."
-    assert fields.described_tools == [TOOL, {"type": "function", "function": {"name": "g"}}]
-    assert fields.described_tools[0]["function"]["parameters"]["properties"]["a"]["enum"] == [None, 1.0]
+    described = [one.model_dump(exclude_none=True) for one in fields.functions]
+    assert described == [TOOL["function"], {"name": "g"}]
+    assert described[0]["parameters"]["properties"]["a"]["enum"] == [None, 1.0]
     assert isinstance(fields.tools[0].function.parameters["properties"]["a"]["enum"][1], float)
     assert fields.speculation == {"max_nodes": 8}
     item = {

@@ -408,5 +408,5 @@ def test_a_grammar_of_calls_takes_the_place_of_the_form(kind: Any) -> None:
     )
     fields = parse(kind, json.dumps(body).encode())
     assert fields.form == structured_output(form)
-    params = fields.params(grammar="start: /a/", response_format=fields.form_params["response_format"])
+    params = fields.params(grammar="start: /a/")
     assert params.structured_output == structured_output(grammar="start: /a/")

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.serve.tools.call_format import CallFormat
-from specinfer.serve.tools.tool import read_tools
+from specinfer.serve.tools.tool import Function, read_tools
 from specinfer.structured_output import structured_output
 from specinfer.tokenizer import Tokenizer
 from tests.unit.tokenizer.made_up import CHARACTER
@@ -80,11 +80,16 @@ WEATHER = {
     "required": ["city"],
     "additionalProperties": False,
 }
-TOOLS = read_tools(
-    [
-        {"type": "function", "function": {"name": "get", "parameters": WEATHER, "description": "Weather."}},
-        {"type": "function", "function": {"name": "get_time"}},
-    ]
+
+
+def tools_of(*functions):
+    """The tools that functions are, each described as requests do."""
+    return read_tools([Function(**one) for one in functions])
+
+
+TOOLS = tools_of(
+    {"name": "get", "parameters": WEATHER, "description": "Weather."},
+    {"name": "get_time"},
 )
 
 

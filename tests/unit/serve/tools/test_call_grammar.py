@@ -9,10 +9,10 @@ from specinfer.serve.dialect import Reasoning
 from specinfer.serve.reader import content_and_calls
 from specinfer.serve.tools.call_grammar import call_grammar
 from specinfer.serve.tools.call_parser import CallParser
-from specinfer.serve.tools.tool import ToolChoice, read_tools
+from specinfer.serve.tools.tool import ToolChoice
 from specinfer.structured_output import structured_output
 
-from .families import FAMILIES, QWEN, TOOLS, Family, tokenizer, verdict
+from .families import FAMILIES, QWEN, TOOLS, Family, tokenizer, tools_of, verdict
 
 AUTO, REQUIRED, NAMED = ToolChoice("auto"), ToolChoice("required"), ToolChoice("required", "get_time")
 CITY = '{"city": "Oslo", "days": 2}'
@@ -186,9 +186,7 @@ def test_beside_a_form_an_answer_is_calls_or_the_form_and_nothing_else(name, tex
 
 @pytest.mark.parametrize("count", [2, 40])
 def test_a_strict_form_goes_beside_any_number_of_tools(count):
-    tools = read_tools(
-        [{"type": "function", "function": {"name": f"function_number_{i}"}} for i in range(count)]
-    )
+    tools = tools_of(*({"name": f"function_number_{i}"} for i in range(count)))
     shape = {"name": "x", "strict": True, "schema": OBJECT}
     form = structured_output({"type": "json_schema", "json_schema": shape})
     for family in FAMILIES.values():
@@ -291,9 +289,9 @@ def test_a_token_may_lie_across_the_beginning_of_a_call():
 
 def test_what_a_schema_has_beyond_the_library_is_passed_over_unless_strict():
     odd = {"type": "object", "properties": {"at": {"type": "string", "format": "poem"}, "n": {"oneOf": [{}]}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": odd}}
+    tools = tools_of({"name": "f", "parameters": odd})
     family = FAMILIES["hermes"]
-    grammar = call_grammar(family.format, read_tools([tool]), REQUIRED)
+    grammar = call_grammar(family.format, tools, REQUIRED)
     assert verdict(family, grammar, hermes("f", '{"at": "x"}')) is None
     assert (
         verdict(family, grammar, hermes("f", '{"at": 1}')) == hermes("f", "\0").partition("\0")[0] + '{"at": '
@@ -306,9 +304,7 @@ def test_schemas_of_any_order_refs_and_odd_texts_are_written_well():
         "properties": {"z": {"$ref": "#/$defs/way"}, "a": {"type": "null"}},
         "required": ["z", "a"],
     }
-    tools = read_tools(
-        [{"type": "function", "function": {"name": f"f{i}.x:y-z", "parameters": schema}} for i in range(3)]
-    )
+    tools = tools_of(*({"name": f"f{i}.x:y-z", "parameters": schema} for i in range(3)))
     for name in ("hermes", "llama3", "mistral_args"):
         family = FAMILIES[name]
         grammar = call_grammar(family.format, tools, AUTO)
@@ -319,9 +315,7 @@ def test_schemas_of_any_order_refs_and_odd_texts_are_written_well():
 
 def test_a_grammar_that_is_too_long_is_refused():
     large = {"type": "object", "properties": {"x" * 300: {"const": "y" * 100_000}}}
-    tools = read_tools(
-        [{"type": "function", "function": {"name": f"f{i}", "parameters": large}} for i in range(3)]
-    )
+    tools = tools_of(*({"name": f"f{i}", "parameters": large} for i in range(3)))
     with pytest.raises(
         RequestError, match=r"the schemas of tools make a grammar of \d+ characters"
     ) as caught:

@@ -13,11 +13,11 @@ from specinfer.serve.reader import ArgumentsPiece, CallEnded, CallStarted, Conte
 from specinfer.serve.tools.call_format import CallFormat, for_template
 from specinfer.serve.tools.call_grammar import call_grammar
 from specinfer.serve.tools.tagged_calls import call_parser, json_of, schemas_of, types_of
-from specinfer.serve.tools.tool import Tool, ToolChoice, read_tools
+from specinfer.serve.tools.tool import Tool, ToolChoice
 from specinfer.structured_output import structured_output
 from tests.operations import lines_run
 
-from .families import PLAIN, Family, tokenizer, verdict
+from .families import PLAIN, Family, tokenizer, tools_of, verdict
 
 # As the model's own has it, less the words around it.
 TEMPLATE = """\
@@ -46,12 +46,10 @@ SCHEMA = {
     "additionalProperties": False,
     "$defs": {"tag": {"enum": ["x", "y"]}, "size": {"type": "string", "enum": ["S", "XL", "\u00d6<\n"]}},
 }
-TOOLS = read_tools(
-    [
-        {"type": "function", "function": {"name": "put", "parameters": SCHEMA}},
-        {"type": "function", "function": {"name": "now"}},
-        {"type": "function", "function": {"name": "any", "parameters": {"type": "object"}}},
-    ]
+TOOLS = tools_of(
+    {"name": "put", "parameters": SCHEMA},
+    {"name": "now"},
+    {"name": "any", "parameters": {"type": "object"}},
 )
 AUTO, REQUIRED = ToolChoice("auto"), ToolChoice("required")
 
