@@ -101,7 +101,7 @@ async def long_text(http: Any, tokens: int) -> str:
 def prefill(args: Any, questions: Sequence[str]) -> list[float]:
     """Seconds of the step that reads each prompt, one prompt at a time, offline."""
     with LLM(
-        args.model, quantization=args.quantization, max_context=_CONTEXT, kv_cache_memory=2 << 30
+        args.model, quantization=args.quantization, max_context=_CONTEXT, kv_cache_memory=2 << 30, ngram=False
     ) as llm:
         took: list[float] = []
         for text in ["warm", *questions]:

@@ -58,7 +58,7 @@ def main() -> None:
 def engines(everybody: LLM, *, drafted: bool) -> dict[str, LLM]:
     """An engine for each way; without a draft all of them are the lookups."""
     config, speculation = everybody.config, everybody.config.speculation
-    others = {"ngram": SpeculationConfig(ngram=True), "suffix": SpeculationConfig(suffix=True)}
+    others = {"ngram": SpeculationConfig(ngram=True), "suffix": SpeculationConfig(ngram=False, suffix=True)}
     if drafted:
         others["lookups"] = SpeculationConfig(ngram=True, suffix=True)
         others["draft"] = replace(speculation, ngram=False, suffix=False)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from specinfer import LLM, RequestOutput, SamplingParams, SpecInferError, SpeculationFigures
-from specinfer.config import USUAL_EXPANSION, SpeculationConfig
+from specinfer.config import NO_SPECULATION, USUAL_EXPANSION
 from specinfer.files import write_whole
 from specinfer.report.dataset import Conversation, Dataset
 from specinfer.report.provenance import commit, hardware, provenance
@@ -178,7 +178,7 @@ def in_turn(datasets: Sequence[Dataset], limit: int) -> list[Conversation]:
 
 def without_speculation(llm: LLM) -> LLM:
     """The same weights and options without speculators; it still guesses what a grammar forces."""
-    return llm.variant(replace(llm.config, speculation=SpeculationConfig()))
+    return llm.variant(replace(llm.config, speculation=NO_SPECULATION))
 
 
 def ask(

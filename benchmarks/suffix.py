@@ -71,6 +71,7 @@ def main() -> None:
                 max_batch_size=args.batch_size,
                 max_context=4096,
                 tree_size="fixed",
+                ngram=False,
             )
             llm = LLM.from_models(
                 base.config, base.models, speculators_named(name, base.models.target.kernels.library)

@@ -66,6 +66,7 @@ def main() -> None:
                     args.model,
                     drafts=(args.draft,),
                     tree_size="fixed",
+                    ngram=False,
                     max_batch_size=args.batch_size,
                     max_context=2048,
                 )

@@ -48,9 +48,9 @@ def draw_rule(verifier: Verifier | None, usual: DrawRule | None = None) -> DrawR
     return usual if usual in rules else rules[0]
 
 
-def _switch(purpose: str) -> bool:
-    """An option that switches a speculator on (speculate/table.py); it is off unless somebody asks."""
-    switch: bool = field(default=False, metadata={"switch": purpose})
+def _switch(purpose: str, *, on: bool = False) -> bool:
+    """An option that switches a speculator on and off (speculate/table.py); `on` is its default."""
+    switch: bool = field(default=on, metadata={"switch": purpose})
     return switch
 
 
@@ -63,7 +63,7 @@ class SpeculationConfig:
     draft_vocabulary: int | str | None = None  # tokens drafts can name: how many, or a file of ids; None: all
     # What drafts of another vocabulary guess: tokens both have, or text; auto: text unless a law is needed.
     draft_tokens: DraftTokens = "auto"
-    ngram: bool = _switch("Look guesses up in the text itself. On where nobody else guesses.")
+    ngram: bool = _switch("Look guesses up in the text itself.", on=True)
     ngram_min: int = 1  # tokens that must match, at least
     ngram_max: int = 4  # and at most; longer matches are tried first
     ngram_branches: int = 1  # earlier occurrences that become branches
@@ -317,4 +317,4 @@ def _at_least(name: str, value: int, least: int) -> None:
 
 
 # Ordinary decoding: one-node trees, whatever a request's grammar or prediction would let somebody guess.
-NO_SPECULATION = SpeculationConfig(max_nodes=1, tree_size="fixed")
+NO_SPECULATION = SpeculationConfig(ngram=False, max_nodes=1, tree_size="fixed")

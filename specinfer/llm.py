@@ -42,7 +42,7 @@ class _Open:
 class LLM:
     """A model with its speculators, for generating text offline.
 
-        with LLM("smollm2-135m", ngram=True) as llm:
+        with LLM("smollm2-135m") as llm:
             for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=16)):
                 print(output.text)
 

@@ -63,7 +63,7 @@ PARAMETERS: Mapping[str, Options] = {
 # Few enough run at once that every tree has its full size, which decides the text under multi-step sampling.
 TINY: Options = {
     **{"dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed"},
-    **{"max_batch_size": 8, "max_nodes": 24},
+    **{"max_batch_size": 8, "max_nodes": 24, "ngram": False},
 }
 # draft names: S often agrees with the target, X never heard of it
 TINY_ENGINES: Mapping[str, Options] = {
@@ -141,8 +141,11 @@ def record_real(model: str, draft: str | None) -> Iterator[Record]:
         engines = {name: {**options, "drafts": (draft,)} for name, options in DRAFT_ENGINES.items()}
     chosen = [*LAWS, "penalties", "regex", "min_tokens stop", "logprobs raw"]
     for name, options in engines.items():
-        common: Options = {"max_context": 1024, "tree_size": "fixed", "dtype": "bfloat16"}
-        llm = LLM(model, **common, **options)
+        common: Options = {
+            **{"max_context": 1024, "tree_size": "fixed", "dtype": "bfloat16", "ngram": False},
+            **options,
+        }
+        llm = LLM(model, **common)
         for law in chosen:
             given: Options = {"seed": 11, "max_tokens": 24, **PARAMETERS[law]}
             params = SamplingParams(**given)

@@ -39,7 +39,7 @@ FACTS: Final = EngineFacts(
     longest=100_000,
     pid=1,
     speculators=("grammar", "prediction", "draft", "suffix", "ngram"),
-    speculation=SpeculationConfig(drafts=("small",), max_nodes=64),
+    speculation=SpeculationConfig(drafts=("small",), ngram=False, max_nodes=64),
 )
 _ACCEPTED: Final = (3, 0, 5, 1, 2)  # tokens, step by step
 _NAMES: Final = (["draft"], ["ngram"], ["draft", "ngram"], ["suffix"], ["prediction"], ["grammar"])

@@ -37,9 +37,9 @@ _QUANTIZATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("int4, int8 activations, with AMX bf16", {"dtype": "bfloat16", "quantization": "int4"}),
 }
 _SPECULATION: dict[str, dict[str, Any]] = {
-    "": {},
+    "": {"ngram": False},
     "+ngram": {"ngram": True},
-    "+draft": {"draft_quantization": "int4"},
+    "+draft": {"draft_quantization": "int4", "ngram": False},
     "+draft+ngram": {"draft_quantization": "int4", "ngram": True},
 }
 

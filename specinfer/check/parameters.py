@@ -13,7 +13,7 @@ from specinfer.check.identity import compare_texts
 from specinfer.check.promise import Effort, engine_like, with_verifier
 from specinfer.check.target_alone import TargetAlone
 from specinfer.check.verdict import Verdict
-from specinfer.config import SpeculationConfig
+from specinfer.config import NO_SPECULATION, SpeculationConfig
 from specinfer.engine.admission import Admission
 from specinfer.errors import RequestError
 from specinfer.llm import LLM
@@ -127,7 +127,7 @@ def check_parameters(
     verifier is the coupled one, which keeps texts, and trees have their full size.
     """
     progress = progress or NoProgress()
-    plain = engine_like(llm, SpeculationConfig(), prompts, effort)
+    plain = engine_like(llm, NO_SPECULATION, prompts, effort)
     speculative = engine_like(llm, with_verifier(llm.config.speculation, "coupled"), prompts, effort)
     target = TargetAlone(llm.models.target)
     for name, setting in settings_for(llm.tokenizer, llm.models.target.config.vocab_size).items():

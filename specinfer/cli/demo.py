@@ -72,7 +72,6 @@ def demo() -> None:
         DEFAULT_MODEL,
         drafts=[HEAD],
         draft_quantization="int8",
-        ngram=True,
         max_context=2048,
         progress=ProgressBar(),
     ) as speculative:

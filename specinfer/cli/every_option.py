@@ -51,7 +51,7 @@ PURPOSES: Final = {
     "draft_quantization": "As --quantization, of draft models.",
     "draft_vocabulary": "Cut a draft's output layer to N common tokens, or to the token ids in a file.",
     "draft_tokens": "What drafts of another vocabulary guess: shared tokens, text, or auto.",
-    "ngram": "Look guesses up in the text itself. On where nobody else guesses.",
+    "ngram": "Look guesses up in the text itself.",
     "ngram_min": "Tokens that must match, at least.",
     "ngram_max": "And at most; longer matches are tried first.",
     "ngram_branches": "Earlier occurrences that become branches.",
@@ -213,7 +213,7 @@ def speculative_config(value: object) -> dict[str, Any]:
         if tokens is not None:
             options["ngram_depth"] = tokens
     elif method == "suffix":
-        options = {"suffix": True}
+        options = {"suffix": True, "ngram": False}
         names = {"suffix_decoding_max_tree_depth": "suffix_depth"}
         if tokens is not None:
             options["suffix_depth"] = tokens

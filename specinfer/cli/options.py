@@ -119,15 +119,15 @@ def build_llm(options: dict[str, Any], **more: Any) -> LLM:
 def engine_config(options: dict[str, Any]) -> EngineConfig:
     """The engine's config from the model and speculation options; None stands for one that is not given.
 
-    Where no speculator is named, n-grams are on, and so is the draft head that comes with the model, if
-    there is one. Raises ConfigError.
+    Where no speculator is named, the draft head that comes with the model, if there is one, joins those that
+    are on by default. Raises ConfigError.
     """
     given = {name: value for name, value in options.items() if value is not None}
     model = given.pop("model")
     if isinstance(memory := given.get("kv_cache_memory"), str):
         given["kv_cache_memory"] = parse_size(memory)
     if "ngram" not in given and not any(given.get(name) for name in ("drafts", *SWITCHES)):
-        given |= {"ngram": True, "drafts": heads_of(model)}
+        given["drafts"] = heads_of(model)
     config = EngineConfig.from_options(model, given)
     for name in ("draft_quantization", "draft_vocabulary", "draft_tokens", "expansion", "draw"):
         if name in given and not given.get("drafts"):

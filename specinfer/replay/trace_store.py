@@ -8,7 +8,7 @@ import math
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +27,7 @@ from specinfer.sampling_params import SamplingParams
 VERSION: Final = 3
 _READ: Final = (2, 3)  # versions; 2 has no heads
 LARGEST: Final = 4 << 30  # bytes of all arrays together
+_UNSAID: Final = SpeculationConfig(ngram=False)  # what a file leaves out is as it is here
 _FORMAT: Final = "specinfer policy trace"
 # What of a request's parameters is kept: all that speculators, their limits and text ends depend on.
 KEPT_PARAMS: Final = (
@@ -81,7 +82,7 @@ def _head(trace: Trace) -> dict[str, Any]:
     speculation = {
         f.name: str(value) if f.name == "expansion" else value
         for f in fields(SpeculationConfig)
-        if (value := getattr(trace.speculation, f.name)) != getattr(SpeculationConfig(), f.name)
+        if (value := getattr(trace.speculation, f.name)) != getattr(_UNSAID, f.name)
     }
     return {
         "format": _FORMAT,
@@ -167,7 +168,7 @@ def _trace(arrays: Mapping[str, NDArray[Any]]) -> Trace:
     return Trace(
         model=str(head["model"]),
         engine=engine,
-        speculation=SpeculationConfig(**head["speculation"]),
+        speculation=replace(_UNSAID, **head["speculation"]),
         texts=texts,
         drafts=drafts,
         curve=_curve(head["curve"]),

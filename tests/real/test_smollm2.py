@@ -34,7 +34,7 @@ SAMPLING = {
 
 @pytest.fixture(scope="module")
 def plain() -> LLM:
-    return LLM(smollm2(), max_context=1024)
+    return LLM(smollm2(), ngram=False, max_context=1024)
 
 
 def texts(llm: LLM, params: SamplingParams, *, together: bool) -> list[str]:
@@ -60,7 +60,9 @@ def test_the_same_seed_gives_the_same_text_with_and_without_speculation(plain: L
 def test_the_head_that_comes_with_the_package_guesses_and_changes_nothing(plain: LLM, sampling: str) -> None:
     params = SAMPLING[sampling]
     expected = texts(plain, params, together=False)
-    with LLM(smollm2(), drafts=["smollm2-135m-head"], tree_size="fixed", max_context=1024) as llm:
+    with LLM(
+        smollm2(), drafts=["smollm2-135m-head"], ngram=False, tree_size="fixed", max_context=1024
+    ) as llm:
         assert texts(llm, params, together=False) == expected
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
         figures = [output.figures for output in llm.chat(chats, params)]
@@ -70,7 +72,12 @@ def test_the_head_that_comes_with_the_package_guesses_and_changes_nothing(plain:
 
 @pytest.mark.parametrize("how", ["shared", "text"])
 def test_a_model_of_another_family_guesses_for_qwen(how: str) -> None:
-    options: dict[str, Any] = {"quantization": "int8", "max_context": 512, "kv_cache_memory": 1 << 29}
+    options: dict[str, Any] = {
+        "ngram": False,
+        "quantization": "int8",
+        "max_context": 512,
+        "kv_cache_memory": 1 << 29,
+    }
     drafts: dict[str, Any] = {"drafts": (smollm2(),), "draft_tokens": how, "tree_size": "fixed"}
     llm = LLM(qwen_draft(), **options, **drafts)
     assert llm.models.foreign["draft"].shared == 39237

@@ -7,17 +7,28 @@ from typing import Any
 
 import pytest
 
-from specinfer.config import DRAFT_DRAWS, CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
+from specinfer.config import (
+    DRAFT_DRAWS,
+    NO_SPECULATION,
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from specinfer.errors import ConfigError
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
 from specinfer.verify.pairs import ACCEPTED_RULES, Verifier
 
 
-def test_the_defaults_guess_nothing() -> None:
+def test_lookups_are_on_by_default_and_can_be_switched_off() -> None:
     config = EngineConfig.from_options("some-model", {})
     assert config == EngineConfig(model="some-model")
-    assert not config.speculation.enabled
+    assert config.speculation.enabled
+    assert config.speculation.ngram
+    assert config.with_options({"drafts": "a"}).speculation.ngram
+    assert not config.with_options({"ngram": False}).speculation.enabled
+    assert not NO_SPECULATION.enabled
 
 
 def test_flat_options_find_their_groups() -> None:

@@ -105,7 +105,7 @@ def test_what_is_not_given_is_left_to_the_file_and_the_defaults(tmp_path: Path) 
     options, config = configs({"model": None, "port": 9, "suffix": None, "api_key": ()}, file)
     assert options == {"model": "there", "suffix": True, "max_step_tokens": 128}
     assert config == ServeConfig(port=9, max_waiting=3, api_key=("x", "y"), max_body=1 << 20)
-    assert engine_config(options).speculation.ngram is False
+    assert engine_config(options).speculation.suffix is True
     assert configs({}, None) == ({"model": "smollm2-135m", "max_step_tokens": 128}, ServeConfig())
     assert configs({"max_batch_size": 200}, None)[0]["max_step_tokens"] == 200
 
@@ -189,7 +189,7 @@ def test_vllms_config_is_understood(given: Any, meant: str) -> None:
     if kind == "ngram":
         assert options == {"ngram": True, "ngram_depth": int(rest[0]), "ngram_max": int(rest[1])}
     elif kind == "suffix":
-        assert options == {"suffix": True, "suffix_depth": int(rest[0])}
+        assert options == {"suffix": True, "ngram": False, "suffix_depth": int(rest[0])}
     else:
         assert options == {"drafts": rest[0], "expansion": rest[1]}
     EngineConfig.from_options("m", options)
@@ -220,8 +220,9 @@ def test_what_of_vllms_is_not_here(given: Any, said: str) -> None:
         ({"model": "another"}, (True, ())),
         ({"model": "smollm2-135m", "ngram": False}, (False, ())),
         ({"model": "smollm2-135m", "ngram": True}, (True, ())),
-        ({"model": "smollm2-135m", "suffix": True}, (False, ())),
-        ({"model": "smollm2-135m", "drafts": ("mine",)}, (False, ("mine",))),
+        ({"model": "smollm2-135m", "suffix": True}, (True, ())),
+        ({"model": "smollm2-135m", "drafts": ("mine",)}, (True, ("mine",))),
+        ({"model": "smollm2-135m", "drafts": ("mine",), "ngram": False}, (False, ("mine",))),
     ],
 )
 def test_a_models_own_head_guesses_where_no_speculator_is_named(

@@ -35,8 +35,8 @@ def _soon(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answered(folder: Path, **options: Any) -> str:
-    options = {**ENGINE, "kernels": "torch", "tree_size": "cost", **options}
-    with LLM(str(folder / "target"), drafts=(str(folder / "draft"),), ngram=True, **options) as llm:
+    options = {**ENGINE, "kernels": "torch", "tree_size": "cost", "ngram": True, **options}
+    with LLM(str(folder / "target"), drafts=(str(folder / "draft"),), **options) as llm:
         [output] = llm.generate(["(1,2)(1,2)"], SamplingParams(temperature=0, max_tokens=60))
     return output.text
 

@@ -11,7 +11,13 @@ from specinfer.progress import NoProgress
 from tests.engines import write_tiny
 
 PARAMS = SamplingParams(temperature=1, seed=3, max_tokens=8)
-OPTIONS = {"dtype": "float32", "kv_cache_memory": 1 << 22, "quantization": "int8", "tree_size": "cost"}
+OPTIONS = {
+    "ngram": False,
+    "dtype": "float32",
+    "kv_cache_memory": 1 << 22,
+    "quantization": "int8",
+    "tree_size": "cost",
+}
 
 
 class Interrupted(NoProgress):

@@ -35,8 +35,8 @@ def test_guesses_are_looked_up_by_the_kernels_there_are(
     for lookups in (NativeLookups, PlainLookups):
         for question in questions:
             monkeypatch.setattr(lookups, question, noting(getattr(lookups, question)))
-    model, options = str(write_pair(tmp_path) / "target"), {**ENGINE, "kernels": name}
-    with LLM(model, ngram=True, suffix=True, **options) as llm:
+    model, options = str(write_pair(tmp_path) / "target"), {**ENGINE, "kernels": name, "ngram": True}
+    with LLM(model, suffix=True, **options) as llm:
         [output] = llm.generate(["(1,2)(1,2)"], SamplingParams(temperature=0, max_tokens=20))
     assert asked == {(by, question) for question in questions}
     assert output.figures.drafted_tokens > 0

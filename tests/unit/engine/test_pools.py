@@ -19,7 +19,13 @@ from specinfer.progress import NoProgress
 from specinfer.sampling_params import SamplingParams
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 
-OPTIONS = {"dtype": "float32", "kv_cache_memory": 1 << 24, "max_context": 64, "tree_size": "fixed"}
+OPTIONS = {
+    "ngram": False,
+    "dtype": "float32",
+    "kv_cache_memory": 1 << 24,
+    "max_context": 64,
+    "tree_size": "fixed",
+}
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ def test_the_best_fixed_choice_is_the_quickest_of_all(trace: Trace) -> None:
     known = [choice for choice in choices if choice.depth <= 3]  # so deep it was recorded
     assert best in known
     assert played.seconds == min(play_fixed(parts, speculation, choice).seconds for choice in known)
-    lonely = replace(trace, drafts={}, speculation=SpeculationConfig())
+    lonely = replace(trace, drafts={}, speculation=SpeculationConfig(ngram=False))
     assert best_fixed(mixed([lonely]), lonely.speculation) == (None, None)
 
 

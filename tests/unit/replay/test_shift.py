@@ -46,7 +46,7 @@ def text_of(seed: int, draft: CostCurve, right: float) -> Trace:
         engine=EngineFacts(
             vocab=64, max_context=1024, max_step_tokens=256, block_size=16, prefix_reuse=False, ending=()
         ),
-        speculation=SpeculationConfig(drafts=("draft",), max_nodes=32),
+        speculation=SpeculationConfig(drafts=("draft",), ngram=False, max_nodes=32),
         texts=(
             RecordedText(
                 PROMPT, tuple(text[:length]), SamplingParams(temperature=0, max_tokens=length), seed=0

@@ -112,7 +112,7 @@ def test_callers_own_speculators_may_fill_the_tree() -> None:
 
 
 def test_an_engine_without_speculators_still_guesses_from_what_requests_bring() -> None:
-    ours = limits(SpeculationConfig())
+    ours = limits(SpeculationConfig(ngram=False))
     assert ours.nodes(request()) == 1
     assert ours.speculators(request()) == ()
     assert ours.speculators(request(prediction=(5,), regex="a")) == ("grammar", "prediction")
