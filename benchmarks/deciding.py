@@ -121,10 +121,10 @@ class Play:
         if draft != "none":
             drafts.append(by_levels if draft == "by levels" else Head(self._grow))
         for free in looking_up:
-            for name in ("propose", "extend", "observe"):
+            for name in ("propose", "observe"):
                 _watch(watch, free.name, free, name)
         for one in drafts:
-            for name in ("begin", "deepen", "hindsight", "tree", "observe"):
+            for name in ("begin", "deepen", "tree", "observe"):
                 _watch(watch, "draft" if one is by_levels else "model", one, name)
         curves = {one.name: DRAFT for one in drafts}
         policy, _ = sized_by_cost(TARGET, curves, config, measured=True, library=library)
@@ -215,7 +215,7 @@ class Play:
             builder.add(node, token, "draft", confidence=sure, evidence=(sure, left))
 
 
-class Head:
+class Head(LevelSpeculator):
     """A level speculator whose trees are whole after their first level."""
 
     name = "draft"

@@ -1,14 +1,10 @@
 """A speculator of one's own: it guesses that the text repeats what stood `period` tokens earlier."""
 
-from collections.abc import Sequence
-
 from specinfer import LLM, SamplingParams, TokenTree
-from specinfer.plan import PlanEntry
-from specinfer.speculate.speculator import Outcome
-from specinfer.tree import TreeBuilder
+from specinfer.speculators import Speculator, StepPlan, TreeBuilder
 
 
-class Echo:
+class Echo(Speculator):
     """Guesses the token that stood `period` tokens earlier, and the ones after it."""
 
     name = "echo"
@@ -16,9 +12,9 @@ class Echo:
     def __init__(self, period: int) -> None:
         self.period = period
 
-    def propose(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
+    def propose(self, plan: StepPlan) -> list[TokenTree]:
         trees = []
-        for entry in entries:
+        for entry in plan.tree_entries:
             text = list(entry.token_ids[: entry.end])
             builder, node = TreeBuilder(text[-1], entry.max_nodes), 0
             for token in text[-self.period :][: entry.max_depth]:
@@ -27,9 +23,6 @@ class Echo:
                     break
             trees.append(builder.build())
         return trees
-
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing to learn."""
 
 
 llm = LLM("smollm2-135m", speculators=[Echo(period=6)], max_nodes=8)

@@ -8,7 +8,7 @@ from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
 from specinfer.engine.scheduler import Scheduler
 from specinfer.request import Request, RequestOutput
-from specinfer.runtime.runner import ModelRunner
+from specinfer.runtime.executor import LocalExecutor
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
@@ -39,7 +39,7 @@ def answer(
     request = Request(request_id, PROMPT, PARAMS, seed=0, prediction=prediction)
     pool = BlockPool(num_blocks=8, block_size=16)
     engine = Engine(
-        target=ModelRunner(tiny.target, num_blocks=8, block_size=16),
+        executor=LocalExecutor(tiny.target, num_blocks=8, block_size=16),
         speculators=Ensemble([speculator], vocab=tiny.target.config.vocab_size, policy=FixedPolicy()),
         tokenizer=tiny.tokenizer,
         admission=Admission(

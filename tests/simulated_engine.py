@@ -14,7 +14,7 @@ from specinfer import SamplingParams
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.speculation_policy import SpeculationPolicy, StepReport
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import LevelSpeculator, Outcome
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from tests import plans
 
@@ -45,7 +45,7 @@ class Machine:
 
 
 @dataclass
-class Guesser:
+class Guesser(LevelSpeculator):
     """A draft of one guess a level: a level speculator that is right with a probability that may change."""
 
     machine: Machine

@@ -30,10 +30,10 @@ from specinfer.speculate.drafts.block import BlockDraft
 from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.drafts.one_pass import OnePassTrees
-from specinfer.speculate.ensemble import AnySpeculator, Ensemble
+from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.speculation_policy import SpeculationPolicy, StepReport
-from specinfer.speculate.speculator import LevelSpeculator, Outcome
+from specinfer.speculate.speculator import AnySpeculator, LevelSpeculator, Outcome
 from specinfer.speculate.table import build_speculators
 from specinfer.tree import TokenTree
 

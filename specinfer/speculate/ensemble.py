@@ -8,42 +8,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import lt
-from typing import cast
 
 from specinfer.errors import ConfigError, RequestError, SpeculatorError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.features import TextRows
 from specinfer.runtime.flight import Flight
-from specinfer.speculate.extension import MOST_TOKENS, likely_ends
 from specinfer.speculate.policy.decision import Decision, Proposed
 from specinfer.speculate.policy.speculation_policy import LevelPass, SpeculationPolicy, StepReport
 from specinfer.speculate.policy.trusted_policy import TrustedPolicy
 from specinfer.speculate.shared_tree import SharedTree
-from specinfer.speculate.speculator import (
-    ExtendsGuesses,
-    HasHindsight,
-    LevelOutcome,
-    LevelSpeculator,
-    ReadsTarget,
-    SeesChoices,
-    Speculator,
-)
+from specinfer.speculate.speculator import AnySpeculator, LevelSpeculator, Speculator
 from specinfer.tree import TokenTree
-from specinfer.tree.draw import any_sampled, as_runs
+from specinfer.tree.draw import as_runs
 from specinfer.tree.prune import likeliest, prune
 from specinfer.tree.token_tree import single_node
 
 _LOG = logging.getLogger(__name__)
-
-AnySpeculator = Speculator | LevelSpeculator
 
 
 class Ensemble:
     """Asks each speculator in turn and merges what they propose (SpecInfer's merge-based construction).
 
     They are asked in the order given, so those that cost nothing come first, and a draft model after them:
-    whether it is worth its passes depends on what is known without it. Its likely ends are offered to those
-    that can go on from them. What can never become text is dropped before the next one is asked.
+    whether it is worth its passes depends on what is known without it. What can never become text is dropped
+    before the next one is asked.
 
     `policy` decides how deep level speculators go, and which nodes of the merged trees are verified. Until
     then guesses that may be dropped take no room (shared_tree.py); what the policy leaves beyond a request's
@@ -63,29 +51,27 @@ class Ensemble:
         policy: SpeculationPolicy,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        if foreign := [s for s in speculators if not isinstance(s, Speculator | LevelSpeculator)]:
+            raise ConfigError(
+                f"{type(foreign[0]).__name__} is no speculator; derive it from "
+                "specinfer.speculators.Speculator, which has defaults for all but propose"
+            )
         names = [s.name for s in speculators]
         if len(set(names)) != len(names):
             raise ConfigError(f"speculators are named {names}; each needs a name of its own")
         self._speculators = tuple(speculators)
         self._names = tuple(names)  # of all, those that have failed included
-        # To ask an instance for its methods takes as long as a guess.
-        self._by_levels = frozenset(s.name for s in speculators if isinstance(s, LevelSpeculator))
-        self._extending = frozenset(s.name for s in speculators if isinstance(s, ExtendsGuesses))
-        self._looking_back = frozenset(s.name for s in speculators if isinstance(s, HasHindsight))
-        self._reading = frozenset(s.name for s in speculators if isinstance(s, ReadsTarget))
-        self._seeing = frozenset(s.name for s in speculators if isinstance(s, SeesChoices))
         self._vocab = vocab  # of the target
         self._policy = policy if isinstance(policy, TrustedPolicy) else TrustedPolicy(policy)
         self._clock = clock
         self._guessed_tokens = dict.fromkeys(names, 0)
         self._odd: set[str] = set()  # those that gave a confidence outside of 0 to 1, which was logged
         self._passes: list[LevelPass] = []  # of the step
-        self._hindsight: dict[str, Sequence[LevelOutcome]] = {}  # of the same
         self._proposed = Proposed(StepPlan(()), StepPlan(()))  # the same, for `explain`
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         """One merged tree per entry that has a tree, of at most `entry.max_nodes` nodes."""
-        self._passes, self._hindsight = [], {}
+        self._passes = []
         asked_for, plan = plan, self._policy.begin_step(plan)
         self._proposed = Proposed(asked_for, plan)
         shared = [SharedTree(entry) for entry in plan.tree_entries]
@@ -97,16 +83,12 @@ class Ensemble:
             self._count(speculator.name, trees)
             for one, tree in zip(asked, trees, strict=False):  # none if it failed
                 one.add(tree)
-        if self._by_levels and self._extending:
-            self._extend(shared)
         guessed = [one.tree for one in shared]
         chosen = self._policy.choose_nodes(guessed)
         fitting = [_within(one.entry, tree) for one, tree in zip(shared, chosen, strict=True)]
         self._proposed.guessed, self._proposed.chosen = guessed, fitting
-        for speculator in self._speculators if self._seeing else ():
-            if speculator.name in self._seeing:
-                seeing = cast(SeesChoices, speculator)
-                self._trying(speculator, partial(seeing.see_choices, guessed, fitting))
+        for speculator in self._speculators:
+            self._trying(speculator, partial(speculator.see_choices, guessed, fitting))
         return fitting
 
     def explain(self) -> list[Decision]:
@@ -125,24 +107,18 @@ class Ensemble:
     @property
     def taps(self) -> tuple[int, ...]:
         """The target's layers whose inputs somebody reads; see `hear`."""
-        if not self._reading:
-            return ()
-        return tuple(sorted({tap for reader in self._readers() for tap in reader.taps}))
+        return tuple(sorted({tap for speculator in self._speculators for tap in speculator.taps}))
 
     def hear(self, texts: TextRows, flight: Flight) -> None:
         """Let those that read the target's hidden states have those of texts that go on, of one pass."""
-        if not self._reading:
-            return
-        for reader in self._readers():
-            self._trying(reader, partial(self._tell, reader, texts, flight))
+        for speculator in self._speculators:
+            if speculator.taps:
+                self._trying(speculator, partial(self._tell, speculator, texts, flight))
 
     @staticmethod
-    def _tell(reader: ReadsTarget, texts: TextRows, flight: Flight) -> None:
+    def _tell(reader: AnySpeculator, texts: TextRows, flight: Flight) -> None:
         own = texts.of_those(lambda entry: entry.lets_guess(reader.name))
         reader.hear(own.features(flight, reader.taps))
-
-    def _readers(self) -> list[ReadsTarget]:
-        return [cast(ReadsTarget, s) for s in self._speculators if s.name in self._reading]
 
     def observe(self, report: StepReport) -> None:
         """Pass the outcomes on to every speculator; and to the policy all of it, and what was spent here."""
@@ -151,8 +127,8 @@ class Ensemble:
             self._trying(speculator, partial(speculator.observe, report.outcomes))
         if report.seconds:
             seconds = {**report.seconds, "observe": self._clock() - began}
-            report = replace(report, seconds=seconds, passes=self._passes, hindsight=self._hindsight)
-            self._passes, self._hindsight = [], {}
+            report = replace(report, seconds=seconds, passes=self._passes)
+            self._passes = []
         self._policy.observe(report)
 
     def _from(
@@ -162,11 +138,10 @@ class Ensemble:
         trees: list[TokenTree] = []
 
         def ask() -> None:
-            if speculator.name in self._by_levels:
-                guessed = [one.tree for one in shared]
-                proposed = self._grown(cast(LevelSpeculator, speculator), plan, guessed)
+            if isinstance(speculator, LevelSpeculator):
+                proposed = self._grown(speculator, plan, [one.tree for one in shared])
             else:
-                proposed = cast(Speculator, speculator).propose(plan)
+                proposed = speculator.propose(plan)
             entries = plan.tree_entries
             if len(proposed) != len(entries):
                 raise SpeculatorError(
@@ -208,8 +183,6 @@ class Ensemble:
         rows = sum(max(0, entries[i].end - len(entries[i].token_ids) + unread[i]) for i in below)
         while below:
             ends, ran = speculator.deepen(below), rows
-            if level == 0 and speculator.name in self._looking_back:
-                self._hindsight[speculator.name] = cast(HasHindsight, speculator).hindsight()
             below, rows = {}, 0
             if ends:
                 asked = [entries[i] for i in ends]
@@ -222,41 +195,6 @@ class Ensemble:
             self._passes.append(LevelPass(speculator.name, level, ran, now - began))
             began, level = now, level + 1
         return [speculator.tree(i) for i, entry in enumerate(entries) if entry.has_tree]
-
-    def _extend(self, shared: Sequence[SharedTree]) -> None:
-        """Where drafts' guesses end in likely tokens, ask who can go on from these."""
-        for one in shared:
-            ends = likely_ends(one.tree, self._by_levels)
-            guesses = list[tuple[int, TokenTree]]()
-            for speculator in self._speculators if ends else ():
-                if speculator.name in self._extending and one.entry.lets_guess(speculator.name):
-                    self._trying(speculator, partial(self._go_on, speculator, one, ends, guesses))
-            if guesses:
-                one.extend(guesses)
-
-    def _go_on(
-        self,
-        speculator: AnySpeculator,
-        one: SharedTree,
-        ends: Sequence[int],
-        guesses: list[tuple[int, TokenTree]],
-    ) -> None:
-        """Add what a speculator guesses below these ends to `guesses`."""
-        entry = one.entry
-        for end in ends:
-            path = one.tree.path_tokens(end)
-            deepest = min(MOST_TOKENS, entry.max_depth - len(path))
-            if deepest < 1:
-                continue
-            tree = cast(ExtendsGuesses, speculator).extend(entry, path, deepest + 1)
-            tree = _checked(speculator.name, tree, path[-1], deepest + 1, deepest, self._vocab)
-            if any_sampled(tree.draws):
-                raise SpeculatorError(f"speculator {speculator.name!r} extends by samples, not point masses")
-            self._note_confidences(speculator.name, [tree])
-            tree = _possible(tree, entry, path)
-            if tree.num_nodes > 1:
-                self._count(speculator.name, [tree])
-                guesses.append((end, tree))
 
     def _count(self, name: str, trees: Sequence[TokenTree]) -> None:
         """Count a speculator's guesses, without those that cannot become text."""
@@ -279,7 +217,7 @@ class Ensemble:
                     )
                     return
 
-    def _trying(self, speculator: AnySpeculator | ReadsTarget, action: Callable[[], None]) -> None:
+    def _trying(self, speculator: AnySpeculator, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception:
@@ -351,19 +289,16 @@ def _shown(number: float) -> str:
         return f"an int of {int(number).bit_length()} bits"
 
 
-def _possible(tree: TokenTree, entry: PlanEntry, path: tuple[int, ...] = ()) -> TokenTree:
-    """The tree below `path` without nodes the request's parameters exclude, or that its end comes before."""
+def _possible(tree: TokenTree, entry: PlanEntry) -> TokenTree:
+    """The tree without nodes the request's parameters exclude, or that its end comes before."""
     processors = entry.processors
     if processors is None or tree.num_nodes == 1:
         return tree
     permits = processors.permits if processors.bans else None
     if permits is None and processors.ending.isdisjoint(tree.token_ids):
         return tree
-    if path and path[-1] in processors.ending:
-        return single_node(tree.token_ids[0])
-    below = permits if permits is None or not path else lambda nodes, token: permits((*path, *nodes), token)
     try:
-        return prune(tree, permits=below, ending=processors.ending)
+        return prune(tree, permits=permits, ending=processors.ending)
     except RequestError:  # a grammar too complex to follow: the target's walk will meet it, and say so
         return single_node(tree.token_ids[0])
 

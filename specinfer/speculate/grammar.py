@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from specinfer.errors import RequestError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import Speculator
 from specinfer.tree import TokenTree, TreeBuilder
 
 _CONFIDENCE: Final = 0.9  # the text is certain, how it is cut into tokens is not
 
 
-class GrammarSpeculator:
+class GrammarSpeculator(Speculator):
     """Proposes the text the grammar forces, as the tokenizer writes it; needs no model and no memory.
 
     The bytes are certain, the cut into tokens is a guess: the target has the last word, as always.
@@ -32,9 +31,6 @@ class GrammarSpeculator:
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         """One chain of forced tokens per entry, point masses; the root alone where there is a choice."""
         return [self._tree(entry) for entry in plan.tree_entries]
-
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing to learn: the request's own grammar keeps its place."""
 
     def _tree(self, entry: PlanEntry) -> TokenTree:
         builder = TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from specinfer.config import SpeculationConfig
 from specinfer.errors import RequestError, naming
 from specinfer.request import Request
-from specinfer.speculate.speculator import KnowsItsSize, LevelSpeculator, Observer
+from specinfer.speculate.speculator import AnySpeculator, LevelSpeculator
 
 
 class SpeculationLimits:
     """What the speculators of an engine may do for a request, within the engine's and its own limits."""
 
-    def __init__(self, config: SpeculationConfig, speculators: Sequence[Observer]) -> None:
+    def __init__(self, config: SpeculationConfig, speculators: Sequence[AnySpeculator]) -> None:
         self._config = config
         self._speculators = tuple(speculators)
         self.names = tuple(speculator.name for speculator in speculators)
@@ -27,7 +27,7 @@ class SpeculationLimits:
                 raise RequestError(
                     f"speculation.speculators names {name!r}; this engine has {', '.join(self.names)}"
                 )
-        if overrides.expansion is not None and not any(map(_has_shape, self._speculators)):
+        if overrides.expansion is not None and not self._any_has_shape(request):
             raise RequestError(
                 f"speculation.expansion is {overrides.expansion}; it is the shape of a draft model's trees, "
                 "and this engine has no draft model: leave it out"
@@ -47,7 +47,7 @@ class SpeculationLimits:
         limit = request.params.speculation.max_nodes or self._config.max_nodes
         return min(limit, 1 + sum(most for _, most in self._guessing(request)))
 
-    def _guessing(self, request: Request) -> list[tuple[Observer, int]]:
+    def _guessing(self, request: Request) -> list[tuple[AnySpeculator, int]]:
         """The speculators that may guess for the request, each with the most nodes it may propose."""
         params, overrides = request.params, request.params.speculation
         if not overrides.enabled:
@@ -60,17 +60,18 @@ class SpeculationLimits:
             (speculator, most)
             for speculator in self._speculators
             if (overrides.speculators is None or speculator.name in overrides.speculators)
-            and not (known_chance and getattr(speculator, "remembers_answers", False))
+            and not (known_chance and speculator.remembers_answers)
             and (most := self._most_nodes(speculator, request)) > 0
         ]
 
-    def _most_nodes(self, speculator: Observer, request: Request) -> int:
-        """What a speculator says of itself; one that says nothing may fill the tree."""
-        if isinstance(speculator, KnowsItsSize):
-            return speculator.most_nodes(request)
-        return self._config.max_nodes
+    def _most_nodes(self, speculator: AnySpeculator, request: Request) -> int:
+        """The nodes a speculator may propose: those it needs, or all of a tree's."""
+        most = speculator.most_nodes(request)
+        return self._config.max_nodes if most is None else most
 
-
-def _has_shape(speculator: Observer) -> bool:
-    """Whether a request's own expansion may mean something to it: not known of a caller's own."""
-    return isinstance(speculator, LevelSpeculator) or not isinstance(speculator, KnowsItsSize)
+    def _any_has_shape(self, request: Request) -> bool:
+        """Whether a draft or a caller's own speculator may heed a request's expansion."""
+        return any(
+            isinstance(speculator, LevelSpeculator) or speculator.most_nodes(request) is None
+            for speculator in self._speculators
+        )

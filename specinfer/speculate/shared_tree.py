@@ -41,31 +41,22 @@ class SharedTree:
             return
         if not any_sampled(tree.draws):
             self._others.append(tree)
-            self._graft([(0, tree)])
+            self._graft([tree])
             return
         self._sampled.append(tree)
         self._tree = merge(self._sampled)
         self.taken = self._tree.num_nodes - 1
         self._merged = None
-        self._graft([(0, other) for other in self._others])
+        self._graft(self._others)
 
-    def extend(self, guesses: Sequence[tuple[int, TokenTree]]) -> None:
-        """Add guesses that may be dropped below leaves: of each pair the tree's root is that leaf.
-
-        Nobody adds a tree after that.
-        """
-        self._graft(guesses)
-
-    def _graft(self, guesses: Sequence[tuple[int, TokenTree]]) -> None:
-        """Add trees below nodes of this one."""
-        if not guesses:
-            return
-        if self._merged is None:
-            tree = self.tree
-            if tree.num_nodes == 1 and len(guesses) == 1:
-                self._tree = guesses[0][1]
+    def _graft(self, trees: Sequence[TokenTree]) -> None:
+        """Add trees of guesses that may be dropped."""
+        if self._merged is None and trees:
+            if self.tree.num_nodes == 1 and len(trees) == 1:
+                self._tree = trees[0]
                 return
-            self._merged = MergedTree(tree)
-        for node, tree in guesses:
-            self._merged.graft(tree, node)
-        self._tree = None
+            self._merged = MergedTree(self.tree)
+        for tree in trees:
+            assert self._merged is not None, "there are trees"
+            self._merged.graft(tree)
+            self._tree = None

@@ -1,12 +1,13 @@
-"""What a speculator owes: trees for a step, at once or level by level (docs/add_a_speculator.md)."""
+"""The two kinds of speculators: proposing trees, or growing them by levels (docs/add_a_speculator.md)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
-from specinfer.plan import PlanEntry, StepPlan
+from specinfer.plan import StepPlan
 from specinfer.request import Request
 from specinfer.tree import TokenTree
 
@@ -16,136 +17,85 @@ if TYPE_CHECKING:  # who only asks what a speculator may do loads no models
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request in one step."""
+    """The result of one step for one request."""
 
     request_id: str
     committed: tuple[int, ...]  # the tokens this step added, accepted then bonus; empty on abort
     finished: bool  # no further step will come: forget the request
 
 
-class LevelOutcome(NamedTuple):
-    """What became of a request's guesses at one level of a tree, the root's children being level 0."""
-
-    request_id: str
-    level: int
-    choice: int | None  # which of the draws below the node of the text became text: 0 the first; None: none
-
-
-class Observer(Protocol):
-    """What every speculator is: named, and told what became text.
+class SpeculatorBase:
+    """A named guesser: the members that both kinds of speculators have, with their defaults.
 
     It learns of every commit, whoever proposed it, of the requests it may guess for and of others. It may
     keep state by request id; `Outcome.finished` ends it. One that raises is not asked again (ensemble.py).
     """
 
-    @property
-    def name(self) -> str:
-        """A short name, unique in the engine; draws and figures carry it."""
-        ...
+    name: str  # short, unique in the engine; draws and figures carry it
+    # Whether it guesses from answers to other requests. Such a guess may know the random numbers that
+    # multi-step sampling with a seed is about to use, so it is not asked there.
+    remembers_answers: bool = False
+    # The target's layers whose inputs it reads, as LanguageModel.run_layers counts them.
+    taps: tuple[int, ...] = ()
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Learn what was committed, and which requests ended."""
-        ...
+        """Learn which tokens were committed, and which requests ended."""
+
+    def most_nodes(self, request: Request) -> int | None:
+        """The nodes below the root that it may propose for a request; 0: it has nothing to guess from.
+
+        None: as many as the request may have.
+        """
+        return None
+
+    def hear(self, texts: Sequence[TextFeatures]) -> None:
+        """Take in the hidden states (`taps`) of texts that a pass has read or written.
+
+        Each text goes on where it ended, or begins anew. Called before the step's outcomes are told;
+        requests that ended are left out.
+        """
+
+    def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
+        """Take note of the merged tree of each request in a step, and of its part that is verified."""
 
 
-class Speculator(Observer, Protocol):
-    """Something that guesses continuations.
+class Speculator(SpeculatorBase, ABC):
+    """A speculator that proposes whole trees."""
 
-    A speculator that also has `most_nodes(request) -> int`, the nodes it may propose below a root, 0 where it
-    has nothing to guess from, is given no more room than that (`KnowsItsSize`).
-    """
-
+    @abstractmethod
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         """One tree for each of `plan.tree_entries`, of at most `entry.max_nodes` nodes.
 
         A tree is rooted at the entry's last token. The plan holds the requests it may guess for, those whose
-        prompts are being read among them: they want no tree, and show what is to come.
+        prompts are being read among them: they want no tree, and show the text to come.
         """
-        ...
 
 
-@runtime_checkable
-class LevelSpeculator(Observer, Protocol):
+class LevelSpeculator(SpeculatorBase, ABC):
     """A speculator that grows the trees of a step level by level, and is asked before each level.
 
-    So that whoever decides (policy/) knows what was drawn so far when it says who goes on, and where: a
-    level costs a pass of a model, and each node in it a row. `begin` opens a step, `deepen` draws, `tree`
-    shows.
+    A level costs a pass of a model, and each node in it a row. So the policy (policy/) decides below which
+    nodes the next level is drawn, knowing the draws so far.
     """
 
+    @abstractmethod
     def begin(self, plan: StepPlan) -> list[int]:
         """Open a step; for each of `plan.entries` the tokens of its text this speculator has not read."""
-        ...
 
+    @abstractmethod
     def deepen(self, below: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
         """Draw children below these nodes of the trees of these of the plan's entries.
 
         At first each entry comes with node 0, and its text is read, as far as this step computes it. An entry
         without a tree is only read; so is one whose text is too long to be read in one step. Later they are
         nodes of those returned before: the nodes of each entry's tree below which it can go on, likely ones
-        or not; none of an entry that has no room for more. Who can only go on with all of them may.
+        or not; none of an entry that has no room for more. A speculator that can only go on with all of them
+        may do so.
         """
-        ...
 
+    @abstractmethod
     def tree(self, entry: int) -> TokenTree:
         """The tree of the plan's entry of that number, as it has grown so far."""
-        ...
 
 
-@runtime_checkable
-class ReadsTarget(Observer, Protocol):
-    """A speculator that reads the target's hidden states of the texts it may guess for."""
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The layers whose inputs it reads, as LanguageModel.run_layers counts them."""
-        ...
-
-    def hear(self, texts: Sequence[TextFeatures]) -> None:
-        """Take in what a pass has left of texts, each of which goes on where it ended, or begins anew.
-
-        Told before the step's outcomes; of requests that ended nothing is told.
-        """
-        ...
-
-
-@runtime_checkable
-class KnowsItsSize(Protocol):
-    """A speculator that says how many nodes it may propose."""
-
-    def most_nodes(self, request: Request) -> int:
-        """The nodes below the root that it may propose for a request; 0: it has nothing to guess from."""
-        ...
-
-
-@runtime_checkable
-class SeesChoices(Protocol):
-    """A speculator that guesses about as much as is verified: more is grown and weighed in vain."""
-
-    def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
-        """Take note of what all have guessed in a step, of each request, and what will be verified of it."""
-        ...
-
-
-@runtime_checkable
-class HasHindsight(Protocol):
-    """A level speculator that finds out what it would have guessed where it was not asked."""
-
-    def hindsight(self) -> Sequence[LevelOutcome]:
-        """What the last pass has shown of such places, in the order of their texts."""
-        ...
-
-
-@runtime_checkable
-class ExtendsGuesses(Protocol):
-    """A speculator that can go on from what another guessed: point masses, in microseconds."""
-
-    def extend(self, entry: PlanEntry, path: Sequence[int], most: int) -> TokenTree:
-        """What follows if the entry's text goes on with `path`: a tree rooted at its last token.
-
-        Args:
-            entry: one it was asked about in this step.
-            path: tokens guessed behind `entry.end`, at least one.
-            most: nodes at most, the root included, 2 or more; none lies deeper than that below the root.
-        """
-        ...
+AnySpeculator = Speculator | LevelSpeculator

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from specinfer.plan import StepPlan
 from specinfer.runtime.features import TextFeatures
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import Speculator
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import single_node
 
 
-class Listener:
+class Listener(Speculator):
     """Keeps the hidden states of each text, from its first token on, until they are taken."""
 
     name = "listener"
@@ -39,9 +39,6 @@ class Listener:
                 continue  # its beginning was not heard: there is nothing to be had of it
             self._heard[name].append(features.states.copied())
             self._ends[name] = features.end
-
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing: what was heard of a request is kept when it ends."""
 
     def take(self, request_id: str) -> Tensor | None:
         """What was heard of a text, [T, N, D], which is forgotten with this; None: nothing."""

@@ -13,13 +13,13 @@ from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.draft_costs import DraftCosts
+from specinfer.speculate.policy.draft_costs import DraftCosts, LevelOutcome
 from specinfer.speculate.policy.guard import WINDOW
 from specinfer.speculate.policy.guarded_policy import GuardedPolicy
 from specinfer.speculate.policy.native_knowledge import NativeKnowledge
 from specinfer.speculate.policy.native_weighing import NativeWeighing
 from specinfer.speculate.policy.speculation_policy import LevelPass, StepReport
-from specinfer.speculate.speculator import LevelOutcome
+from specinfer.speculate.speculator import Speculator
 from specinfer.tree import TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.prune import keep
@@ -72,8 +72,8 @@ class MadeUpRunner:
         assert not moves, "trees are chains here, or no step is committed"
 
 
-class Points:
-    """A speculator that guesses token 2, and then 1, and 0 after whatever others guess."""
+class Points(Speculator):
+    """A speculator that guesses token 2, and then 1."""
 
     name = "points"
 
@@ -86,14 +86,6 @@ class Points:
                 builder.add(node, 1, self.name, confidence=0.5)
             trees.append(builder.build())
         return trees
-
-    def extend(self, entry, path, most):
-        builder = TreeBuilder(path[-1], most)
-        builder.add(0, 0, self.name, confidence=0.5)
-        return builder.build()
-
-    def observe(self, outcomes):
-        pass
 
 
 class Watched(CostPolicy):

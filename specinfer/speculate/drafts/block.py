@@ -20,7 +20,7 @@ from specinfer.runtime.head_runner import BlockGuesses, BlockText
 from specinfer.speculate.drafts.growth import Growth, Guessed, trees_first
 from specinfer.speculate.drafts.head_texts import HeadText, HeadTexts
 from specinfer.speculate.drafts.one_pass import OnePassTrees
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import LevelSpeculator, Outcome
 from specinfer.tree import TokenTree
 
 
@@ -71,7 +71,7 @@ class BlockHeadRunner(Protocol):
         ...
 
 
-class BlockDraft:
+class BlockDraft(LevelSpeculator):
     """A level speculator that is a block head: its trees are whole after their first level."""
 
     def __init__(

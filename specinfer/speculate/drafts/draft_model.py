@@ -28,8 +28,7 @@ from specinfer.runtime.runner import Move
 from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import Growth, Shape, trees_first
-from specinfer.speculate.drafts.hindsight import Hindsight
-from specinfer.speculate.speculator import LevelOutcome, Outcome
+from specinfer.speculate.speculator import LevelSpeculator, Outcome
 from specinfer.tree import TokenTree
 
 Pass = Callable[[Sequence[Rows], Sequence[Site]], None]  # runs the rows, and adds the children of the sites
@@ -67,7 +66,7 @@ class _Memory:
     growth: Growth | None = None  # the last tree, until its outcome is known
 
 
-class DraftModel:
+class DraftModel(LevelSpeculator):
     """A level speculator that is a language model; `shape` says how its trees grow, and how it draws."""
 
     def __init__(
@@ -96,7 +95,6 @@ class DraftModel:
         self._block_size = runner.block_size
         self._max_context = runner.max_context
         self._memory: dict[str, _Memory] = {}
-        self._hindsight = Hindsight(name, shape)
         self._growths: list[Growth] = []  # of the step that is open, one per entry of its plan
         self._memories: list[_Memory] = []  # of the same
         self._holds: dict[int, bytes] = {}  # block -> hash of the text whose K and V the draft has there
@@ -109,7 +107,6 @@ class DraftModel:
         """Open a step; the tokens of each text that the draft's cache lacks."""
         self._growths = [self._growth(entry) for entry in plan.entries]
         self._memories = [self._memory_of(entry) for entry in plan.entries]
-        self._hindsight.begin(plan.entries)
         for entry, memory in zip(plan.entries, self._memories, strict=True):
             self._memory[entry.request.request_id] = memory
         return [
@@ -129,7 +126,6 @@ class DraftModel:
                 part: Rows | None = _chosen_rows(growth, below[i])
             else:
                 part = self._read(growth, self._memories[i], left)
-                sites.extend(self._hindsight.sites(growth.entry))
             if part is None:
                 continue
             rows.append(part)
@@ -147,17 +143,12 @@ class DraftModel:
         """The tree of the plan's entry of that number, as it has grown so far."""
         return self._growths[entry].builder.build()
 
-    def hindsight(self) -> list[LevelOutcome]:
-        """What the last pass has shown of places at which this draft was not asked."""
-        return self._hindsight.outcomes()
-
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the K and V of guessed nodes that were committed; forget requests that ended."""
         moves: list[Move] = []
         for outcome in outcomes:
             if outcome.finished:
                 self._memory.pop(outcome.request_id, None)
-                self._hindsight.forget(outcome.request_id)
                 continue
             memory = self._memory.get(outcome.request_id)
             if memory is None or memory.growth is None:
@@ -165,7 +156,6 @@ class DraftModel:
             growth, memory.growth = memory.growth, None
             path = growth.path(outcome.committed[:-1])  # the bonus token is the next root
             end = growth.entry.end
-            self._hindsight.asked(outcome.request_id, end - 1 + len(outcome.committed))
             memory.cached = end + len(path)
             sources = [end - 1 + growth.places[node] for node in path]
             if sources != [*range(end, end + len(path))]:
@@ -177,9 +167,7 @@ class DraftModel:
         return Growth.shaped(entry, self.name, self._shape, self._max_context - entry.end)
 
     def _read(self, growth: Growth, memory: _Memory, most: int) -> Rows | None:
-        """At most so many rows of the text that the draft's cache lacks; the root's has logits.
-
-        So have some others, at which the draft was not asked.
+        """At most so many rows of the text that the draft's cache lacks; the root's row has logits.
 
         None where the step has no rows left, and where the text leaves the draft no room for a guess.
         """
@@ -194,11 +182,10 @@ class DraftModel:
         if draws:
             memory.growth = growth
             growth.started = True
-        wanted = draws + self._hindsight.look_at(entry, start, end - draws)
         token_ids = entry.token_ids[start:end]
         if self._last_id is not None:
             token_ids = [min(token_id, self._last_id) for token_id in token_ids]
-        return Rows(token_ids, start, entry.block_table, end - start - wanted)
+        return Rows(token_ids, start, entry.block_table, end - start - draws)
 
     def _memory_of(self, entry: PlanEntry) -> _Memory:
         """What is held of the entry's request, or what a new memory of it would start with."""

@@ -30,7 +30,7 @@ from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import Growth, Shape, trees_first
 from specinfer.speculate.drafts.head_texts import HeadText, HeadTexts
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import LevelSpeculator, Outcome
 from specinfer.tree import TokenTree
 
 
@@ -60,7 +60,7 @@ class _Grown:
     fed: Tensor | None = None  # in the order in which they were
 
 
-class EagleDraft:
+class EagleDraft(LevelSpeculator):
     """A level speculator that is an EAGLE head; `shape` says how its trees grow, and how it draws."""
 
     def __init__(

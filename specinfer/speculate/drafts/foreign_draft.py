@@ -25,7 +25,7 @@ from specinfer.speculate.drafts.foreign_tokens import ForeignTokens
 from specinfer.speculate.drafts.growth import Growth, Shape, trees_first
 from specinfer.speculate.drafts.retold_tree import RetoldTree
 from specinfer.speculate.drafts.text_blocks import TextBlocks
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import LevelSpeculator, Outcome
 from specinfer.tokenizer.respelling import Respelling
 from specinfer.tree import TokenTree
 
@@ -45,7 +45,7 @@ class _Text:
     root: int = 0  # the place of that tree's root
 
 
-class ForeignDraft:
+class ForeignDraft(LevelSpeculator):
     """A level speculator; `tokens` says what its guesses are to the target."""
 
     def __init__(

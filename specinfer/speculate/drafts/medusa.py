@@ -19,13 +19,13 @@ from specinfer.runtime.head_runner import MedusaRunner
 from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
 from specinfer.speculate.drafts.growth import Growth, Guessed, Shape
 from specinfer.speculate.drafts.one_pass import OnePassTrees
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import LevelSpeculator, Outcome
 from specinfer.tree import TokenTree
 
 _ROWS: Final = 2  # that a text counts as, by which a step's passes are priced (head_runner.py)
 
 
-class MedusaDraft:
+class MedusaDraft(LevelSpeculator):
     """A level speculator that is Medusa's heads: its trees are whole after their first level."""
 
     def __init__(

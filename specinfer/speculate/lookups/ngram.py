@@ -11,11 +11,11 @@ from specinfer.speculate.lookups.lookups import Ask, Lookups
 from specinfer.speculate.lookups.native_lookups import NativeLookups
 from specinfer.speculate.lookups.plain_lookups import PlainLookups
 from specinfer.speculate.lookups.text_index import TextIndex
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.tree import TokenTree
 
 
-class NgramSpeculator:
+class NgramSpeculator(Speculator):
     """Guesses that the text goes on as it did after the longest earlier match of its last tokens.
 
     Up to `branches` earlier occurrences become branches of the tree, longer matches and then newer ones

@@ -9,12 +9,12 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
 from specinfer.speculate.lookups.alignment import SIDE_DEPTH, Alignment
 from specinfer.speculate.lookups.matches import match_confidence
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.tree import TokenTree, TreeBuilder
 from specinfer.tree.token_tree import single_node
 
 
-class PredictionSpeculator:
+class PredictionSpeculator(Speculator):
     """Guesses that the answer is `request.prediction`, and finds the way back after each difference.
 
     An answer begins at token 0 of its prediction. While the two agree the tree is one chain of `depth`

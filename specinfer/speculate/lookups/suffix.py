@@ -20,7 +20,7 @@ from specinfer.speculate.lookups.native_lookups import NativeLookups
 from specinfer.speculate.lookups.plain_lookups import PlainLookups
 from specinfer.speculate.lookups.suffix_store import SuffixStore
 from specinfer.speculate.lookups.text_index import TextIndex
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.tree import TokenTree
 
 VOTERS: Final = 16  # places looked at, in the own text and in the store each
@@ -37,7 +37,7 @@ class _Running:
     unread: list[int] = field(default_factory=list)  # committed tokens that the index comes to read
 
 
-class SuffixSpeculator:
+class SuffixSpeculator(Speculator):
     """Guesses from the request's own text, and from answers of finished requests with its cache key.
 
     `params.cache_salt` is the key; requests without one share the answers of None, and nothing else.

@@ -58,7 +58,6 @@ class CostPolicy:
         self._starts = {name: DraftStarts(draft) for name, draft in drafts.items()}
         self._entries: tuple[PlanEntry, ...] = ()  # of this step, those with a tree
         self._numbers: dict[str, int] = {}  # of these, by request
-        self._temperatures: dict[str, float] = {}  # of this step's requests
         self._waiting: set[int] = set()  # entries of whose trees nobody knows yet what became
         self._costs = StepCosts([0.0], 0, 0, 0.0, 0.0)  # of this step
         self._row = 0.0  # seconds of another row of the target's, in a step in which no prompt is read
@@ -67,7 +66,6 @@ class CostPolicy:
         """Look up what the target's pass takes, whatever is guessed."""
         self._entries, entries = plan.tree_entries, plan.entries
         self._numbers = {entry.request.request_id: n for n, entry in enumerate(self._entries)}
-        self._temperatures = {e.request.request_id: e.request.params.temperature for e in entries}
         self._waiting = set()
         requests, rows = len(entries), sum([entry.end - entry.start for entry in entries])
         last = rows + sum([entry.max_nodes - 1 for entry in self._entries])
@@ -162,9 +160,6 @@ class CostPolicy:
 
     def observe(self, report: StepReport) -> None:
         """Learn from every guess whose parent became text, verified or not: the next token is known."""
-        for name, draft in self._drafts.items():
-            for seen in report.hindsight.get(name, ()):
-                draft.learn(seen, self._temperatures.get(seen.request_id))
         known = list[tuple[int, Outcome]]()
         for outcome in report.outcomes:
             number = self._numbers.get(outcome.request_id)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from specinfer.runtime.cost_model import PassCosts
 from specinfer.sampling_params import GREEDY_BELOW
 from specinfer.speculate.policy.bounded import mapping, row
 from specinfer.speculate.policy.level_counts import LevelCounts, LevelRate, checked_levels
-from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree.expansion import Expansion
 
 # Temperatures up to which requests are counted together, and all above the last. Files of what was learnt
@@ -24,6 +23,14 @@ from specinfer.tree.expansion import Expansion
 HEATS: Final = (GREEDY_BELOW, 0.5, 1.0)
 _LIKE_ALL: Final = 4.0  # outcomes at a temperature that are thought to have come, as often right as all are
 _LIKE_THESE: Final = 16.0  # outcomes of a request that are, as often right as those at its temperature
+
+
+class LevelOutcome(NamedTuple):
+    """The result of a request's guesses at one level of a tree, the root's children being level 0."""
+
+    request_id: str
+    level: int
+    choice: int | None  # which of the draws below the node of the text became text: 0 the first; None: none
 
 
 class DraftCosts:

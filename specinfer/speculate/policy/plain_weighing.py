@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 from specinfer.plan import PlanEntry
-from specinfer.speculate.policy.draft_costs import DraftCosts
+from specinfer.speculate.policy.draft_costs import DraftCosts, LevelOutcome
 from specinfer.speculate.policy.estimator import Estimates
 from specinfer.speculate.policy.guesses import Guesses, along_paths
 from specinfer.speculate.policy.speculation_policy import has_own_size
 from specinfer.speculate.policy.tokens_per_second import fastest, how_many, total
 from specinfer.speculate.policy.weighing import BESIDE, Expected, Grown, StepCosts
-from specinfer.speculate.speculator import LevelOutcome, Outcome
+from specinfer.speculate.speculator import Outcome
 from specinfer.tree import Draw, TokenTree
 from specinfer.tree.prune import firm_nodes, keep
 from specinfer.tree.token_tree import next_nodes

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.speculate.policy.decision import Appraisal
-from specinfer.speculate.speculator import LevelOutcome, Outcome
+from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree
 
 
@@ -37,8 +37,6 @@ class StepReport:
     outcomes: Sequence[Outcome]
     seconds: Mapping[str, float] = field(default_factory=dict)
     passes: Sequence[LevelPass] = ()
-    # By level speculator what its pass has shown of places at which it was not asked (drafts/hindsight.py).
-    hindsight: Mapping[str, Sequence[LevelOutcome]] = field(default_factory=dict)
 
 
 class SpeculationPolicy(Protocol):

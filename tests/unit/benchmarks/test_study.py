@@ -30,7 +30,6 @@ SCRIPTS = (
         "neighbour",
         "overhead",
         "parameters",
-        "policy_ablation",
         "policy_live",
         "policy_traces",
     ),
@@ -206,6 +205,6 @@ def test_every_script_says_how_it_is_used(
         script(name).main()
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    asks = {"deciding": "", "policy_ablation": " --traces "}.get(name, " --model ")
+    asks = {"deciding": ""}.get(name, " --model ")
     assert f"python benchmarks/{name}.py{asks}" in said
     assert "--out OUT" in said

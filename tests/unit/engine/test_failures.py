@@ -15,7 +15,7 @@ from specinfer.plan import StepPlan
 from specinfer.request import RequestOutput
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.flight import Flight
-from specinfer.speculators import Outcome, TokenTree
+from specinfer.speculators import Outcome, Speculator, TokenTree
 from tests.engines import Tiny, runner_of, write_tiny
 from tests.flights import flight_over
 
@@ -151,7 +151,7 @@ def test_where_every_step_fails_every_request_ends_and_the_engine_lives(
     llm.check_integrity()
 
 
-class Raising:
+class Raising(Speculator):
     """A caller's speculator that is broken."""
 
     name = "broken"

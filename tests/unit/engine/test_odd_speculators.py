@@ -14,7 +14,7 @@ from specinfer.engine.trace import TreeEvent
 from specinfer.llm import LLM
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.tree import TokenTree, TreeBuilder
 from tests.engines import Tiny, assert_idle, slow_generate, write_tiny
 
@@ -69,7 +69,7 @@ def broken(follow: Sequence[int]) -> Sequence[int]:
     raise ZeroDivisionError
 
 
-class Odd:
+class Knowing:
     """Knows the texts, and guesses what `first` makes of what follows, later what `then` does."""
 
     name = "odd"
@@ -78,12 +78,6 @@ class Odd:
         self, texts: Sequence[Sequence[int]], first: Saying, then: Saying, confidence: float = 0.5
     ) -> None:
         self._texts, self._first, self._then, self._confidence = texts, first, then, confidence
-
-    def propose(self, plan: StepPlan) -> list[TokenTree]:
-        return [self._tree(entry, DEEP) for entry in plan.tree_entries]
-
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        pass
 
     def _tree(self, entry: PlanEntry, depth: int) -> TokenTree:
         said = entry.token_ids[: entry.end]
@@ -95,7 +89,14 @@ class Odd:
         return builder.build()
 
 
-class OddByLevels(Odd):
+class Odd(Knowing, Speculator):
+    """Proposes whole trees."""
+
+    def propose(self, plan: StepPlan) -> list[TokenTree]:
+        return [self._tree(entry, DEEP) for entry in plan.tree_entries]
+
+
+class OddByLevels(Knowing, LevelSpeculator):
     """The same, level by level."""
 
     def begin(self, plan: StepPlan) -> list[int]:
@@ -113,14 +114,14 @@ class OddByLevels(Odd):
         return self._tree(self._plan[entry], self._depths[entry])
 
 
-def beside(tiny: Tiny, speculator: Odd) -> LLM:
+def beside(tiny: Tiny, speculator: Knowing) -> LLM:
     """An engine that answers one request at a time with this speculator."""
     options = {"tree_size": "cost", "clock": "curve", "max_batch_size": 1}
     return tiny.llm().variant(speculators=[speculator], **options)
 
 
 def seconds_with(
-    tiny: Tiny, answers: list[list[int]], law: SamplingParams, odd: type[Odd], *how: object
+    tiny: Tiny, answers: list[list[int]], law: SamplingParams, odd: type[Knowing], *how: object
 ) -> float:
     """What the steps of both requests take by COSTS beside such a speculator; their texts are checked."""
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
@@ -190,7 +191,7 @@ def test_one_that_hits_gains_whatever_it_says_of_its_guesses(
     tiny: Tiny,
     answers: dict[SamplingParams, list[list[int]]],
     caplog: pytest.LogCaptureFixture,
-    kind: type[Odd],
+    kind: type[Knowing],
     law: SamplingParams,
     confidence: float,
     logged: list[str],

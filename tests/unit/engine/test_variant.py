@@ -17,7 +17,7 @@ from specinfer.errors import ConfigError
 from specinfer.llm import LLM
 from specinfer.plan import StepPlan
 from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import single_node
 from tests.engines import ENGINE, Tiny, runner_of, slow_generate, write_tiny
@@ -90,7 +90,7 @@ def test_options_of_drafts_do_not_matter_where_there_is_none(tiny: Tiny) -> None
     assert models_for(without, config, models) == Models(tiny.target, tiny.tokenizer, {})
 
 
-class Nothing:
+class Nothing(Speculator):
     """A speculator that never guesses."""
 
     name = "nothing"

@@ -12,13 +12,10 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.engine.trace import TreeEvent
 from specinfer.llm import LLM
-from specinfer.plan import PlanEntry
 from specinfer.replay.replay import POLICIES, Part, play, speculation_of
 from specinfer.replay.simulated_engine import PlayedStep
 from specinfer.replay.trace import Trace
 from specinfer.replay.workloads import whole
-from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.speculation_policy import StepReport
 from specinfer.tree import TokenTree
 from tests.engines import Tiny
 from tests.unit.replay.conftest import PROMPTS, recorded
@@ -112,36 +109,6 @@ def test_with_predictions_of_some_requests_too(tiny: Tiny, name: str, law: str) 
             assert played(trace, policy, batch) == steps
             taken = {number for step in steps for number, *of_tree in step if was_predicted(*of_tree)}
             assert taken == {"0", "1", "2"}
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_what_drafts_find_out_later_is_the_live_runs(
-    tiny: Tiny, law: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[dict[str, list[tuple[int, int | None]]]] = []
-    observe, worth_starting = CostPolicy.observe, CostPolicy.worth_starting
-
-    def heard(self: CostPolicy, report: StepReport) -> None:
-        told.append({name: [(one.level, one.choice) for one in of] for name, of in report.hindsight.items()})
-        observe(self, report)
-
-    def seldom(self: CostPolicy, speculator: str, entries: Sequence[PlanEntry], *more: Any) -> list[bool]:
-        worth = worth_starting(self, speculator, entries, *more)
-        return [starts and entry.end % 5 == 0 for starts, entry in zip(worth, entries, strict=True)]
-
-    monkeypatch.setattr(CostPolicy, "observe", heard)
-    monkeypatch.setattr(CostPolicy, "worth_starting", seldom)
-    llm = tiny.llm(**SPECULATIONS["draft"], max_step_tokens=24, max_batch_size=4)
-    trace = recorded(llm, **LAWS[law])
-    for batch in (1, 4):
-        told.clear()
-        steps = live(llm.variant(tree_size="cost", clock="curve", max_batch_size=batch), trace)
-        of_live = [one for one in told if any(one.values())]
-        told.clear()
-        assert played(trace, "cost", batch) == steps
-        assert [one for one in told if any(one.values())] == of_live
-        outcomes = [choice for one in of_live for _, choice in one["0-similar"]]
-        assert {outcome is None for outcome in outcomes} == {True, False}
 
 
 def test_figures_are_those_of_a_live_run(tiny: Tiny) -> None:

@@ -20,7 +20,7 @@ from specinfer.tree import Draw, DrawRule, TokenTree
 from specinfer.tree.draw import Run, Runs
 from tests import plans
 from tests.kernels import library_or_skip
-from tests.unit.speculate.guessers import Fan, Following, Levels, entry
+from tests.unit.speculate.guessers import Fan, Levels, entry
 from tests.unit.speculate.policy.priced import FREE
 
 
@@ -56,7 +56,7 @@ def test_the_earlier_of_equally_likely_guesses_stays() -> None:
 
 def test_of_each_speculator_its_guesses_are_counted_verified_or_not() -> None:
     draft = Levels("draft", [10, 11], [0.9, 0.9])
-    speculators = [Fan("fan", [10, 12, 13]), Following("suffix", [20, 21, 22]), draft, Fan("mute", [])]
+    speculators = [Fan("fan", [10, 12, 13]), Fan("suffix", [20, 21, 22]), draft, Fan("mute", [])]
     ensemble = Ensemble(speculators, vocab=99, policy=FixedPolicy())
     assert ensemble.guessed_tokens == {"fan": 0, "suffix": 0, "draft": 0, "mute": 0}
     trees = ensemble.propose(plans.plan(entry(4), entry(4)))

@@ -17,7 +17,7 @@ from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.lookups.alignment import SIDE_DEPTH
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.speculate.table import build_speculators
 from specinfer.tree import TokenTree
 
@@ -37,7 +37,7 @@ CONFIG = SpeculationConfig(
 DRAFT, NGRAM, SUFFIX, FORCED, PREDICTION = 4, 6, 9, 5, 4 + SIDE_DEPTH
 
 
-class Named:
+class Named(Speculator):
     """A caller's own speculator, which says nothing about its size."""
 
     def __init__(self, name: str) -> None:

@@ -15,6 +15,7 @@ from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.speculate.drafts.one_pass import OnePassTrees
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.speculator import Speculator
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import single_node
@@ -93,7 +94,7 @@ class Halving(FixedPolicy):
         return [chain((tree.num_nodes - 1) // 2) for tree in guessed]
 
 
-class Chain:
+class Chain(Speculator):
     """Guesses a chain of eight, and keeps what it is told."""
 
     name = "head"

@@ -11,14 +11,13 @@ from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.draft_costs import DraftCosts
+from specinfer.speculate.policy.draft_costs import DraftCosts, LevelOutcome
 from specinfer.speculate.policy.estimator import Estimator
 from specinfer.speculate.policy.native_knowledge import NativeKnowledge
 from specinfer.speculate.policy.native_weighing import NativeWeighing
 from specinfer.speculate.policy.plain_weighing import PlainWeighing
 from specinfer.speculate.policy.speculation_policy import StepReport
 from specinfer.speculate.policy.weighing import Weighing
-from specinfer.speculate.speculator import LevelOutcome
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree, merge
 from specinfer.tree.expansion import Expansion

@@ -17,7 +17,7 @@ from specinfer.speculate.policy.draft_costs import DraftCosts
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.speculate.policy.guarded_policy import GuardedPolicy
 from specinfer.speculate.policy.speculation_policy import SpeculationPolicy, StepReport
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.tree import TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from tests import plans
@@ -25,18 +25,12 @@ from tests import plans
 HALF = CostCurve((1, 3), (1.0, 2.0))  # a row more takes half of what the first takes
 
 
-class Chain:
+class Chained:
     """Guesses these tokens, one below the other, each as sure as 0.9."""
 
     def __init__(self, name: str, *tokens: int) -> None:
         self.name = name
         self._tokens = tokens
-
-    def propose(self, plan: StepPlan) -> list[TokenTree]:
-        return [self._tree(entry, len(self._tokens)) for entry in plan.tree_entries]
-
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        pass
 
     def _tree(self, entry: PlanEntry, levels: int) -> TokenTree:
         builder = TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes)
@@ -46,7 +40,14 @@ class Chain:
         return builder.build()
 
 
-class Levels(Chain):
+class Chain(Chained, Speculator):
+    """The whole chain at once."""
+
+    def propose(self, plan: StepPlan) -> list[TokenTree]:
+        return [self._tree(entry, len(self._tokens)) for entry in plan.tree_entries]
+
+
+class Levels(Chained, LevelSpeculator):
     """The same, a level at a time."""
 
     def begin(self, plan: StepPlan) -> list[int]:

@@ -9,11 +9,10 @@ import pytest
 
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.speculate.policy.draft_costs import DraftCosts
+from specinfer.speculate.policy.draft_costs import DraftCosts, LevelOutcome
 from specinfer.speculate.policy.draft_starts import DraftStarts, Guessed
 from specinfer.speculate.policy.guesses import Guesses
 from specinfer.speculate.policy.weighing import Expected, StepCosts
-from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import single_node

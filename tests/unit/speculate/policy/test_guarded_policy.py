@@ -19,7 +19,7 @@ from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.speculate.policy.guard import WINDOW
 from specinfer.speculate.policy.guarded_policy import GUESSING_STAGES, TARGET_STAGES, GuardedPolicy
 from specinfer.speculate.policy.speculation_policy import LevelPass, StepReport
-from specinfer.speculate.speculator import Outcome
+from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import TokenTree, TreeBuilder
 from tests import plans
@@ -30,7 +30,7 @@ OWN_SIZE = SpeculationParams(max_nodes=9)
 ANCHORS = 5  # plain steps at the start
 
 
-class Asked:
+class Asked(Speculator):
     """Guesses one wrong token, and notes for whom it was asked."""
 
     name = "asked"

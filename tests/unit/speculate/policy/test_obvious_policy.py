@@ -68,10 +68,6 @@ class Run:
         for i, tree in drawn.items():
             if self.chance.random() < 0.9:  # else what it drew is not to be used
                 shared[i].add(tree)
-        if self.chance.random() < 0.3:
-            leaf = shared[0].tree.num_nodes - 1
-            shared[0].extend([(leaf, TokenTree((shared[0].tree.token_ids[leaf],), (-1,)))])
-            shared[0].extend([(leaf, self._guesses("suffix", shared[0].tree.token_ids[leaf]))])
         trees = [one.tree for one in shared]
         chosen, wanted = (policy.choose_nodes(trees) for policy in self._both)
         assert [shape(tree) for tree in chosen] == [shape(tree) for tree in wanted]

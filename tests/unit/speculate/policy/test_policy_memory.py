@@ -13,7 +13,7 @@ import pytest
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.policy import policy_memory
-from specinfer.speculate.policy.draft_costs import DraftCosts
+from specinfer.speculate.policy.draft_costs import DraftCosts, LevelOutcome
 from specinfer.speculate.policy.estimator import Estimator
 from specinfer.speculate.policy.level_counts import LevelCounts, LevelRate, checked_levels
 from specinfer.speculate.policy.policy_memory import (
@@ -25,7 +25,6 @@ from specinfer.speculate.policy.policy_memory import (
     stored_policies,
     write_policy,
 )
-from specinfer.speculate.speculator import LevelOutcome
 from specinfer.tree import Draw, DrawRule
 from specinfer.tree.expansion import Expansion
 
