@@ -11,41 +11,20 @@ from typing import Any, Literal, get_args
 from specinfer.errors import ConfigError
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
+from specinfer.tree.pairs import PAIRS, DraftDraw, Verifier, draw_rule
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 KernelChoice = Literal["auto", "native", "torch"]
 Quantization = Literal["none", "int8", "int4"]
-Verifier = Literal["coupled", "mss"]
-DraftDraw = Literal["coupled", "top_k", "iid", "without_replacement"]
 GenerationConfig = Literal["auto", "none"]
 SpecialTokens = Literal["text", "special"]  # what their names are where users write them
 TreeSize = Literal["cost", "fixed"]
 Clock = Literal["measured", "curve"]
 DraftTokens = Literal["auto", "shared", "text"]
 
-# What a draft model may do for each verifier, its default first (docs/losslessness.md). The top-k of a
-# draft model is a point mass whichever verifier looks at it.
-DRAFT_DRAWS: dict[str, dict[str, DrawRule]] = {
-    "coupled": {"coupled": DrawRule.COUPLED, "top_k": DrawRule.POINT_MASS},
-    "mss": {
-        "without_replacement": DrawRule.WITHOUT_REPLACEMENT,
-        "iid": DrawRule.IID,
-        "top_k": DrawRule.POINT_MASS,
-    },
-}
-
-
 USUAL_EXPANSION = Expansion((1, 1, 3, 1, 1))  # where there has to be one, and nobody says which
 DEEPEST = 8  # levels of a draft's tree whose shape is learned
 LEAST_SUFFIX_MEMORY = 1 << 20  # bytes; less is hardly a memory, and most likely meant as tokens
-
-
-def draw_rule(verifier: Verifier | None, usual: DrawRule | None = None) -> DrawRule:
-    """How a draft draws for `verifier`: as usual where that is lossless, else by the verifier's own rule."""
-    if verifier is None and usual is not None:
-        return usual
-    rules = tuple(DRAFT_DRAWS[verifier or "coupled"].values())
-    return usual if usual in rules else rules[0]
 
 
 def _switch(purpose: str, *, on: bool = False) -> bool:
@@ -107,11 +86,11 @@ class SpeculationConfig:
                 f"there: widths, for example {USUAL_EXPANSION}; give some, or leave one of the two out"
             )
         _choice("clock", self.clock, get_args(Clock))
-        _choice("verifier", self.verifier, tuple(DRAFT_DRAWS))
-        if self.draw is not None and self.draw not in tuple(DRAFT_DRAWS[self.verifier]):
+        _choice("verifier", self.verifier, tuple(PAIRS))
+        if self.draw is not None and self.draw not in tuple(PAIRS[self.verifier].draws):
             raise ConfigError(
                 f"draw is {self.draw!r} with the {self.verifier} verifier; allowed there: "
-                f"{', '.join(DRAFT_DRAWS[self.verifier])}: any other pair would change the output law"
+                f"{', '.join(PAIRS[self.verifier].draws)}: any other pair would change the output law"
             )
         _at_least("max_nodes", self.max_nodes, 1)
         _at_least("ngram_min", self.ngram_min, 1)
@@ -133,7 +112,7 @@ class SpeculationConfig:
     @property
     def draw_rule(self) -> DrawRule:
         """The rule the draft models draw by."""
-        rules = DRAFT_DRAWS[self.verifier]
+        rules = PAIRS[self.verifier].draws
         return rules[self.draw] if self.draw is not None else draw_rule(self.verifier)
 
     @property

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
-from specinfer.config import DRAFT_DRAWS, Verifier
 from specinfer.errors import ConfigError, RequestError, naming
 from specinfer.tree.expansion import Expansion
+from specinfer.tree.pairs import PAIRS, Verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,8 @@ class SpeculationParams:
             object.__setattr__(self, "expansion", _expansion(self.expansion))
         if self.speculators is not None:
             object.__setattr__(self, "speculators", _speculators(self.speculators))
-        if self.verifier is not None and self.verifier not in tuple(DRAFT_DRAWS):
-            raise RequestError(
-                f"speculation.verifier is {self.verifier!r}; allowed: {', '.join(DRAFT_DRAWS)}"
-            )
+        if self.verifier is not None and self.verifier not in tuple(PAIRS):
+            raise RequestError(f"speculation.verifier is {self.verifier!r}; allowed: {', '.join(PAIRS)}")
 
     @classmethod
     @naming("speculation")

@@ -12,9 +12,9 @@ from torch import Tensor
 from specinfer.engine.target_laws import TargetLaws
 from specinfer.runtime.flight import Flight, HostFlight
 from specinfer.tree import TokenTree
+from specinfer.tree.pairs import Verifier
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.coupled import coupled_choice
-from specinfer.verify.pairs import Verifier
 from specinfer.verify.scan import NUMPY, Scan
 
 Mutant = Callable[[TokenTree, TargetLaws, Verifier], Acceptance]

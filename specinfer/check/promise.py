@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 from specinfer.check import identity, law
 from specinfer.check.verdict import Verdict
-from specinfer.config import DRAFT_DRAWS, NO_SPECULATION, SpeculationConfig, Verifier
+from specinfer.config import NO_SPECULATION, SpeculationConfig
 from specinfer.errors import IntegrityError
 from specinfer.llm import LLM
 from specinfer.progress import NoProgress, Progress
-
-VERIFIERS: Final[tuple[Verifier, ...]] = ("coupled", "mss")
+from specinfer.tree.pairs import PAIRS, Verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ def check_promise(
         yield identity.check_repetition(
             f"{name}, same request twice", params, prompts[: effort.alone], coupled, progress=progress
         )
-    for verifier in VERIFIERS:
+    for verifier in PAIRS:
         engines.append(engine(with_verifier(configured, verifier)))
         for name, sampling in law.SAMPLING.items():
             params = replace(sampling, max_tokens=effort.max_tokens)
@@ -88,5 +86,5 @@ def engine_like(
 
 def with_verifier(speculation: SpeculationConfig, verifier: Verifier) -> SpeculationConfig:
     """The same speculators under `verifier`; a draw rule it does not accept is replaced by its default."""
-    draw = speculation.draw if speculation.draw in DRAFT_DRAWS[verifier] else None
+    draw = speculation.draw if speculation.draw in PAIRS[verifier].draws else None
     return replace(speculation, verifier=verifier, draw=draw)

@@ -6,8 +6,8 @@ from enum import StrEnum
 
 import torch
 
-from specinfer.config import Verifier
 from specinfer.sampling_params import SamplingParams
+from specinfer.tree.pairs import Verifier
 
 
 class TextPromise(StrEnum):

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from specinfer.cli.options import build_llm, model_options, speculation_options
-from specinfer.config import DRAFT_DRAWS
 from specinfer.errors import ConfigError, RequestError
+from specinfer.tree.pairs import PAIRS
 
 SUITES = ("promise", "parameters")
 
@@ -121,4 +121,4 @@ check.params = [parameter for parameter in check.params if parameter.name != "ve
 
 def _verifier(draw: str | None) -> str:
     """The verifier that takes draws of this rule; an unknown rule is refused with the default one."""
-    return next((verifier for verifier, rules in DRAFT_DRAWS.items() if draw in rules), "coupled")
+    return next((verifier for verifier, pairs in PAIRS.items() if draw in pairs.draws), "coupled")

@@ -57,7 +57,6 @@ from specinfer.speculate.policy.trusted_policy import TrustedPolicy
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.speculate.table import build_speculators
 from specinfer.tokenizer import Tokenizer
-from specinfer.verify.pairs import Verifier
 
 _LOG = logging.getLogger(__name__)
 
@@ -230,7 +229,7 @@ def build_engine(
             max_context=max_context,
             prefix_reuse=config.cache.prefix_reuse,
         ),
-        verifier=Verifier(speculation.verifier),
+        verifier=speculation.verifier,
         guard=guard,
         memory=kept,
     )

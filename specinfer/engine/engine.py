@@ -37,8 +37,8 @@ from specinfer.speculate.policy.speculation_policy import StepReport
 from specinfer.speculate.speculator import Outcome
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
+from specinfer.tree.pairs import Verifier
 from specinfer.verify.acceptance import Acceptance
-from specinfer.verify.pairs import Verifier
 
 _LOG = logging.getLogger(__name__)
 

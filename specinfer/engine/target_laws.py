@@ -21,12 +21,12 @@ from specinfer.request import Logprobs
 from specinfer.runtime.flight import Flight
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
+from specinfer.tree.pairs import Verifier
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.law import Law
 from specinfer.verify.logit_block import LogitBlock
 from specinfer.verify.logprobs import processed_logprobs, report
 from specinfer.verify.multistep import seeded_coin, verify_multistep
-from specinfer.verify.pairs import Verifier
 from specinfer.verify.scan import ASK, NO_TOKEN, Ask, ask
 from specinfer.verify.target_law import point_mass, target_law
 
@@ -258,4 +258,4 @@ def _dead_end(laws: TargetLaws, node: int, error: UserError) -> Acceptance | Use
 def _is_coupled(laws: TargetLaws, verifier: Verifier) -> bool:
     params = laws.request.params
     wanted = params.speculation.verifier
-    return params.greedy or (verifier if wanted is None else Verifier(wanted)) is Verifier.COUPLED
+    return params.greedy or (wanted or verifier) == "coupled"

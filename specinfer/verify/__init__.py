@@ -4,8 +4,8 @@ A verifier is a pure function: a tree, the target's laws and keyed noise in, an 
 no model, no cache and no global random state in it. docs/losslessness.md has the rules and the proofs.
 
     verifier    it is                                           takes draws that are
-    COUPLED     argmax(log p + keyed noise), then a look-up     anything: it never reads them
-    MULTISTEP   accept or reject each draw with min(1, p / q)   i.i.d., without replacement, point masses
+    coupled     argmax(log p + keyed noise), then a look-up     anything: it never reads them
+    mss         accept or reject each draw with min(1, p / q)   i.i.d., without replacement, point masses
 
 Words: a *law* is a distribution of the next token; a *draw* is one proposal of one token by one speculator;
 the *path* is the accepted nodes from below the root down; the *bonus token* is the one the target adds.
@@ -15,16 +15,12 @@ from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.coupled import coupled_choice, coupled_top_k, verify_coupled
 from specinfer.verify.law import Law, inverse_cdf, most_likely
 from specinfer.verify.multistep import Coin, UniformCoin, seeded_coin, verify_multistep
-from specinfer.verify.pairs import ACCEPTED_RULES, Verifier, check_pair
 
 __all__ = [
-    "ACCEPTED_RULES",
     "Acceptance",
     "Coin",
     "Law",
     "UniformCoin",
-    "Verifier",
-    "check_pair",
     "coupled_choice",
     "coupled_top_k",
     "inverse_cdf",

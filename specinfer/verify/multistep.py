@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from specinfer.errors import DrawRuleError, IntegrityError
 from specinfer.tree.distribution import Distribution
 from specinfer.tree.draw import Draw, DrawRule
+from specinfer.tree.pairs import check_pair
 from specinfer.tree.token_tree import TokenTree, draws_by_parent
 from specinfer.verify import noise
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.law import inverse_cdf
-from specinfer.verify.pairs import SAMPLED_RULES, Verifier, check_pair
 
 _SUM_TOLERANCE: Final = 1e-5  # a law that was a float32 softmax passes, a forgotten normalisation does not
 
@@ -118,13 +118,13 @@ def _proposal(
     tree: TokenTree, earlier: Sequence[Draw], draw: Draw, target: Distribution
 ) -> NDArray[np.float64]:
     """The law the draw was drawn from, given the draws before it at its node, over the target's support."""
-    check_pair(Verifier.MULTISTEP, [draw.rule], draw.speculator)
+    check_pair("mss", [draw.rule], draw.speculator)
     token = tree.token_ids[draw.node]
     if not 0 <= token < target.vocab:
         raise DrawRuleError(
             f"{_name(draw, token)} is outside the target's vocabulary of {target.vocab} tokens"
         )
-    if draw.rule not in SAMPLED_RULES:
+    if not draw.rule.is_sampled:
         point = np.zeros(len(target.probabilities))
         if (place := target.place(token)) is not None:
             point[place] = 1.0

@@ -16,7 +16,6 @@ from specinfer.errors import RequestError
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.tree import TreeBuilder, merge
 from specinfer.tree.draw import DrawRule
-from specinfer.verify.pairs import Verifier
 from specinfer.verify.target_law import target_law
 from tests import plans
 from tests.flights import flight_of
@@ -105,7 +104,7 @@ def enumerated(case, guessers, length, world, monkeypatch, alter=None):
 
                 def play(chance, output=output, processors=processors, tree=tree, flight=flight):
                     monkeypatch.setattr(target_laws, "seeded_coin", lambda seed, position: chance)
-                    return verified(case, output, processors, tree, flight, Verifier.MULTISTEP)
+                    return verified(case, output, processors, tree, flight, "mss")
 
                 for tokens, share in outcomes(play).items():
                     text, done = added(case, output, tokens, length)
@@ -155,7 +154,7 @@ def coupled_text(case, seed, world, length):
             trees.append(possible(builder.build(), processors))
         tree = merge(trees)
         flight = read(output, tree, world)
-        tokens = verified(case, output, processors, tree, flight, Verifier.COUPLED, seed)
+        tokens = verified(case, output, processors, tree, flight, "coupled", seed)
         output, done = added(case, output, tokens, length)
         steps += 1
     return output, steps

@@ -28,7 +28,6 @@ from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
 from specinfer.verify import noise
 from specinfer.verify.acceptance import Acceptance
-from specinfer.verify.pairs import Verifier
 from tests import plans
 from tests.flights import flight_of
 from tests.heads import (
@@ -122,7 +121,7 @@ class Step:
             for path in said
         ]
         laws = target_laws.TargetLaws(entry, tree, flight_of(np.stack(rows)), 0)
-        [acceptance] = target_laws.verify_trees([laws], Verifier.COUPLED, flight_of(np.stack(rows)))
+        [acceptance] = target_laws.verify_trees([laws], "coupled", flight_of(np.stack(rows)))
         assert isinstance(acceptance, Acceptance)
         tokens = [*(tree.token_ids[node] for node in acceptance.path), acceptance.next_token]
         return tuple(map(SAID.index, tokens))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from specinfer.config import (
-    DRAFT_DRAWS,
     NO_SPECULATION,
     CacheConfig,
     EngineConfig,
@@ -18,7 +17,7 @@ from specinfer.config import (
 from specinfer.errors import ConfigError
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
-from specinfer.verify.pairs import ACCEPTED_RULES, Verifier
+from specinfer.tree.pairs import PAIRS
 
 
 def test_lookups_are_on_by_default_and_can_be_switched_off() -> None:
@@ -189,8 +188,7 @@ def test_a_model_has_a_name(model: Any) -> None:
 
 
 def test_every_draw_a_config_offers_is_one_its_verifier_takes() -> None:
-    for verifier, draws in DRAFT_DRAWS.items():
-        assert set(draws.values()) <= ACCEPTED_RULES[Verifier(verifier)]
+    assert all(set(pairs.draws.values()) <= pairs.accepted for pairs in PAIRS.values())
     assert SpeculationConfig().draw_rule is DrawRule.COUPLED
     assert SpeculationConfig(verifier="mss").draw_rule is DrawRule.WITHOUT_REPLACEMENT
     assert SpeculationConfig(verifier="mss", draw="iid").draw_rule is DrawRule.IID

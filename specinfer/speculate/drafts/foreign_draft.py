@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from operator import eq
 
-from specinfer.config import draw_rule
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows, chain_rows
@@ -28,6 +27,7 @@ from specinfer.speculate.drafts.text_blocks import TextBlocks
 from specinfer.speculate.speculator import LevelSpeculator, Outcome
 from specinfer.tokenizer.respelling import Respelling
 from specinfer.tree import TokenTree
+from specinfer.tree.pairs import draw_rule
 
 _ENDED = 16  # texts that are kept when they have ended, for others that begin alike
 _TOKENS_A_GUESS = 2  # of the target's, that a guess in tokens of the draft's may come to on the average

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specinfer.check.text_promise import TextPromise, text_promise
-from specinfer.config import Verifier
 from specinfer.sampling_params import SamplingParams
+from specinfer.tree.pairs import Verifier
 
 IDENTICAL, ROUNDING, LAW = TextPromise.IDENTICAL, TextPromise.ROUNDING, TextPromise.LAW
 

@@ -19,7 +19,6 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.tree import TokenTree
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.logit_block import LogitBlock
-from specinfer.verify.pairs import Verifier
 from specinfer.verify.scan import NumpyScan
 from tests import plans
 from tests.flights import choose, flight_over
@@ -71,7 +70,7 @@ def flight_of(rows_RV: Rows, scan: NumpyScan) -> Flight:
 def verified(rows_RV: Rows, *of: dict[str, Any]) -> tuple[list[Acceptance | UserError], NotedScan, Flight]:
     scan = NotedScan()
     flight = flight_of(rows_RV, scan)
-    return verify_trees(laws_of(flight, *of), Verifier.COUPLED, flight), scan, flight
+    return verify_trees(laws_of(flight, *of), "coupled", flight), scan, flight
 
 
 def test_rows_are_asked_where_they_lie_all_in_one_question_a_level() -> None:
@@ -145,7 +144,7 @@ def test_choices_are_those_of_each_law_alone() -> None:
         rows_RV = rng.normal(size=(3 * len(of), VOCAB)).astype(np.float32) * 2
         flight = flight_of(rows_RV, NumpyScan())
         laws = laws_of(flight, *of)
-        for one, result in zip(laws, verify_trees(laws, Verifier.COUPLED, flight), strict=True):
+        for one, result in zip(laws, verify_trees(laws, "coupled", flight), strict=True):
             path: list[int] = []
             node, token = 0, choose(one, 0)
             while (child := CHAIN.children()[node].get(token)) is not None:

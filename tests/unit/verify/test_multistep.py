@@ -5,12 +5,10 @@ import pytest
 
 from specinfer.errors import DrawRuleError, IntegrityError
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder, merge
+from specinfer.tree.pairs import PAIRS, check_pair
 from specinfer.verify import (
-    ACCEPTED_RULES,
     Acceptance,
     UniformCoin,
-    Verifier,
-    check_pair,
     inverse_cdf,
     reference,
     seeded_coin,
@@ -157,9 +155,9 @@ def test_a_target_law_that_is_none_is_an_integrity_error(p):
 
 
 def test_the_pairs():
-    assert ACCEPTED_RULES[Verifier.COUPLED] == set(DrawRule)
-    assert ACCEPTED_RULES[Verifier.MULTISTEP] == set(DrawRule) - {DrawRule.COUPLED}
-    check_pair(Verifier.COUPLED, DrawRule, "any")
-    check_pair(Verifier.MULTISTEP, [IID, POINT], "draft")
+    assert PAIRS["coupled"].accepted == set(DrawRule)
+    assert PAIRS["mss"].accepted == set(DrawRule) - {DrawRule.COUPLED}
+    check_pair("coupled", DrawRule, "any")
+    check_pair("mss", [IID, POINT], "draft")
     with pytest.raises(DrawRuleError, match=r"'draft' proposes coupled draws.* iid, point_mass"):
-        check_pair(Verifier.MULTISTEP, [IID, DrawRule.COUPLED], "draft")
+        check_pair("mss", [IID, DrawRule.COUPLED], "draft")

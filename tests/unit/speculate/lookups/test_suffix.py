@@ -16,7 +16,7 @@ from specinfer.speculate.lookups.matches import match_confidence
 from specinfer.speculate.lookups.suffix import SuffixSpeculator
 from specinfer.speculate.lookups.suffix_store import SuffixStore
 from specinfer.tree import DrawRule
-from specinfer.verify.pairs import Verifier
+from specinfer.tree.pairs import Verifier
 from tests.engines import Tiny
 from tests.letters import letters, spelled
 from tests.lone_speculator import answer as answer_in_engine
