@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -218,8 +219,15 @@ class OwnNames:
         )
         self._pattern = re.compile(rf"(?:{'|'.join(places)})\b")
 
-    def of(self, error: ApiError) -> ApiError:
-        """The same error with the endpoint's names."""
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """ApiErrors that are raised meanwhile get the endpoint's names."""
+        try:
+            yield
+        except ApiError as error:
+            raise self._of(error) from None
+
+    def _of(self, error: ApiError) -> ApiError:
         told = error.body["error"]
         param = (
             self._conversation if told["param"] == "messages" else told["param"] and self._own(told["param"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Final, Literal
@@ -15,9 +13,8 @@ from specinfer.request import FinishReason
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.chat_prompt import ChatPrompt
-from specinfer.serve.completions import FINGERPRINT
+from specinfer.serve.completions import ChoicesAnswer
 from specinfer.serve.dialect import AnswerReader
-from specinfer.serve.event_stream import event
 from specinfer.serve.fields import (
     MOST_LOGPROBS,
     ConversationFields,
@@ -28,7 +25,7 @@ from specinfer.serve.fields import (
     TextPart,
 )
 from specinfer.serve.reader import ArgumentsPiece, CallStarted, Content, Event, Thought
-from specinfer.serve.reports import Tally, chat_logprobs, reported_prompt
+from specinfer.serve.reports import chat_logprobs, reported_prompt
 from specinfer.serve.service import Service
 from specinfer.serve.tools.tool import Function, ToolChoice
 from specinfer.serve.work import Delta
@@ -172,81 +169,61 @@ class ChatFields(ConversationFields):
         """`reasoning_effort`."""
         return "reasoning_effort", self.reasoning_effort
 
+    def sampling_params(self, room: int, **held: Any) -> SamplingParams:
+        """As ConversationFields says."""
+        wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.params(
+            max_tokens=room if wanted is None else wanted,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prediction=None if self.prediction is None else self.prediction.text or None,
+            **held,
+        )
 
-class Chat:
+
+class Chat(ChoicesAnswer[ChatFields]):
     """One conversation's answers, as they are made."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, service: Service, fields: ChatFields) -> None:
         fields.check()
         service.check_count(fields.n)
-        self._service = service
-        self._fields = fields
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = service.check_model(fields.model)
-        self._tally = Tally(0, n=fields.n or 1)
+        super().__init__(service, fields)
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
-        answers = [_Message() for _ in range(self._fields.n or 1)]
+        answers = [_Message() for _ in range(self._n)]
         async with aclosing(self._pieces()) as pieces:
-            async for number, piece in pieces:
-                answers[number].add(piece)
-        told = self._object("chat.completion", [one.choice(i) for i, one in enumerate(answers)])
-        return told | self._tally.report(steps=bool(self._fields.trace))
+            async for piece in pieces:
+                answers[piece.pop("index")].add(piece)
+        return self._object([one.choice(i) for i, one in enumerate(answers)]) | self._report()
 
-    async def events(self) -> AsyncGenerator[str]:
-        """The answer as the events of a stream."""
-        fields = self._fields
-        begun: set[int] = set()
-        async with aclosing(self._pieces()) as pieces:
-            async for number, piece in pieces:
-                if number not in begun:
-                    begun.add(number)
-                    piece["delta"] = {"role": "assistant", "content": ""} | piece["delta"]
-                chunk = self._object("chat.completion.chunk", [{"index": number} | piece])
-                so_far = self._tally.usage() if fields.usage_in_chunks else None
-                yield event(chunk | ({"usage": so_far} if fields.usage_in_stream else {}))
-        if fields.usage_in_stream:
-            last = self._tally.report(steps=bool(fields.trace))
-            yield event(self._object("chat.completion.chunk", []) | last)
+    def _first(self, piece: dict[str, Any]) -> None:
+        piece["delta"] = {"role": "assistant", "content": ""} | piece["delta"]
 
-    async def _pieces(self) -> AsyncGenerator[tuple[int, dict[str, Any]]]:
-        """What each delta adds: the number of its choice, and the choice's fields as streams have them."""
+    async def _pieces(self) -> AsyncGenerator[dict[str, Any]]:
         fields, service = self._fields, self._service
-        messages = [message.rendered() for message in fields.messages]
-        prompt = await ChatPrompt.of(service, fields, messages)
+        prompt = await ChatPrompt.of(service, fields, [message.rendered() for message in fields.messages])
         self._tally.prompt_tokens = len(prompt.token_ids)
-        readers = [prompt.reader() for _ in range(fields.n or 1)]
-        answers = service.answer([prompt.token_ids], [self._params(prompt)], traced=bool(fields.trace))
+        readers = [prompt.reader() for _ in range(self._n)]
+        params = fields.sampling_params(service.room(prompt.token_ids, "messages"), **prompt.held)
+        answers = service.answer([prompt.token_ids], [params], traced=bool(fields.trace))
         try:
-            async with aclosing(answers):
-                async for number, delta in answers:
-                    self._tally.add(delta, number)
-                    piece = self._piece(delta, readers[number])
-                    if delta.prompt_logprobs is not None and fields.prompt_logprobs is not None:
-                        # Once for the prompt, and in a thread: it is as long as its prompt.
-                        reports = delta.prompt_logprobs if number == 0 else ()
-                        told = await asyncio.to_thread(reported_prompt, reports, fields.prompt_logprobs)
-                        piece["prompt_logprobs"] = told or None
-                    if any(piece.values()) or fields.trace or "prompt_logprobs" in piece:
-                        for one in self._apart(piece, delta):
-                            yield number, one
-        except ApiError as error:
-            raise prompt.blamed(error) from None
+            with prompt.blamed():
+                async with aclosing(answers):
+                    async for number, delta in answers:
+                        self._tally.add(delta, number)
+                        piece = self._piece(delta, readers[number])
+                        if delta.prompt_logprobs is not None and fields.prompt_logprobs is not None:
+                            # Once for the prompt, and in a thread: it is as long as its prompt.
+                            reports = delta.prompt_logprobs if number == 0 else ()
+                            told = await asyncio.to_thread(reported_prompt, reports, fields.prompt_logprobs)
+                            piece["prompt_logprobs"] = told or None
+                        if any(piece.values()) or fields.trace or "prompt_logprobs" in piece:
+                            for one in self._apart(piece, delta):
+                                yield {"index": number} | one
         finally:
             self._tally.reasoning_tokens = sum(reader.reasoning_tokens for reader in readers)
-
-    def _params(self, prompt: ChatPrompt) -> SamplingParams:
-        fields = self._fields
-        room = self._service.room(prompt.token_ids, "messages")
-        wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-        return fields.params(
-            max_tokens=room if wanted is None else wanted,
-            logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
-            prediction=None if fields.prediction is None else fields.prediction.text or None,
-            **prompt.held,
-        )
 
     def _piece(self, delta: Delta, reader: AnswerReader) -> dict[str, Any]:
         fields = self._fields
@@ -283,16 +260,6 @@ class Chat:
             piece | {"finish_reason": None, "logprobs": {"content": before, "refusal": None}},
             end | {"logprobs": {"content": [last], "refusal": None}},
         ]
-
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "system_fingerprint": FINGERPRINT,
-            "choices": choices,
-        }
 
 
 class _Message:

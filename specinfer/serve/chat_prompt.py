@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,12 +46,16 @@ class ChatPrompt:
         """
         return await service.in_thread("messages", lambda: _prepare(service, fields, messages))
 
-    def blamed(self, error: ApiError) -> ApiError:
-        """The same complaint, about the field of the request that is at fault."""
-        told = error.body["error"]
-        if self.tools and told["param"] == "grammar":  # which is ours, made of the tools
-            told["param"] = "tools"
-        return error
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """ApiErrors that are raised meanwhile name the field at fault: the grammar of calls is the tools'."""
+        try:
+            yield
+        except ApiError as error:
+            told = error.body["error"]
+            if self.tools and told["param"] == "grammar":
+                told["param"] = "tools"
+            raise
 
     def reader(self) -> AnswerReader:
         """A reader of one answer."""

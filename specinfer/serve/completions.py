@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from pydantic import Field
 
@@ -16,13 +17,14 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.event_stream import event
 from specinfer.serve.fields import MOST_LOGPROBS, Ids, Items, Prediction, SamplingFields
-from specinfer.serve.reports import CompletionLogprobs, Tally, count_tokens, reported_prompt
+from specinfer.serve.reports import CompletionLogprobs, Tally, reported_prompt
 from specinfer.serve.service import Service
 from specinfer.serve.work import Delta
 from specinfer.version import VERSION
 
+_Fields = TypeVar("_Fields", bound=SamplingFields)
 _USUAL_TOKENS: Final = 16  # of an answer, as in OpenAI's API
-FINGERPRINT: Final = f"specinfer-{VERSION}"
+_FINGERPRINT: Final = f"specinfer-{VERSION}"
 
 
 class CompletionFields(SamplingFields):
@@ -60,49 +62,84 @@ class CompletionFields(SamplingFields):
                 raise ApiError("suffix needs a prompt of text; give that, not token ids", param="prompt")
 
 
-class Completions:
+class ChoicesAnswer(ABC, Generic[_Fields]):
+    """One request's answers as OpenAI's older endpoints have them: choices, which streams tell in pieces."""
+
+    prefix: ClassVar[str]  # of ids
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]  # of objects within streams
+
+    def __init__(self, service: Service, fields: _Fields) -> None:
+        self._service = service
+        self._fields = fields
+        self._n = fields.n or 1
+        self._id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = service.check_model(fields.model)
+        self._tally = Tally(0, n=self._n)
+
+    async def events(self) -> AsyncGenerator[str]:
+        """The answer as the events of a stream."""
+        fields, begun = self._fields, set[int]()
+        async with aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                if piece["index"] not in begun:
+                    begun.add(piece["index"])
+                    self._first(piece)
+                so_far = self._tally.usage() if fields.usage_in_chunks else None
+                told = self._object([piece], self.chunk_kind)
+                yield event(told | ({"usage": so_far} if fields.usage_in_stream else {}))
+        if fields.usage_in_stream:
+            yield event(self._object([], self.chunk_kind) | self._report())
+
+    @abstractmethod
+    def _pieces(self) -> AsyncGenerator[dict[str, Any]]:
+        """What each delta adds, as choices have it in streams."""
+
+    def _first(self, piece: dict[str, Any]) -> None:
+        """Add to the first piece of a choice what streams begin with."""
+
+    def _report(self) -> dict[str, Any]:
+        return self._tally.report(steps=bool(self._fields.trace))
+
+    def _object(self, choices: list[dict[str, Any]], kind: str = "") -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind or self.kind,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": _FINGERPRINT,
+            "choices": choices,
+        }
+
+
+class Completions(ChoicesAnswer[CompletionFields]):
     """One request's answers, as they are made."""
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, service: Service, fields: CompletionFields) -> None:
         fields.check()
         self._given = fields.prompts()
         service.check_count(fields.n, len(self._given))
-        self._service = service
-        self._fields = fields
-        self._n = fields.n or 1
-        self._id = f"cmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = service.check_model(fields.model)
+        super().__init__(service, fields)
         self._prompts: list[tuple[int, ...]] = []
-        self._tally = Tally(0, n=self._n)
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
         choices: dict[int, dict[str, Any]] = {}
-        async with aclosing(self._choices()) as pieces:
+        async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
                 choice = choices.setdefault(piece["index"], piece)
                 if choice is not piece:
                     _append(choice, piece)
-        told = self._object([choices[number] for number in sorted(choices)])
-        return told | self._tally.report(steps=bool(self._fields.trace))
+        return self._object([choices[number] for number in sorted(choices)]) | self._report()
 
-    async def events(self) -> AsyncGenerator[str]:
-        """The answer as the events of a stream."""
-        fields = self._fields
-        async with aclosing(self._choices()) as pieces:
-            async for piece in pieces:
-                so_far = self._tally.usage() if fields.usage_in_chunks else None
-                yield event(self._object([piece]) | ({"usage": so_far} if fields.usage_in_stream else {}))
-        if fields.usage_in_stream:
-            yield event(self._object([]) | self._tally.report(steps=bool(fields.trace)))
-
-    async def _choices(self) -> AsyncGenerator[dict[str, Any]]:
-        """What each delta adds, as a choice."""
+    async def _pieces(self) -> AsyncGenerator[dict[str, Any]]:
         fields, service = self._fields, self._service
         self._prompts = [await self._encode(one) for one in self._given]
-        self._tally.prompt_tokens = count_tokens(self._prompts)
+        self._tally.prompt_tokens = sum(map(len, self._prompts))
         params = [self._params(prompt) for prompt in self._prompts]
         answers = service.answer(self._prompts, params, traced=bool(fields.trace))
         begun: set[int] = set()
@@ -172,16 +209,6 @@ class Completions:
         text = b"".join(tokenizer.token_bytes[token] for token in tokens) if self._fields.echo else b""
         cut = text.startswith(b" ") and tokenizer.token_bytes.strips_first_space
         return CompletionLogprobs(top, tokenizer, behind=int(cut))
-
-    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "system_fingerprint": FINGERPRINT,
-            "choices": choices,
-        }
 
 
 def _append(choice: dict[str, Any], piece: dict[str, Any]) -> None:

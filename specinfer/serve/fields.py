@@ -267,6 +267,10 @@ class ConversationFields(SamplingFields):
         except RequestError as error:
             raise ApiError.of(error) from None
 
+    @abstractmethod
+    def sampling_params(self, room: int, **held: Any) -> SamplingParams:
+        """What these fields mean where an answer may have `room` tokens and is held so; raises ApiError."""
+
     def params(self, **more: Any) -> SamplingParams:
         """What these fields mean; a `grammar` among the others holds calls, and the form if there is one."""
         if more.get("grammar") is None:

@@ -259,7 +259,7 @@ class MessageFields(ConversationFields):
         return self.model_copy(update=update)
 
     def sampling_params(self, room: int, **held: Any) -> SamplingParams:
-        """The SamplingParams of this request, with at most `room` tokens; raises ApiError."""
+        """As ConversationFields says."""
         return self.params(
             max_tokens=min(self.max_tokens or room, room),
             stop=self.stop_sequences or self.stop,

@@ -14,19 +14,17 @@ from specinfer.serve.api_error import ApiError, OwnNames
 from specinfer.serve.chat_prompt import ChatPrompt
 from specinfer.serve.dialect import AnswerReader
 from specinfer.serve.event_stream import event
+from specinfer.serve.growing_answer import Event, GrowingAnswer, Part, Parts
 from specinfer.serve.message_fields import MessageFields
-from specinfer.serve.reader import ArgumentsPiece, CallEnded, CallStarted, Content, Thought
 from specinfer.serve.reader import Event as Found
-from specinfer.serve.reports import Tally
 from specinfer.serve.service import Service
 from specinfer.serve.work import Delta
 
-Event = dict[str, Any]
-# Type of a block -> type of its deltas, and the field that holds their text.
+# Kind of a part -> type of its deltas, and the field that holds their text.
 _DELTAS: Final = {
     "text": ("text_delta", "text"),
-    "thinking": ("thinking_delta", "thinking"),
-    "tool_use": ("input_json_delta", "partial_json"),
+    "thoughts": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
 }
 # Clients drop thinking blocks without a signature. The server does not check signatures.
 _SIGNATURE: Final = "unsigned"
@@ -43,79 +41,43 @@ _OWN_NAMES: Final = OwnNames(
 )
 
 
-class Blocks:
-    """The content blocks of one answer, in order; one block is open at a time.
-
-    With `thoughts` False, thinking blocks stay empty.
-    """
+class Blocks(Parts):
+    """The content blocks of one answer. With `thoughts` False, thinking blocks stay empty."""
 
     def __init__(self, *, thoughts: bool = True) -> None:
+        super().__init__()
         self._thoughts = thoughts
-        self._over: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None  # the block as it was opened
-        self._texts: list[str] = []  # of the open block
 
-    def blocks(self) -> list[dict[str, Any]]:
-        """All blocks so far, the open one included."""
-        return [*self._over, *([] if self._open is None else [self._grown(self._open)])]
+    def _value(self, part: Part, complete: bool) -> dict[str, Any]:
+        """The block with its text. Of arguments that were cut off, the complete ones are kept."""
+        match part.kind:
+            case "thoughts":
+                text = part.text if self._thoughts else ""
+                return {"type": "thinking", "thinking": text, "signature": _SIGNATURE}
+            case "text":
+                return {"type": "text", "text": part.text}
+            case "call":
+                call = {"id": part.call_id, "name": part.name, "input": _input(part.text)}
+                return {"type": "tool_use"} | call
 
-    def grow(self, found: Sequence[Found]) -> list[Event]:
-        """Add parsed pieces of the answer; returns the stream events for them."""
-        events: list[Event] = []
-        for one in found:
-            match one:
-                case Thought(text):
-                    events += self._within({"type": "thinking", "thinking": "", "signature": ""})
-                    events += self._told(text) if self._thoughts else []
-                case Content(text):
-                    events += [*self._within({"type": "text", "text": ""}), *self._told(text)]
-                case CallStarted(_, call_id, name):
-                    events += self._begin({"type": "tool_use", "id": call_id, "name": name, "input": {}})
-                case ArgumentsPiece(_, text):
-                    events += self._told(text)
-                case CallEnded():
-                    events += self.close()
-        return events
+    def _begun(self, part: Part) -> list[Event]:
+        block = self._value(part, complete=False)
+        if part.kind == "thoughts":
+            block["signature"] = ""
+        return [{"type": "content_block_start", "index": part.index, "content_block": block}]
 
-    def close(self) -> list[Event]:
-        """Close the open block; returns the events for that."""
-        if self._open is None:
+    def _grown(self, part: Part, text: str) -> list[Event]:
+        if part.kind == "thoughts" and not self._thoughts:
             return []
-        index, block = len(self._over), self._open
-        self._over.append(self._grown(block))
-        self._open, self._texts = None, []
-        end = {"type": "content_block_stop", "index": index}
-        if block["type"] != "thinking":
+        kind, field = _DELTAS[part.kind]
+        return [{"type": "content_block_delta", "index": part.index, "delta": {"type": kind, field: text}}]
+
+    def _ended(self, part: Part, complete: bool) -> list[Event]:
+        end = {"type": "content_block_stop", "index": part.index}
+        if part.kind != "thoughts":
             return [end]
         signature = {"type": "signature_delta", "signature": _SIGNATURE}
-        return [{"type": "content_block_delta", "index": index, "delta": signature}, end]
-
-    def _within(self, block: dict[str, Any]) -> list[Event]:
-        """Open a block of that type unless one is open; returns the events for that."""
-        same = self._open is not None and self._open["type"] == block["type"]
-        return [] if same else self._begin(block)
-
-    def _begin(self, block: dict[str, Any]) -> list[Event]:
-        ended = self.close()
-        self._open = block
-        return [*ended, {"type": "content_block_start", "index": len(self._over), "content_block": block}]
-
-    def _told(self, text: str) -> list[Event]:
-        assert self._open is not None
-        self._texts.append(text)
-        kind, field = _DELTAS[self._open["type"]]
-        delta = {"type": kind, field: text}
-        return [{"type": "content_block_delta", "index": len(self._over), "delta": delta}]
-
-    def _grown(self, block: dict[str, Any]) -> dict[str, Any]:
-        """The block with its text. Of arguments that were cut off, the complete ones are kept."""
-        text = "".join(self._texts)
-        match block["type"]:
-            case "tool_use":
-                return block | {"input": _input(text)}
-            case "thinking":
-                return block | {"thinking": text, "signature": _SIGNATURE}
-        return block | {"text": text}
+        return [{"type": "content_block_delta", "index": part.index, "delta": signature}, end]
 
 
 def _input(arguments: str) -> dict[str, Any]:
@@ -127,32 +89,22 @@ def _input(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class Messages:
+class Messages(GrowingAnswer[MessageFields]):
     """One answer while it is generated."""
 
+    names = _OWN_NAMES
+
     def __init__(self, service: Service, fields: MessageFields) -> None:
-        self._model = service.check_model(fields.model)
-        self._fields = _checked(service, fields)
+        fields = _checked(service, fields)
+        super().__init__(service, fields, fields.conversation)
         if fields.max_tokens is None:
             raise ApiError(
                 "max_tokens is required; say how many tokens the answer may have", param="max_tokens"
             )
-        self._service = service
         self._id = f"msg_{uuid.uuid4().hex}"
-        self._tally = Tally(0)
         shown = fields.thinking is None or fields.thinking.display != "omitted"
         self._blocks = Blocks(thoughts=shown)
-        self._trees: list[Any] = []
-        self._untold_trees: list[Any] = []  # not sent yet; they go with the next event
-        self._ended: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
-
-    async def whole(self) -> dict[str, Any]:
-        """The message in one piece."""
-        async with aclosing(self._growth()) as growth:
-            async for _ in growth:
-                pass
-        message = self._message(self._blocks.blocks()) | {"metrics": self._tally.metrics()}
-        return message | ({"trees": self._trees} if self._fields.trace else {})
+        self._reasons: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}  # why it has ended
 
     async def events(self) -> AsyncGenerator[str]:
         """The message as the events of a stream.
@@ -168,40 +120,15 @@ class Messages:
                 if grown:
                     yield _told(grown)
 
-    async def _growth(self) -> AsyncGenerator[list[Event]]:
-        """The stream events of each engine delta; the list may be empty."""
-        fields, service = self._fields, self._service
-        try:
-            prompt = await _prompt(service, fields)
-            self._tally.prompt_tokens = len(prompt.token_ids)
-            params = fields.sampling_params(service.room(prompt.token_ids, "messages"), **prompt.held)
-            reader = prompt.reader()
-            try:
-                answers = service.answer([prompt.token_ids], [params], traced=bool(fields.trace))
-                async with aclosing(answers):
-                    async for _, delta in answers:
-                        yield self._grown(delta, reader)
-            except ApiError as error:
-                raise prompt.blamed(error) from None
-        except ApiError as error:
-            raise _OWN_NAMES.of(error) from None
-
-    def _grown(self, delta: Delta, reader: AnswerReader) -> list[Event]:
-        reason = delta.finish_reason
-        self._tally.add(delta)
-        if reason is FinishReason.ABORT:
-            raise ApiError("the answer was cut off before its end", status=500)
-        found = reader.read(delta.text, len(delta.token_ids), last=reason is not None)
-        self._tally.reasoning_tokens = reader.reasoning_tokens
+    def _grow(self, delta: Delta, found: Sequence[Found], reader: AnswerReader) -> list[Event]:
         events = self._blocks.grow(found)
-        if reason is not None:
-            events += [*self._blocks.close(), *self._ending(delta, reader)]
-        if self._fields.trace:
-            self._trees.extend(delta.trees)
-            self._untold_trees.extend(delta.trees)
-            if events:
-                events[-1]["trees"], self._untold_trees = self._untold_trees, []
+        if delta.finish_reason is not None:
+            events += [*self._blocks.end(), *self._ending(delta, reader)]
         return events
+
+    def _finish(self) -> dict[str, Any]:
+        message = self._message(self._blocks.values()) | {"metrics": self._tally.metrics()}
+        return message | ({"trees": self._trees} if self._fields.trace else {})
 
     def _ending(self, delta: Delta, reader: AnswerReader) -> list[Event]:
         wanted = self._fields.max_tokens or 0
@@ -212,13 +139,13 @@ class Messages:
             reason = "stop_sequence"
         else:
             reason = "tool_use" if reader.called else "end_turn"
-        self._ended = {"stop_reason": reason, "stop_sequence": delta.stopped_by}
+        self._reasons = {"stop_reason": reason, "stop_sequence": delta.stopped_by}
         usage = {"usage": self._usage(), "metrics": self._tally.metrics()}
-        return [{"type": "message_delta", "delta": self._ended} | usage, {"type": "message_stop"}]
+        return [{"type": "message_delta", "delta": self._reasons} | usage, {"type": "message_stop"}]
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         message = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
-        return message | {"content": content} | self._ended | {"usage": self._usage()}
+        return message | {"content": content} | self._reasons | {"usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
         tally = self._tally
@@ -235,20 +162,15 @@ class Messages:
 async def count_tokens(service: Service, fields: MessageFields) -> dict[str, Any]:
     """The number of prompt tokens, as the usage of an answer would report it."""
     service.check_model(fields.model)
-    try:
-        return {"input_tokens": len((await _prompt(service, _checked(service, fields))).token_ids)}
-    except ApiError as error:
-        raise _OWN_NAMES.of(error) from None
+    with _OWN_NAMES.told():
+        fields = _checked(service, fields)
+        return {"input_tokens": len((await ChatPrompt.of(service, fields, fields.conversation)).token_ids)}
 
 
 def _checked(service: Service, fields: MessageFields) -> MessageFields:
     fields.check()
     tokenizer, reasoning = service.tokenizer, service.dialect.reasoning
     return fields.for_template(tokenizer.template_variables, reasons=reasoning is not None)
-
-
-async def _prompt(service: Service, fields: MessageFields) -> ChatPrompt:
-    return await ChatPrompt.of(service, fields, fields.conversation)
 
 
 def _told(events: Iterable[Event]) -> str:

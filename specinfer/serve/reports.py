@@ -84,11 +84,6 @@ class Tally:
         }
 
 
-def count_tokens(prompts: Iterable[tuple[int, ...]]) -> int:
-    """The tokens of several prompts together."""
-    return sum(len(prompt) for prompt in prompts)
-
-
 def _rate(part: int, whole: int) -> float | None:
     return round(part / whole, 4) if whole else None
 

@@ -181,7 +181,7 @@ class ResponseFields(ConversationFields):
         return {"type": "text"} if given is None else given
 
     def sampling_params(self, room: int, **held: Any) -> SamplingParams:
-        """What these fields mean where an answer may have `room` tokens and is held so; raises ApiError."""
+        """As ConversationFields says."""
         return self.params(
             max_tokens=room if self.max_output_tokens is None else self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,

@@ -9,26 +9,25 @@ import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from pydantic import BaseModel
 
 from specinfer.request import FinishReason
-from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import CALLER, ApiError, OwnNames, cut
-from specinfer.serve.chat_prompt import ChatPrompt
 from specinfer.serve.dialect import AnswerReader
 from specinfer.serve.event_stream import event
-from specinfer.serve.reports import Tally, chat_logprobs
+from specinfer.serve.growing_answer import Event, GrowingAnswer
+from specinfer.serve.reader import Event as Found
+from specinfer.serve.reports import chat_logprobs
 from specinfer.serve.response_fields import ResponseFields
 from specinfer.serve.response_input import kept_items, output_messages
-from specinfer.serve.response_items import Event, Output
+from specinfer.serve.response_items import Output
 from specinfer.serve.service import Service
 from specinfer.serve.work import Delta
 
 _MOST_BYTES: Final = 256 << 20  # of all responses together, about
 
-_Ended = Literal["completed", "incomplete"]
 _OWN_NAMES: Final = OwnNames(
     {
         "response_format.json_schema": "text.format",
@@ -147,35 +146,26 @@ class ResponseStore:
         self._size -= self._kept.pop(place).size
 
 
-class Responses:
+class Responses(GrowingAnswer[ResponseFields]):
     """One response, as it is made."""
+
+    names = _OWN_NAMES
+    announced = True
 
     def __init__(self, service: Service, fields: ResponseFields, store: ResponseStore) -> None:
         fields.check()
-        self._service = service
-        self._fields = fields
         self._store = store
         self._stored = store.wants(fields.store)
         earlier = fields.previous_response_id
         before = () if earlier is None else store.conversation(earlier)
         fields.check_results(before)
         self._conversation = [*before, *fields.messages]
+        instructions = [] if not fields.instructions else [{"role": "system", "content": fields.instructions}]
+        super().__init__(service, fields, [*instructions, *self._conversation])
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._model = service.check_model(fields.model)
-        self._tally = Tally(0)
-        self._params = SamplingParams()  # until the prompt's length is known
         self._output = Output(logprobs=fields.logprobs)
-        self._trees: list[Any] = []
-        self._untold_trees: list[Any] = []  # that go with the next event
-        self._ended: _Ended = "completed"
-
-    async def whole(self) -> dict[str, Any]:
-        """The response in one piece."""
-        async with aclosing(self._growth()) as growth:
-            async for _ in growth:
-                pass
-        return self._finish()
+        self._complete = True
 
     async def events(self) -> AsyncGenerator[str]:
         """The response as the events of a stream.
@@ -198,12 +188,13 @@ class Responses:
                         yield told(self._opening())
                     if grown:
                         yield told(grown)
+            yield told(self._output.close(complete=self._complete))
         except ApiError as error:
             if not begun:
                 raise
             yield told([{"type": "response.failed", "response": self._failed(error)}])
             return
-        yield told([{"type": f"response.{self._ended}", "response": self._finish()}])
+        yield told([{"type": f"response.{self._status}", "response": self._finish()}])
 
     def _opening(self) -> list[Event]:
         response = self._object("in_progress", [])
@@ -212,52 +203,21 @@ class Responses:
             {"type": "response.in_progress", "response": response},
         ]
 
-    async def _growth(self) -> AsyncGenerator[list[Event]]:
-        """The events of each delta of the engine's, of some of them none; then those of the end."""
-        fields, service = self._fields, self._service
-        instructions = [] if not fields.instructions else [{"role": "system", "content": fields.instructions}]
-        try:
-            prompt = await ChatPrompt.of(service, fields, [*instructions, *self._conversation])
-            self._tally.prompt_tokens = len(prompt.token_ids)
-            self._params = fields.sampling_params(service.room(prompt.token_ids, "input"), **prompt.held)
-            reader = prompt.reader()
-            try:
-                answers = service.answer(
-                    [prompt.token_ids], [self._params], traced=bool(fields.trace), announced=True
-                )
-                async with aclosing(answers):
-                    async for _, delta in answers:
-                        yield self._grown(delta, reader)
-            except ApiError as error:
-                raise prompt.blamed(error) from None
-        except ApiError as error:
-            raise _OWN_NAMES.of(error) from None
-        yield self._output.close(self._ended)
+    def _grow(self, delta: Delta, found: Sequence[Found], reader: AnswerReader) -> list[Event]:
+        self._complete = delta.finish_reason is not FinishReason.LENGTH
+        told = delta.logprobs if self._fields.logprobs else ()
+        logprobs = chat_logprobs(told, self._fields.top_logprobs or 0, self._service.tokenizer)
+        return self._output.take(found, logprobs)
 
-    def _grown(self, delta: Delta, reader: AnswerReader) -> list[Event]:
-        fields, reason = self._fields, delta.finish_reason
-        self._tally.add(delta)
-        if reason is FinishReason.ABORT:
-            raise ApiError("the answer was cut off before its end", status=500)
-        if reason is FinishReason.LENGTH:
-            self._ended = "incomplete"
-        logprobs = []
-        if fields.logprobs:
-            logprobs = chat_logprobs(delta.logprobs, fields.top_logprobs or 0, self._service.tokenizer)
-        found = reader.read(delta.text, len(delta.token_ids), last=reason is not None)
-        self._tally.reasoning_tokens = reader.reasoning_tokens
-        events = self._output.grow(found, logprobs)
-        if fields.trace:
-            self._trees.extend(delta.trees)
-            self._untold_trees.extend(delta.trees)
-            if events:
-                events[-1]["trees"], self._untold_trees = self._untold_trees, []
-        return events
+    @property
+    def _status(self) -> str:
+        return "completed" if self._complete else "incomplete"
 
     def _finish(self) -> dict[str, Any]:
         """The response with its answer; kept, where it is to be."""
-        response = self._object(self._ended, self._output.items())
-        if self._ended == "completed":
+        self._output.close(complete=self._complete)  # unless a stream has told of it
+        response = self._object(self._status, self._output.values())
+        if self._complete:
             response["completed_at"] = int(time.time())
         else:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -270,7 +230,7 @@ class Responses:
     def _failed(self, error: ApiError) -> dict[str, Any]:
         told = error.body["error"]
         code = "server_error" if error.status >= 500 else "invalid_prompt"
-        response = self._object("failed", self._output.items())
+        response = self._object("failed", self._output.values())
         return response | {"error": {"code": code, "message": told["message"]}, "store": False}
 
     def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
