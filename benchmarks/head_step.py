@@ -24,14 +24,14 @@ from study import REQUIRED, Study, ask, in_turn, parser, row, run, settings_of, 
 from specinfer import LLM, SamplingParams
 from specinfer.config import Quantization
 from specinfer.heads.block_model import BlockModel
-from specinfer.heads.shapes import head_shapes
+from specinfer.heads.kinds import head_shapes
+from specinfer.heads.runner import HeadRunner
 from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.native import load_library
 from specinfer.kernels.quantized import int8_bytes
 from specinfer.report.dataset import read_dataset
-from specinfer.runtime.head_runner import BlockRunner
 from specinfer.runtime.runner import ModelRunner
-from specinfer.speculate.drafts.block import BlockDraft
+from specinfer.speculate.drafts.head_drafts import BlockDraft
 from specinfer.speculate.ensemble import Ensemble
 
 KINDS: tuple[Quantization, ...] = ("int8", "none")
@@ -115,8 +115,8 @@ def measure(llm: LLM, kind: Quantization, questions: list[str], max_tokens: int)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     ask(llm, questions[:2], params)
     watch, library = Watch(), load_library()
-    heads: list[BlockRunner] = []
-    watch.see(heads, BlockRunner, "step")
+    heads: list[HeadRunner[BlockModel]] = []
+    watch.see(heads, HeadRunner, "guess")
     for part, of, name in (
         ("read and pass", library, "step_blocks"),
         ("trees", library, "grow_trees"),

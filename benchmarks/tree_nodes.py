@@ -25,7 +25,7 @@ from typing import Any, Final
 from study import REQUIRED, Study, ask, in_turn, parser, row, run, settings_of, total_figures
 
 from specinfer import LLM, SamplingParams, SpeculationParams
-from specinfer.heads.medusa_model import MedusaModel
+from specinfer.heads.medusa import MedusaModel
 from specinfer.report.dataset import read_dataset
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.tree.expansion import Expansion

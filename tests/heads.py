@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from specinfer.heads.block import BlockHead
-from specinfer.heads.body_config import body_to_hf
-from specinfer.heads.config import AnyHeadConfig, BlockConfig, EagleConfig, MedusaConfig
+from specinfer.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig
 from specinfer.heads.eagle import EagleHead
-from specinfer.heads.export import write_head
 from specinfer.heads.layers import initialise
 from specinfer.heads.medusa import MedusaHead
+from specinfer.heads.speculators import body_to_hf, write_head
 from specinfer.models.config import Family, ModelConfig, Rope
 
 VOCAB, SIZE, NAMED = 64, 32, 24  # of the target; tokens a head can name
@@ -127,7 +126,7 @@ def write_medusa(heads: MedusaHead, folder: Path, *, vllm: bool = False) -> Path
     return folder
 
 
-def write_any(config: AnyHeadConfig, folder: Path, *, seed: int = 0) -> Path:
+def write_any(config: HeadConfig, folder: Path, *, seed: int = 0) -> Path:
     """A random head of any kind as a folder."""
     if isinstance(config, MedusaConfig):
         return write_medusa(tiny_medusa(config, seed=seed), folder)

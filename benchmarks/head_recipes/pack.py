@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from specinfer.heads.checkpoint import open_head
-from specinfer.heads.export import write_head
 from specinfer.heads.medusa import MedusaHead
+from specinfer.heads.speculators import write_head
 from specinfer.hub import resolve
 from specinfer.models.fingerprint import fingerprint
 from specinfer.models.weights import open_model

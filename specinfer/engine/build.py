@@ -27,7 +27,6 @@ from specinfer.engine.drafts import (
     kept_logits,
     make_draft,
     vocabularies,
-    weight_bytes,
 )
 from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
@@ -36,7 +35,7 @@ from specinfer.engine.pools import with_members
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.heads.load import load_head
-from specinfer.heads.medusa_model import MedusaModel
+from specinfer.heads.runner import HeadModel
 from specinfer.hub.sampling_defaults import sampling_defaults
 from specinfer.kernels.choice import Kernels, choose_kernels, guessing, streaming
 from specinfer.kernels.machine import thread_count
@@ -46,8 +45,7 @@ from specinfer.progress import NoProgress, Progress
 from specinfer.runtime import memory
 from specinfer.runtime.cost_curve import device_name
 from specinfer.runtime.executor import LocalExecutor
-from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary, draft_vocabulary
-from specinfer.speculate.drafts.foreign_tokens import ForeignTokens
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, draft_vocabulary
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
@@ -94,7 +92,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     target = find(config.model, show)
     found = find_drafts(config.speculation.drafts, target, config.model, show)
     drafts = {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
-    check_options(config.speculation, [*drafts.values()])
+    check_options(config.speculation, drafts)
     tokenizer = Tokenizer.load(target.files, config.chat_template)
     sampling = sampling_defaults(target.files) if config.generation_config == "auto" else {}
     size = target.config.vocab_size
@@ -107,7 +105,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     elif kernels.library is None and {of_target, of_drafts} != {"none"}:
         _LOG.warning("quantized products run in PyTorch, without native kernels, and slowly")
     whole = estimate_bytes(target.model, dtype, kernels, of_target)
-    sizes = {name: weight_bytes(draft, dtype, kernels, config.speculation) for name, draft in drafts.items()}
+    sizes = {name: draft.weight_bytes(dtype, kernels, of_drafts) for name, draft in drafts.items()}
     told = {f"{name} {draft.files.name}": sizes[name] for name, draft in drafts.items()}
     memory.check_weights_fit({target.files.name: whole, **told}, device)
 
@@ -164,7 +162,7 @@ def build_engine(
         )
     loaded = (models.target, *models.drafts.values())
     blocks = memory.num_blocks(
-        [(m.config, m.dtype) for m in loaded if not isinstance(m, MedusaModel)],
+        [(m.config, m.dtype) for m in loaded if not isinstance(m, HeadModel) or m.head.body is not None],
         block_size=config.cache.block_size,
         wanted_positions=limits.max_batch_size * (max_context + speculation.max_nodes),
         needed_positions=min(max_context, 128),

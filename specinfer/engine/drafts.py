@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from specinfer.config import SpeculationConfig
+from specinfer.config import Quantization, SpeculationConfig
 from specinfer.errors import ConfigError, ModelError
 from specinfer.heads.checkpoint import HeadFolder, is_head, open_head
-from specinfer.heads.config import MedusaConfig
-from specinfer.heads.eagle_model import EagleModel
-from specinfer.heads.load import HeadModel, head_bytes
-from specinfer.heads.medusa_model import MedusaModel
+from specinfer.heads.kinds import AnyHeadModel
+from specinfer.heads.load import head_bytes
+from specinfer.heads.runner import HeadModel
 from specinfer.hub import ModelFiles, resolve
 from specinfer.kernels.choice import Kernels
 from specinfer.models.config import ModelConfig
@@ -23,23 +22,22 @@ from specinfer.models.weights import OpenModel, estimate_bytes, open_model
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import Timed
 from specinfer.runtime.executor import LocalExecutor
-from specinfer.runtime.head_runner import BlockRunner, EagleRunner, MedusaRunner
-from specinfer.speculate.drafts.block import BlockDraft
+from specinfer.speculate.drafts.draft import Draft
 from specinfer.speculate.drafts.draft_model import DraftModel
-from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary, first_tokens, named_tokens
-from specinfer.speculate.drafts.eagle import EagleDraft
+from specinfer.speculate.drafts.draft_tokens import (
+    DraftVocabulary,
+    ForeignTokens,
+    first_tokens,
+    foreign_tokens,
+)
 from specinfer.speculate.drafts.foreign_draft import ForeignDraft
-from specinfer.speculate.drafts.foreign_tokens import ForeignTokens, foreign_tokens
 from specinfer.speculate.drafts.growth import Shape
-from specinfer.speculate.drafts.medusa import MedusaDraft
-from specinfer.speculate.drafts.one_pass import OnePassTrees
-from specinfer.speculate.drafts.parallel_eagle import ParallelEagleDraft
-from specinfer.speculate.speculator import LevelSpeculator
+from specinfer.speculate.drafts.head_drafts import head_draft
 from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.vocabulary import Vocabulary
 
 _LOG = logging.getLogger(__name__)
-AnyDraft = LanguageModel | HeadModel
+AnyDraft = LanguageModel | AnyHeadModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +49,12 @@ class Found:
 
     @property
     def config(self) -> ModelConfig:
-        """What it is."""
+        """Its layers."""
         return self.model.config
+
+    def weight_bytes(self, dtype: torch.dtype, kernels: Kernels, quantization: Quantization) -> int:
+        """The bytes that its weights will take."""
+        return estimate_bytes(self.model, dtype, kernels, quantization)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,11 @@ class FoundHead:
     @property
     def config(self) -> ModelConfig | None:
         """Its layers with attention; None: it has none."""
-        config = self.head.config
-        return None if isinstance(config, MedusaConfig) else config.body
+        return self.head.config.body
+
+    def weight_bytes(self, dtype: torch.dtype, kernels: Kernels, quantization: Quantization) -> int:
+        """The bytes that its weights will take."""
+        return head_bytes(self.head, dtype, quantization)
 
 
 def draft_names(drafts: tuple[str, ...]) -> dict[str, str]:
@@ -99,6 +104,11 @@ def find_drafts(
     return found
 
 
+def models_among(drafts: Mapping[str, Found | FoundHead]) -> dict[str, Found]:
+    """The drafts that are models, with a tokenizer of their own."""
+    return {name: draft for name, draft in drafts.items() if isinstance(draft, Found)}
+
+
 def exchanges(
     target: Found,
     drafts: Mapping[str, Found | FoundHead],
@@ -114,9 +124,7 @@ def exchanges(
     Raises ConfigError as `foreign_tokens`, and where draft_tokens is set though no draft needs it.
     """
     ours, found = Vocabulary(target.files), dict[str, ForeignTokens]()
-    for name, draft in drafts.items():
-        if isinstance(draft, FoundHead):
-            continue
+    for name, draft in models_among(drafts).items():
         sizes = target.config.vocab_size, draft.config.vocab_size
         # A smaller one may lack tokens that were added to the target alone.
         whole = sizes[0] <= sizes[1] or ours.last_token < sizes[1]
@@ -136,7 +144,7 @@ def exchanges(
     return found
 
 
-def check_options(speculation: SpeculationConfig, drafts: Sequence[Found | FoundHead]) -> None:
+def check_options(speculation: SpeculationConfig, drafts: Mapping[str, Found | FoundHead]) -> None:
     """Raise ConfigError for options of drafts that none of them heeds."""
     unset = SpeculationConfig()
     for option in ("expansion", "draw", "draft_quantization", "draft_vocabulary", "draft_tokens"):
@@ -145,20 +153,11 @@ def check_options(speculation: SpeculationConfig, drafts: Sequence[Found | Found
             raise ConfigError(
                 f"{option} is {str(value)!r}, and no draft model is named; add one to drafts, or leave it out"
             )
-    if speculation.draft_vocabulary is not None and all(isinstance(draft, FoundHead) for draft in drafts):
+    if speculation.draft_vocabulary is not None and not models_among(drafts):
         raise ConfigError(
             f"draft_vocabulary is {speculation.draft_vocabulary!r}, and all drafts are heads, which name the "
             "tokens they were trained for; leave it out"
         )
-
-
-def weight_bytes(
-    found: Found | FoundHead, dtype: torch.dtype, kernels: Kernels, speculation: SpeculationConfig
-) -> int:
-    """The bytes that a draft's weights will take."""
-    if isinstance(found, FoundHead):
-        return head_bytes(found.head, dtype, speculation.draft_quantization)
-    return estimate_bytes(found.model, dtype, kernels, speculation.draft_quantization)
 
 
 def vocabularies(
@@ -172,9 +171,7 @@ def vocabularies(
     `kept` are those of a model with the target's tokens, of which it may lack ids that are none.
     """
     size, found = target.config.vocab_size, dict[str, DraftVocabulary | None]()
-    for name, draft in drafts.items():
-        if isinstance(draft, FoundHead):
-            continue
+    for name, draft in models_among(drafts).items():
         if name in foreign:
             found[name] = foreign[name].vocabulary
         elif draft.config.vocab_size == size:
@@ -194,11 +191,6 @@ def kept_logits(
     return None if ids == [*range(draft.config.vocab_size)] else ids
 
 
-def named_by(model: AnyDraft, vocabulary: DraftVocabulary | None) -> DraftVocabulary | None:
-    """The tokens a draft can name: a head those it was trained for, a model its `vocabulary`; None: all."""
-    return named_tokens(model.ids, model.config.vocab_size) if isinstance(model, HeadModel) else vocabulary
-
-
 def ids_read(model: LanguageModel, vocabulary: DraftVocabulary | None) -> int | None:
     """From which id on a draft model has no embedding for the target's; None: it has all."""
     own = model.config.vocab_size
@@ -207,10 +199,9 @@ def ids_read(model: LanguageModel, vocabulary: DraftVocabulary | None) -> int | 
 
 def what_is_timed(model: AnyDraft, vocabulary: DraftVocabulary | None) -> str:
     """What a draft's pass depends on besides its layers."""
-    named = named_by(model, vocabulary)
-    logits = model.config.vocab_size if named is None else len(named.ids)
-    head = f", {model.head}" if isinstance(model, HeadModel) else ""
-    return f"{logits} logits{head}"
+    if isinstance(model, HeadModel):
+        return f"{len(model.ids)} logits, {model.head}"
+    return f"{model.config.vocab_size if vocabulary is None else len(vocabulary.ids)} logits"
 
 
 def make_draft(
@@ -222,27 +213,22 @@ def make_draft(
     foreign: ForeignTokens | None = None,
     *,
     max_rows: int,
-) -> tuple[Timed, LevelSpeculator]:
+) -> tuple[Timed, Draft]:
     """A draft over a cache of its own, and what times its passes; `vocabulary` is what a model can name."""
-    num_blocks, block_size = executor.num_blocks, executor.block_size
-    vocabulary = named_by(model, vocabulary)
     shape = Shape.of(speculation)
-    if not isinstance(model, HeadModel):
-        runner = executor.runner(model)
-        if foreign is not None:
-            return runner, ForeignDraft(
-                name, runner, shape, max_rows=max_rows, num_blocks=num_blocks, tokens=foreign
-            )
-        reads = ids_read(model, vocabulary)
-        return runner, DraftModel(name, runner, shape, max_rows=max_rows, vocabulary=vocabulary, reads=reads)
-    if isinstance(model, MedusaModel):
-        medusa = MedusaRunner(model)
-        return medusa, MedusaDraft(name, medusa, shape, vocabulary=vocabulary)
-    taps = model.head.taps
-    if isinstance(model, EagleModel):
-        eagle = EagleRunner(model, num_blocks=num_blocks, block_size=block_size)
-        kind = EagleDraft if model.head.mask_token_id is None else ParallelEagleDraft
-        return eagle, kind(name, eagle, shape, taps=taps, max_rows=max_rows, vocabulary=vocabulary)
-    block = BlockRunner(model, num_blocks=num_blocks, block_size=block_size)
-    trees = OnePassTrees.of(name, model, shape, vocabulary)
-    return block, BlockDraft(name, block, trees, taps=taps, max_rows=max_rows)
+    if isinstance(model, HeadModel):
+        return head_draft(
+            name,
+            model,
+            shape,
+            num_blocks=executor.num_blocks,
+            block_size=executor.block_size,
+            max_rows=max_rows,
+        )
+    runner = executor.runner(model)
+    if foreign is not None:
+        return runner, ForeignDraft(
+            name, runner, shape, max_rows=max_rows, num_blocks=executor.num_blocks, tokens=foreign
+        )
+    reads = ids_read(model, vocabulary)
+    return runner, DraftModel(name, runner, shape, max_rows=max_rows, vocabulary=vocabulary, reads=reads)

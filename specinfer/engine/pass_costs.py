@@ -8,11 +8,11 @@ from functools import partial
 
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import AnyDraft, what_is_timed
-from specinfer.heads.load import HeadModel
+from specinfer.heads.runner import HeadModel
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve, Timed
 from specinfer.runtime.executor import LocalExecutor
-from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,19 @@ head's hidden size, U tokens it can name, V tokens it reads, M rank of the Marko
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
-from specinfer.attention.backend import Attend
-from specinfer.attention.native import NativeAttend
+from specinfer.attention.backend import Attend, Paths
+from specinfer.attention.native import NativeAttend, NativeCache
 from specinfer.attention.sdpa import rotated
 from specinfer.heads.config import BlockConfig
+from specinfer.heads.runner import ConfidenceTerm, HeadCache, HeadModel, HeadPass, MarkovTerm
 from specinfer.kernels.block_head import BlockHeadParts, NativeBlockHead
 from specinfer.kernels.layers import NativeLayers
 from specinfer.kernels.product import in_huge_pages
@@ -26,25 +28,38 @@ from specinfer.models.language_model import LanguageModel
 from specinfer.models.layers import RMSNorm
 from specinfer.models.rope import RotaryEmbedding, rotations
 from specinfer.models.weight_memory import Weights
+from specinfer.runtime.batch import slots_of
+from specinfer.runtime.features import TappedRows, joined
 
 
-class BlockModel:
-    """The head over products and attention of the kernels; it knows neither requests nor caches."""
+@dataclass(slots=True, kw_only=True)
+class BlockText:
+    """One text's share of a pass: what is read of the text, and a block behind that.
+
+    Cache positions count from where `table` begins, which is at position `shift` of the text.
+    """
+
+    table: Sequence[int] = field(kw_only=False)
+    shift: int = field(kw_only=False)
+    begin: int  # the first cache position that is read
+    states: Sequence[TappedRows] = ()  # the target's hidden states of what is read
+    count: int = 0  # rows of it
+    rows: int = 0  # of the block; 0: none
+    anchor: int = 0  # its first token
+    last: Tensor | None = None  # what was made of the token before the anchor, where it is not read now
+
+
+class BlockModel(HeadModel[BlockConfig, BlockText]):
+    """The head over products and attention of the kernels, and by one native call where it can be."""
 
     def __init__(
         self, head: BlockConfig, weights: Weights, target: LanguageModel, ids: Sequence[int]
     ) -> None:
-        """`target` embeds tokens where the head has no embeddings; the head can name the tokens `ids`."""
-        self.head = head
-        self.config = body = head.body
-        self.ids = ids
-        self.dtype = weights.dtype
-        self.device = weights.device
-        self.kernels = weights.kernels
+        """As HeadModel."""
+        super().__init__(head, weights, target, ids)
+        body = head.body
         assert body.rope is not None
         ops, eps = weights.kernels.ops, body.norm_eps
-        self._target = target
-        self._embedding_VD = weights.tensor("embed_tokens.weight") if head.own_embedding else None
         self._head = weights.linear("lm_head")
         self._fc = weights.linear("fc")
         self._hidden_norm = RMSNorm(weights.tensor("hidden_norm.weight"), eps, ops)
@@ -62,32 +77,124 @@ class BlockModel:
             )
         self._norm = RMSNorm(weights.tensor("norm.weight"), eps, ops)
         self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)
-        self._native: NativeBlockHead | None = None
+        self.native: NativeBlockHead | None = None
         if self._embedding_VD is not None:
-            self._native = NativeBlockHead.of(self._parts(self._embedding_VD, 1.0), self._at_once, ops)
+            self.native = NativeBlockHead.of(self._parts(self._embedding_VD, 1.0), self._at_once, ops)
         elif isinstance(target, Decoder):
-            self._native = NativeBlockHead.of(self._parts(*target.embedding), self._at_once, ops)
-        self.markov_VM: Tensor | None = None  # W1: a row for each token before
-        self.markov_UM: Tensor | None = None  # W2: a row for each token it can name
+            self.native = NativeBlockHead.of(self._parts(*target.embedding), self._at_once, ops)
         if head.markov_rank:
-            self.markov_VM = self._looked_up(weights.tensor("markov_head.markov_w1.weight"))
-            self.markov_UM = self._looked_up(weights.tensor("markov_head.markov_w2.weight"))
-            self.markov = weights.linear("markov_head.markov_w2", loaded=self.markov_UM)
-        self.confidence_1W: Tensor | None = None  # float32
+            before_VM = self._looked_up(weights.tensor("markov_head.markov_w1.weight"))
+            named_UM = self._looked_up(weights.tensor("markov_head.markov_w2.weight"))
+            product = weights.linear("markov_head.markov_w2", loaded=named_UM)
+            self.markov = MarkovTerm(before_VM, named_UM, product)
         if head.confidence:
-            self.confidence_1W = weights.tensor("confidence_head.proj.weight").float()
-            self.confidence_bias = float(weights.tensor("confidence_head.proj.bias"))
+            self.confidence = ConfidenceTerm(
+                weights.tensor("confidence_head.proj.weight").float(),
+                float(weights.tensor("confidence_head.proj.bias")),
+                head.confidence_reads_token,
+            )
 
     def _looked_up(self, table: Tensor) -> Tensor:
         """A table whose rows are looked up here and there: in large pages where the system has some."""
         library = self.kernels.library
         return table if library is None else in_huge_pages(library, torch.empty_like(table)).copy_(table)
 
-    def native(self, positions: int) -> NativeBlockHead | None:
-        """The same in native calls, if it can be, with rotations of so many positions at the least."""
-        if self._native is not None:
-            self._native.reach(positions)
-        return self._native
+    def guess(self, texts: Sequence[BlockText], cache: HeadCache | None) -> HeadPass:
+        """As HeadModel says: reads these texts, and guesses the blocks behind them.
+
+        It makes of each text what it made of the last row that was read, [D]; None where nothing was.
+        """
+        assert cache is not None
+        native, attention = self.native, cache.attention
+        if native is not None and isinstance(attention, NativeCache):
+            native.reach(max(text.shift + text.begin + text.count + text.rows for text in texts))
+            return self._guess_at_once(native, attention, texts, cache.block_size)
+        last = self._read([text for text in texts if text.count], cache)
+        made = [next(last) if text.count else None for text in texts]
+        blocks = [text for text in texts if text.rows]
+        before = [
+            text.last if new is None else new for text, new in zip(texts, made, strict=True) if text.rows
+        ]
+        return HeadPass(made, *self._guess_blocks(blocks, before, cache))
+
+    def _guess_at_once(
+        self, native: NativeBlockHead, cache: NativeCache, texts: Sequence[BlockText], block_size: int
+    ) -> HeadPass:
+        numbers: list[int] = []
+        taps: list[int] = []
+        tables: list[int] = []
+        guesses, skipped = 0, self.head.skipped
+        for text in texts:
+            last = 0 if text.last is None else text.last.data_ptr()
+            numbers += (len(tables), len(text.table), text.shift, text.begin, text.count, text.rows)
+            numbers += (text.anchor, last)
+            tables += text.table
+            for part in text.states:
+                taps += part.addresses()
+            guesses += max(0, text.rows - skipped)
+        last_ND, *guessed = native.step(numbers, taps, tables, guesses, block_size=block_size, cache=cache)
+        return HeadPass([last_ND[i] if text.count else None for i, text in enumerate(texts)], *guessed)
+
+    def _read(self, texts: Sequence[BlockText], cache: HeadCache) -> Iterator[Tensor]:
+        """Read what there is of these texts, op by op; what was made of the last row of each, [D]."""
+        if not texts:
+            return iter(())
+        spans = [range(text.begin, text.begin + text.count) for text in texts]
+        positions = [p + text.shift for text, span in zip(texts, spans, strict=True) for p in span]
+        slots = [
+            slot
+            for text, span in zip(texts, spans, strict=True)
+            for slot in slots_of(text.table, span, cache.block_size)
+        ]
+        fused_TD = self.fused(joined([part for text in texts for part in text.states]))
+        keys, values = self.context(fused_TD, torch.tensor(positions, device=self.device))
+        where = torch.tensor(slots, device=self.device)
+        for layer, (k_TKH, v_TKH) in enumerate(zip(keys, values, strict=True)):
+            cache.kv.keys[layer][where] = k_TKH
+            cache.kv.values[layer][where] = v_TKH
+        return iter([fused_TD[end - 1] for end in accumulate(text.count for text in texts)])
+
+    def _guess_blocks(
+        self, texts: Sequence[BlockText], last: Sequence[Tensor | None], cache: HeadCache
+    ) -> tuple[Tensor, Tensor]:
+        """What the output layer reads of the rows of these blocks that guess, and its logits, op by op."""
+        head = self.head
+        if not texts:
+            return torch.empty(0, self.config.hidden_size), torch.empty(0, len(self.ids))
+        positions: list[int] = []
+        chosen: list[int] = []
+        for text in texts:
+            first = text.shift + text.begin + text.count
+            chosen += range(len(positions) + head.skipped, len(positions) + text.rows)
+            positions += range(first, first + text.rows)
+        attend = cache.attention.bind(_block_paths(texts, cache.block_size, causal=head.causal))
+        positions_T = torch.tensor(positions, device=self.device)
+        if head.reads_last:
+            anchors = [text.anchor for text in texts]
+            firsts = [text.shift + text.begin + text.count for text in texts]
+            anchors_BD = self.embedded(*torch.tensor([anchors, firsts], device=self.device))
+            entered_BRD = self.entered(torch.stack([one for one in last if one is not None]), anchors_BD)
+            blocks = zip(texts, entered_BRD, strict=True)
+            begun_TD = torch.cat([rows_RD[: text.rows] for text, rows_RD in blocks])
+        else:
+            ids = [
+                token for text in texts for token in (text.anchor, *[head.mask_token_id] * (text.rows - 1))
+            ]
+            begun_TD = self.embedded(torch.tensor(ids, device=self.device), positions_T)
+        read_TD = self.run(begun_TD, positions_T, attend)
+        read_RD = read_TD.index_select(0, torch.tensor(chosen, device=self.device))
+        return read_RD, self.logits(read_RD)
+
+    def probe(self, rows: int, block_size: int) -> list[BlockText]:
+        """As HeadModel says, two tokens of each text, with a block behind each text.
+
+        That is what a step's cost depends on: a pass for texts of which more is read takes little longer.
+        """
+        # All in the same slots, as a small cache has no others: it takes as long.
+        table = range(-(-(2 + self.head.block_size) // block_size))
+        states = self.zero_states(2)
+        text = BlockText(table, 0, begin=0, states=states, count=2, rows=self.head.block_size)
+        return [text] * -(-rows // 2)
 
     def _parts(self, embedding_VD: Tensor, scale: float) -> BlockHeadParts:
         """What native calls compute with."""
@@ -124,12 +231,6 @@ class BlockModel:
             keys.append(rotated(made[:, i, 0], heads.k_norm_H, heads.norm_eps, rope))
         return keys, [made[:, i, 1] for i in range(len(self._layers))]
 
-    def embedded(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """The tokens' embeddings, [T, D]."""
-        if self._embedding_VD is None:
-            return self._target.embed(token_ids_T, positions_T).summed()
-        return self.kernels.ops.embed(token_ids_T, self._embedding_VD, 1.0)
-
     def entered(self, last_PD: Tensor, anchors_PD: Tensor) -> Tensor:
         """What all rows of P blocks begin with, [P, R, D], of a head that reads the last hidden state.
 
@@ -156,24 +257,17 @@ class BlockModel:
         """The logits of the tokens it can name, the token before left out of account, [R, U]."""
         return self._head(h_RD)
 
-    def before(self, token_ids: Sequence[int]) -> Tensor:
-        """What guesses behind these tokens know of them, float32 [R, M]."""
-        assert self.markov_VM is not None
-        ids = torch.tensor(token_ids, device=self.device)
-        return self.markov_VM.index_select(0, ids).float()
 
-    def pair_logits(self, before_RM: Tensor) -> Tensor:
-        """What is known of the tokens before, float32 [R, M], as logits to add, float32 [R, U].
-
-        A product like the others: quantized where they are.
-        """
-        return self.markov(before_RM.to(self.dtype)).float()
-
-    def confidence(self, h_RD: Tensor, before_RM: Tensor | None) -> Tensor:
-        """How likely the head's guess at each row is right, float32 [R]; `before_RM` if it reads tokens."""
-        assert self.confidence_1W is not None
-        read = h_RD.float()
-        if self.head.confidence_reads_token:
-            assert before_RM is not None
-            read = torch.cat((read, before_RM), dim=-1)
-        return torch.sigmoid(read @ self.confidence_1W[0] + self.confidence_bias)
+def _block_paths(texts: Sequence[BlockText], block_size: int, *, causal: bool) -> Paths:
+    """What rows of blocks see: the text, and of their own block the rows up to theirs, or all of it."""
+    requests: list[int] = []
+    shared: list[int] = []
+    num_blocks = 0
+    for text in texts:
+        first, begin = len(shared), text.begin + text.count
+        shared += [begin + (row + 1 if causal else text.rows) for row in range(text.rows)]
+        requests += (first, len(shared), num_blocks, begin + text.rows)
+        num_blocks += len(text.table)
+    tail_ends = [0] * (len(shared) + 1)
+    tables = [text.table for text in texts]
+    return Paths.of(requests, shared, tail_ends, [], tables=tables, block_size=block_size)

@@ -9,7 +9,6 @@ what cannot be used is refused in one line.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -18,15 +17,10 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ModelError, ModelFileError
-from specinfer.heads.block import BlockHead
-from specinfer.heads.config import AnyHeadConfig, BlockConfig, EagleConfig, MedusaConfig, check_target
-from specinfer.heads.eagle import EagleHead
-from specinfer.heads.foreign_config import as_tensors_say, config_from_json, is_head_config, named_as_here
-from specinfer.heads.medusa import MedusaHead
-from specinfer.heads.medusa_config import is_medusa, medusa_config, medusa_name
-from specinfer.heads.shapes import head_shapes
-from specinfer.heads.token_names import ChosenRows, Entries, named_by_map, named_by_offsets
-from specinfer.heads.vocabulary import Tables
+from specinfer.heads.config import check_target
+from specinfer.heads.kinds import DEFAULT_READER, KINDS, HeadModule, head_shapes, reader_of
+from specinfer.heads.speculators import FINGERPRINT, SCALE
+from specinfer.heads.vocabulary import ChosenRows, Entries
 from specinfer.hub.model_files import ModelFiles, local_model, read_json, weight_files
 from specinfer.hub.pool import FINGERPRINT_DIGITS
 from specinfer.models.config import ModelConfig
@@ -43,8 +37,6 @@ _DTYPES: Final = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
 }
-SCALE: Final = "_scale"  # behind the name of an int8 matrix: what to multiply its rows by
-FINGERPRINT: Final = "target_fingerprint"  # of a head's config: whose it is (models/fingerprint.py)
 _ROWS: Final = 1 << 8  # of a table that are chosen at a time
 
 
@@ -57,9 +49,7 @@ def is_head(folder: Path) -> bool:
     if not file.is_file():
         return False
     described = read_json(file)
-    if is_head_config(described) or is_medusa(described):
-        return True
-    return head_kind(tensor_names(weight_files(folder))) is not None
+    return reader_of(described) is not None or head_kind(tensor_names(weight_files(folder))) is not None
 
 
 def open_head(files: ModelFiles | Path, target: OpenModel) -> HeadFolder:
@@ -79,7 +69,7 @@ def open_head(files: ModelFiles | Path, target: OpenModel) -> HeadFolder:
 class HeadFolder:
     """An open head, whose tensors are what its config promises, for a target that it fits; reads no weights.
 
-    Its tensors have the names of heads.shapes. It is an OpenModel but for the config.
+    Its tensors have the names of its kind's module. It is an OpenModel but for the config.
     """
 
     def __init__(self, files: ModelFiles | Path, target: ModelConfig) -> None:
@@ -91,24 +81,14 @@ class HeadFolder:
         check_unquantized(described)
         self.verifier = _verifier(described)  # its target's name, for people
         self.fingerprint = _fingerprint(files.path, described)  # its target's; None: it does not say
-        config: AnyHeadConfig
-        entries: Entries
-        if is_medusa(described):
-            entries = _renamed(
-                files.path, read_entries(files.weights, _DTYPES), partial(medusa_name, described)
-            )
-            shapes = {name: entry.shape for name, entry in entries.items()}
-            config = medusa_config(described, target.num_layers, shapes)
-        else:
-            entries = _renamed(files.path, read_entries(files.weights, _DTYPES), named_as_here)
-            told = as_tensors_say(described, {name: entry.shape for name, entry in entries.items()})
-            config = _as_written(config_from_json(told, target.num_layers), entries)
+        reader = reader_of(described) or DEFAULT_READER
+        entries: Entries = _renamed(
+            files.path, read_entries(files.weights, _DTYPES), partial(reader.tensor_name, described)
+        )
+        shapes = {name: entry.shape for name, entry in entries.items()}
+        self.config = config = reader.config(described, target.num_layers, shapes)
         check_target(config, target, files.name)
-        self.config = config
-        if isinstance(config, MedusaConfig):
-            self.ids, entries = named_by_map(files.path, config, entries)
-        else:
-            self.ids = named_by_offsets(files.path, config, entries)
+        self.ids, entries = reader.tokens(files.path, config, entries)
         self._entries = _checked(files.path, entries, head_shapes(config))
         self._scales = {
             name: entries[name + SCALE] for name, entry in self._entries.items() if entry.dtype == torch.int8
@@ -133,26 +113,15 @@ class HeadFolder:
             )
         return rows
 
-    def module(self, target: OpenModel) -> EagleHead | BlockHead | MedusaHead:
+    def module(self, target: OpenModel) -> HeadModule:
         """The head as a module of float32, with tables of the target's where it has none of its own."""
         config = self.config
-        if isinstance(config, MedusaConfig):
-            tensors = {name: self._tensor(name) for name in self._entries}
-            if not config.own_head:
-                tensors["lm_heads.0.weight"] = target_head(target, self.ids)
-            heads = MedusaHead(config, self.ids)
-            heads.load_state_dict(tensors)
-            return heads
-        tables = Tables(
-            self._tensor("embed_tokens.weight") if config.own_embedding else target_embedding(target),
-            self._tensor("lm_head.weight") if config.own_head else target_head(target, self.ids),
-        )
-        module = (
-            EagleHead(config, self.ids, tables)
-            if isinstance(config, EagleConfig)
-            else BlockHead(config, self.ids, tables)
-        )
+        module = KINDS[config.kind].module(config, self.ids)
         state = {name: self._tensor(name) for name in self._entries}
+        if not config.own_embedding:
+            state["embed_tokens.weight"] = target_embedding(target)
+        if not config.own_head:
+            state[f"{config.output}.weight"] = target_head(target, self.ids)
         module.load_state_dict(state, strict=False)
         return module
 
@@ -205,13 +174,6 @@ def _renamed(
             raise ModelFileError(f"{path} has tensor {here!r} twice, as {name!r} too; get the head again")
         renamed[here] = entry
     return renamed
-
-
-def _as_written(config: EagleConfig | BlockConfig, entries: Entries) -> EagleConfig | BlockConfig:
-    """The config with what the tensors say: which tables are the head's own."""
-    return replace(
-        config, own_embedding="embed_tokens.weight" in entries, own_head="lm_head.weight" in entries
-    )
 
 
 def _checked(

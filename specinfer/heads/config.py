@@ -1,4 +1,4 @@
-"""What a head is, as pure data; foreign formats end in speculators_config.py.
+"""What a head is, as pure data; foreign formats end in speculators.py and foreign_config.py.
 
 A *tap* is a place in the target: tap i is what its layer i is given, and tap L, behind the last of L layers,
 what that one puts out. A head is given the target's hidden states at a few taps, for every token of a text.
@@ -7,54 +7,10 @@ what that one puts out. A head is given the target's hidden states at a few taps
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from specinfer.errors import ModelError
 from specinfer.models.config import ModelConfig
-
-
-class HeadConfig(Protocol):
-    """What every head has."""
-
-    @property
-    def vocab_size(self) -> int:
-        """How many tokens its target has."""
-        ...
-
-    @property
-    def hidden_size(self) -> int:
-        """The size of what its output layers read."""
-        ...
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The target's layers whose inputs it reads."""
-        ...
-
-    @property
-    def target_hidden_size(self) -> int:
-        """The size of these."""
-        ...
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """The tokens it can name."""
-        ...
-
-    @property
-    def depth(self) -> int:
-        """The levels it was trained to guess."""
-        ...
-
-    @property
-    def own_embedding(self) -> bool:
-        """Whether it brings embeddings, or needs none; else it uses the target's."""
-        ...
-
-    @property
-    def own_head(self) -> bool:
-        """Whether it brings an output layer; else it uses rows of the target's."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +20,9 @@ class EagleConfig:
     Its first layer reads the embedding of the next token beside the hidden state; q, k and v are products
     with both.
     """
+
+    kind: ClassVar[str] = "eagle"
+    output: ClassVar[str] = "lm_head"  # its output layer in a checkpoint, where it brings one
 
     body: ModelConfig
     taps: tuple[int, ...]
@@ -111,6 +70,21 @@ class EagleConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRows:
+    """The rows of a block head's blocks."""
+
+    block_size: int  # rows of a block, the anchor among them
+    skipped: int  # of these, from the first on, that guess nothing
+    causal: bool  # a row sees those before it alone; else all of the block
+    reads_last: bool  # a row begins with what was made of the token before the anchor
+
+    @property
+    def depth(self) -> int:
+        """Tokens of a block that are guessed."""
+        return self.block_size - self.skipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
     """A head that guesses a block of tokens in one pass (DFlash, DSpark).
 
@@ -118,6 +92,9 @@ class BlockConfig:
     are the last token, the *anchor*, and mask tokens behind it. With `reads_last`, which no published head
     has, mask tokens are nothing but places.
     """
+
+    kind: ClassVar[str] = "block"
+    output: ClassVar[str] = "lm_head"  # its output layer in a checkpoint, where it brings one
 
     body: ModelConfig
     taps: tuple[int, ...]
@@ -163,6 +140,16 @@ class BlockConfig:
         return 0 if self.sample_from_anchor else 1
 
     @property
+    def block(self) -> BlockRows:
+        """The rows of its blocks."""
+        return BlockRows(
+            block_size=self.block_size,
+            skipped=self.skipped,
+            causal=self.causal,
+            reads_last=self.reads_last,
+        )
+
+    @property
     def depth(self) -> int:
         """Tokens of a block that are guessed."""
         return self.block_size - self.skipped
@@ -175,6 +162,9 @@ class MedusaConfig:
     That is what the target's last norm makes of its last layer's output, at the token before the tree's root;
     the tap is that output, as it is before the norm. Nothing else is read: no token, and no text.
     """
+
+    kind: ClassVar[str] = "medusa"
+    output: ClassVar[str] = "lm_heads.0"  # its output layer in a checkpoint, where it brings one
 
     taps: tuple[int]  # behind the target's last layer
     target_hidden_size: int
@@ -208,8 +198,12 @@ class MedusaConfig:
         """It reads no tokens."""
         return True
 
+    @property
+    def body(self) -> None:
+        """It has no layers with attention, so nothing of a text is cached."""
 
-AnyHeadConfig = EagleConfig | BlockConfig | MedusaConfig
+
+HeadConfig = EagleConfig | BlockConfig | MedusaConfig
 
 
 def check_target(head: HeadConfig, target: ModelConfig, name: str) -> None:

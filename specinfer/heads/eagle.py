@@ -1,4 +1,4 @@
-"""A head of EAGLE-3's shape in plain PyTorch: for training, and the oracle of what the engine runs.
+"""A head of EAGLE's shape: `EagleHead`, a module to train and to check by, and `EagleModel` for the engine.
 
 Row t of a text is of its token t + 1 and the target's hidden states of token t; it guesses token t + 2. Below
 a row hang steps: step s is of one more token, and instead of the target's hidden states it has what step
@@ -7,19 +7,38 @@ s - 1 put out; it sees the rows of the text up to its own, and the steps before 
 A head that guesses all levels in one pass (P-EAGLE) has steps of a mask token, and hidden states of its own.
 That of EAGLE-1 and 2 is given one hidden state, behind the target's last norm.
 
-Shapes: B sequences, T rows, S steps, N taps, D the head's hidden size, U tokens it can name.
+In the engine rows of all texts are one batch, attention goes along paths, and tokens below a row are nodes of
+a tree.
+
+Shapes: B sequences, T rows, S steps, N taps, D the head's hidden size, R rows that guess, U tokens it can
+name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from specinfer.attention.backend import Attend
+from specinfer.attention.backend import Rotation as PathRotation
 from specinfer.heads.config import EagleConfig
 from specinfer.heads.layers import HeadLayer, Norm, Rotation, rotations, softmax
+from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
 from specinfer.heads.vocabulary import Tables, Vocabulary
+from specinfer.models.decoder import DecoderLayer
+from specinfer.models.language_model import LanguageModel, Residual
+from specinfer.models.layers import Attention, GatedMLP, RMSNorm
+from specinfer.models.rope import RotaryEmbedding
+from specinfer.models.weight_memory import Weights
+from specinfer.runtime.batch import Rows, build_batch
+from specinfer.runtime.features import TappedRows, joined
+from specinfer.runtime.flight import Flight, HostFlight
+from specinfer.runtime.runner import probe_rows
 
 
 class EagleHead(Vocabulary):
@@ -132,3 +151,186 @@ class _Seen:
         for step, values in enumerate(self._values[1:], start=rows):
             found = found + weights[..., step, None] * values[:, :, :, None, :]
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class EagleText:
+    """One text's rows of a pass: text, fed with the target's hidden states, or nodes, with the head's own.
+
+    Positions of `rows` count from where their block table begins, which is at position `shift` of the text.
+    """
+
+    rows: Rows
+    shift: int
+    states: Sequence[TappedRows] = ()  # the target's, a row each; else
+    fed_TD: Tensor | None = None  # what the head has made of the rows above these
+    masks: int = 0  # rows of mask tokens behind the text's, which guess as its last one does
+
+
+class EagleModel(HeadModel[EagleConfig, EagleText]):
+    """The head over products and attention of the kernels."""
+
+    def __init__(
+        self, head: EagleConfig, weights: Weights, target: LanguageModel, ids: Sequence[int]
+    ) -> None:
+        """As HeadModel."""
+        super().__init__(head, weights, target, ids)
+        body = head.body
+        assert body.rope is not None
+        ops, eps = weights.kernels.ops, body.norm_eps
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(weights.tensor(f"{name}.weight"), eps, ops)
+
+        self._head = weights.linear("lm_head")
+        self._input_norm = norm("input_norm") if head.norm_before_fc else None
+        self._fc_norms = [norm(f"fc_norm.{i}") for i in range(len(head.taps))] if head.fc_norm else []
+        self._fc = weights.linear("fc", bias=head.fc_bias)
+        self._first = _FirstLayer(head, weights)
+        self._others = [DecoderLayer(i, body, weights, f"layers.{i}") for i in range(1, body.num_layers)]
+        self._norm = None if head.fc_reads_token else norm("norm")
+        self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)
+        self._masked_1D: Tensor | None = None  # the feature of every row of a mask token
+        if head.mask_token_id is not None:
+            taps_1ND = weights.tensor("mask_hidden").view(1, len(head.taps), head.target_hidden_size)
+            self._masked_1D = self.fused(taps_1ND)
+
+    def guess(self, texts: Sequence[EagleText], cache: HeadCache | None) -> HeadPass:
+        """As HeadModel says; of rows that guess it makes what rows below each are fed, [rows, D] of a text.
+
+        Logits come along where one pass guesses all levels.
+        """
+        assert cache is not None
+        rows = [self._with_masks(text) for text in texts]
+        batch = build_batch(rows, block_size=cache.block_size, device=self.device)
+        positions_T = batch.positions_T
+        if any(text.shift for text in texts):
+            shifts = np.repeat([text.shift for text in texts], [len(part.token_ids) for part in rows])
+            positions_T = positions_T + torch.from_numpy(shifts).to(self.device)
+        feature_TD = torch.cat([part_TD for text in texts for part_TD in self._features(text)])
+        attend = cache.attention.bind(batch.paths)
+        read_TD, fed_TD = self.run(batch.token_ids_T, feature_TD, positions_T, attend)
+        ends = accumulate(len(part.token_ids) for part in rows)
+        made = [
+            fed_TD[end - (len(part.token_ids) - part.logits_from) : end]
+            for part, end in zip(rows, ends, strict=True)
+        ]
+        read_RD = read_TD if batch.logit_rows is None else read_TD.index_select(0, batch.logit_rows)
+        return HeadPass(made, read_RD, None if self._masked_1D is None else self.logits(read_RD))
+
+    def _with_masks(self, text: EagleText) -> Rows:
+        rows, mask = text.rows, self.head.mask_token_id
+        if not text.masks:
+            return rows
+        assert mask is not None
+        return replace(rows, token_ids=[*rows.token_ids, *[mask] * text.masks])
+
+    def _features(self, text: EagleText) -> list[Tensor]:
+        """What a text's rows are fed, [rows, D] in parts."""
+        fed_TD = self.fused(joined(text.states)) if text.fed_TD is None else text.fed_TD
+        if not text.masks:
+            return [fed_TD]
+        assert self._masked_1D is not None
+        return [fed_TD, self._masked_1D.expand(text.masks, -1)]
+
+    def fused(self, taps_TND: Tensor) -> Tensor:
+        """What the head makes of the target's hidden states, [T, D]."""
+        if self.head.fc_reads_token:
+            return self._target.final_norm(Residual(taps_TND.squeeze(1).contiguous()))
+        if self._fc_norms:
+            parts = [norm(taps_TND[:, i].contiguous()) for i, norm in enumerate(self._fc_norms)]
+            flat = torch.cat(parts, dim=-1)
+        else:
+            flat = taps_TND.flatten(1)
+        return self._fc(flat if self._input_norm is None else self._input_norm(flat))
+
+    def run(
+        self, token_ids_T: Tensor, feature_TD: Tensor, positions_T: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """What the output layer reads of each row, and what a row below it is fed, both [T, D].
+
+        `feature_TD` is used up: it may be written to.
+        """
+        rope = self._rope.at(positions_T)
+        embedded_TD = self.embedded(token_ids_T, positions_T)
+        if self.head.fc_reads_token:
+            feature_TD = self._fc(torch.cat((embedded_TD, feature_TD), dim=-1))
+        x_TD, y_TD = self._first(embedded_TD, feature_TD, rope, attend)
+        for layer in self._others:
+            y_TD = layer(x_TD, y_TD, rope, attend)
+        if self._norm is None:
+            x_TD = x_TD + y_TD
+            return x_TD, x_TD
+        read_TD = self._norm(x_TD, y_TD)
+        return read_TD, read_TD if self.head.norm_output else x_TD
+
+    def logits(self, h_RD: Tensor) -> Tensor:
+        """The logits of the tokens it can name, of rows the output layer reads, [R, U]."""
+        return self._head(h_RD)
+
+    def flight(self, read_RD: Tensor) -> Flight:
+        """Rows that the output layer reads, to be asked about their logits."""
+        return HostFlight(read_RD, self.logits, len(self.ids), self.kernels.scan)
+
+    def probe(self, rows: int, block_size: int) -> list[EagleText]:
+        """As HeadModel says; of a head that guesses all levels in one pass two rows of each text."""
+        if self.head.mask_token_id is None:
+            return [EagleText(probe_rows(rows, block_size), 0, self.zero_states(rows))]
+        part = replace(probe_rows(1 + self.head.depth, block_size), token_ids=[0, 0])
+        return [EagleText(part, 0, self.zero_states(2), masks=self.head.depth - 1)] * -(-rows // 2)
+
+    def wait_for(self, made: HeadPass) -> None:
+        """As HeadModel says."""
+        if made.logits_RU is None:
+            self.flight(made.read_RD).row(0)
+        else:
+            super().wait_for(made)
+
+
+class _FirstLayer:
+    """The layer that reads a token's embedding beside the hidden state: q, k and v are products with both.
+
+    That of EAGLE-1 and 2 is given what fc made of both, without a norm.
+    """
+
+    def __init__(self, head: EagleConfig, weights: Weights) -> None:
+        body, ops = head.body, weights.kernels.ops
+        prefix = "layers.0"
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(weights.tensor(f"{prefix}.{name}.weight"), body.norm_eps, ops)
+
+        self._of_token = None if head.fc_reads_token else norm("input_layernorm")
+        self._of_hidden = None if head.fc_reads_token else norm("hidden_norm")
+        self._before_mlp = norm("post_attention_layernorm")
+        self._normed_stream = head.norm_before_residual
+        qk_norm: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+        if body.qk_norm:
+            q_H, k_H = (weights.tensor(f"{prefix}.self_attn.{x}_norm.weight") for x in "qk")
+            qk_norm = (q_H, k_H)
+        self._attention = Attention(
+            0,
+            body,
+            weights.linear(*(f"{prefix}.self_attn.{x}_proj" for x in "qkv"), bias=body.qkv_bias),
+            weights.linear(f"{prefix}.self_attn.o_proj", bias=body.o_bias),
+            qk_norm,
+        )
+        self._mlp = GatedMLP(
+            weights.linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj", bias=body.mlp_bias),
+            weights.linear(f"{prefix}.mlp.down_proj", bias=body.mlp_bias),
+            body.activation,
+            ops,
+        )
+
+    def __call__(
+        self, embedded_TD: Tensor, x_TD: Tensor, rope: PathRotation, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream, and what is to be added to it; `x_TD` may be written to."""
+        given_TC = x_TD
+        if self._of_token is not None and self._of_hidden is not None:
+            hidden_TD = self._of_hidden(x_TD)
+            given_TC = torch.cat((self._of_token(embedded_TD), hidden_TD), dim=-1)
+            if self._normed_stream:
+                x_TD = hidden_TD
+        y_TD = self._attention(given_TC, rope, attend)
+        return x_TD, self._mlp(self._before_mlp(x_TD, y_TD))

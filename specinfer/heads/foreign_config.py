@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from specinfer.errors import ModelError
-from specinfer.heads.body_config import body_from_hf, is_causal
 from specinfer.heads.config import BlockConfig, EagleConfig
-from specinfer.heads.speculators_config import config_from_speculators, flag, taps_of
+from specinfer.heads.speculators import body_from_hf, config_from_speculators, flag, is_causal, taps_of
 from specinfer.models.config import Rope
 from specinfer.models.fields import count, integer, mapping, number
 from specinfer.models.safetensors import EAGLE_3, head_kind
@@ -63,6 +63,17 @@ _PREFIXES: Final = {"midlayer.": "layers.0.", "logit_head.": ""}  # of tensors
 def is_head_config(c: Mapping[str, object]) -> bool:
     """Whether a config.json describes a head, of a kind that is read or one that is known and refused."""
     return "speculators_model_type" in c or _architecture(c) is not None
+
+
+def published_config(
+    c: Mapping[str, object], target_layers: int, shapes: Mapping[str, tuple[int, ...]]
+) -> EagleConfig | BlockConfig:
+    """The head that a config.json and tensors of these names and shapes describe.
+
+    The tensors say which tables are its own. Raises ModelError on anything unsupported.
+    """
+    config = config_from_json(as_tensors_say(c, shapes), target_layers)
+    return replace(config, own_embedding="embed_tokens.weight" in shapes, own_head="lm_head.weight" in shapes)
 
 
 def config_from_json(c: Mapping[str, object], target_layers: int) -> EagleConfig | BlockConfig:
@@ -114,8 +125,8 @@ def as_tensors_say(c: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]
     return {**c, **told}
 
 
-def named_as_here(name: str) -> str:
-    """A tensor's name in the layout of speculators."""
+def named_as_here(c: Mapping[str, object], name: str) -> str:
+    """A tensor's name in the layout of speculators, whatever the config.json."""
     name = name.removeprefix("draft_model.").removeprefix("model.")
     for theirs, ours in _PREFIXES.items():
         if name.startswith(theirs):

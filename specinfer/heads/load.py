@@ -10,20 +10,14 @@ import torch
 from torch import Tensor
 
 from specinfer.config import Quantization
-from specinfer.heads.block_model import BlockModel
 from specinfer.heads.checkpoint import HeadFolder, target_head
-from specinfer.heads.config import EagleConfig, MedusaConfig
-from specinfer.heads.eagle_model import EagleModel
-from specinfer.heads.medusa_model import MedusaModel
+from specinfer.heads.kinds import KINDS, AnyHeadModel
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.quantized import int4_bytes, int8_bytes
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.weight_memory import Weights
 from specinfer.models.weights import OpenModel, load_parts
 from specinfer.progress import Progress
 
-HeadModel = EagleModel | BlockModel | MedusaModel
-_OUTPUT = ("lm_head.weight", "lm_heads.0.weight")  # of which one is the target's where a head has none
 _LOOKED_UP = ("embed_tokens.weight", "markov_w1.weight")  # tables: they are never quantized
 
 
@@ -38,15 +32,12 @@ class _Tensors:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every tensor."""
-        config = self._head.config
-        if config.own_head:
-            return self._head.shapes
-        name = _OUTPUT[isinstance(config, MedusaConfig)]
-        return {**self._head.shapes, name: (config.draft_vocab_size, config.hidden_size)}
+        return tensor_shapes(self._head)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop of a tensor, on the CPU, in any floating dtype."""
-        if name in _OUTPUT and not self._head.config.own_head:
+        config = self._head.config
+        if not config.own_head and name == f"{config.output}.weight":
             return target_head(self._target, self._head.ids[start:stop])
         return self._head.read_rows(name, start, stop)
 
@@ -61,7 +52,7 @@ def load_head(
     kernels: Kernels = TORCH,
     quantization: Quantization = "none",
     cache: Path | None = None,
-) -> HeadModel:
+) -> AnyHeadModel:
     """The head for a loaded target, in its dtype and on its device; `target_files` has its weights.
 
     As models.weights.load_model for the rest. Raises ModelFileError for weights that are no finite numbers.
@@ -69,16 +60,9 @@ def load_head(
     tensors = _Tensors(head, target_files)
     config = head.config
 
-    def make(weights: Weights) -> HeadModel:
-        if isinstance(config, EagleConfig):
-            return EagleModel(config, weights, target, head.ids)
-        if isinstance(config, MedusaConfig):
-            return MedusaModel(config, weights, target, head.ids)
-        return BlockModel(config, weights, target, head.ids)
-
     return load_parts(
         tensors,
-        make,
+        lambda weights: KINDS[config.kind].model(config, weights, target, head.ids),
         tensors=tensors.shapes,
         dtype=target.dtype,
         device=target.device,
@@ -91,15 +75,21 @@ def load_head(
     )
 
 
+def tensor_shapes(head: HeadFolder) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of a head's tensors, with an output layer whoever's it is."""
+    config = head.config
+    if config.own_head:
+        return head.shapes
+    return {**head.shapes, f"{config.output}.weight": (config.draft_vocab_size, config.hidden_size)}
+
+
 def head_bytes(head: HeadFolder, dtype: torch.dtype, quantization: Quantization = "none") -> int:
     """The bytes a head's weights take, without loading them: its output layer is never int4."""
-    config, shapes = head.config, dict(head.shapes)
-    if not config.own_head:
-        shapes[_OUTPUT[0]] = (config.draft_vocab_size, config.hidden_size)
     size = 0
-    for name, shape in shapes.items():
+    for name, shape in tensor_shapes(head).items():
         if quantization == "none" or len(shape) != 2 or name.endswith(_LOOKED_UP):
             size += math.prod(shape) * dtype.itemsize
         else:
-            size += (int4_bytes if quantization == "int4" and name not in _OUTPUT else int8_bytes)(*shape)
+            narrow = quantization == "int4" and not name.startswith(head.config.output)
+            size += (int4_bytes if narrow else int8_bytes)(*shape)
     return size

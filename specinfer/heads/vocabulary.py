@@ -1,15 +1,17 @@
-"""The tokens a head can name, and the target's tables that it uses: what modules and checkpoints share."""
+"""The tokens a head can name, in modules and in files, and the target's tables that it uses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from specinfer.errors import ModelError
-from specinfer.heads.config import BlockConfig, EagleConfig
+from specinfer.errors import ModelError, ModelFileError
+from specinfer.heads.config import BlockConfig, EagleConfig, HeadConfig
+from specinfer.models.safetensors import TensorEntry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +81,8 @@ def id_maps(ids: Sequence[int], vocab: int) -> tuple[Tensor, Tensor]:
 
     Raises ModelError unless they ascend and are of the vocabulary.
     """
-    named = torch.tensor(ids, dtype=torch.int64)
+    # On the CPU wherever a head's tensors are made: its shapes are those of one that has no memory.
+    named = torch.tensor(ids, dtype=torch.int64, device="cpu")
     if (
         named.dim() != 1
         or not len(named)
@@ -90,6 +93,86 @@ def id_maps(ids: Sequence[int], vocab: int) -> tuple[Tensor, Tensor]:
         raise ModelError(
             f"the tokens a head can name are not different ids from 0 to {vocab - 1} in ascending order"
         )
-    kept = torch.zeros(vocab, dtype=torch.bool)
+    kept = torch.zeros(vocab, dtype=torch.bool, device="cpu")
     kept[named] = True
-    return named - torch.arange(len(named)), kept
+    return named - torch.arange(len(named), device="cpu"), kept
+
+
+def own_tensors(head: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a head's module that compute and are its own: no table of its target's, no ids.
+
+    The module has a `config`.
+    """
+    config: HeadConfig = head.config  # type: ignore[assignment]
+    others = {"d2t", "t2d"}
+    if not config.own_embedding:
+        others.add("embed_tokens.weight")
+    if not config.own_head:
+        others.add(f"{config.output}.weight")
+    return {name: tensor for name, tensor in head.state_dict().items() if name not in others}
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRows:
+    """Some rows of a tensor, in an order of their own, as a tensor."""
+
+    entry: TensorEntry
+    rows: Sequence[int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The file's."""
+        return self.entry.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the chosen rows alone."""
+        return (len(self.rows), *self.entry.shape[1:])
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """As TensorEntry."""
+        wanted = self.rows[start:stop]
+        parts = [torch.empty(0, *self.entry.shape[1:], dtype=self.dtype)]
+        first = 0
+        for i in range(1, len(wanted) + 1):
+            if i == len(wanted) or wanted[i] != wanted[i - 1] + 1:  # rows that follow each other at once
+                parts.append(self.entry.read_rows(wanted[first], wanted[i - 1] + 1))
+                first = i
+        return torch.cat(parts)
+
+
+Entries = Mapping[str, TensorEntry | ChosenRows]
+
+
+def named_by_offsets(
+    path: Path, config: EagleConfig | BlockConfig, entries: Entries
+) -> tuple[Sequence[int], Entries]:
+    """The tokens the head can name, of d2t, which t2d has to agree with where there is one; its tensors."""
+    named, vocab = config.draft_vocab_size, config.body.vocab_size
+    if "d2t" not in entries:
+        if named == vocab:
+            return range(vocab), entries
+        raise ModelFileError(f"{path} can name {named} of {vocab} tokens, and lacks 'd2t', which says which")
+    ids = (whole_numbers(path, entries, "d2t", named) + torch.arange(named)).tolist()
+    try:
+        _, kept = id_maps(ids, vocab)
+    except ModelError as error:
+        raise ModelFileError(f"{path}: tensor 'd2t' is damaged: {error}") from error
+    if "t2d" in entries and not torch.equal(_whole(path, entries, "t2d", vocab).to(torch.bool), kept):
+        raise ModelFileError(f"{path}: tensors 'd2t' and 't2d' name different tokens; get the head again")
+    return [int(i) for i in ids], entries
+
+
+def whole_numbers(path: Path, entries: Entries, name: str, length: int) -> Tensor:
+    """A tensor of so many whole numbers, int64; raises ModelFileError where it is none."""
+    numbers = _whole(path, entries, name, length)
+    if numbers.is_floating_point() or numbers.dtype in (torch.bool, torch.uint8):
+        raise ModelFileError(f"{path}: tensor {name!r} is of {numbers.dtype}; expected whole numbers")
+    return numbers.to(torch.int64)
+
+
+def _whole(path: Path, entries: Entries, name: str, length: int) -> Tensor:
+    entry = entries[name]
+    if entry.shape != (length,):
+        raise ModelFileError(f"{path}: tensor {name!r} has shape {list(entry.shape)}, expected [{length}]")
+    return entry.read_rows(0, length)

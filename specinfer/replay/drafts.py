@@ -17,7 +17,7 @@ from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import ModelRunner, Move
-from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
 
 
@@ -139,14 +139,19 @@ class ReplayedPasses(Replayed):
                     known[child] = below[i]
 
 
-@dataclass(frozen=True, slots=True)
-class NoModel:
+class NoModel(ModelRunner):
     """A draft's runner where no model is: its K and V are nowhere, and passes are answered by others."""
 
-    block_size: int
-    max_context: int
+    def __init__(self, block_size: int, max_context: int) -> None:
+        self.block_size = block_size
+        self._context = max_context
 
-    def launch(self, rows: Sequence[Rows]) -> Flight:
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest text the model could read."""
+        return self._context
+
+    def launch(self, rows: Sequence[Rows], **_: object) -> Flight:
         """Never called: passes are answered from a record."""
         raise IntegrityError("a replayed draft has no model to run")
 

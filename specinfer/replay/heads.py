@@ -13,16 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specinfer.heads.block_model import BlockText
+from specinfer.heads.config import BlockRows
+from specinfer.heads.runner import HeadPass
 from specinfer.replay.drafts import Replayed
 from specinfer.replay.guess_trie import NO_SITE, GuessRecorder, GuessTrie
-from specinfer.replay.trace import BlockFacts
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.flight import Flight, HostFlight
-from specinfer.runtime.head_runner import BlockGuesses, BlockText
 from specinfer.speculate.drafts.best_first import MOST_NODES, WIDTH, Children, add_likeliest
 from specinfer.speculate.drafts.draws import Site
-from specinfer.speculate.drafts.growth import Guessed
-from specinfer.speculate.drafts.one_pass import BestFirstTrees
+from specinfer.speculate.drafts.growth import GuessedTree
+from specinfer.speculate.drafts.one_pass import GrowTrees
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.token_tree import draws_by_parent
 from specinfer.verify.scan import NUMPY
@@ -30,14 +31,14 @@ from specinfer.verify.scan import NUMPY
 
 @dataclass(frozen=True, slots=True)
 class RecordedTrees:
-    """A `BestFirstTrees` that takes down what others grow, as large as anybody may want it."""
+    """Takes down the trees that others grow, as large as anybody may want them."""
 
-    trees: BestFirstTrees
+    others: GrowTrees
     notes: GuessRecorder
 
-    def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
-        """As BestFirstTrees says, but of as many nodes as there may be, whatever is wanted now."""
-        self.trees.grow(guessed, read_TD, logits_TU, MOST_NODES)
+    def grow(self, guessed: Sequence[GuessedTree], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
+        """Grow these trees (`one_pass.GrowTrees`), of as many nodes as there may be, whatever is wanted."""
+        self.others(guessed, read_TD, logits_TU, MOST_NODES)
         for one in guessed:
             tree = one.growth.tree()
             for parent, draws in (draws_by_parent(tree.draws) or {0: []}).items():
@@ -53,13 +54,13 @@ class ReplayedHead(Replayed):
     """
 
     block_size: int  # of the cache
-    head: BlockFacts
+    head: BlockRows
     whole: bool = (
         False  # whether trees are grown as large as they were recorded, however few nodes are wanted
     )
     partly_read: int = 0  # blocks behind a text whose beginning it has missed
 
-    def step(self, texts: Sequence[BlockText]) -> BlockGuesses:
+    def guess(self, texts: Sequence[BlockText]) -> HeadPass:
         """Count the pass; what it makes is nothing, in the shapes that a head's has."""
         self.spend(max(1, sum(text.count for text in texts)))
         for text in texts:
@@ -70,10 +71,10 @@ class ReplayedHead(Replayed):
                     f"each other, and there is room for {text.rows}; replay larger trees, or fewer at once"
                 )
         none = torch.empty(0, 0)
-        return BlockGuesses([none[:0].flatten() if text.count else None for text in texts], none, none)
+        return HeadPass([none[:0].flatten() if text.count else None for text in texts], none, none)
 
-    def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
-        """As BestFirstTrees says: the first nodes of the trees that were recorded."""
+    def grow(self, guessed: Sequence[GuessedTree], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
+        """Grow these trees (`one_pass.GrowTrees`): the first nodes of those that were recorded."""
         for one in guessed:
             guesses, root = self.root(one.site)
             if root == NO_SITE:

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from specinfer.config import NO_SPECULATION, SpeculationConfig
 from specinfer.engine.build import Models
-from specinfer.engine.drafts import ids_read, named_by, what_is_timed
+from specinfer.engine.drafts import ids_read, what_is_timed
 from specinfer.engine.metrics import Statistics
 from specinfer.errors import ConfigError, RequestError
 from specinfer.heads.block_model import BlockModel
-from specinfer.heads.load import HeadModel
+from specinfer.heads.runner import HeadModel, HeadRunner
 from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
 from specinfer.progress import NoProgress, Progress
@@ -30,21 +30,21 @@ from specinfer.replay.fixed_policies import LookingOn
 from specinfer.replay.guess_trie import GuessRecorder
 from specinfer.replay.heads import RecordedTrees, without_states
 from specinfer.replay.simulated_engine import SimulatedEngine, States, num_blocks
-from specinfer.replay.trace import DEPTH, BlockFacts, EngineFacts, RecordedDraft, RecordedText, Trace
+from specinfer.replay.trace import DEPTH, EngineFacts, RecordedDraft, RecordedText, Trace
 from specinfer.replay.trace_store import KEPT_PARAMS
 from specinfer.report.provenance import provenance
 from specinfer.request import Request, RequestOutput
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve
 from specinfer.runtime.flight import Flight
-from specinfer.runtime.head_runner import BlockRunner
 from specinfer.runtime.runner import ModelRunner
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.best_first import MOST_NODES
-from specinfer.speculate.drafts.block import BlockDraft
 from specinfer.speculate.drafts.draft_model import DraftModel
+from specinfer.speculate.drafts.draft_tokens import named_tokens
 from specinfer.speculate.drafts.growth import LIKELY_NODES, Shape
-from specinfer.speculate.drafts.one_pass import OnePassTrees, PassLevels, best_first_trees
+from specinfer.speculate.drafts.head_drafts import BlockDraft
+from specinfer.speculate.drafts.one_pass import OnePassTrees, grow_best_first, level_drawer
 from specinfer.speculate.speculator import LevelSpeculator
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
@@ -241,7 +241,7 @@ def record_guesses(
             curve=recording.curve,
             guesses=recording.notes.trie(),
             measured=recording.measured,
-            head=_facts(own[name]),
+            head=found.head.block if isinstance(found := own[name], BlockModel) else None,
         )
         for (name, recording), model in zip(drafts.items(), trace.speculation.drafts, strict=True)
     }
@@ -293,14 +293,22 @@ def _guess(
     blocks = num_blocks(engine, wide, 1)
     speculators: list[LevelSpeculator] = []
     for name, model in models.items():
-        recording, vocabulary = drafts[name], named_by(model, llm.models.named.get(name))
+        recording = drafts[name]
         if isinstance(model, BlockModel):
-            block = BlockRunner(model, num_blocks=blocks, block_size=engine.block_size)
-            best_first = RecordedTrees(best_first_trees(name, model, vocabulary), recording.notes)
-            trees = OnePassTrees(name, shapes[0], best_first, PassLevels(name, model, vocabulary))
-            rows = engine.max_step_tokens
-            speculators.append(BlockDraft(name, block, trees, taps=model.head.taps, max_rows=rows))
+            runner_of_head = HeadRunner(model, num_blocks=blocks, block_size=engine.block_size)
+            own = named_tokens(model.ids, model.config.vocab_size)
+            best_first = RecordedTrees(grow_best_first(name, model, own), recording.notes)
+            trees = OnePassTrees(name, shapes[0], best_first.grow, level_drawer(name, model, own))
+            speculators.append(
+                BlockDraft(
+                    *(name, runner_of_head.guess, model.head.block, trees),
+                    max_rows=engine.max_step_tokens,
+                    block_size=engine.block_size,
+                    taps=model.head.taps,
+                )
+            )
             continue
+        vocabulary = llm.models.named.get(name)
         for number, shape in enumerate(shapes):
             runner = ModelRunner(model, num_blocks=blocks, block_size=engine.block_size)
             speculators.append(
@@ -345,15 +353,6 @@ def _states(target: LanguageModel, blocks: int, engine: EngineFacts) -> States:
     return launch
 
 
-def _facts(model: LanguageModel | BlockModel) -> BlockFacts | None:
-    if not isinstance(model, BlockModel):
-        return None
-    head = model.head
-    return BlockFacts(
-        block_size=head.block_size, skipped=head.skipped, causal=head.causal, reads_last=head.reads_last
-    )
-
-
 def _curve(llm: LLM, model: LanguageModel | BlockModel, variant: str, progress: Progress | None) -> CostCurve:
     """What a pass of a model costs, as an engine of the LLM's config measures it, or has measured it."""
     config, target = llm.config, llm.models.target
@@ -362,7 +361,7 @@ def _curve(llm: LLM, model: LanguageModel | BlockModel, variant: str, progress: 
     runner: Timed
     behind: Timed | None = None
     if isinstance(model, BlockModel):
-        runner = BlockRunner(model, num_blocks=-(-(rows + model.head.block_size) // size), block_size=size)
+        runner = HeadRunner(model, num_blocks=-(-(rows + model.head.block_size) // size), block_size=size)
         behind = ModelRunner(target, num_blocks=1, block_size=size)
     else:
         runner = ModelRunner(model, num_blocks=-(-rows // size), block_size=size)

@@ -26,9 +26,9 @@ from specinfer.request import Request
 from specinfer.runtime.batch import Rows, step_rows
 from specinfer.runtime.features import text_rows
 from specinfer.runtime.flight import Flight
-from specinfer.speculate.drafts.block import BlockDraft
 from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.growth import Shape
+from specinfer.speculate.drafts.head_drafts import BlockDraft
 from specinfer.speculate.drafts.one_pass import OnePassTrees
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
@@ -267,8 +267,13 @@ def speculators_of(
 def _speculator(replayed: AnyReplayed, speculation: SpeculationConfig, trace: Trace) -> LevelSpeculator:
     name, engine, shape = replayed.name, trace.engine, Shape.of(speculation)
     if isinstance(replayed, ReplayedHead):
-        trees = OnePassTrees(name, shape, replayed, replayed)
+        trees = OnePassTrees(name, shape, replayed.grow, replayed.draw)
         # Which layer it is told of is all the same: their states have no width.
-        return BlockDraft(name, replayed, trees, taps=(0,), max_rows=engine.max_step_tokens)
+        return BlockDraft(
+            *(name, replayed.guess, replayed.head, trees),
+            max_rows=engine.max_step_tokens,
+            block_size=engine.block_size,
+            taps=(0,),
+        )
     runner = NoModel(engine.block_size, trace.drafts[name].max_context)
     return DraftModel(name, runner, shape, max_rows=engine.max_step_tokens, draw=replayed)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.config import SpeculationConfig
+from specinfer.heads.config import BlockRows
 from specinfer.replay.guess_trie import GuessTrie
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SamplingParams
@@ -34,21 +35,6 @@ class RecordedText:
     prediction: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockFacts:
-    """What of a block head decides which rows its blocks have."""
-
-    block_size: int  # rows of a block, the anchor among them
-    skipped: int  # of these, from the first on, that guess nothing
-    causal: bool
-    reads_last: bool
-
-    @property
-    def depth(self) -> int:
-        """Tokens of a block that are guessed."""
-        return self.block_size - self.skipped
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedDraft:
     """What one draft guesses along all texts, and what its passes cost.
@@ -61,7 +47,7 @@ class RecordedDraft:
     curve: CostCurve
     guesses: GuessTrie
     measured: Mapping[int, tuple[int, float]] = field(default_factory=dict)  # rows -> passes, their seconds
-    head: BlockFacts | None = None  # where it is one; None: a model
+    head: BlockRows | None = None  # where it is one; None: a model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

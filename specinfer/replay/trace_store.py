@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from specinfer.config import SpeculationConfig
 from specinfer.errors import ConfigError, UserError
 from specinfer.files import NewFile
+from specinfer.heads.config import BlockRows
 from specinfer.replay.guess_trie import GuessTrie
-from specinfer.replay.trace import BlockFacts, EngineFacts, RecordedDraft, RecordedText, Trace
+from specinfer.replay.trace import EngineFacts, RecordedDraft, RecordedText, Trace
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SamplingParams
 
@@ -178,8 +179,8 @@ def _trace(arrays: Mapping[str, NDArray[Any]]) -> Trace:
     )
 
 
-def _block(facts: Mapping[str, Any]) -> BlockFacts:
-    block = BlockFacts(
+def _block(facts: Mapping[str, Any]) -> BlockRows:
+    block = BlockRows(
         block_size=int(facts["block_size"]),
         skipped=int(facts["skipped"]),
         causal=bool(facts["causal"]),

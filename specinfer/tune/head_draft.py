@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from specinfer.heads.block import BlockHead
 from specinfer.heads.eagle import EagleHead
-from specinfer.heads.export import write_head
 from specinfer.heads.layers import Norm
+from specinfer.heads.speculators import write_head
 from specinfer.models.config import Family
 from specinfer.models.fingerprint import fingerprint
 from specinfer.tune.blocks import Blocks

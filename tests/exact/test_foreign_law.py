@@ -10,9 +10,9 @@ import pytest
 from specinfer.config import SpeculationConfig
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts import draws
+from specinfer.speculate.drafts.draft_tokens import foreign_tokens
 from specinfer.speculate.drafts.draws import Site, draw_children
-from specinfer.speculate.drafts.foreign_tokens import foreign_tokens
-from specinfer.speculate.drafts.retold_tree import RetoldTree
+from specinfer.speculate.drafts.foreign_draft import RetokenizedTree
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TreeBuilder
@@ -61,7 +61,7 @@ class ForeignGuesser:
             draw_children(flight_of(named.reshape(len(sites), -1)), sites, self.name, self.tokens.vocabulary)
             frontier = list(range(first, len(builder.parents)))
         if self.tokens.by_text:
-            return RetoldTree(self.tokens, builder, max_depth=3).tree()
+            return RetokenizedTree(self.tokens, builder, max_depth=3).tree()
         return self.declared(builder.build(), self.own.law(self.name, tuple(spelled.ids)))
 
 

@@ -17,11 +17,12 @@ from specinfer.engine import target_laws
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.heads.config import MedusaConfig
 from specinfer.heads.load import load_head
-from specinfer.heads.medusa_model import MedusaModel
+from specinfer.heads.medusa import MedusaModel, MedusaText
 from specinfer.models.weights import load_model, open_model
+from specinfer.runtime.features import TappedRows
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts import plain_trees
-from specinfer.speculate.drafts.draft_vocabulary import named_tokens
+from specinfer.speculate.drafts.draft_tokens import named_tokens
 from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.speculate.drafts.one_pass import OnePassTrees
 from specinfer.tree.draw import DrawRule
@@ -89,11 +90,12 @@ class Head:
         row = torch.Generator().manual_seed(int("".join(map(str, (1, *text))), 3))
         with torch.no_grad():
             if isinstance(self.model, MedusaModel):
-                [read_TD], [logits_TU] = self.model.run(torch.randn(1, SIZE, generator=row), LEVELS)
+                state = TappedRows(torch.randn(1, 1, SIZE, generator=row), [0])
+                _, read_TD, logits_TU = self.model.guess([MedusaText(state, LEVELS)])
             else:
                 read_TD = torch.randn(LEVELS, SIZE, generator=row)
                 logits_TU = self.model.logits(read_TD)
-            self.trees.grow([self.trees.guessed(growth, 0, LEVELS)], read_TD, logits_TU)
+            self.trees.grow([self.trees.open(growth, 0, LEVELS)], read_TD, logits_TU)
         return growth.tree()
 
 

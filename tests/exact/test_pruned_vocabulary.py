@@ -9,7 +9,7 @@ import pytest
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts import draws
-from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary, first_tokens
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, first_tokens
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TreeBuilder

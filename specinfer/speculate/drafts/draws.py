@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from specinfer.errors import LogitsError, RequestError
 from specinfer.runtime.flight import Flight
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.distribution import Distribution
 from specinfer.verify.coupled import POOL, coupled_top_k, fastest

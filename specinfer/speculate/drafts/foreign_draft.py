@@ -1,32 +1,31 @@
-"""A draft model that has a vocabulary of its own: it reads what the target wrote, spelled in its own tokens.
+"""A draft model that has a vocabulary of its own: it reads the target's text in its own tokens.
 
-It grows trees as DraftModel does, a pass a level for all requests. What differs: its text has another length
-than the target's, so it lies in blocks of its own; and the end of its text may be spelled otherwise once
-there is more of it, so what its cache holds is what both spellings begin with.
+It grows trees as DraftModel does. Its text has another length than the target's, so it lies in blocks of its
+own; and the end of its text may be spelled otherwise once there is more of it, so its cache holds the part
+that both spellings begin with.
 
     ids     0 ......... cached | to be read ......... root | the tree's nodes, node i at root + i
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from operator import eq
 
-from specinfer.plan import PlanEntry, StepPlan
+from specinfer.errors import ensure
+from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.runner import Move
-from specinfer.speculate.drafts.draft_model import DraftRunner
+from specinfer.runtime.runner import ModelRunner, Move
+from specinfer.speculate.drafts.draft import LevelDraft, frontier_rows
+from specinfer.speculate.drafts.draft_tokens import ForeignTokens
 from specinfer.speculate.drafts.draws import Site, draw_children
-from specinfer.speculate.drafts.foreign_tokens import ForeignTokens
-from specinfer.speculate.drafts.growth import Growth, Shape, trees_first
-from specinfer.speculate.drafts.retold_tree import RetoldTree
-from specinfer.speculate.drafts.text_blocks import TextBlocks
-from specinfer.speculate.speculator import LevelSpeculator, Outcome
-from specinfer.tokenizer.respelling import Respelling
-from specinfer.tree import TokenTree
+from specinfer.speculate.drafts.growth import Growth, Shape
+from specinfer.speculate.speculator import Outcome
+from specinfer.tokenizer.respelling import Respelling, complete
+from specinfer.tree import Draw, TokenTree, TreeBuilder
 from specinfer.tree.pairs import draw_rule
 
 _ENDED = 16  # texts that are kept when they have ended, for others that begin alike
@@ -38,123 +37,99 @@ class _Text:
     """One request's text as the draft has it."""
 
     spelled: Respelling
-    cached: int = 0  # places 0..cached-1 hold it
+    cached: int = 0  # positions 0..cached-1 hold it
     table: list[int] = field(default_factory=list)
     key: bytes = b""  # hash of its first block of the target's; empty: nobody may go on from it
     growth: Growth | None = None  # the last tree, until its outcome is known
-    root: int = 0  # the place of that tree's root
+    root: int = 0  # the position of that tree's root
 
 
-class ForeignDraft(LevelSpeculator):
+class ForeignDraft(LevelDraft):
     """A level speculator; `tokens` says what its guesses are to the target."""
 
     def __init__(
         self,
         name: str,
-        runner: DraftRunner,
+        runner: ModelRunner,
         shape: Shape,
         *,
         max_rows: int,
         num_blocks: int,
         tokens: ForeignTokens,
     ) -> None:
-        self.name = name
+        """The runner's cache has `num_blocks` blocks."""
+        super().__init__(name, shape, max_rows=max_rows, block_size=runner.block_size)
         self._runner = runner
-        self._shape = shape
-        self._max_rows = max_rows  # of the texts that are read in one step
         self._tokens = tokens
         self._blocks = TextBlocks(num_blocks, runner.block_size)
-        self._texts: dict[str, _Text] = {}
+        self._spelled: dict[str, _Text] = {}  # the base's texts would lie in the target's blocks
         self._ended: list[_Text] = []  # oldest first
-        self._growths: list[Growth] = []  # of the step that is open, one per entry of its plan
-        self._retold: list[RetoldTree] = []  # of the same, where guesses are told again
+        self._retokenized: list[RetokenizedTree] = []  # of the step's entries, where guesses go by text
 
     def most_nodes(self, request: Request) -> int:
         """A full tree of the request's shape, or of the engine's; text may come to more tokens."""
-        return self._shape.most_nodes(request) * (_TOKENS_A_GUESS if self._tokens.by_text else 1)
+        return super().most_nodes(request) * (_TOKENS_A_GUESS if self._tokens.by_text else 1)
 
-    def begin(self, plan: StepPlan) -> list[int]:
-        """Open a step; about how many tokens of each text the draft's cache lacks."""
-        self._growths = [Growth.shaped(entry, self.name, self._shape) for entry in plan.entries]
+    def tree(self, entry: int) -> TokenTree:
+        """The tree of the plan's entry of that number, as it has grown so far, in the target's tokens."""
+        return self._retokenized[entry].tree() if self._tokens.by_text else super().tree(entry)
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Spell what was committed, and keep what the cache has of it; forget requests that ended."""
+        super().observe(outcomes)
+        moves = list[Move]()
+        for outcome in outcomes:
+            text = self._spelled.get(outcome.request_id)
+            if text is None or text.growth is None:
+                continue
+            growth, text.growth = text.growth, None
+            kept = text.spelled.extend(outcome.committed)
+            text.cached = min(text.cached, kept)
+            if kept > text.root:
+                moves.extend(self._accept(text, growth))
+        self._runner.move(moves)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every block is free or one text's."""
+        self._blocks.check_integrity([text.table for text in (*self._spelled.values(), *self._ended)])
+
+    def _growth(self, entry: PlanEntry) -> Growth:
+        return Growth.shaped(entry, self.name, self._shape)
+
+    def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:
         if self._tokens.by_text:
-            self._retold = [
-                RetoldTree(self._tokens, growth.builder, growth.entry.max_depth) for growth in self._growths
+            self._retokenized = [
+                RetokenizedTree(self._tokens, growth.builder, growth.entry.max_depth)
+                for growth in self._growths
             ]
         unread = list[int]()
-        for entry in plan.entries:
-            text, length = self._texts.get(entry.request.request_id), len(entry.token_ids)
+        for entry in entries:
+            text, length = self._spelled.get(entry.request.request_id), len(entry.token_ids)
             if text is None:
                 unread.append(length)
             else:
                 unread.append(max(1, length - text.spelled.taken + len(text.spelled.ids) - text.cached))
         return unread
 
-    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
-        """Draw below these nodes of these entries' trees, by one pass of the draft."""
-        rows, sites, drawing, left = list[Rows](), list[Site](), list[int](), self._max_rows
-        for i in trees_first(self._growths, below):
-            growth = self._growths[i]
-            if growth.started:
-                part: Rows | None = self._chosen(growth, self._own(i, below[i]))
-            else:
-                part = self._read(growth, left)
-            if part is None:
-                continue
-            rows.append(part)
-            left -= len(part.token_ids)
-            if part.logits_from < len(part.token_ids):
-                drawing.append(i)
-                sites.extend(self._sites(i))
-        if rows:
-            draw_children(self._runner.launch(rows), sites, self.name, self._tokens.vocabulary)
-        for i in drawing:
-            self._growths[i].descend()
-        return {i: self._ends(i) for i in drawing if self._growths[i].ends}
-
-    def tree(self, entry: int) -> TokenTree:
-        """The tree of the plan's entry of that number, as it has grown so far, in the target's tokens."""
-        return self._retold[entry].tree() if self._tokens.by_text else self._growths[entry].builder.build()
-
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Spell what was committed, and keep what the cache has of it; forget requests that ended."""
-        moves = list[Move]()
-        for outcome in outcomes:
-            text = self._texts.get(outcome.request_id)
-            if text is None:
-                continue
-            growth, text.growth = text.growth, None
-            if outcome.finished:
-                del self._texts[outcome.request_id]
-                self._keep(text)
-            elif growth is not None:
-                kept = text.spelled.extend(outcome.committed)
-                text.cached = min(text.cached, kept)
-                if kept > text.root:
-                    moves.extend(self._accept(text, growth))
-        self._runner.move(moves)
-
-    def check_integrity(self) -> None:
-        """Raise IntegrityError unless every block is free or one text's."""
-        self._blocks.check_integrity([text.table for text in (*self._texts.values(), *self._ended)])
+    def _forget(self, request_id: str) -> None:
+        if (text := self._spelled.pop(request_id, None)) is not None:
+            text.growth = None
+            self._keep(text)
 
     def _accept(self, text: _Text, growth: Growth) -> list[Move]:
         """Keep the nodes of the draft's tree along which the text went on."""
         path = growth.path(map(self._tokens.name, text.spelled.ids[text.root + 1 :]))
         first = text.root + 1
         text.cached = first + len(path)
-        sources = [text.root + growth.places[node] for node in path]
+        sources = [text.root + growth.order[node] for node in path]
         if sources == [*range(first, text.cached)]:
             return []
         return [Move(text.table, sources, range(first, text.cached))]
 
-    def _read(self, growth: Growth, most: int) -> Rows | None:
-        """At most so many rows of the text that the draft's cache lacks; the root's has logits.
-
-        None where the step has no rows left, where the text leaves the draft no room, and where blocks are
-        short.
-        """
-        entry = growth.entry
-        text = self._text_of(entry)
+    def _read(self, entry: int, most: int) -> Rows | None:
+        """As LevelDraft says; None, too, where the text leaves no room, and where blocks are short."""
+        growth = self._growths[entry]
+        text = self._text_of(growth.entry)
         ids = text.spelled.ids
         if not ids or len(ids) >= self._runner.max_context:
             return None
@@ -173,47 +148,39 @@ class ForeignDraft(LevelSpeculator):
             growth.started = True
         return chain_rows(ids[start:end], start, text.table, logits=draws)
 
-    def _chosen(self, growth: Growth, nodes: Sequence[int]) -> Rows:
-        """Rows of nodes that are to get children; they see the text, their ancestors and themselves."""
-        text = self._texts[growth.entry.request.request_id]
-        first = growth.choose(nodes)
-        return Rows(
-            token_ids=self._tokens.spelled([growth.builder.token_ids[node] for node in growth.frontier]),
-            start=text.root + first,
-            block_table=text.table,
-            logits_from=0,
-            parents=growth.above,
-        )
+    def _chosen(self, entry: int, nodes: Sequence[int]) -> Rows:
+        growth = self._growths[entry]
+        if self._tokens.by_text:  # the nodes of the draft's own tree that end in these of the target's
+            nodes = self._retokenized[entry].ending(growth.ends, nodes)
+        text = self._spelled[growth.entry.request.request_id]
+        rows = frontier_rows(growth, nodes, text.root, text.table)
+        return replace(rows, token_ids=self._tokens.spelled(rows.token_ids))
 
-    def _own(self, entry: int, ends: Sequence[int]) -> Sequence[int]:
-        """The nodes of the draft's own tree that end in these of the target's."""
-        return self._retold[entry].ending(self._growths[entry].ends, ends) if self._tokens.by_text else ends
+    def _draw(self, parts: Sequence[tuple[int, Rows]], sites: Sequence[Site]) -> None:
+        flight = self._runner.launch([rows for _, rows in parts])
+        draw_children(flight, sites, self.name, self._tokens.vocabulary)
 
     def _ends(self, entry: int) -> Sequence[int]:
-        """The nodes of the target's tree below which the draft can go on."""
-        growth = self._growths[entry]
-        return self._retold[entry].ends(growth.ends) if self._tokens.by_text else growth.ends
+        ends = super()._ends(entry)
+        return self._retokenized[entry].ends(ends) if ends and self._tokens.by_text else ends
 
     def _sites(self, entry: int) -> list[Site]:
-        """The frontier's nodes, each as a place where children are drawn."""
-        growth = self._growths[entry]
-        sites = growth.sites(self._shape)
+        growth, sites = self._growths[entry], super()._sites(entry)
         if not self._tokens.by_text:
             return sites
         # Parameters that change logits know the target's tokens alone: what they exclude is pruned later.
         verifier = growth.entry.request.params.speculation.verifier
         rule = self._tokens.rule(draw_rule(verifier, self._shape.rule))
-        end, retold = growth.entry.end, self._retold[entry]
+        end, tree = growth.entry.end, self._retokenized[entry]
         return [
-            replace(site, rule=rule, processed=None, position=end + retold.length(site.node))
-            for site in sites
+            replace(site, rule=rule, processed=None, position=end + tree.length(site.node)) for site in sites
         ]
 
     def _text_of(self, entry: PlanEntry) -> _Text:
         """The text up to where the step computes it, spelled."""
-        text = self._texts.get(entry.request.request_id)
+        text = self._spelled.get(entry.request.request_id)
         if text is None:
-            text = self._texts[entry.request.request_id] = _Text(self._tokens.respelling())
+            text = self._spelled[entry.request.request_id] = _Text(self._tokens.respelling())
             text.spelled.extend(entry.token_ids[: entry.end])
             text.key = entry.block_hashes[0] if entry.block_hashes else b""
             self._take_over(text)
@@ -256,9 +223,147 @@ class ForeignDraft(LevelSpeculator):
                 self._blocks.release(self._ended.pop(0).table)
                 continue
             running = {growth.entry.request.request_id for growth in self._growths}
-            idle = [one for name, one in self._texts.items() if one.table and name not in running]
+            idle = [one for name, one in self._spelled.items() if one.table and name not in running]
             if not idle:
                 return False
             self._blocks.release(idle[0].table)
             idle[0].cached = 0
         return True
+
+
+class RetokenizedTree:
+    """A tree of a draft's own tokens, in the target's: one step's, of one request.
+
+    The text along a path of the draft is one run of bytes, which the target's tokenizer splits into tokens. A
+    deeper level may join what two shallower ones were two tokens for ("hel", "lo" -> "hello"), and then both
+    ways stay: the tree only grows, as the ensemble expects of one that grows by levels. `draft` is a tree of
+    names (draft_tokens.py).
+    """
+
+    def __init__(self, tokens: ForeignTokens, draft: TreeBuilder, max_depth: int) -> None:
+        self._tokens, self._draft, self._max_depth = tokens, draft, max_depth
+        self._builder = TreeBuilder(draft.root, draft.max_nodes)
+        # Of each node of `draft`: the bytes above and in it, how likely, how many tokens it takes; None
+        # behind a special token, after which no text follows.
+        self._bytes: list[bytes | None] = [b""]
+        self._likely = [1.0]
+        self._lengths = [0]
+        self._at = [0]  # the node of this tree that it ends in, as far as whole tokens go
+        self._draws: dict[int, Draw] = {}
+        self._seen = 0  # draws of `draft`
+
+    def tree(self) -> TokenTree:
+        """All of it that has grown so far."""
+        self.grow()
+        return self._builder.build()
+
+    def length(self, node: int) -> int:
+        """The target's tokens that a node of the draft's tree ends, counted from below the root."""
+        self.grow()
+        return self._lengths[node]
+
+    def ending(self, nodes: Iterable[int], ends: Iterable[int]) -> list[int]:
+        """Of these nodes of the draft's those that end in one of `ends`."""
+        wanted = frozenset(ends)
+        return [node for node in nodes if self._at[node] in wanted]
+
+    def ends(self, nodes: Iterable[int]) -> list[int]:
+        """The nodes of this tree in which these of the draft's end."""
+        self.grow()
+        return sorted({self._at[node] for node in nodes})
+
+    def grow(self) -> None:
+        """Retokenize the nodes that the draft's tree has and this one does not have yet."""
+        for draw in self._draft.draws[self._seen :]:
+            self._draws.setdefault(draw.node, draw)
+        self._seen = len(self._draft.draws)
+        for node in range(len(self._bytes), len(self._draft.parents)):
+            self._add(node)
+
+    def _add(self, node: int) -> None:
+        tokens, draw = self._tokens, self._draws[node]
+        parent, name = self._draft.parents[node], self._draft.token_ids[node]
+        before = self._bytes[parent]
+        self._likely.append(self._likely[parent] * min(max(draw.confidence, 0.0), 1.0))
+        if before is None:
+            self._bytes.append(None)
+            self._lengths.append(self._lengths[parent])
+            self._at.append(self._at[parent])
+            return
+        special = name < tokens.our_size and tokens.ours.is_special(name)
+        [token_id] = tokens.spelled([name])
+        spelled = before if special else before + tokens.theirs.token_bytes[token_id]
+        path = tokens.ours.encode_behind(complete(spelled)[0])
+        if special:
+            path.append(name)
+        self._bytes.append(None if special else spelled)
+        self._lengths.append(len(path))
+        self._at.append(self._guess(path, node, draw))
+
+    def _guess(self, path: list[int], last: int, draw: Draw) -> int:
+        """Add the tokens that are new along a path; as likely as what each ends in, given its parent.
+
+        Returns the node the path ends in, as far as there is room.
+        """
+        table = self._tokens.ours.token_bytes
+        at, begin = 0, 0
+        for depth, token in enumerate(path, start=1):
+            if depth > self._max_depth:
+                break
+            end = begin + len(table[token])
+            below = self._builder.child(at, token)
+            if below is None:
+                end_likely = self._likely[self._node_at(last, end, special=not table[token])]
+                sure = end_likely / max(self._likely[self._node_at(last, begin)], 1e-12)
+                evidence = draw.evidence if depth == len(path) else ()
+                below = self._builder.add(
+                    at, token, draw.speculator, draw.rule, confidence=min(sure, 1.0), evidence=evidence
+                )
+                if below is None:
+                    break
+            at, begin = below, end
+        return at
+
+    def _node_at(self, last: int, place: int, *, special: bool = False) -> int:
+        """The first node on the path to `last` that reaches so many bytes; `last` itself for special ones."""
+        node, found = last, last
+        while node > 0 and not special:
+            node = self._draft.parents[node]
+            if len(self._bytes[node] or b"") < place:
+                break
+            found = node
+        return found
+
+
+class TextBlocks:
+    """The blocks of a cache whose texts are not as long as the target's: which are free.
+
+    Where they are short somebody's text is read again later, which costs guesses, never the text. Tables are
+    the texts' own, and only lengthened and emptied here.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    def lengthen(self, table: list[int], positions: int) -> bool:
+        """Let a table hold so many positions; False, and nothing is changed, where blocks are short."""
+        missing = -(-positions // self._block_size) - len(table)
+        if missing > len(self._free):
+            return False
+        table.extend(self._free.pop() for _ in range(missing))
+        return True
+
+    def release(self, table: list[int]) -> None:
+        """Take a table's blocks back; it is empty then."""
+        self._free.extend(reversed(table))
+        table.clear()
+
+    def check_integrity(self, tables: list[list[int]]) -> None:
+        """Raise IntegrityError unless every block is free or in one of these tables, once."""
+        held = [block for table in tables for block in table]
+        ensure(
+            sorted([*held, *self._free]) == list(range(self._num_blocks)),
+            "every block of a draft's cache is free or one text's",
+        )

@@ -91,8 +91,8 @@ class Growth:
     depths: list[int] = field(default_factory=lambda: [0])  # of all nodes
     likely: list[float] = field(default_factory=lambda: [1.0])  # their paths, as the draft says
     least: float = 0.0  # of paths that may go on
-    # Of nodes that were chosen to get children the place in that order, and of each its parent's place.
-    places: dict[int, int] = field(default_factory=lambda: {0: 0})
+    # Of nodes that were chosen to get children the number in that order, and of each its parent's number.
+    order: dict[int, int] = field(default_factory=lambda: {0: 0})
     above: list[int] = field(default_factory=lambda: [-1])
     started: bool = False  # whether the root was run
     grown: TokenTree | None = None  # all of it, where it was not built node by node
@@ -136,14 +136,14 @@ class Growth:
         return () if self.builder.full else self.waiting
 
     def choose(self, nodes: Iterable[int]) -> int:
-        """Let these of `ends` get children next; the place of the first of them."""
+        """Let these of `ends` get children next; the number of the first of them in the order of all."""
         first = len(self.above)
         self.frontier = sorted(nodes)
         chosen = frozenset(self.frontier)
         self.waiting = [node for node in self.waiting if node not in chosen]
         for node in self.frontier:
-            self.places[node] = len(self.above)
-            self.above.append(self.places[self.builder.parents[node]])
+            self.order[node] = len(self.above)
+            self.above.append(self.order[self.builder.parents[node]])
         return first
 
     def descend(self) -> None:
@@ -164,7 +164,7 @@ class Growth:
         node = 0
         for token in tokens:
             child = self.builder.child(node, token)
-            if child is None or child not in self.places:
+            if child is None or child not in self.order:
                 break
             node = child
             path.append(node)
@@ -195,8 +195,8 @@ class Growth:
 
 
 @dataclass(slots=True)
-class Guessed:
-    """One request's levels where one pass guesses all: rows first..first+levels-1 of those that guess."""
+class GuessedTree:
+    """A tree that one pass guesses all levels of: rows first..first+levels-1 of those that guess."""
 
     growth: Growth
     first: int

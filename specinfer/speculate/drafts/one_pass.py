@@ -7,22 +7,23 @@ those whose processors or filters look at whole rows are drawn level by level as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from specinfer.heads.block_model import BlockModel
-from specinfer.heads.load import HeadModel
+from specinfer.heads.kinds import AnyHeadModel
+from specinfer.heads.runner import HeadPass
 from specinfer.request import Request
 from specinfer.runtime.flight import HostFlight
 from specinfer.runtime.inference import inference
-from specinfer.speculate.drafts.best_first import MOST_NODES
-from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.drafts.best_first import MOST_NODES, NativeTrees
+from specinfer.speculate.drafts.draft import Draft
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
-from specinfer.speculate.drafts.growth import Growth, Guessed, Shape
-from specinfer.speculate.drafts.native_trees import NativeTrees
+from specinfer.speculate.drafts.growth import Growth, GuessedTree, Shape, trees_first
 from specinfer.speculate.drafts.plain_trees import PlainTrees
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import as_runs
@@ -30,82 +31,63 @@ from specinfer.tree.draw import as_runs
 _FEWEST_NODES: Final = 8  # that are grown, whatever is wanted of them
 
 
-class BestFirstTrees(Protocol):
-    """How best-first trees are grown: by native_trees.py with native kernels, else by plain_trees.py."""
-
-    def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
-        """Grow these trees, of `most` nodes, MOST_NODES at most, and as many as there is room for.
-
-        `read_TD` is what the output layer read of all rows that guess, `logits_TU` what it made of it; both
-        are contiguous.
-        """
-        ...
+# Grows trees of so many nodes, MOST_NODES at most, and as many as there is room for, of what the output layer
+# reads of all rows that guess, and its logits; both are contiguous.
+GrowTrees = Callable[[Sequence[GuessedTree], Tensor, Tensor, int], None]
+# Adds the children of every site, site i by row rows[i] of all logits, behind the token before[i].
+DrawLevel = Callable[[Sequence[Site], Sequence[int], Sequence[int], Tensor], None]
 
 
-class LevelDraws(Protocol):
-    """How trees that are not grown best first get their levels."""
+def grow_best_first(name: str, model: AnyHeadModel, vocabulary: DraftVocabulary | None) -> GrowTrees:
+    """How a head's best-first trees are grown: by the library, where its kernels are native."""
+    return (NativeTrees.of(name, model, vocabulary) or PlainTrees(name, model, vocabulary)).grow
 
-    def draw(
-        self, sites: Sequence[Site], rows: Sequence[int], before: Sequence[int], logits_TU: Tensor
+
+def level_drawer(name: str, model: AnyHeadModel, vocabulary: DraftVocabulary | None) -> DrawLevel:
+    """How a level is drawn from a head's logits."""
+
+    def draw_level(
+        sites: Sequence[Site], rows: Sequence[int], before: Sequence[int], logits_TU: Tensor
     ) -> None:
-        """Add the children of every site, site i by row rows[i] of the logits, behind the token before[i]."""
-        ...
-
-
-class PassLevels:
-    """A `LevelDraws` of a head's own logits."""
-
-    def __init__(self, name: str, model: HeadModel, vocabulary: DraftVocabulary | None) -> None:
-        self._name = name
-        self._scan = model.kernels.scan
-        self._block = model if isinstance(model, BlockModel) else None
-        self._vocabulary = vocabulary
-
-    def draw(
-        self, sites: Sequence[Site], rows: Sequence[int], before: Sequence[int], logits_TU: Tensor
-    ) -> None:
-        """As LevelDraws says."""
         made_RU = logits_TU.index_select(0, torch.tensor(rows, device=logits_TU.device)).float()
-        if self._block is not None and self._block.markov_UM is not None:
-            made_RU += self._block.pair_logits(self._block.before(before))
-        flight = HostFlight(made_RU, lambda logits: logits, made_RU.shape[1], self._scan)
-        draw_children(flight, sites, self._name, self._vocabulary)
+        if model.markov is not None:
+            made_RU += model.markov.logits(model.markov.before(before))
+        flight = HostFlight(made_RU, lambda logits: logits, made_RU.shape[1], model.kernels.scan)
+        draw_children(flight, sites, name, vocabulary)
 
-
-def best_first_trees(name: str, model: HeadModel, vocabulary: DraftVocabulary | None) -> BestFirstTrees:
-    """The quickest there are for a head on this machine."""
-    return NativeTrees.of(name, model, vocabulary) or PlainTrees(name, model, vocabulary)
+    return draw_level
 
 
 class OnePassTrees:
     """Grows trees from what the output layer of a head reads of all their levels."""
 
-    def __init__(self, name: str, shape: Shape, best_first: BestFirstTrees, by_level: LevelDraws) -> None:
+    def __init__(self, name: str, shape: Shape, grow_best_first: GrowTrees, draw_level: DrawLevel) -> None:
         """`shape` is of trees not grown best first."""
         self._name = name
-        self._shape = shape._replace(learned=False)  # what is drawn by levels has a shape
+        self.shape = shape._replace(learned=False)  # what is drawn by levels has a shape
         self._most = MOST_NODES  # of a tree grown best first, as many as somebody may want
-        self._best_first = best_first
-        self._by_level = by_level
+        self._grow_best_first = grow_best_first
+        self._draw_level = draw_level
 
     @classmethod
     def of(
-        cls, name: str, model: HeadModel, shape: Shape, vocabulary: DraftVocabulary | None
+        cls, name: str, model: AnyHeadModel, shape: Shape, vocabulary: DraftVocabulary | None
     ) -> OnePassTrees:
         """Those of a head; `vocabulary` is that of its logits (None: all)."""
-        best_first = best_first_trees(name, model, vocabulary)
-        return cls(name, shape, best_first, PassLevels(name, model, vocabulary))
+        return cls(
+            name, shape, grow_best_first(name, model, vocabulary), level_drawer(name, model, vocabulary)
+        )
 
     def most_nodes(self, request: Request) -> int:
         """A full tree of the request's expansion, or the most that is grown of any."""
         own = request.params.speculation.expansion
-        return max(MOST_NODES, self._shape.expansion.num_nodes - 1) if own is None else own.num_nodes - 1
+        return max(MOST_NODES, self.shape.expansion.num_nodes - 1) if own is None else own.num_nodes - 1
 
-    def guessed(self, growth: Growth, first: int, levels: int) -> Guessed:
+    def open(self, growth: Growth, first: int, levels: int) -> GuessedTree:
         """A tree that is about to grow out of the pass's rows first..first+levels-1 of all that guess."""
         growth.limit = min(growth.limit, levels)
-        (root,) = growth.sites(self._shape)
-        return Guessed(growth, first, growth.limit, root)
+        (root,) = growth.sites(self.shape)
+        return GuessedTree(growth, first, growth.limit, root)
 
     def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
         """Grow as many nodes as before, twice as many, or a half, by how many of them are verified.
@@ -125,22 +107,22 @@ class OnePassTrees:
             self._most = max(_FEWEST_NODES, self._most // 2)
 
     @inference
-    def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor) -> None:
+    def grow(self, guessed: Sequence[GuessedTree], read_TD: Tensor, logits_TU: Tensor) -> None:
         """Grow all trees, each to its end, from what the output layer reads of levels, and its logits."""
-        by_level: list[Guessed] = []
-        best_first: list[Guessed] = []
+        by_level: list[GuessedTree] = []
+        best_first: list[GuessedTree] = []
         for one in guessed:
             if _is_best_first(one.growth, one.site):
                 best_first.append(one)
             else:
-                one.growth.limit = min(one.growth.limit, self._shape.depth(one.growth.entry.request))
+                one.growth.limit = min(one.growth.limit, self.shape.depth(one.growth.entry.request))
                 by_level.append(one)
         if best_first:
-            self._best_first.grow(best_first, read_TD, logits_TU, self._most)
+            self._grow_best_first(best_first, read_TD, logits_TU, self._most)
         while by_level:
             by_level = self._grow_a_level(by_level, logits_TU)
 
-    def _grow_a_level(self, guessed: Sequence[Guessed], logits_TU: Tensor) -> list[Guessed]:
+    def _grow_a_level(self, guessed: Sequence[GuessedTree], logits_TU: Tensor) -> list[GuessedTree]:
         """Draw one more level of these trees; those that have room for another."""
         rows: list[int] = []
         before: list[int] = []
@@ -149,9 +131,9 @@ class OnePassTrees:
             growth = one.growth
             rows.extend([one.first + growth.depth] * len(growth.frontier))
             before.extend(growth.builder.token_ids[node] for node in growth.frontier)
-            sites.extend(growth.sites(self._shape))
-        self._by_level.draw(sites, rows, before, logits_TU)
-        goes_on = list[Guessed]()
+            sites.extend(growth.sites(self.shape))
+        self._draw_level(sites, rows, before, logits_TU)
+        goes_on = list[GuessedTree]()
         for one in guessed:
             one.growth.descend()
             if ends := one.growth.ends:
@@ -163,3 +145,56 @@ class OnePassTrees:
 def _is_best_first(growth: Growth, root: Site) -> bool:
     """Whether a tree is grown best first; else it is drawn level by level."""
     return bool(root.candidates) and growth.entry.request.params.speculation.expansion is None
+
+
+class OnePassDraft(Draft):
+    """A draft whose trees are whole after their first level: one pass guesses all of it."""
+
+    def __init__(
+        self, name: str, trees: OnePassTrees, *, max_rows: int, block_size: int, taps: tuple[int, ...]
+    ) -> None:
+        """As Draft; `trees` are grown of this draft's passes alone."""
+        super().__init__(name, trees.shape, max_rows=max_rows, block_size=block_size, taps=taps)
+        self._trees = trees
+
+    def most_nodes(self, request: Request) -> int:
+        """A full tree of the request's expansion, or the most that is grown of any."""
+        return self._trees.most_nodes(request)
+
+    def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
+        """Guess about as much as is verified."""
+        self._trees.see_choices(guessed, chosen)
+
+    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+        """Read these entries' texts, and grow the whole tree of each that has one; none has room for more."""
+        asked: list[int] = []
+        texts: list[Any] = []
+        growing: list[GuessedTree] = []
+        left, first = self._max_rows, 0
+        for i in trees_first(self._growths, below):
+            if (share := self._text(i, left)) is None:
+                continue
+            text, read, levels = share
+            asked.append(i)
+            texts.append(text)
+            left -= read
+            if levels:
+                growing.append(self._trees.open(self._growths[i], first, levels))
+                first += levels
+        if texts:
+            made = self._guess(asked, texts)
+            if growing:
+                assert made.logits_RU is not None
+                self._trees.grow(growing, made.read_RD, made.logits_RU)
+        return {}
+
+    @abstractmethod
+    def _text(self, entry: int, most: int) -> tuple[Any, int, int] | None:
+        """An entry's share of the pass, the tokens of its text that it reads, `most` at most, and the levels.
+
+        No levels where the entry has no tree, or its text is not read to the end. None: it has no share.
+        """
+
+    @abstractmethod
+    def _guess(self, entries: Sequence[int], texts: Sequence[Any]) -> HeadPass:
+        """The pass over these entries' shares."""

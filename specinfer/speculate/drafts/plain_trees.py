@@ -1,4 +1,4 @@
-"""Best-first trees of one pass in PyTorch and NumPy: what native_trees.py does in one call, and its oracle.
+"""Best-first trees of one pass in PyTorch and NumPy: the oracle of NativeTrees (best_first.py).
 
 What a level guesses depends on the token before it by the Markov term alone, if there is one. A level's
 candidates are the likeliest tokens behind the mean of the tokens that may stand before it; behind each of
@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.heads.block_model import BlockModel
-from specinfer.heads.load import HeadModel
+from specinfer.heads.kinds import AnyHeadModel
+from specinfer.heads.runner import MarkovTerm
 from specinfer.runtime.flight import HostFlight
 from specinfer.speculate.drafts.best_first import Level, Race, grow
-from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
-from specinfer.speculate.drafts.growth import Guessed
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
+from specinfer.speculate.drafts.growth import GuessedTree
 from specinfer.tree import DrawRule
 from specinfer.verify.scan import Likeliest
 
@@ -29,21 +29,21 @@ _RACERS: Final = 32  # where noise decides among them
 
 
 class PlainTrees:
-    """A `BestFirstTrees` that runs everywhere."""
+    """Best-first trees that run everywhere."""
 
-    def __init__(self, name: str, model: HeadModel, vocabulary: DraftVocabulary | None) -> None:
+    def __init__(self, name: str, model: AnyHeadModel, vocabulary: DraftVocabulary | None) -> None:
         self._name = name
         self._scan = model.kernels.scan
-        self._block = model if isinstance(model, BlockModel) else None
-        self._markov_UM = None if self._block is None else self._block.markov_UM
+        self._markov = model.markov
+        self._confidence = model.confidence
         self._vocabulary = vocabulary
 
-    def grow(self, guessed: Sequence[Guessed], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
-        """As BestFirstTrees says."""
+    def grow(self, guessed: Sequence[GuessedTree], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
+        """Grow these trees; see `one_pass.GrowTrees`."""
         racing = any(one.site.draws_by is DrawRule.COUPLED for one in guessed)
         candidates = _RACERS if racing else _CANDIDATES
-        grown = [_Levels(one, self._block) for one in guessed]
-        if self._markov_UM is None:
+        grown = [_Levels(one, self._markov) for one in guessed]
+        if self._markov is None:
             flight = HostFlight(logits_TU, lambda logits: logits, logits_TU.shape[1], self._scan)
             rows = [one.first + level for one in guessed for level in range(one.levels)]
             temperatures = [one.site.temperature for one in guessed for _ in range(one.levels)]
@@ -69,10 +69,10 @@ class PlainTrees:
         They are found behind the mean of the tokens that may, as likely as these are: behind the anchor, and
         wherever one token is all but sure, that is the token itself.
         """
-        assert self._block is not None
+        assert self._markov is not None
         rows = torch.tensor([one.row for one in grown], device=logits_TU.device)
         mean_RM = torch.stack([one.mean_M for one in grown])
-        made_RU = logits_TU.index_select(0, rows).float() + self._block.pair_logits(mean_RM)
+        made_RU = logits_TU.index_select(0, rows).float() + self._markov.logits(mean_RM)
         flight = HostFlight(made_RU, lambda logits: logits, made_RU.shape[1], self._scan)
         temperatures = [one.guessed.site.temperature for one in grown]
         likeliest = flight.likeliest(range(len(grown)), candidates, temperatures)
@@ -87,7 +87,7 @@ class PlainTrees:
         if not count:
             one.wanted = len(one.levels)
             return
-        block, temperature, markov_UM = self._block, site.temperature, self._markov_UM
+        markov, temperature = self._markov, site.temperature
         entries_C, values_C = likeliest.ids[row, :count], likeliest.values[row, :count]
         tokens_C = entries_C if self._vocabulary is None else self._vocabulary.ids[entries_C]
         # Logits and masses count from the largest logit of their row.
@@ -96,17 +96,17 @@ class PlainTrees:
         logits_AC = np.repeat(scaled_C[None], len(one.before_A), axis=0)
         known_AM: Tensor | None = None
         right_A = None
-        if block is not None and markov_UM is not None:
-            known_AM = block.before(one.before_A.tolist())
-            named_CM = markov_UM[torch.from_numpy(entries_C).to(markov_UM.device)].float()
+        if markov is not None:
+            known_AM = markov.before(one.before_A.tolist())
+            named_CM = markov.named_UM[torch.from_numpy(entries_C).to(markov.named_UM.device)].float()
             apart_AC = (known_AM - one.mean_M) @ named_CM.T
             logits_AC += apart_AC.double().cpu().numpy() / temperature
             chances_C = np.exp(scaled_C)
             weights_C = torch.from_numpy(chances_C / chances_C.sum()).to(named_CM)
-            one.mean_M = weights_C @ block.before(tokens_C.tolist())
-        if block is not None and block.head.confidence:
+            one.mean_M = weights_C @ markov.before(tokens_C.tolist())
+        if self._confidence is not None:
             read_AD = read_TD[one.row].expand(len(one.before_A), -1)
-            right_A = block.confidence(read_AD, known_AM).double().cpu().numpy()
+            right_A = self._confidence(read_AD, known_AM).double().cpu().numpy()
         one.levels.append(Level(tokens_C, logits_AC, rest, right_A))
         one.before_A = tokens_C
 
@@ -114,14 +114,14 @@ class PlainTrees:
 class _Levels:
     """One request's levels so far, and what may stand before the next."""
 
-    def __init__(self, guessed: Guessed, block: BlockModel | None) -> None:
+    def __init__(self, guessed: GuessedTree, markov: MarkovTerm | None) -> None:
         self.guessed = guessed
         self.wanted = guessed.levels
         self.levels: list[Level] = []
         self.before_A: NDArray[np.int64] = np.array([guessed.growth.builder.root])
         self.mean_M = torch.zeros(0)  # what is known of the token before, on average
-        if block is not None and block.markov_UM is not None:
-            self.mean_M = block.before(self.before_A.tolist())[0]
+        if markov is not None:
+            self.mean_M = markov.before(self.before_A.tolist())[0]
 
     @property
     def row(self) -> int:

@@ -16,7 +16,7 @@ from specinfer.engine.variant import models_for
 from specinfer.errors import ConfigError
 from specinfer.llm import LLM
 from specinfer.plan import StepPlan
-from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import single_node

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.heads.checkpoint import HeadFolder, is_head, open_head, target_embedding, target_head
 from specinfer.heads.config import BlockConfig, EagleConfig
-from specinfer.heads.export import write_head
 from specinfer.heads.load import head_bytes
+from specinfer.heads.speculators import write_head
 from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import fingerprint
 from specinfer.models.weights import open_model

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from specinfer.engine.drafts import Found, FoundHead, find, find_drafts
 from specinfer.errors import ModelError
-from specinfer.heads.body_config import body_from_hf, body_to_hf
 from specinfer.heads.checkpoint import HeadFolder, is_head
+from specinfer.heads.speculators import body_from_hf, body_to_hf
 from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress
 from tests.head_layouts import (

@@ -7,7 +7,7 @@ import pytest
 
 from specinfer.kernels.sampling import NativeScan
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import coupled_children
 from specinfer.verify import Law, coupled_choice
 from specinfer.verify.row_scan import MASS_ERROR

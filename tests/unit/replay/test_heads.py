@@ -16,7 +16,9 @@ from specinfer.config import EngineConfig
 from specinfer.engine.build import Models
 from specinfer.errors import ConfigError, RequestError, TraceTooSmallError
 from specinfer.heads.checkpoint import HeadFolder
-from specinfer.heads.load import HeadModel, load_head
+from specinfer.heads.config import BlockRows
+from specinfer.heads.kinds import AnyHeadModel
+from specinfer.heads.load import load_head
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
@@ -25,7 +27,7 @@ from specinfer.replay.guess_trie import NO_SITE
 from specinfer.replay.heads import regrow
 from specinfer.replay.replay import POLICIES, Played, play, play_without, speculation_of
 from specinfer.replay.simulated_engine import PlayedStep
-from specinfer.replay.trace import BlockFacts, Trace
+from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace, write_trace
 from specinfer.replay.workloads import whole
 from specinfer.speculate.drafts.best_first import MOST_NODES
@@ -60,7 +62,7 @@ def tiny(folder: Path) -> Tiny:
 
 
 @pytest.fixture(scope="module")
-def heads(folder: Path, tiny: Tiny) -> dict[str, HeadModel]:
+def heads(folder: Path, tiny: Tiny) -> dict[str, AnyHeadModel]:
     target, loaded = open_model(folder / "target"), {}
     for number, (name, config) in enumerate(CONFIGS.items()):  # of this seed each is right now and then
         head = HeadFolder(write_any(config, folder / f"head{number}", seed=2), target.config)
@@ -89,7 +91,7 @@ def played(trace: Trace, policy: str, batch: int, **options: Any) -> tuple[list[
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("head", CONFIGS)
 def test_a_replay_is_the_live_run(
-    tiny: Tiny, heads: dict[str, HeadModel], head: str, beside: str, law: str
+    tiny: Tiny, heads: dict[str, AnyHeadModel], head: str, beside: str, law: str
 ) -> None:
     llm = llm_with(tiny, {"head": heads[head]}, max_batch_size=4, max_step_tokens=160, **BESIDE[beside])
     trace = recorded(llm, APART, **LAWS[law])
@@ -105,7 +107,7 @@ def test_a_replay_is_the_live_run(
 
 @pytest.mark.parametrize("law", LAWS)
 def test_trees_that_steps_leave_little_room_are_those_of_the_live_run(
-    tiny: Tiny, heads: dict[str, HeadModel], law: str
+    tiny: Tiny, heads: dict[str, AnyHeadModel], law: str
 ) -> None:
     """And prompts that are read over several steps; a draft model guesses, too."""
     drafts = {"head": heads["with confidence"], "similar": tiny.similar}
@@ -129,7 +131,7 @@ def test_blocks_that_are_larger_than_trees_are_refused(tiny: Tiny, folder: Path)
 
 
 def test_trees_of_a_head_that_has_missed_some_of_a_text_are_counted(
-    tiny: Tiny, heads: dict[str, HeadModel], tmp_path: Path
+    tiny: Tiny, heads: dict[str, AnyHeadModel], tmp_path: Path
 ) -> None:
     """One of two prompts that begin alike starts behind blocks that the head has not read yet."""
     llm = llm_with(tiny, {"head": heads["with confidence"]}, max_batch_size=5, max_step_tokens=200)
@@ -154,7 +156,7 @@ def made() -> list[Trace]:
 
 
 @pytest.fixture
-def trace(tiny: Tiny, heads: dict[str, HeadModel], made: list[Trace]) -> Trace:
+def trace(tiny: Tiny, heads: dict[str, AnyHeadModel], made: list[Trace]) -> Trace:
     """The trace of a head whose trees are whole in every step, and of n-grams."""
     if not made:
         llm = llm_with(tiny, {"head": heads["like the shipped one"]}, ngram=True)
@@ -166,7 +168,7 @@ def test_a_trace_of_a_head_is_read_as_it_was_written(trace: Trace, tmp_path: Pat
     write_trace(tmp_path / "trace.npz", trace)
     read = read_trace(tmp_path / "trace.npz")
     assert read.drafts["head"].head == trace.drafts["head"].head
-    assert read.drafts["head"].head == BlockFacts(block_size=5, skipped=0, causal=True, reads_last=True)
+    assert read.drafts["head"].head == BlockRows(block_size=5, skipped=0, causal=True, reads_last=True)
     assert played(read, "cost", 2) == played(trace, "cost", 2)
 
 
@@ -230,7 +232,7 @@ def test_who_knows_the_text_follows_a_head_further_than_anybody(trace: Trace) ->
     ("head", "law"), [("all rows see each other", "greedy"), ("with confidence", "coupled")]
 )
 def test_an_oracle_knows_heads_that_go_deeper_than_the_expansion(
-    tiny: Tiny, heads: dict[str, HeadModel], head: str, law: str
+    tiny: Tiny, heads: dict[str, AnyHeadModel], head: str, law: str
 ) -> None:
     trace = recorded(llm_with(tiny, {"head": heads[head]}, expansion="1"), APART, **LAWS[law])
     parts = whole([trace])
@@ -241,7 +243,7 @@ def test_an_oracle_knows_heads_that_go_deeper_than_the_expansion(
 
 @pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"min_tokens": 3}])
 def test_trees_that_are_drawn_level_by_level_are_not_recorded(
-    tiny: Tiny, heads: dict[str, HeadModel], params: dict[str, Any]
+    tiny: Tiny, heads: dict[str, AnyHeadModel], params: dict[str, Any]
 ) -> None:
     llm = llm_with(tiny, {"head": heads["with confidence"]})
     with pytest.raises(RequestError, match=f"{next(iter(params))} is .* head head draws its trees level by"):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from specinfer.heads.checkpoint import HeadFolder
-from specinfer.heads.load import HeadModel, load_head
+from specinfer.heads.kinds import AnyHeadModel
+from specinfer.heads.load import load_head
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.models.weights import open_model
 from tests.engines import CPU, Tiny, write_tiny
@@ -26,7 +27,7 @@ def tiny(folder: Path) -> Tiny:
 
 
 @pytest.fixture(scope="package")
-def heads(folder: Path, tiny: Tiny) -> dict[str, HeadModel]:
+def heads(folder: Path, tiny: Tiny) -> dict[str, AnyHeadModel]:
     target = open_model(folder / "target")
     loaded = {}
     for number, (name, config) in enumerate(HEADS.items()):
@@ -37,7 +38,7 @@ def heads(folder: Path, tiny: Tiny) -> dict[str, HeadModel]:
 
 
 @pytest.fixture(scope="package")
-def modules(folder: Path, heads: dict[str, HeadModel]) -> dict[str, AnyHead]:
+def modules(folder: Path, heads: dict[str, AnyHeadModel]) -> dict[str, AnyHead]:
     """The same heads as plain modules, with the same tables."""
     target = open_model(folder / "target")
     return {

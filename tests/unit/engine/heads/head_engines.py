@@ -10,9 +10,9 @@ from specinfer import SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine.build import Models
 from specinfer.heads.block import BlockHead
-from specinfer.heads.config import AnyHeadConfig
+from specinfer.heads.config import HeadConfig
 from specinfer.heads.eagle import EagleHead
-from specinfer.heads.load import HeadModel
+from specinfer.heads.kinds import AnyHeadModel
 from specinfer.heads.medusa import MedusaHead
 from specinfer.llm import LLM
 from specinfer.runtime.batch import chain_rows
@@ -25,7 +25,7 @@ from tests.heads import VOCAB, block_config, eagle_config, medusa_config, tiny_b
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3] * 37, [50, 2, 61, 7]]
 AnyHead = EagleHead | BlockHead | MedusaHead
-HEADS: dict[str, AnyHeadConfig] = {
+HEADS: dict[str, HeadConfig] = {
     "eagle": eagle_config(own_head=False),
     "eagle 3.1, two layers": eagle_config(
         body=tiny_body(num_layers=2, bias=True), fc_norm=True, norm_output=True
@@ -46,7 +46,7 @@ HEADS: dict[str, AnyHeadConfig] = {
 SAMPLED = {"temperature": 0.8, "seed": 5}
 
 
-def engine(tiny: Tiny, head: HeadModel | None, **options: Any) -> LLM:
+def engine(tiny: Tiny, head: AnyHeadModel | None, **options: Any) -> LLM:
     drafts = {} if head is None else {"draft": head}
     config = EngineConfig.from_options("tiny", {**ENGINE, "drafts": ("head",) * len(drafts), **options})
     return LLM.from_models(config, Models(tiny.target, tiny.tokenizer, dict(drafts)))

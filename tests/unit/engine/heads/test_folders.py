@@ -11,7 +11,7 @@ from specinfer import SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine.build import Models
 from specinfer.errors import ConfigError, ModelError
-from specinfer.heads.load import HeadModel
+from specinfer.heads.kinds import AnyHeadModel
 from specinfer.llm import LLM
 from specinfer.replay.recorder import check
 from specinfer.runtime.cost_curve import CostCurve
@@ -62,7 +62,7 @@ def test_trees_are_sized_by_what_passes_cost(folder: Path) -> None:
 
 
 def test_a_heads_pass_is_timed_behind_its_targets(
-    tiny: Tiny, heads: dict[str, HeadModel], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, heads: dict[str, AnyHeadModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed: dict[object, object] = {}
 
@@ -94,7 +94,7 @@ def test_what_heads_do_not_heed_is_refused(folder: Path) -> None:
     [("eagle", "guesses no block"), ("medusa", "guesses no block")],
 )
 def test_traces_of_heads_that_are_not_kept_are_refused(
-    tiny: Tiny, heads: dict[str, HeadModel], head: str, what: str
+    tiny: Tiny, heads: dict[str, AnyHeadModel], head: str, what: str
 ) -> None:
     with (
         engine(tiny, heads[head]) as llm,

@@ -13,7 +13,7 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.config import NO_SPECULATION
-from specinfer.heads.load import HeadModel
+from specinfer.heads.kinds import AnyHeadModel
 from specinfer.tokenizer import Tokenizer
 from tests.engines import Tiny, assert_idle
 from tests.unit.engine.heads.head_engines import HEADS, PROMPTS, SAMPLED, engine
@@ -42,7 +42,7 @@ def ending(folder: Path, tiny: Tiny) -> Tiny:
 @pytest.mark.parametrize(("asked", "fits"), FORMS, ids=["regex", "schema"])
 def test_the_text_keeps_its_form_and_is_that_of_the_target_alone(
     ending: Tiny,
-    heads: dict[str, HeadModel],
+    heads: dict[str, AnyHeadModel],
     name: str,
     asked: dict[str, Any],
     fits: Callable[[str], object],

@@ -11,7 +11,8 @@ import torch
 from specinfer import SamplingParams
 from specinfer.engine.trace import TreeEvent
 from specinfer.heads.checkpoint import HeadFolder
-from specinfer.heads.load import HeadModel, load_head
+from specinfer.heads.kinds import AnyHeadModel
+from specinfer.heads.load import load_head
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.models.weights import open_model
 from specinfer.speculation_params import SpeculationParams
@@ -33,7 +34,7 @@ from tests.unit.engine.heads.head_engines import (
 
 @pytest.mark.parametrize("name", HEADS)
 def test_every_guess_is_as_likely_as_the_module_says(
-    tiny: Tiny, heads: dict[str, HeadModel], modules: dict[str, AnyHead], name: str
+    tiny: Tiny, heads: dict[str, AnyHeadModel], modules: dict[str, AnyHead], name: str
 ) -> None:
     gaps: list[float] = []
     depths = set[int]()
@@ -60,7 +61,7 @@ def test_every_guess_is_as_likely_as_the_module_says(
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_text_whose_beginning_nobody_read_is_seen_from_the_next_block_on(
-    tiny: Tiny, heads: dict[str, HeadModel], modules: dict[str, AnyHead], name: str
+    tiny: Tiny, heads: dict[str, AnyHeadModel], modules: dict[str, AnyHead], name: str
 ) -> None:
     prompt, seen_from = PROMPTS[0], 8  # of 12 tokens two blocks of four are found
     events: list[TreeEvent] = []
@@ -83,7 +84,7 @@ def test_a_text_whose_beginning_nobody_read_is_seen_from_the_next_block_on(
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("draw", ["iid", "without_replacement", "top_k"])
 def test_samples_are_drawn_from_the_law_that_is_told(
-    tiny: Tiny, heads: dict[str, HeadModel], modules: dict[str, AnyHead], name: str, draw: str
+    tiny: Tiny, heads: dict[str, AnyHeadModel], modules: dict[str, AnyHead], name: str, draw: str
 ) -> None:
     events: list[TreeEvent] = []
     params = SamplingParams(max_tokens=12, temperature=0.9, seed=11)

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from specinfer.engine.trace import TreeEvent
-from specinfer.heads.load import HeadModel
-from specinfer.heads.medusa_model import MedusaModel
+from specinfer.heads.kinds import AnyHeadModel
+from specinfer.heads.medusa import MedusaModel, MedusaText
+from specinfer.heads.runner import HeadRunner
 from specinfer.plan import StepPlan
-from specinfer.runtime.features import TappedRows
-from specinfer.runtime.head_runner import MedusaRunner
-from specinfer.speculate.drafts.medusa import MedusaDraft
+from specinfer.speculate.drafts.head_drafts import MedusaDraft
 from tests.engines import Tiny, engine_of
 from tests.unit.engine.heads.head_engines import (
     PROMPTS,
@@ -27,7 +26,7 @@ from tests.unit.engine.heads.head_engines import (
 
 
 def test_a_medusa_head_reads_one_state_and_no_other(
-    tiny: Tiny, heads: dict[str, HeadModel], modules: dict[str, AnyHead]
+    tiny: Tiny, heads: dict[str, AnyHeadModel], modules: dict[str, AnyHead]
 ) -> None:
     events: list[TreeEvent] = []
     with engine(tiny, heads["medusa"]) as llm:
@@ -53,22 +52,22 @@ def test_a_medusa_head_reads_one_state_and_no_other(
 
 
 def test_a_medusa_step_is_priced_by_a_pass_for_as_many_texts(
-    tiny: Tiny, heads: dict[str, HeadModel], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, heads: dict[str, AnyHeadModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unread: list[list[int]] = []
     passes: list[tuple[int, int]] = []  # rows that are asked the price of, and texts that are run
-    begin, run = MedusaDraft.begin, MedusaRunner.run
+    begin, run = MedusaDraft.begin, MedusaModel.guess
 
     def noted_begin(draft: MedusaDraft, plan: StepPlan) -> list[int]:
         unread.append(begin(draft, plan))
         return unread[-1]
 
-    def noted_run(runner: MedusaRunner, states: Sequence[TappedRows], levels: int) -> Any:
-        passes.append((sum(unread[-1]), len(states)))
-        return run(runner, states, levels)
+    def noted_run(model: MedusaModel, texts: Sequence[MedusaText], cache: Any) -> Any:
+        passes.append((sum(unread[-1]), len(texts)))
+        return run(model, texts, cache)
 
     monkeypatch.setattr(MedusaDraft, "begin", noted_begin)
-    monkeypatch.setattr(MedusaRunner, "run", noted_run)
+    monkeypatch.setattr(MedusaModel, "guess", noted_run)
     with engine(tiny, heads["medusa"]) as llm:
         llm.generate(PROMPTS[2:], shaped(12))
         llm.generate(PROMPTS[:2], shaped(12))
@@ -78,5 +77,5 @@ def test_a_medusa_step_is_priced_by_a_pass_for_as_many_texts(
     assert isinstance(model, MedusaModel)
     passes.clear()
     for rows in (1, 2, 3, 4):
-        MedusaRunner(model).probe(rows, every_row=True)
+        HeadRunner(model, num_blocks=0, block_size=4).probe(rows, every_row=True)
     assert [texts for _, texts in passes] == [1, 1, 2, 2]

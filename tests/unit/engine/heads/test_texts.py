@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.heads.load import HeadModel
+from specinfer.heads.kinds import AnyHeadModel
 from tests.engines import Tiny, assert_idle, engine_of, slow_generate
 from tests.unit.engine.heads.head_engines import HEADS, PROMPTS, SAMPLED, engine
 
@@ -16,7 +16,7 @@ from tests.unit.engine.heads.head_engines import HEADS, PROMPTS, SAMPLED, engine
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, SAMPLED, {**SAMPLED, "top_p": 0.9}], ids=str)
 @pytest.mark.parametrize("reuse", [True, False])
 def test_the_text_is_that_of_the_target_alone(
-    tiny: Tiny, heads: dict[str, HeadModel], name: str, sampling: dict[str, Any], reuse: bool
+    tiny: Tiny, heads: dict[str, AnyHeadModel], name: str, sampling: dict[str, Any], reuse: bool
 ) -> None:
     params = SamplingParams(max_tokens=24, **sampling)
     alone = [slow_generate(tiny.target, prompt, params) for prompt in PROMPTS]
@@ -31,7 +31,7 @@ def test_the_text_is_that_of_the_target_alone(
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("options", [{}, {"ngram": True}], ids=str)
 def test_requests_that_come_and_go_change_nothing(
-    tiny: Tiny, heads: dict[str, HeadModel], name: str, options: dict[str, Any]
+    tiny: Tiny, heads: dict[str, AnyHeadModel], name: str, options: dict[str, Any]
 ) -> None:
     # 26 blocks of 4 for 6 requests of up to 40 tokens and their trees: they push each other out.
     prompts = [[(7 * i + j) % 64 for j in range(5 + 3 * i)] for i in range(6)]
@@ -54,7 +54,7 @@ def test_requests_that_come_and_go_change_nothing(
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_form_is_kept(tiny: Tiny, heads: dict[str, HeadModel], name: str) -> None:
+def test_a_form_is_kept(tiny: Tiny, heads: dict[str, AnyHeadModel], name: str) -> None:
     params = SamplingParams(max_tokens=12, temperature=0.7, seed=3, allowed_token_ids=(4, 5, 6, 7, 40))
     with engine(tiny, None) as llm:
         (alone,) = llm.generate([PROMPTS[0]], params)
@@ -64,7 +64,7 @@ def test_a_form_is_kept(tiny: Tiny, heads: dict[str, HeadModel], name: str) -> N
     assert output.figures.proposed_by["draft"] > 0
 
 
-def test_a_request_that_is_aborted_is_forgotten(tiny: Tiny, heads: dict[str, HeadModel]) -> None:
+def test_a_request_that_is_aborted_is_forgotten(tiny: Tiny, heads: dict[str, AnyHeadModel]) -> None:
     for name, head in heads.items():
         with engine(tiny, head) as llm:
             stream = llm.stream(PROMPTS[1], SamplingParams(max_tokens=40, temperature=0))

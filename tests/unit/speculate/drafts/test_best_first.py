@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from specinfer.speculate.drafts.best_first import WIDTH, Level, Race, grow, likeliest_of
+from specinfer.speculate.drafts.best_first import WIDTH, Level, Race, grow
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.verify.noise import exponentials
 
@@ -99,32 +99,3 @@ def test_large_logits_do_not_overflow() -> None:
     made = [Level(TOKENS[0], np.array([[0.0, -900.0, -2000.0]]), 0.0)]
     (draw,) = grown(made, 4).draws
     assert draw.confidence == 1.0
-
-
-@pytest.mark.parametrize("most", [1, 4, 9, 40])
-def test_of_several_trees_the_likeliest_paths_are_one(most: int) -> None:
-    made = [levels(seed) for seed in (1, 2, 3)]
-    trees = []
-    for one in made:
-        builder = TreeBuilder(5)
-        grow(builder, one, 32, "head", None)
-        trees.append(builder.build())
-    surest: dict[tuple[int, ...], float] = {}
-    for tree in trees:
-        for node, hope in enumerate(tree.likelihoods()[1:], start=1):
-            path = tree.path_tokens(node)
-            surest[path] = max(hope, surest.get(path, 0.0))
-    tree = likeliest_of(trees, most)
-    tree.check_integrity()
-    expected = sorted(surest, key=lambda path: -surest[path])[:most]
-    assert {tree.path_tokens(draw.node) for draw in tree.draws} == {*expected}
-    assert len(tree.draws) == tree.num_nodes - 1 == min(most, len(surest))
-    by_path = {tree.path_tokens(draw.node): draw for draw in tree.draws}
-    for path in expected:
-        known = [
-            draw.confidence
-            for of in trees
-            for draw in of.draws
-            if of.path_tokens(draw.node) == path and of.likelihoods()[draw.node] == surest[path]
-        ]
-        assert by_path[path].confidence in known

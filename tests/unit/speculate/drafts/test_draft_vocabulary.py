@@ -13,7 +13,7 @@ from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ConfigError
 from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary, draft_vocabulary
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, draft_vocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, coupled_children, draw_children, probabilities
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.distribution import Distribution

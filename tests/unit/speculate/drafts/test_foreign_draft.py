@@ -18,9 +18,8 @@ from specinfer.plan import PlanEntry
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import ModelRunner
-from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, foreign_tokens
 from specinfer.speculate.drafts.foreign_draft import ForeignDraft
-from specinfer.speculate.drafts.foreign_tokens import ForeignTokens, foreign_tokens
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
@@ -236,7 +235,7 @@ def test_short_blocks_are_taken_from_those_who_do_not_run_and_then_nobody_guesse
     guesses(model, entry(TEXT, max_nodes=2))
     [tree] = guesses(model, entry(TEXT[::-1], request_id="b", max_nodes=2))
     assert tree.num_nodes == 2
-    assert model._texts["r"].cached == 0
+    assert model._spelled["r"].cached == 0
     [one, other] = guesses(model, entry(TEXT, max_nodes=2), entry(TEXT[::-1], request_id="b", max_nodes=2))
     assert sorted([one.num_nodes, other.num_nodes]) == [1, 2]
     model.observe([outcome(finished=True), outcome(request_id="b", finished=True)])

@@ -16,9 +16,9 @@ from specinfer.heads.load import load_head
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.models.weights import load_model, open_model
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary, named_tokens
-from specinfer.speculate.drafts.growth import Growth, Guessed, Shape
-from specinfer.speculate.drafts.native_trees import NativeTrees
+from specinfer.speculate.drafts.best_first import NativeTrees
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, named_tokens
+from specinfer.speculate.drafts.growth import Growth, GuessedTree, Shape
 from specinfer.speculate.drafts.plain_trees import PlainTrees
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
@@ -64,7 +64,7 @@ def loaded(
     return head, named_tokens(head.ids, VOCAB)
 
 
-def guessed(sampling: dict[str, Any], count: int, levels: int, most: int = 40) -> list[Guessed]:
+def guessed(sampling: dict[str, Any], count: int, levels: int, most: int = 40) -> list[GuessedTree]:
     """So many requests, each with levels and a root of its own."""
     found = []
     for i in range(count):
@@ -77,7 +77,7 @@ def guessed(sampling: dict[str, Any], count: int, levels: int, most: int = 40) -
         )
         growth = Growth.of(entry, "head", levels)
         (root,) = growth.sites(SHAPE)
-        found.append(Guessed(growth, i * levels, levels, root))
+        found.append(GuessedTree(growth, i * levels, levels, root))
     return found
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from specinfer.config import SpeculationConfig
-from specinfer.heads.load import HeadModel
+from specinfer.heads.kinds import AnyHeadModel
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.drafts.draft_vocabulary import DraftVocabulary
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.speculate.drafts.one_pass import OnePassTrees
 from specinfer.speculate.ensemble import Ensemble
@@ -26,7 +26,7 @@ from tests.unit.speculate.drafts.test_native_trees import loaded
 LEVELS = 4
 
 
-Loaded = tuple[HeadModel, DraftVocabulary | None]
+Loaded = tuple[AnyHeadModel, DraftVocabulary | None]
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,12 @@ def trees(head: Loaded) -> OnePassTrees:
     return OnePassTrees.of("head", head[0], Shape(Expansion((1,) * LEVELS), DrawRule.COUPLED), head[1])
 
 
-def grown(trees: OnePassTrees, head: HeadModel) -> int:
+def grown(trees: OnePassTrees, head: AnyHeadModel) -> int:
     """The nodes of a tree that is grown now."""
     entry = plans.entry([3, 7], params=SamplingParams(temperature=0))
     growth = Growth.of(entry, "head", LEVELS)
     read_TD = torch.randn(LEVELS, SIZE, generator=torch.Generator().manual_seed(1))
-    trees.grow([trees.guessed(growth, 0, LEVELS)], read_TD, head.logits(read_TD))
+    trees.grow([trees.open(growth, 0, LEVELS)], read_TD, head.logits(read_TD))
     return growth.tree().num_nodes - 1
 
 
@@ -63,7 +63,7 @@ def test_what_is_drawn_by_levels_has_a_shape(head: Loaded, params: dict[str, Any
     growth = Growth.of(entry, "head", LEVELS)
     read_TD = torch.randn(LEVELS, SIZE, generator=torch.Generator().manual_seed(1))
     mine = OnePassTrees.of("head", model, learned, vocabulary)
-    mine.grow([mine.guessed(growth, 0, LEVELS)], read_TD, model.logits(read_TD))
+    mine.grow([mine.open(growth, 0, LEVELS)], read_TD, model.logits(read_TD))
     by_levels = "top_p" in params
     assert (growth.tree().parents == (-1, 0, 1, 1, 2, 3)) == by_levels
 

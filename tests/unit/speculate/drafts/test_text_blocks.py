@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specinfer.errors import IntegrityError
-from specinfer.speculate.drafts.text_blocks import TextBlocks
+from specinfer.speculate.drafts.foreign_draft import TextBlocks
 
 
 def test_tables_lengthen_while_there_are_blocks_and_are_whole_or_unchanged() -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from specinfer.attention.native import NativeCache
-from specinfer.heads.block_model import BlockModel
+from specinfer.heads.block_model import BlockModel, BlockText
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.heads.load import load_head
+from specinfer.heads.runner import HeadRunner
 from specinfer.kernels.choice import TORCH, Kernels, choose_kernels, guessing
 from specinfer.models.weights import load_model, open_model
 from specinfer.runtime.features import TappedRows
-from specinfer.runtime.head_runner import BlockRunner, BlockText
 from tests.heads import SIZE, block_config, tiny_body, tiny_head, write_tiny_head
 from tests.tiny_models import write_tiny_llama
 
@@ -43,7 +43,7 @@ def native() -> Kernels:
     return kernels
 
 
-def runner(folder: Path, name: str, dtype: torch.dtype, kernels: Kernels) -> BlockRunner:
+def runner(folder: Path, name: str, dtype: torch.dtype, kernels: Kernels) -> HeadRunner[BlockModel]:
     if not (folder / "target").exists():
         write_tiny_llama(folder / "target", tokenizer=True, num_layers=3)
     target = open_model(folder / "target")
@@ -51,10 +51,10 @@ def runner(folder: Path, name: str, dtype: torch.dtype, kernels: Kernels) -> Blo
     written = write_tiny_head(tiny_head(block_config(**HEADS[name]), seed=6), folder / "head")
     head = load_head(HeadFolder(written, target.config), target, model, kernels=kernels)
     assert isinstance(head, BlockModel)
-    return BlockRunner(head, num_blocks=12, block_size=BLOCK)
+    return HeadRunner(head, num_blocks=12, block_size=BLOCK)
 
 
-def guesses(runner: BlockRunner, levels: int) -> list[torch.Tensor]:
+def guesses(runner: HeadRunner[BlockModel], levels: int) -> list[torch.Tensor]:
     """What is read of two texts, and guessed behind them, in three steps.
 
     First only one has a block, then both have read something, and at last the first has read nothing more.
@@ -73,10 +73,11 @@ def guesses(runner: BlockRunner, levels: int) -> list[torch.Tensor]:
             text.anchor = 7 + number
             begins[number] += count
             texts.append(text)
-        made = runner.step(texts)
-        assert [new is None for new in made.last] == [count == 0 for count in counts]
-        last = [old if new is None else new for old, new in zip(last, made.last, strict=True)]
-        found += [made.read_RD, made.logits_RU, *(new for new in made.last if new is not None)]
+        made = runner.guess(texts)
+        assert made.logits_RU is not None
+        assert [new is None for new in made.made] == [count == 0 for count in counts]
+        last = [old if new is None else new for old, new in zip(last, made.made, strict=True)]
+        found += [made.read_RD, made.logits_RU, *(new for new in made.made if new is not None)]
     return found
 
 
@@ -91,10 +92,11 @@ def test_native_calls_do_what_the_head_does_op_by_op(
     for got, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, expected, **NEAR[dtype])
         assert expected.float().std() > 0.1
-    for got, expected in zip(*(one.cache.keys + one.cache.values for one in both), strict=True):
+    caches = [one.cache.kv for one in both if one.cache is not None]
+    for got, expected in zip(*(kv.keys + kv.values for kv in caches), strict=True):
         torch.testing.assert_close(got, expected, **NEAR[dtype])
-    assert both[0].model.native(1) is not None
-    assert both[1].model.native(1) is None
+    assert both[0].model.native is not None
+    assert both[1].model.native is None
 
 
 @pytest.mark.parametrize(
@@ -113,9 +115,13 @@ def test_what_is_not_there_is_refused(tmp_path: Path, native: Kernels, wrong: di
     one = runner(tmp_path, "the last state", torch.float32, native)
     right: dict[str, Any] = {"table": [0, 1], "shift": 0, "begin": 3, "rows": 5, "anchor": 1}
     right["last"] = torch.ones(SIZE)
-    assert one.step([BlockText(**right)]).logits_RU.isfinite().all()
-    head, cache = one.model.native(8), one._cached.attention
+    logits_RU = one.guess([BlockText(**right)]).logits_RU
+    assert logits_RU is not None
+    assert logits_RU.isfinite().all()
+    head = one.model.native
     assert head is not None
+    assert one.cache is not None
+    cache = one.cache.attention
     assert isinstance(cache, NativeCache)
     asked = {**right, **wrong}
     last = 0 if asked["last"] is None else asked["last"].data_ptr()

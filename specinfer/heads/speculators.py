@@ -1,26 +1,69 @@
-"""config.json of the `speculators` library <-> EagleConfig, BlockConfig.
+"""Heads in the layout of the `speculators` library: their configs, read and written, and whole folders.
 
 Layer ids are taps as they are here: id i is what layer i is given. Anything the file asks for that heads do
-not compute is refused with a ModelError; nothing is skipped in silence.
+not compute is refused with a ModelError; nothing is skipped in silence. The layers of a head are described as
+a model's (`transformer_layer_config`), by what differs from the class of transformers.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
-from specinfer.errors import ModelError
-from specinfer.heads.body_config import body_from_hf, body_to_hf, is_causal
-from specinfer.heads.config import BlockConfig, EagleConfig
-from specinfer.models.fields import count, integer, mapping
+import torch
+from torch import Tensor
 
+from specinfer.errors import ModelError
+from specinfer.files import NewFile
+from specinfer.heads.block import BlockHead
+from specinfer.heads.config import BlockConfig, EagleConfig
+from specinfer.heads.eagle import EagleHead
+from specinfer.heads.vocabulary import own_tensors
+from specinfer.models.config import Activation, Family, ModelConfig
+from specinfer.models.fields import count, integer, mapping
+from specinfer.models.hf_config import config_from_hf
+from specinfer.models.hf_rope import rope_to_hf
+from specinfer.models.safetensors_writer import write_safetensors
+
+SCALE: Final = "_scale"  # behind the name of an int8 matrix: what to multiply its rows by
+FINGERPRINT: Final = "target_fingerprint"  # of a head's config: whose it is (models/fingerprint.py)
 TYPES: Final = ("dflash", "dspark", "eagle3", "peagle")
 _CLASSES: Final = {"eagle3": "Eagle3", "peagle": "PEagle", "dspark": "DSpark", "dflash": "DFlash"}
 _VERSION: Final = "0.7.0"  # of the library whose files these are; its layout has been the same from 0.1 on
 # Words of ours: the library has no such heads.
 _READS_LAST: Final = "reads_last_hidden_state"
 _KNOWN_VERSIONS: Final = re.compile(r"0\.\d")
+# What transformers fills in: a config is written as what differs from its class.
+_QWEN: dict[str, object] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
+_DEFAULTS: dict[str, dict[str, object]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
+}
+_LAYER_CLASSES = {
+    Family.LLAMA: "LlamaForCausalLM",
+    Family.QWEN2: "Qwen2ForCausalLM",
+    Family.QWEN3: "Qwen3ForCausalLM",
+}
+_MOST_LAYERS = 64
+_SLIDING = "sliding_attention"
 
 
 def config_from_speculators(c: Mapping[str, object], target_layers: int) -> EagleConfig | BlockConfig:
@@ -178,3 +221,136 @@ def flag(c: Mapping[str, object], key: str, default: bool | None = None) -> bool
     if not isinstance(value, bool):
         raise ModelError(f"{key} is {value!r}; expected true or false. The config is damaged or incomplete.")
     return value
+
+
+def body_from_hf(config: Mapping[str, object]) -> ModelConfig:
+    """The layers a checkpoint describes, which all see the whole text.
+
+    Raises ModelError for what heads' layers cannot be: experts, windows that are shorter than the context.
+    """
+    kind = config.get("model_type", "qwen3")
+    if not isinstance(kind, str) or kind not in _DEFAULTS:
+        raise ModelError(
+            f"a head's layers are of model_type {kind!r}; supported: {', '.join(sorted(_DEFAULTS))}"
+        )
+    layers = count(config, "num_hidden_layers", 1)
+    if layers > _MOST_LAYERS:
+        raise ModelError(f"a head has {layers} layers; allowed: 1 to {_MOST_LAYERS}")
+    given = {key: value for key, value in config.items() if value is not None}
+    body = config_from_hf({**_DEFAULTS[kind], **given, "model_type": kind, "eos_token_id": None})
+    window = body.window
+    if window is not None and window < body.max_context:
+        raise ModelError(
+            f"a head's layers have a sliding window of {window} in a context of {body.max_context}; "
+            "supported: layers that see all of a text"
+        )
+    return replace(body, layer_windows=(None,) * body.num_layers, eos_ids=())
+
+
+def is_causal(config: Mapping[str, object], *, windows_are_causal: bool = True) -> bool:
+    """Whether rows of a block see only those before them: as `is_causal` says, else where there are windows.
+
+    That is how both vLLM and the `speculators` library read it. Raises ModelError where layers differ.
+    """
+    said = config.get("is_causal")
+    if isinstance(said, bool):
+        return said
+    if said is not None:
+        raise ModelError(f"is_causal is {said!r}; expected true or false")
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or not kinds:
+        return False
+    causal = {windows_are_causal and kind == _SLIDING for kind in kinds}
+    if len(causal) > 1:
+        raise ModelError(f"layers of a block see it in different ways: {kinds}; supported: all alike")
+    return causal.pop()
+
+
+def body_to_hf(body: ModelConfig, *, causal_block: bool = False) -> dict[str, object]:
+    """What `body_from_hf` reads; `causal_block` says so of a block's rows, in words both readers know.
+
+    Raises ModelError for layers the format has no words for.
+    """
+    rope = body.rope
+    if body.family not in _LAYER_CLASSES or rope is None:
+        raise ModelError(f"layers of {body.family} cannot be written as a head's; use llama's or qwen3's")
+    if body.activation is not Activation.SILU:
+        raise ModelError(f"layers with {body.activation} cannot be written as a head's; use silu")
+    written: dict[str, object] = {
+        "model_type": body.family.value,
+        "architectures": [_LAYER_CLASSES[body.family]],
+        "vocab_size": body.vocab_size,
+        "hidden_size": body.hidden_size,
+        "intermediate_size": body.intermediate_size,
+        "num_hidden_layers": body.num_layers,
+        "num_attention_heads": body.num_heads,
+        "num_key_value_heads": body.num_kv_heads,
+        "head_dim": body.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": body.norm_eps,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope_to_hf(rope),
+        # Of dynamic scaling it is the context before it was extended.
+        "max_position_embeddings": rope.dynamic.original_context if rope.dynamic else body.max_context,
+        "attention_bias": body.qkv_bias,
+        "mlp_bias": body.mlp_bias,
+        "tie_word_embeddings": False,
+    }
+    if causal_block:
+        written |= {
+            "is_causal": True,
+            "layer_types": [_SLIDING] * body.num_layers,
+            "use_sliding_window": True,
+            "sliding_window": body.max_context,
+        }
+    return written
+
+
+def write_head(
+    head: EagleHead | BlockHead,
+    folder: Path,
+    *,
+    verifier: str,
+    architectures: Sequence[str],
+    dtype: torch.dtype = torch.float32,
+    fingerprint: str | None = None,
+) -> None:
+    """Write config.json and model.safetensors of a head whose target is `verifier`, each whole or not at all.
+
+    Matrices of dtype int8 have a factor for each row, and all else is float32; nobody else reads these.
+    With the target's `fingerprint` an engine with another one refuses the head; other readers ignore it.
+    Tables of the target's are left out. vLLM wants an output layer with each head that cannot name every
+    token: give such a head one of its own (`own_head`). Makes the folder; raises OSError, and ModelError for
+    weights that are no finite numbers.
+    """
+    config = head.config
+    state = head.state_dict()
+    floats = torch.float32 if dtype == torch.int8 else dtype
+    own = own_tensors(head)
+    tensors = {name: tensor.detach().cpu().to(floats).contiguous() for name, tensor in own.items()}
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise ModelError(f"the head's tensor {name!r} holds values that are no finite {floats} numbers")
+    if dtype == torch.int8:
+        for name in [name for name, tensor in tensors.items() if tensor.dim() == 2]:
+            tensors[name], tensors[name + SCALE] = _rows_as_int8(tensors[name])
+    tensors |= {name: state[name].cpu() for name in ("d2t", "t2d") if name in state}
+    named = str(floats).removeprefix("torch.")
+    described = config_to_speculators(config, verifier=verifier, architectures=architectures, dtype=named)
+    if fingerprint is not None:
+        described[FINGERPRINT] = fingerprint
+    folder.mkdir(parents=True, exist_ok=True)
+    write_safetensors(folder / "model.safetensors", tensors)
+    _write(folder / "config.json", json.dumps(described, indent=2))
+
+
+def _rows_as_int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix as whole numbers, and what to multiply each row by."""
+    scale = (matrix.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    return (matrix / scale[:, None]).round().to(torch.int8), scale
+
+
+def _write(path: Path, text: str) -> None:
+    with NewFile(path, mode=0o644) as new:
+        new.write(text.encode())
+        new.keep()

@@ -1,0 +1,315 @@
+"""Draft heads as speculators: they read the target's hidden states.
+
+Row i of an EAGLE head is of token i + 1 and the target's hidden states of token i, at cache position i:
+
+    text      t0    t1    t2    root |            end = 4
+    row       0     1     2          |            (t1, f0) (t2, f1) (root, f2)
+    pass 1    ............last       |            -> children of the root
+    pass 2                           | 3 4        nodes of depth 1: (node, what the root's row put out)
+
+The n-th node that is run lies at position end - 2 + n. Behind a step the rows of accepted tokens are read
+again, with the target's hidden states instead of the head's own: so nothing is moved in its cache. A head
+that guesses all levels in one pass (P-EAGLE) has rows of mask tokens behind the root's, one for each level
+below the first, at the positions of the tokens that they stand for. They are overwritten in every step.
+
+    text      t0 .. t(end-2)     root          |
+    cache     K, V made of the   a block's rows: the anchor, which is the root, and mask tokens
+              target's states    at positions end - 1, end, ...
+
+A block head makes the text's keys and values of the target's hidden states when they are there, once. The
+block's own are overwritten in every step.
+
+    text      ... t(end-3)  t(end-2)   root   |
+    heard                      h              |   Medusa's head i guesses the token at position end + i
+
+Of Medusa's texts nothing but the last hidden state is kept. Where a request starts behind blocks that others
+left, up to its last token, there is none yet: then its first tree is the root alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from specinfer.heads.block_model import BlockModel, BlockText
+from specinfer.heads.config import BlockConfig, BlockRows, EagleConfig, MedusaConfig
+from specinfer.heads.eagle import EagleModel, EagleText
+from specinfer.heads.kinds import AnyHeadModel
+from specinfer.heads.medusa import MedusaModel, MedusaText
+from specinfer.heads.runner import HeadPass, HeadRunner
+from specinfer.plan import PlanEntry
+from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.features import TappedRows, TextFeatures
+from specinfer.speculate.drafts.draft import CachedText, CachedTexts, Draft, LevelDraft, frontier_rows
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, named_tokens
+from specinfer.speculate.drafts.draws import Site, draw_children
+from specinfer.speculate.drafts.growth import Growth, Shape
+from specinfer.speculate.drafts.one_pass import OnePassDraft, OnePassTrees
+
+_MEDUSA_ROWS: Final = 2  # that a text counts as, by which a step's passes are priced (MedusaModel.probe)
+
+
+Taps = tuple[int, ...]
+
+
+class EagleDraft(LevelDraft):
+    """An EAGLE head, a pass a level."""
+
+    def __init__(
+        self,
+        name: str,
+        runner: HeadRunner[EagleModel],
+        shape: Shape,
+        *,
+        max_rows: int,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
+        """`max_rows` of texts are read in one step, and kept of each text until they are."""
+        super().__init__(
+            name, shape, max_rows=max_rows, block_size=runner.block_size, taps=runner.model.head.taps
+        )
+        self._runner = runner
+        self._vocabulary = vocabulary  # of the head's logits; None: all ids
+        self._fed: dict[int, Tensor] = {}  # of each entry what rows below its nodes that were run are fed
+
+    def _growth(self, entry: PlanEntry) -> Growth:
+        return Growth.shaped(entry, self.name, self._shape)
+
+    def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:
+        self._fed = {}
+        return super()._unread(entries)
+
+    def _read(self, entry: int, most: int) -> Rows | None:
+        return _eagle_rows(self._texts, self._seen[entry], self._growths[entry], most)
+
+    def _chosen(self, entry: int, nodes: Sequence[int]) -> Rows:
+        growth, origin = self._growths[entry], self._seen[entry].origin
+        table = growth.entry.block_table[origin // self._runner.block_size :]
+        return frontier_rows(growth, nodes, growth.entry.end - 2 - origin, table)
+
+    def _draw(self, parts: Sequence[tuple[int, Rows]], sites: Sequence[Site]) -> None:
+        """As LevelDraft says: nodes are fed with the outputs of their parents' rows."""
+        texts: list[EagleText] = []
+        for i, rows in parts:
+            text, count = self._seen[i], len(rows.token_ids)
+            if rows.parents is None:
+                texts.append(EagleText(rows, text.origin, states=text.unread.take(count)))
+            else:
+                fed = self._fed[i]
+                above = torch.tensor(self._growths[i].above[-count:], device=fed.device)
+                texts.append(EagleText(rows, text.origin, fed_TD=fed.index_select(0, above)))
+        made = self._runner.guess(texts)
+        draw_children(self._runner.model.flight(made.read_RD), sites, self.name, self._vocabulary)
+        for (i, _), new in zip(parts, made.made, strict=True):
+            if self._growths[i].started:
+                assert new is not None
+                self._fed[i] = torch.cat((self._fed[i], new)) if i in self._fed else new
+
+
+class ParallelEagleDraft(OnePassDraft):
+    """An EAGLE head that guesses all levels in one pass."""
+
+    def __init__(
+        self,
+        name: str,
+        runner: HeadRunner[EagleModel],
+        shape: Shape,
+        *,
+        max_rows: int,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
+        """As EagleDraft; the head has a mask token."""
+        head = runner.model.head
+        trees = OnePassTrees.of(name, runner.model, shape, vocabulary)
+        super().__init__(name, trees, max_rows=max_rows, block_size=runner.block_size, taps=head.taps)
+        self._runner = runner
+
+    def _growth(self, entry: PlanEntry) -> Growth:
+        # The root's row and those of masks lie in the blocks that its tree may fill.
+        depth = self._runner.model.head.depth
+        return Growth.of(entry, self.name, min(entry.max_depth, depth, entry.max_nodes))
+
+    def _text(self, entry: int, most: int) -> tuple[EagleText, int, int] | None:
+        text, growth = self._seen[entry], self._growths[entry]
+        rows = _eagle_rows(self._texts, text, growth, most)
+        if rows is None:
+            return None
+        count, levels = len(rows.token_ids), growth.limit if growth.started else 0
+        states = text.unread.take(count)
+        return EagleText(rows, text.origin, states=states, masks=max(0, levels - 1)), count, levels
+
+    def _guess(self, entries: Sequence[int], texts: Sequence[EagleText]) -> HeadPass:
+        return self._runner.guess(texts)
+
+
+def _eagle_rows(texts: CachedTexts, text: CachedText, growth: Growth, most: int) -> Rows | None:
+    """At most so many of the rows of a text that wait to be read; the root's has logits.
+
+    Their hidden states are the text's first ones that are unread. None where the step has no rows left, or
+    none waits.
+    """
+    entry, start = growth.entry, text.cached
+    count = min(text.unread.end - start, most)
+    if count <= 0:
+        return None
+    texts.claim(text, entry)
+    text.cached = end = start + count
+    growth.started = end == entry.end - 1 and growth.limit > 0
+    table = entry.block_table[text.origin // texts.block_size :]
+    return chain_rows(entry.token_ids[start + 1 : end + 1], start - text.origin, table, logits=growth.started)
+
+
+class BlockDraft(OnePassDraft):
+    """A block head."""
+
+    def __init__(
+        self,
+        name: str,
+        guess: Callable[[Sequence[BlockText]], HeadPass],
+        head: BlockRows,
+        trees: OnePassTrees,
+        *,
+        max_rows: int,
+        block_size: int,
+        taps: Taps,
+    ) -> None:
+        """`guess` is a pass of the head, over a cache with blocks of `block_size` positions.
+
+        `max_rows` of texts are read in one step, and kept of each text until they are. `trees` are grown of
+        what it makes, and of this head alone.
+        """
+        super().__init__(name, trees, max_rows=max_rows, block_size=block_size, taps=taps)
+        self._pass = guess
+        self._head = head
+
+    def _growth(self, entry: PlanEntry) -> Growth:
+        return Growth.of(entry, self.name, min(entry.max_depth, self._head.depth))
+
+    def _text(self, entry: int, most: int) -> tuple[BlockText, int, int] | None:
+        text, growth = self._seen[entry], self._growths[entry]
+        planned = growth.entry
+        table = planned.block_table[text.origin // self._texts.block_size :]
+        part = BlockText(table, text.origin, begin=text.cached - text.origin, last=text.last_D)
+        if (count := min(text.unread.end - text.cached, most)) > 0:
+            self._texts.claim(text, planned)
+            part.states, part.count = text.unread.take(count), count
+            text.cached += count
+        part.rows = self._block(text, growth, read=count > 0)
+        part.anchor = planned.token_ids[planned.end - 1]
+        if not (part.count or part.rows):
+            return None
+        return part, part.count, max(0, part.rows - self._head.skipped)
+
+    def _guess(self, entries: Sequence[int], texts: Sequence[BlockText]) -> HeadPass:
+        made = self._pass(texts)
+        for i, last_D in zip(entries, made.made, strict=True):
+            if last_D is not None:
+                self._seen[i].last_D = last_D
+        return made
+
+    def _block(self, text: CachedText, growth: Growth, *, read: bool) -> int:
+        """The rows of an entry's block; 0 where it has no tree, or its text is not read to the end."""
+        entry, head = growth.entry, self._head
+        if growth.limit < 1 or text.cached != entry.end - 1:
+            return 0
+        if head.reads_last and not read and text.last_D is None:
+            return 0  # the token before the root was read for another request: only its K and V are there
+        wanted = growth.limit + head.skipped if head.causal else head.block_size
+        count = min(wanted, entry.max_nodes)  # for so many positions there are blocks
+        return count if count > head.skipped else 0
+
+
+class MedusaDraft(OnePassDraft):
+    """Medusa's heads, which have no cache."""
+
+    def __init__(
+        self,
+        name: str,
+        runner: HeadRunner[MedusaModel],
+        shape: Shape,
+        *,
+        max_rows: int,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
+        """As EagleDraft."""
+        head = runner.model.head
+        trees = OnePassTrees.of(name, runner.model, shape, vocabulary)
+        super().__init__(name, trees, max_rows=max_rows, block_size=runner.block_size, taps=head.taps)
+        self._runner = runner
+        self._last: dict[str, tuple[int, TappedRows]] = {}  # of each text: where it ends, its last state
+
+    def hear(self, texts: Sequence[TextFeatures]) -> None:
+        """Keep the last hidden state of each text."""
+        for features in texts:
+            count = len(features.states)
+            last = features.states.part(count - 1, count).to_keep()
+            self._last[features.entry.request.request_id] = features.end, last
+
+    def _growth(self, entry: PlanEntry) -> Growth:
+        return Growth.of(entry, self.name, min(entry.max_depth, self._runner.model.head.depth))
+
+    def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:
+        """As Draft says: each entry that has a tree counts as the rows that a text is priced as."""
+        return [_MEDUSA_ROWS * (self._state(entry) is not None) for entry in entries]
+
+    def _forget(self, request_id: str) -> None:
+        self._last.pop(request_id, None)
+
+    def _text(self, entry: int, most: int) -> tuple[MedusaText, int, int] | None:
+        growth = self._growths[entry]
+        state = self._state(growth.entry)
+        if growth.limit < 1 or state is None:
+            return None
+        levels = self._runner.model.head.depth
+        return MedusaText(state, levels), 0, levels
+
+    def _guess(self, entries: Sequence[int], texts: Sequence[MedusaText]) -> HeadPass:
+        return self._runner.guess(texts)
+
+    def _state(self, entry: PlanEntry) -> TappedRows | None:
+        """The hidden state of the token before the entry's root; None: it has no tree, or nobody knows it."""
+        end, state = self._last.get(entry.request.request_id, (0, None))
+        return state if entry.has_tree and end == entry.end - 1 else None
+
+
+def _eagle(name: str, runner: HeadRunner[EagleModel], shape: Shape, **limits: Any) -> Draft:
+    one_pass = runner.model.head.mask_token_id is not None
+    return (ParallelEagleDraft if one_pass else EagleDraft)(name, runner, shape, **limits)
+
+
+def _block(
+    name: str,
+    runner: HeadRunner[BlockModel],
+    shape: Shape,
+    *,
+    max_rows: int,
+    vocabulary: DraftVocabulary | None,
+) -> Draft:
+    head, trees = runner.model.head, OnePassTrees.of(name, runner.model, shape, vocabulary)
+    return BlockDraft(
+        *(name, runner.guess, head.block, trees),
+        max_rows=max_rows,
+        block_size=runner.block_size,
+        taps=head.taps,
+    )
+
+
+# By the names of heads/kinds.py. Each takes a name, a runner, a shape, `max_rows` and `vocabulary`, as
+# EagleDraft does.
+HEAD_DRAFTS: Final[Mapping[str, Callable[..., Draft]]] = {
+    EagleConfig.kind: _eagle,
+    BlockConfig.kind: _block,
+    MedusaConfig.kind: MedusaDraft,
+}
+
+
+def head_draft(
+    name: str, model: AnyHeadModel, shape: Shape, *, num_blocks: int, block_size: int, max_rows: int
+) -> tuple[HeadRunner[AnyHeadModel], Draft]:
+    """A loaded head over a cache of its own, of so many of the target's blocks; `max_rows` as EagleDraft."""
+    runner = HeadRunner(model, num_blocks=num_blocks, block_size=block_size)
+    vocabulary = named_tokens(model.ids, model.config.vocab_size)
+    return runner, HEAD_DRAFTS[model.head.kind](name, runner, shape, max_rows=max_rows, vocabulary=vocabulary)
