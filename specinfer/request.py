@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import chain
+from typing import Any
 
 from specinfer.sampling_params import SamplingParams
 
@@ -120,20 +122,114 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class Delta:
+    """What an answer has gained since its last delta."""
+
+    id: str  # the request's
+    text: str = ""
+    token_ids: tuple[int, ...] = ()  # stop and end-of-text tokens included
+    logprobs: tuple[Logprobs, ...] = ()  # of these tokens, where asked for
+    trees: tuple[Mapping[str, Any], ...] = ()  # of these steps, where asked for: `TreeEvent.to_json`
+    steps: tuple[tuple[int, int], ...] = ()  # of these steps, drafted and accepted tokens
+    finish_reason: FinishReason | None = None
+    stopped_by: str | None = None  # the stop string that ended it
+    error: str | None = None  # why it ended, where finish_reason is "error"
+    parameter: str | None = None  # at fault, where the engine refused the request
+    internal_error: bool = False  # the engine's or the model's, and not the request's own
+    figures: SpeculationFigures | None = None  # of the whole answer, with its end
+    prompt_logprobs: Sequence[Logprobs | None] | None = None  # with the first token, or without one
+    cached_tokens: int = 0  # of the prompt
+    begun: bool = False  # whether its first step begins
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more will come."""
+        return self.finish_reason is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it adds nothing to the answer: it says that the request is admitted, or that it begins."""
+        told = self.token_ids or self.text or self.trees or self.finish_reason or self.prompt_logprobs
+        return not told
+
+    @staticmethod
+    def joined(deltas: Sequence[Delta]) -> Delta:
+        """One or more deltas of an answer, in order, as one."""
+        if len(deltas) == 1:
+            return deltas[0]
+        reports = [one.prompt_logprobs for one in deltas if one.prompt_logprobs is not None]
+        return replace(
+            deltas[-1],
+            text="".join([one.text for one in deltas]),
+            token_ids=tuple(chain.from_iterable([one.token_ids for one in deltas])),
+            logprobs=tuple(chain.from_iterable([one.logprobs for one in deltas])),
+            trees=tuple(chain.from_iterable([one.trees for one in deltas])),
+            steps=tuple(chain.from_iterable([one.steps for one in deltas])),
+            prompt_logprobs=reports[0] if reports else None,
+            cached_tokens=max(one.cached_tokens for one in deltas),  # none behind a restart
+            begun=any(one.begun for one in deltas),
+        )
+
+
+class Answer:
+    """An answer as far as it went at some time: the first parts of lists that only grow, joined when read."""
+
+    __slots__ = ("_end", "_ids", "_logprobs", "_num_pieces", "_pieces", "_start")
+
+    def __init__(
+        self,
+        pieces: Sequence[str],
+        ids: Sequence[int],
+        start: int = 0,
+        logprobs: Sequence[Logprobs] | None = None,
+    ) -> None:
+        """The text is that of all `pieces`, and the tokens those of `ids` from `start` on, as of now."""
+        self._pieces = pieces
+        self._num_pieces = len(pieces)
+        self._ids = ids
+        self._start = start
+        self._end = len(ids)
+        self._logprobs = logprobs
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(self._pieces[: self._num_pieces])
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All of its tokens."""
+        return tuple(self._ids[self._start : self._end])
+
+    @property
+    def logprobs(self) -> tuple[Logprobs, ...] | None:
+        """Those of its tokens, if asked for."""
+        return None if self._logprobs is None else tuple(self._logprobs[: self._end - self._start])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Answer):
+            return NotImplemented
+        return (self.text, self.token_ids, self.logprobs) == (other.text, other.token_ids, other.logprobs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Answer({self.text!r}, {self.token_ids})"
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one request, so far or whole."""
+    """The answer to one request, so far or whole: a view, which joins a text when it is read."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    text: str
-    token_ids: tuple[int, ...]  # stop and end-of-text tokens included
+    answer: Answer
     finish_reason: FinishReason | None  # None while the request runs
     seed: int
     figures: SpeculationFigures
     timing: Timing
     new_text: str = ""  # what the last step added to `text` (streams)
     index: int = 0  # which of the prompt's n completions
-    logprobs: tuple[Logprobs, ...] | None = None  # [output tokens], if asked for
     # [prompt tokens], None first, if asked for; n completions have one object. Each item is made when read.
     prompt_logprobs: Sequence[Logprobs | None] | None = None
     cached_tokens: int = 0  # prompt tokens whose KV an earlier request had left behind
@@ -141,6 +237,21 @@ class RequestOutput:
     internal_error: bool = False  # it is the engine's, or the model's, and not the request's own
     stopped_by: str | None = None  # the stop string that ended it
     others: tuple[RequestOutput, ...] = ()  # the prompt's other completions, when n > 1
+
+    @property
+    def text(self) -> str:
+        """The answer's text."""
+        return self.answer.text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The answer's tokens, stop and end-of-text tokens included."""
+        return self.answer.token_ids
+
+    @property
+    def logprobs(self) -> tuple[Logprobs, ...] | None:
+        """[output tokens], if asked for."""
+        return self.answer.logprobs
 
     @property
     def finished(self) -> bool:

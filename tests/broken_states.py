@@ -52,13 +52,13 @@ def dropped_sample() -> None:
 
 
 def more_computed_than_there_are_tokens() -> None:
-    sequence = SequenceState(REQUEST)
+    sequence = SequenceState(REQUEST, REQUEST.prompt_token_ids)
     sequence.computed = len(sequence.token_ids)
     sequence.check_integrity(block_size=4)
 
 
 def more_computed_than_the_blocks_hold() -> None:
-    sequence = SequenceState(REQUEST)
+    sequence = SequenceState(REQUEST, REQUEST.prompt_token_ids)
     sequence.computed = 1
     sequence.check_integrity(block_size=4)
 
@@ -67,7 +67,7 @@ def scheduled() -> tuple[Scheduler, SequenceState, BlockPool]:
     pool = BlockPool(8, block_size=4)
     scheduler, sequence = (
         Scheduler(SchedulerConfig(), pool, tree_nodes=4, max_context=64),
-        SequenceState(REQUEST),
+        SequenceState(REQUEST, REQUEST.prompt_token_ids),
     )
     scheduler.add(sequence)
     scheduler.schedule()

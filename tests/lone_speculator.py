@@ -52,9 +52,10 @@ def answer(
         scheduler=Scheduler(SchedulerConfig(), pool, tree_nodes=4, max_context=64),
         verifier=verifier,
     )
-    engine.add(engine.admission.admit(request))
+    admitted = engine.admission.admit(request)
+    engine.add(admitted)
     while True:
-        for output in engine.step():
-            if output.finished:
+        for delta in engine.step():
+            if delta.finished:
                 engine.check_integrity()
-                return output
+                return admitted.transcript.output()

@@ -10,7 +10,7 @@ from specinfer.engine.admission import Admitted
 from specinfer.engine.loop import EngineLoop
 from specinfer.engine.sequence import SequenceState
 from specinfer.engine.transcript import Transcript
-from specinfer.request import Request, RequestOutput
+from specinfer.request import Delta, Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree.token_tree import single_node
@@ -30,7 +30,7 @@ class ScriptedEngine:
         self.steppers: list[int] = []  # the thread of each step
         self.script: Callable[[int], object] = lambda step: None
         self.refuses: set[str] = set()  # ids that cannot be added
-        self._outputs: list[RequestOutput] = []  # made and not returned: a step that raises loses none
+        self._deltas: list[Delta] = []  # made and not returned: a step that raises loses none
         self._called = threading.Lock()
 
     @contextmanager
@@ -43,7 +43,7 @@ class ScriptedEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests or self._outputs)
+        return bool(self.requests or self._deltas)
 
     def add(self, admitted: Admitted) -> None:
         with self._alone():
@@ -53,30 +53,30 @@ class ScriptedEngine:
             self.happened.append(f"add {admitted.request.request_id}")
             self.requests[admitted.request.request_id] = admitted
 
-    def abort(self, request_id: str) -> RequestOutput | None:
+    def abort(self, request_id: str) -> Delta | None:
         with self._alone():
             self.happened.append(f"abort {request_id}")
-            self._outputs = [output for output in self._outputs if output.request_id != request_id]
+            self._deltas = [delta for delta in self._deltas if delta.id != request_id]
             admitted = self.requests.pop(request_id, None)
             if admitted is None:
                 return None
             admitted.transcript.abort(now=2.0)
-            return admitted.transcript.output()
+            return admitted.transcript.delta()
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[Delta]:
         with self._alone():
             self.happened.append("step")
             self.steppers.append(threading.get_ident())
             for number, (request_id, admitted) in enumerate(list(self.requests.items())):
                 transcript = admitted.transcript
-                transcript.commit(single_node(0), Acceptance((), len(transcript.token_ids) + 1), now=1.0)
+                transcript.commit(single_node(0), Acceptance((), transcript.num_output + 1), now=1.0)
                 if transcript.finish_reason is not None:
                     del self.requests[request_id]
-                self._outputs.append(transcript.output())
+                self._deltas.append(transcript.delta())
                 if number == 0:
                     self.script(len(self.steppers))
-            outputs, self._outputs = self._outputs, []
-            return outputs
+            deltas, self._deltas = self._deltas, []
+            return deltas
 
     def check_integrity(self) -> None:
         with self._alone():
@@ -88,7 +88,7 @@ def admitted(tokenizer: Tokenizer, request_id: str, max_tokens: int = 3) -> Admi
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     request = Request(request_id, (65,), params, seed=0)
     transcript = Transcript(request, tokenizer, ending=frozenset(), max_context=1 << 20, now=0.0)
-    return Admitted(request, SequenceState(request), transcript)
+    return Admitted(request, SequenceState(request, transcript.ids), transcript)
 
 
 class Pause:

@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from specinfer.config import SpeculationConfig
-from specinfer.request import FinishReason, Logprob, SpeculationFigures
+from specinfer.request import Delta, FinishReason, Logprob, SpeculationFigures
 from specinfer.serve.access import Keys
 from specinfer.serve.app import build_app
 from specinfer.serve.config import ServeConfig
@@ -24,7 +24,7 @@ from specinfer.serve.dialect import Dialect
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.server import listen
 from specinfer.serve.service import Service
-from specinfer.serve.work import Delta, EngineFacts, EngineState, Health, Observe, Work
+from specinfer.serve.work import EngineFacts, EngineState, Health, Observe, Work
 from specinfer.tokenizer import Tokenizer
 from tests.tiny_models import write_byte_tokenizer
 

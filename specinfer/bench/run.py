@@ -25,7 +25,7 @@ from specinfer.engine.metrics import Stage, Statistics
 from specinfer.errors import RequestError
 from specinfer.llm import LLM
 from specinfer.report.dataset import Conversation, Dataset
-from specinfer.request import RequestOutput, SpeculationFigures
+from specinfer.request import Delta, RequestOutput, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 
 Key = tuple[int, int]  # conversation, turn
@@ -194,7 +194,7 @@ class _Bench:
         loop, run = self._llm.loop, self._run
         waiting = deque(_Talk(index, self._conversations[index]) for index in indices)
         talking: dict[str, tuple[_Talk, Admitted]] = {}
-        inbox: deque[RequestOutput] = deque()
+        inbox: deque[Delta] = deque()
 
         def ask(talk: _Talk) -> None:
             if (asked := self._question(talk, on_request)) is not None:
@@ -212,9 +212,10 @@ class _Bench:
                 if talking:
                     loop.wait_until(lambda: inbox)  # a step, or several that read prompts
                 while inbox:
-                    output = inbox.popleft()
-                    if output.finished:
-                        talk, _ = talking.pop(output.request_id)
+                    delta = inbox.popleft()
+                    if delta.finished:
+                        talk, asked = talking.pop(delta.id)
+                        output = asked.transcript.output()
                         run.outputs[talk.key] = output
                         tokens += len(output.token_ids)
                         on_request()

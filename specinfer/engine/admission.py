@@ -16,7 +16,7 @@ from specinfer.errors import RequestError, naming
 from specinfer.grammar.grammar import GrammarCompiler, GrammarState
 from specinfer.processors.bad_words import tokenize_bad_words
 from specinfer.processors.pipeline import Processors
-from specinfer.request import Request, RequestOutput
+from specinfer.request import Delta, Request
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.lookups.indexed_prediction import PredictionShelf
 from specinfer.structured_output import StructuredOutput
@@ -34,10 +34,10 @@ class Admitted:
     sequence: SequenceState  # as the scheduler sees it
     transcript: Transcript
 
-    def fail(self, error: str) -> RequestOutput:
-        """End the request where it stands, as the engine failed it; its last output."""
+    def fail(self, error: str) -> Delta:
+        """End the request where it stands, as the engine failed it; its last delta."""
         self.transcript.fail(error, time.perf_counter(), internal=True)
-        return self.transcript.output()
+        return self.transcript.delta()
 
 
 class Admission:
@@ -106,12 +106,6 @@ class Admission:
         self._check_first_token(processors)
         if request.prediction:
             request = replace(request, prediction=self._predictions.indexed(request.prediction))
-        sequence = SequenceState(
-            request,
-            tree_nodes=self._limits.nodes(request),
-            speculators=self._limits.speculators(request),
-            processors=processors,
-        )
         if request.scores_prompt and params.prompt_logprobs is not None:
             prompt_logprobs = PromptLogprobs(len(request.prompt_token_ids), params.prompt_logprobs)
         transcript = Transcript(
@@ -122,12 +116,18 @@ class Admission:
             now=arrived,
             prompt_logprobs=prompt_logprobs,
         )
+        sequence = SequenceState(
+            request,
+            transcript.ids,
+            tree_nodes=self._limits.nodes(request),
+            speculators=self._limits.speculators(request),
+            processors=processors,
+        )
         if said:
             with naming("said"):
                 self._check_ids("said", said)
                 transcript.resume(said)
                 processors.commit(said)
-            sequence.token_ids.extend(said)
         if self._block_size is not None:
             sequence.hash_blocks(self._block_size)  # here, and not between two steps
         return Admitted(request, sequence, transcript)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from specinfer.engine.admission import Admission, Admitted
 from specinfer.engine.metrics import Stage, StageClock, Statistics
@@ -22,7 +22,7 @@ from specinfer.engine.trace import TreeEvent
 from specinfer.engine.transcript import Transcript
 from specinfer.errors import RequestError, UserError, ensure
 from specinfer.plan import PlanEntry, StepPlan
-from specinfer.request import Logprobs, Request, RequestOutput
+from specinfer.request import Delta, Logprobs, Request
 from specinfer.runtime.batch import LogitRows, logit_rows
 from specinfer.runtime.executor import Executor
 from specinfer.runtime.features import text_rows
@@ -69,7 +69,7 @@ class _Answer:
     request: Request
     tree: TokenTree
     verdict: Acceptance | UserError
-    tokens: tuple[int, ...] = ()  # that it adds to the text, as far as ids tell
+    tokens: tuple[int, ...] = ()  # up to the text's end, as far as ids tell
     over: bool = False  # the text ends with the last of them
     logprobs: Sequence[Logprobs] = ()  # of the tokens, where the request asks for them
 
@@ -102,7 +102,7 @@ class Engine:
         self._guard = guard  # of the speculators' policy, if it has one: for statistics
         self._memory = memory  # of what that policy learns, if it is to outlive the engine
         self._requests: dict[str, _Running] = {}
-        self._outputs: list[RequestOutput] = []  # made and not yet returned: an interrupt loses none
+        self._deltas: dict[str, Delta] = {}  # by request, made and not yet returned: an interrupt loses none
         self._launched: list[_Launched] = []  # whose answers are not in the texts yet
         self._suspects = Suspects()  # of making steps fail
         self._listener_error: Exception | None = None  # of `on_tree`, in the step that runs
@@ -120,7 +120,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self._outputs) or self._scheduler.has_work
+        return bool(self._deltas) or self._scheduler.has_work
 
     def statistics(self) -> Statistics:
         """What was done so far, and who waits and runs now. May be called by any thread, in a step too."""
@@ -154,25 +154,22 @@ class Engine:
         self._requests[request_id] = _Running(admitted.sequence, admitted.transcript)
         self._scheduler.add(admitted.sequence)
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request and free what it holds; its last output, or None when it is not here."""
-        last = [output for output in self._outputs if output.request_id == request_id]
-        self._outputs = [output for output in self._outputs if output.request_id != request_id]
+    def abort(self, request_id: str) -> Delta | None:
+        """End a request and free what it holds; its last delta, or None when it is not here."""
         running = self._requests.pop(request_id, None)
         if running is not None:
             self._scheduler.remove(running.sequence)
             self._speculators.observe(StepReport([Outcome(request_id, (), finished=True)]))
             running.transcript.abort(time.perf_counter())
-            last.append(running.transcript.output())
-        # Of a step that was cut short there may be outputs that nobody got: their text is new, too.
-        return replace(last[-1], new_text="".join(output.new_text for output in last)) if last else None
+            self._tell(running)
+        return self._deltas.pop(request_id, None)
 
     @inference
-    def step(self) -> list[RequestOutput]:
-        """Run one step; the outputs of the requests that got tokens, in plan order.
+    def step(self) -> list[Delta]:
+        """Run one step; the deltas of the requests that got tokens or ended, in plan order.
 
         An interrupt comes out, and the requests go on from what they have said so far. So does what `on_tree`
-        raises, when the step is done: its outputs come with the next one's. Anything else that raises is
+        raises, when the step is done: its deltas come with the next one's. Anything else that raises is
         logged and tried again; what fails again and again ends the requests concerned.
         """
         self.clock.start()
@@ -192,8 +189,8 @@ class Engine:
         heard, self._listener_error = self._listener_error, None
         if heard is not None:
             raise heard
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        deltas, self._deltas = self._deltas, {}
+        return [*deltas.values()]
 
     def _schedule(self) -> StepPlan:
         alone = self._suspects.next
@@ -233,7 +230,7 @@ class Engine:
         self.clock.lap(Stage.VERIFY)
         now = time.perf_counter()
         self._advance(launched.plan, answers)
-        outcomes = self._report(launched, answers, now)
+        outcomes = self._commit(launched, answers, now)
         self._hear(launched, answers)
         self._launched.remove(launched)
         self.clock.lap(Stage.COMMIT)
@@ -269,7 +266,7 @@ class Engine:
         return laws.reports((0, *acceptance.path)[: len(tokens)], tokens, top, self._tokenizer)
 
     def _advance(self, plan: StepPlan, answers: Sequence[_Answer]) -> None:
-        """What the next plan needs of a step: ids, KV and processors."""
+        """What the next plan needs besides texts: processors, accepted paths, how far caches are computed."""
         for entry in plan.entries:
             self._requests[entry.request.request_id].sequence.computed = entry.end
         moves: list[Move] = []
@@ -277,42 +274,49 @@ class Engine:
             if answer.over or not isinstance(answer.verdict, Acceptance):
                 continue
             sequence = self._requests[entry.request.request_id].sequence
-            sequence.token_ids.extend(answer.tokens)
             sequence.computed += len(answer.verdict.path)
             moves.extend(_path_move(entry, answer.verdict.path))
             if sequence.processors is not None:
                 sequence.processors.commit(answer.tokens)
         self._executor.move(moves)
 
-    def _report(self, launched: _Launched, answers: Sequence[_Answer], now: float) -> list[Outcome]:
-        """What is told outside of a step: text, figures, outputs; requests that end leave."""
+    def _commit(self, launched: _Launched, answers: Sequence[_Answer], now: float) -> list[Outcome]:
+        """Add the tokens to their texts, and make deltas; requests that end leave."""
         for entry, scored in launched.rows.scored:
             self._score_prompt(entry, launched.flight, scored)
         outcomes: list[Outcome] = []
         for answer, decision in zip(answers, launched.decisions, strict=True):
             running = self._requests[answer.request.request_id]
             transcript, verdict = running.transcript, answer.verdict
-            transcript.cached_tokens = running.sequence.cached_tokens
             committed: tuple[int, ...] = ()
             if isinstance(verdict, UserError):
                 transcript.fail(str(verdict), now, internal=not isinstance(verdict, RequestError))
             else:
                 self._trace(answer.request, answer.tree, verdict, decision)
                 committed = transcript.commit(answer.tree, verdict, now, answer.logprobs)
-            finished = transcript.finish_reason is not None
-            outcomes.append(Outcome(answer.request.request_id, committed, finished))
-            self._outputs.append(transcript.output())
-            if finished:
-                self._leave(running)
+            outcomes.append(self._told(running, committed))
         for entry in launched.plan.entries:
             if entry.ends_with_prompt:
                 running = self._requests[entry.request.request_id]
-                running.transcript.cached_tokens = running.sequence.cached_tokens
                 running.transcript.end_with_prompt(now)
-                outcomes.append(Outcome(entry.request.request_id, (), finished=True))
-                self._outputs.append(running.transcript.output())
-                self._leave(running)
+                outcomes.append(self._told(running, ()))
         return outcomes
+
+    def _told(self, running: _Running, committed: tuple[int, ...]) -> Outcome:
+        """Hand out what is new; one that has ended leaves."""
+        transcript = running.transcript
+        self._tell(running)
+        if transcript.finished:
+            self._leave(running)
+        return Outcome(transcript.request.request_id, committed, transcript.finished)
+
+    def _tell(self, running: _Running) -> None:
+        """Let the next deltas have what is new of a request."""
+        transcript, name = running.transcript, running.transcript.request.request_id
+        transcript.cached_tokens = running.sequence.cached_tokens
+        delta = transcript.delta()
+        # Of a step that was cut short there may be one that nobody got.
+        self._deltas[name] = Delta.joined([self._deltas[name], delta]) if name in self._deltas else delta
 
     def _hear(self, launched: _Launched, answers: Sequence[_Answer]) -> None:
         """Tell the speculators that read hidden states which rows became text that goes on."""
@@ -358,28 +362,20 @@ class Engine:
             running = self._requests[name]
             reason = f"its steps failed again and again: {error!r}"
             running.transcript.fail(reason, time.perf_counter(), internal=True)
-            self._outputs.append(running.transcript.output())
-            self._leave(running)
-            self._speculators.observe(StepReport([Outcome(name, (), finished=True)]))
+            self._speculators.observe(StepReport([self._told(running, ())]))
 
     def _recover(self) -> None:
         """After a step that was cut short: texts are what was said, and nothing in a cache is trusted."""
         self._launched.clear()  # nobody will ask these passes any more
         self._scheduler.restart()  # before all else: what `computed` says may not be so
         for running in list(self._requests.values()):
-            sequence, transcript = running.sequence, running.transcript
-            request = sequence.request
-            # Lists of their own: plans of the step that was cut short may still hold the old ones.
-            sequence.token_ids = [*request.prompt_token_ids, *transcript.token_ids]
-            sequence.block_hashes = []
-            if transcript.finish_reason is not None:
-                if not any(o.finished and o.request_id == request.request_id for o in self._outputs):
-                    self._outputs.append(transcript.output())
-                self._leave(running)
-                self._speculators.observe(StepReport([Outcome(request.request_id, (), finished=True)]))
+            transcript = running.transcript
+            request = transcript.request
+            if transcript.finished:
+                self._speculators.observe(StepReport([self._told(running, ())]))
             else:
-                sequence.processors = self._admission.processors(request)
-                sequence.processors.commit(transcript.token_ids)
+                running.sequence.processors = self._admission.processors(request)
+                running.sequence.processors.commit(transcript.token_ids)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError when scheduler, blocks and requests disagree."""

@@ -10,6 +10,7 @@ import itertools
 import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -32,7 +33,7 @@ class Intake:
     """Turns prompts and conversations into admitted requests. May be called by several threads at once.
 
     All of it raises RequestError, naming the parameter at fault, and a failure costs no other request
-    anything. Request ids are made here and nowhere else, so that no two requests can have the same.
+    anything. Request ids are made here, where callers have none of their own, and no two are the same.
     """
 
     def __init__(self, admission: Admission, usual: SamplingParams | None = None) -> None:
@@ -91,11 +92,18 @@ class Intake:
         return self._admit(encoded, params, "messages")
 
     def completion(
-        self, prompt: Sequence[int], params: SamplingParams, *, index: int = 0, said: Sequence[int] = ()
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        said: Sequence[int] = (),
+        request_id: str | None = None,
     ) -> Admitted:
         """The request of one of the prompt's completions, the `index`-th, whatever `params.n`.
 
-        Only that of index 0 reports `prompt_logprobs`: the others would compute the same.
+        `request_id` is one that no other request has; None: one is made. Only the completion of index 0
+        reports `prompt_logprobs`: the others would compute the same.
 
         With `said`, output tokens that an engine which is gone gave already, it goes on behind them. Under
         the coupled verifier the text is a function of the target, the prompt and `params.seed`, so it is
@@ -104,6 +112,8 @@ class Intake:
         with naming("prompt"):
             encoded = self._encode(prompt)
         [request] = self._completions(tuple(encoded), params, [index])
+        if request_id is not None:
+            request = replace(request, request_id=request_id)
         return self._admission.admit(request, "prompt", said)
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:

@@ -1,7 +1,7 @@
 """EngineLoop: the only caller of an engine, for any number of threads.
 
     submit, cancel      any thread: a command in the queue
-    a turn              one thread at a time: the commands, a step of the engine, every output to its receiver
+    a turn              one thread at a time: the commands, a step of the engine, every delta to its receiver
     wait_until, stream  any thread: wait; whoever finds the turn free takes it
 
 So without a thread of its own the loop is driven by those who wait for it, one at a time; `start` gives it
@@ -17,18 +17,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
 
 from specinfer.engine.admission import Admitted
 from specinfer.errors import ClosedError, IntegrityError, RequestError, UserError
-from specinfer.request import FinishReason, RequestOutput
+from specinfer.request import Delta, FinishReason, RequestOutput
 
 _LOG = logging.getLogger(__name__)
 PATIENCE: Final = 3  # steps that fail one after the other before a loop's own thread gives the requests up
 
-Receiver = Callable[[RequestOutput], object]
+Receiver = Callable[[Delta], object]
 
 
 class StepEngine(Protocol):
@@ -41,11 +41,11 @@ class StepEngine(Protocol):
     def add(self, admitted: Admitted, /) -> None:
         """Queue a request."""
 
-    def abort(self, request_id: str, /) -> RequestOutput | None:
-        """End a request; its last output, or None when it is not here."""
+    def abort(self, request_id: str, /) -> Delta | None:
+        """End a request; its last delta, or None when it is not here."""
 
-    def step(self) -> list[RequestOutput]:
-        """Run one step. One that raises loses no outputs: a later one returns them."""
+    def step(self) -> list[Delta]:
+        """Run one step. One that raises loses no deltas: a later one returns them."""
 
     def check_integrity(self) -> None:
         """Raise when its parts disagree."""
@@ -60,7 +60,7 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """A request that has not ended, and who gets its outputs."""
+    """A request that has not ended, and who gets its deltas."""
 
     admitted: Admitted
     receive: Receiver
@@ -78,7 +78,7 @@ class EngineLoop:
         self._engine: StepEngine | None = engine
         # A plain deque: `cancel` may run in the finalizer of a stream, at any line of any thread.
         self._commands: deque[Callable[[], None]] = deque()
-        self._made: deque[RequestOutput] = deque()  # by steps, and not yet received
+        self._made: deque[Delta] = deque()  # by steps, and not yet received
         self._live: dict[str, _Live] = {}
         self._changed = threading.Condition()  # guards what is above, and the three below
         self._turn: _Turn | None = None
@@ -87,10 +87,10 @@ class EngineLoop:
         self._closed = False
 
     def submit(self, requests: Sequence[Admitted], receive: Receiver) -> None:
-        """Queue requests; `receive` gets each output of theirs, the last one with a finish reason.
+        """Queue requests; `receive` gets each delta of theirs, the last one with a finish reason.
 
         It is called between steps by whoever drives the loop, so it has to be quick; when it raises, the
-        request is cancelled. An interrupt of the thread that drives may make it get an output twice. Raises
+        request is cancelled. An interrupt of the thread that drives may make it get a delta twice. Raises
         RequestError when an id is in use, ClosedError when draining or closed.
         """
         with self._changed:
@@ -119,19 +119,24 @@ class EngineLoop:
         A caller that stops listening cancels what is left of them. Raises what `submit` raises, what a step
         raises that this thread runs, and ClosedError when the loop is closed meanwhile.
         """
-        inbox: deque[RequestOutput] = deque()
+        inbox: deque[tuple[Delta, RequestOutput]] = deque()
         left = {one.request.request_id: one for one in requests}
-        last: RequestOutput | None = None
+        last: Delta | None = None
+
+        def receive(delta: Delta) -> None:
+            if (one := left.get(delta.id)) is not None:  # while no step runs: a step changes what it looks at
+                inbox.append((delta, one.transcript.output(delta.text)))
+
         try:
-            self.submit(requests, inbox.append)
+            self.submit(requests, receive)
             while left:
                 self.wait_until(lambda: inbox)
-                output = inbox.popleft()
-                if output is last:
+                delta, output = inbox.popleft()
+                if delta is last:
                     continue  # an interrupt came before it was crossed out, so it was handed out twice
                 if self._closed and output.finish_reason is FinishReason.ABORT:
                     raise ClosedError(self._refusing)
-                last = output
+                last = delta
                 if output.finished:
                     del left[output.request_id]
                 yield output
@@ -347,34 +352,34 @@ class EngineLoop:
 
     def _abort(self, one: Admitted, error: str = "") -> None:
         """End a request, with finish reason "error" where one is given, else "abort"."""
-        self._hand_out()  # its last output may be among them
+        self._hand_out()  # its last delta may be among them
         if not self._is_live(one):
             return
         request_id = one.request.request_id
         try:
-            output = self._here.abort(request_id)
+            delta = self._here.abort(request_id)
         except Exception as failure:
             _LOG.exception("request %s could not be cancelled", request_id)
-            output, error = None, error or str(failure)
-        if output is None or error:
+            delta, error = None, error or str(failure)
+        if delta is None or error:
             last = one.fail(error or "the engine lost the request; please report it")
-            output = last if output is None else replace(last, new_text=output.new_text + last.new_text)
-        self._made.append(output)
+            delta = last if delta is None else Delta.joined([delta, last])
+        self._made.append(delta)
         self._hand_out()
 
     def _is_live(self, one: Admitted) -> bool:
         live = self._live.get(one.request.request_id)
         return live is not None and live.admitted is one
 
-    def _receive(self, output: RequestOutput) -> None:
-        live = self._live.get(output.request_id)
+    def _receive(self, delta: Delta) -> None:
+        live = self._live.get(delta.id)
         if live is None:
             return  # of nobody who submitted it here
         try:
-            live.receive(output)
+            live.receive(delta)
         except Exception:
-            _LOG.exception("request %s is cancelled, as its receiver failed", output.request_id)
-            if not output.finished:
+            _LOG.exception("request %s is cancelled, as its receiver failed", delta.id)
+            if not delta.finished:
                 self._commands.append(partial(self._abort, live.admitted))
-        if output.finished:
-            del self._live[output.request_id]
+        if delta.finished:
+            del self._live[delta.id]

@@ -1,8 +1,9 @@
-"""The scheduler's view of one request: its tokens, its blocks, how much of its KV is computed."""
+"""The scheduler's view of one request: its blocks, and how much of its KV is computed."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -23,19 +24,16 @@ class SequenceState:
     """
 
     request: Request
+    token_ids: Sequence[int]  # prompt and output, which only grow; the transcript owns them
     tree_nodes: int = 1 << 30  # of its trees at most, the root included
     speculators: tuple[str, ...] | None = None  # those that may guess for it; None: all
     processors: Processors | None = None  # what its parameters make of logits; None: nothing
-    token_ids: list[int] = field(init=False)
     computed: int = 0
     block_table: list[int] = field(default_factory=list)
     incarnation: int = 0
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, so far
     published: int = 0  # of its blocks, from the first on, that others may find
     cached_tokens: int = 0  # of the prompt, whose KV it found when it was first admitted
-
-    def __post_init__(self) -> None:
-        self.token_ids = list(self.request.prompt_token_ids)
 
     @property
     def num_output(self) -> int:

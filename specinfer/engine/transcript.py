@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 
 from specinfer.engine.stop_strings import StopStrings
 from specinfer.errors import RequestError
-from specinfer.request import FinishReason, Logprobs, Request, RequestOutput, SpeculationFigures, Timing
+from specinfer.request import (
+    Answer,
+    Delta,
+    FinishReason,
+    Logprobs,
+    Request,
+    RequestOutput,
+    SpeculationFigures,
+    Timing,
+)
 from specinfer.tokenizer import Detokenizer, Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import proposed_by
@@ -15,7 +24,10 @@ from specinfer.verify.prompt_logprobs import PromptLogprobs
 
 
 class Transcript:
-    """Turns committed tokens into text and decides when the request ends."""
+    """Owns a request's tokens: turns them into text and decides when the request ends.
+
+    What comes of a step costs what the step brings, however long the text is by now.
+    """
 
     def __init__(
         self,
@@ -32,9 +44,12 @@ class Transcript:
         self._max_context = max_context
         self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params.visible_token_ids)
         self._stops = StopStrings(request.params.stop)
-        self._text = ""  # final text; a stop string's beginning may be held back at its end
-        self._shown = 0  # characters of _text already handed out
-        self.token_ids: list[int] = []
+        self.ids = list(request.prompt_token_ids)  # prompt and output; only grows
+        self._pieces: list[str] = []  # of text, as deltas had them
+        self._told_chars = 0  # of text, in these
+        self._told_tokens = 0  # of output, in deltas
+        self._rest = ""  # text behind the pieces; its end may be the beginning of a stop string
+        self._steps: list[tuple[int, int]] = []  # drafted and accepted tokens of those not told
         self.finish_reason: FinishReason | None = None
         self._stopped_by: str | None = None
         self.error: str | None = None
@@ -43,12 +58,28 @@ class Transcript:
         self._logprobs: list[Logprobs] = []  # of the output's tokens, where asked for
         self.cached_tokens = 0  # of the prompt, whose KV was there already
         self.prompt_logprobs = prompt_logprobs  # where asked for; n completions share them
+        self._told_prompt = False  # whether a delta has had them
         self._arrived = now
         self._first_token: float | None = None
         self._finished: float | None = None
 
+    @property
+    def finished(self) -> bool:
+        """Whether no more will come."""
+        return self.finish_reason is not None
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of output so far."""
+        return len(self.ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The output so far; a copy."""
+        return self.ids[len(self.request.prompt_token_ids) :]
+
     def resume(self, said: Sequence[int]) -> None:
-        """Begin behind output tokens that were said before, and shown; `token_ids` has them.
+        """Begin behind output tokens that were said before, and shown.
 
         Nothing is reported of them again, and no step of theirs counted. Raises RequestError when the text
         would have ended among them.
@@ -59,11 +90,12 @@ class Transcript:
             self._push(token)
         if self.finish_reason is not None:
             raise RequestError(
-                f"said has {len(said)} tokens, and the text ends after {len(self.token_ids)}; "
+                f"said has {len(said)} tokens, and the text ends after {self.num_output}; "
                 "give only tokens of a text that goes on"
             )
         self._logprobs = [{}] * len(said)
-        self._shown = self._safe_length()
+        self._tell()
+        self._told_prompt = True
 
     def until_end(self, tree: TokenTree, acceptance: Acceptance) -> tuple[tuple[int, ...], bool]:
         """Of a step's tokens those up to the text's end, by ids alone, and whether it is among them.
@@ -72,7 +104,7 @@ class Transcript:
         """
         tokens = acceptance.tokens(tree)
         for kept, token in enumerate(tokens, start=1):
-            if self._end_after(token, len(self.token_ids) + kept) is not None:
+            if self._end_after(token, self.num_output + kept) is not None:
                 return tokens[:kept], True
         return tokens, False
 
@@ -83,7 +115,7 @@ class Transcript:
 
         `logprobs` are the tokens' reports, where the caller asked for them.
         """
-        self._logprobs[len(self.token_ids) :] = logprobs
+        self._logprobs[self.num_output :] = logprobs
         tokens = acceptance.tokens(tree)
         kept = 0
         for token in tokens:
@@ -118,29 +150,61 @@ class Transcript:
         self._end(FinishReason.ABORT, flush=True)
         self._finished = now
 
-    def output(self) -> RequestOutput:
-        """The answer so far; `new_text` is what came since the last call."""
-        params = self.request.params
-        visible = len(self._text) if self.finish_reason is not None else self._safe_length()
-        new_text, self._shown = self._text[self._shown : visible], max(self._shown, visible)
+    def delta(self) -> Delta:
+        """What has come since the last call."""
+        first, reports = self._told_tokens, None
+        if not self._told_prompt:  # the whole prompt is computed before the first token
+            reports, self._told_prompt = self.prompt_logprobs, True
+        text = self._tell()
+        steps, self._steps = tuple(self._steps), []
+        return Delta(
+            self.request.request_id,
+            text,
+            tuple(self.ids[len(self.request.prompt_token_ids) + first :]),
+            () if self.request.params.logprobs is None else tuple(self._logprobs[first : self._told_tokens]),
+            (),
+            steps,
+            self.finish_reason,
+            self._stopped_by,
+            self.error,
+            internal_error=self._internal_error,
+            figures=self.figures if self.finish_reason is not None else None,
+            prompt_logprobs=reports,
+            cached_tokens=self.cached_tokens,
+        )
+
+    def output(self, new_text: str = "") -> RequestOutput:
+        """The answer as the last delta left it; `new_text` is that delta's. No step may run meanwhile."""
+        scored = self.request.params.logprobs is not None
         return RequestOutput(
             request_id=self.request.request_id,
             prompt_token_ids=self.request.prompt_token_ids,
-            text=self._text[:visible],
-            token_ids=tuple(self.token_ids),
+            answer=Answer(
+                *(self._pieces, self.ids, len(self.request.prompt_token_ids)),
+                logprobs=self._logprobs if scored else None,
+            ),
             finish_reason=self.finish_reason,
             seed=self.request.seed,
             figures=self.figures.copy(),
             timing=Timing(self._arrived, self._first_token, self._finished),
             new_text=new_text,
             index=self.request.index,
-            logprobs=None if params.logprobs is None else tuple(self._logprobs[: len(self.token_ids)]),
             prompt_logprobs=self.prompt_logprobs,
             cached_tokens=self.cached_tokens,
             error=self.error,
             internal_error=self._internal_error,
             stopped_by=self._stopped_by,
         )
+
+    def _tell(self) -> str:
+        """Count all tokens as told, and return the text that no stop string can still take back."""
+        held = 0 if self.finish_reason is not None else self._stops.held
+        text, self._rest = self._rest[: len(self._rest) - held], self._rest[len(self._rest) - held :]
+        if text:
+            self._pieces.append(text)
+            self._told_chars += len(text)
+        self._told_tokens = self.num_output
+        return text
 
     def _end_after(self, token: int, count: int) -> FinishReason | None:
         """Why the text ends with `token`, its token number `count`, as far as ids tell; None: it goes on."""
@@ -151,8 +215,8 @@ class Transcript:
         return FinishReason.LENGTH if full or count >= params.max_tokens else None
 
     def _push(self, token: int) -> None:
-        self.token_ids.append(token)
-        count = len(self.token_ids)
+        self.ids.append(token)
+        count = self.num_output
         reason = self._end_after(token, count)
         if reason is FinishReason.STOP:
             self._end(reason, flush=True)
@@ -171,18 +235,14 @@ class Transcript:
 
         One that ends where it may not stop the text, as min_tokens says, stays text.
         """
-        self._text += text
+        self._rest += text
         found = self._stops.feed(text)
         if found is None or not may_stop:
             return False
-        start, end = found
-        self._stopped_by = self._text[start:end]
-        self._text = self._text[: end if self.request.params.include_stop_str_in_output else start]
+        start, end = (place - self._told_chars for place in found)
+        self._stopped_by = self._rest[start:end]
+        self._rest = self._rest[: end if self.request.params.include_stop_str_in_output else start]
         return True
-
-    def _safe_length(self) -> int:
-        """How much of the text no stop string can still take back."""
-        return len(self._text) - self._stops.held
 
     def _count(self, tree: TokenTree, acceptance: Acceptance, kept: int) -> None:
         figures = self.figures
@@ -191,6 +251,7 @@ class Transcript:
         figures.output_tokens += kept
         figures.drafted_tokens += tree.num_nodes - 1
         figures.accepted_tokens += len(accepted)
+        self._steps.append((tree.num_nodes - 1, len(accepted)))
         if tree.num_nodes == 1:
             return
         depths = max(tree.depths())

@@ -68,6 +68,7 @@ class _Playing:
     """A request inside the simulated engine."""
 
     sequence: SequenceState
+    said: list[int]  # prompt and output so far
     text: tuple[int, ...]  # prompt and output
 
 
@@ -140,15 +141,17 @@ class SimulatedEngine:
         self._requests += 1
         request = Request(request_id, text.prompt, text.params, text.seed, text.prediction)
         self._limits.check(request)
+        said = list(request.prompt_token_ids)
         sequence = SequenceState(
             request,
+            said,
             tree_nodes=self._limits.nodes(request),
             speculators=self._limits.speculators(request),
             processors=processors_of(text, self._engine),
         )
         for name, passes in self._replayed.items():
             passes.follow(request_id, trace.drafts[name], place - len(text.prompt))
-        self._playing[request_id] = _Playing(sequence, (*text.prompt, *text.output))
+        self._playing[request_id] = _Playing(sequence, said, (*text.prompt, *text.output))
         self._scheduler.add(sequence)
 
     def _step(self, slowdown: float) -> PlayedStep:
@@ -208,7 +211,7 @@ class SimulatedEngine:
             for passes in self._replayed.values():
                 passes.forget(request_id)
         else:
-            sequence.token_ids.extend(committed)
+            playing.said.extend(committed)
             sequence.computed += len(path)
             if sequence.processors is not None:
                 sequence.processors.commit(committed)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from specinfer.request import FinishReason
+from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.chat_prompt import ChatPrompt
@@ -28,7 +28,6 @@ from specinfer.serve.reader import ArgumentsPiece, CallStarted, Content, Event, 
 from specinfer.serve.reports import chat_logprobs, reported_prompt
 from specinfer.serve.service import Service
 from specinfer.serve.tools.tool import Function, ToolChoice
-from specinfer.serve.work import Delta
 
 
 class RefusalPart(Fields):

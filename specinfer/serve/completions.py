@@ -12,14 +12,13 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from pydantic import Field
 
-from specinfer.request import Logprobs
+from specinfer.request import Delta, Logprobs
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.event_stream import event
 from specinfer.serve.fields import MOST_LOGPROBS, Ids, Items, Prediction, SamplingFields
 from specinfer.serve.reports import CompletionLogprobs, Tally, reported_prompt
 from specinfer.serve.service import Service
-from specinfer.serve.work import Delta
 from specinfer.version import VERSION
 
 _Fields = TypeVar("_Fields", bound=SamplingFields)

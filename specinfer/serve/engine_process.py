@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
@@ -40,9 +41,9 @@ from specinfer.config import EngineConfig
 from specinfer.engine.admission import Admitted
 from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ClosedError, RequestError, SpecInferError
-from specinfer.request import FinishReason, RequestOutput, SpeculationFigures
+from specinfer.request import Delta, FinishReason
 from specinfer.serve.config import configure
-from specinfer.serve.work import Delta, EngineFacts, EngineState, Work
+from specinfer.serve.work import EngineFacts, EngineState, Work
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
@@ -55,47 +56,14 @@ Message = tuple[Any, ...]
 
 
 class _Answer:
-    """One work in progress, and what of its answer was sent."""
+    """One work in progress."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
         self.admitted: Admitted | None = None  # None until it is checked
         self.aborted = False
         self.begun = False  # whether a step has begun that it takes part in
-        self.trees: list[dict[str, Any]] = []
-        self._sent = len(work.said)
-        self._begun = False
-        self._counted = (0, 0, 0)  # steps, drafted and accepted tokens
-
-    def delta(self, output: RequestOutput) -> Delta:
-        """What is new in `output`."""
-        since, self._sent = self._sent, len(output.token_ids)
-        trees, self.trees = tuple(self.trees), []
-        # The whole prompt is computed before the first token; behind a restart it was told before.
-        begun, self._begun = self._begun, True
-        return Delta(
-            self.work.id,
-            output.new_text,
-            output.token_ids[since:],
-            () if output.logprobs is None else output.logprobs[since:],
-            trees,
-            self._step(output.figures),
-            output.finish_reason,
-            output.stopped_by,
-            output.error,
-            internal_error=output.internal_error,
-            figures=output.figures if output.finished else None,
-            prompt_logprobs=output.prompt_logprobs if since == 0 and not begun else None,
-            cached_tokens=output.cached_tokens,
-        )
-
-    def _step(self, figures: SpeculationFigures) -> tuple[tuple[int, int], ...]:
-        """What the last step drafted and accepted, where it was one that counts."""
-        steps, drafted, accepted = self._counted
-        self._counted = figures.steps, figures.drafted_tokens, figures.accepted_tokens
-        if figures.steps == steps:
-            return ()
-        return ((figures.drafted_tokens - drafted, figures.accepted_tokens - accepted),)
+        self.trees: list[dict[str, Any]] = []  # of the step that runs
 
 
 class EngineProcess:
@@ -104,8 +72,7 @@ class EngineProcess:
     def __init__(self, llm: LLM, connection: Connection) -> None:
         self._llm = llm
         self._connection = connection
-        self._answers: dict[str, _Answer] = {}  # by the work's id
-        self._requests: dict[str, _Answer] = {}  # by the request's id
+        self._answers: dict[str, _Answer] = {}  # by the work's id, which is that of its request, too
         self._sending = threading.Lock()  # guards the connection, and the two below
         self._checked: set[str] = set()  # works in the intake's hands
         self._stepped: list[str] = []  # requests of the last step that began
@@ -153,13 +120,15 @@ class EngineProcess:
         try:
             with self._checking(work):
                 admitted = self._llm.intake.completion(
-                    work.prompt_token_ids, work.params, index=work.index, said=work.said
+                    *(work.prompt_token_ids, work.params),
+                    index=work.index,
+                    said=work.said,
+                    request_id=work.id,
                 )
             answer.admitted = admitted
-            self._requests[admitted.request.request_id] = answer
             if work.traced:
                 self._llm.on_tree = self._on_tree  # for good: another thread may trace the next one by now
-            self._llm.loop.submit([admitted], lambda output: self._receive(answer, output))
+            self._llm.loop.submit([admitted], lambda delta: self._receive(answer, delta))
             self._outbox.put(Delta(work.id))
             if answer.aborted:  # meanwhile
                 self._llm.loop.cancel([admitted])
@@ -167,8 +136,6 @@ class EngineProcess:
             if not isinstance(error, SpecInferError):
                 _LOG.exception("work %s could not be begun", work.id)
             self._answers.pop(work.id, None)
-            if answer.admitted is not None:
-                self._requests.pop(answer.admitted.request.request_id, None)
             own = error if isinstance(error, RequestError) else None
             refused = Delta(
                 work.id,
@@ -179,12 +146,12 @@ class EngineProcess:
             )
             self._outbox.put(refused)
 
-    def _receive(self, answer: _Answer, output: RequestOutput) -> None:
+    def _receive(self, answer: _Answer, delta: Delta) -> None:
         """Called by the loop between two steps."""
-        delta = answer.delta(output)
-        if output.finished:
-            self._answers.pop(answer.work.id, None)
-            self._requests.pop(output.request_id, None)
+        if delta.finished:
+            self._answers.pop(delta.id, None)
+        if answer.trees:
+            delta, answer.trees = replace(delta, trees=tuple(answer.trees)), []
         if not answer.aborted:
             self._outbox.put(delta)
 
@@ -208,22 +175,21 @@ class EngineProcess:
                 self._stepped = list(request_ids)
                 self._tell_busy()
             for name in request_ids:
-                answer = self._requests.get(name)
+                answer = self._answers.get(name)
                 if answer is not None and not answer.begun:
                     answer.begun = True
-                    self._outbox.put(Delta(answer.work.id, begun=True))
+                    self._outbox.put(Delta(name, begun=True))
 
     def _tell_busy(self) -> None:
         """Say at once, not by way of the outbox, which works the process is busy with."""
         # One that ends meanwhile is taken away by the loop's thread, without the lock.
-        answers = [self._requests.get(name) for name in self._stepped]
-        stepped = [answer.work.id for answer in answers if answer is not None]
+        stepped = [name for name in self._stepped if name in self._answers]
         with contextlib.suppress(OSError):  # the server is gone, and the reading thread ends the process
             self._connection.send(("busy", [*self._checked, *stepped]))
 
     def _on_tree(self, event: TreeEvent) -> None:
         """Called within a step, before the step's outputs are received."""
-        answer = self._requests.get(event.request_id)
+        answer = self._answers.get(event.request_id)
         if answer is not None and answer.work.traced:
             try:
                 answer.trees.append(event.to_json(self._llm.tokenizer))

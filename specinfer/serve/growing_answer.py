@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-from specinfer.request import FinishReason
+from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError, OwnNames
 from specinfer.serve.chat_prompt import ChatPrompt
@@ -19,7 +19,6 @@ from specinfer.serve.reader import ArgumentsPiece, CallEnded, CallStarted, Conte
 from specinfer.serve.reader import Event as Found
 from specinfer.serve.reports import Tally
 from specinfer.serve.service import Service
-from specinfer.serve.work import Delta
 
 Event = dict[str, Any]
 _Kind = Literal["thoughts", "text", "call"]

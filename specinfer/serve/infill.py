@@ -10,14 +10,13 @@ from typing import Any, Final
 
 from pydantic import Field
 
-from specinfer.request import FinishReason
+from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
 from specinfer.serve.event_stream import event
 from specinfer.serve.fields import Fields, Items, SamplingFields
 from specinfer.serve.reports import Tally
 from specinfer.serve.service import Service
-from specinfer.serve.work import Delta
 
 # llama.cpp's defaults, which editors rely on.
 _USUAL: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}

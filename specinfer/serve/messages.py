@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from pydantic_core import from_json
 
-from specinfer.request import FinishReason
+from specinfer.request import Delta, FinishReason
 from specinfer.serve.api_error import ApiError, OwnNames
 from specinfer.serve.chat_prompt import ChatPrompt
 from specinfer.serve.dialect import AnswerReader
@@ -18,7 +18,6 @@ from specinfer.serve.growing_answer import Event, GrowingAnswer, Part, Parts
 from specinfer.serve.message_fields import MessageFields
 from specinfer.serve.reader import Event as Found
 from specinfer.serve.service import Service
-from specinfer.serve.work import Delta
 
 # Kind of a part -> type of its deltas, and the field that holds their text.
 _DELTAS: Final = {

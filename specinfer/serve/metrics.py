@@ -7,8 +7,8 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from specinfer.request import SpeculationFigures
-from specinfer.serve.work import Delta, Health, Work
+from specinfer.request import Delta, SpeculationFigures
+from specinfer.serve.work import Health, Work
 
 TEXT_TYPE: Final = CONTENT_TYPE_LATEST
 # A doubling each: whatever the machine, the error of a quantile read from them is the same.

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from specinfer.config import EngineConfig
+from specinfer.request import Delta
 from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.engine_handle import EngineHandle
-from specinfer.serve.work import BackendError, Delta, EngineFacts, EngineState, Health, UnavailableError, Work
+from specinfer.serve.work import BackendError, EngineFacts, EngineState, Health, UnavailableError, Work
 
 _LOG = logging.getLogger(__name__)
 _MOST_DEATHS: Final = 3  # while the engine was busy with a work, without a token between: it is the cause

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final
 
-from specinfer.request import Logprob, Logprobs, SpeculationFigures
-from specinfer.serve.work import Delta
+from specinfer.request import Delta, Logprob, Logprobs, SpeculationFigures
 from specinfer.tokenizer import Tokenizer
 
 _NEVER: Final = -9999.0  # JSON has no -inf

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from specinfer.request import FinishReason
+from specinfer.request import Delta, FinishReason
 from specinfer.serve.api_error import CALLER, ApiError, OwnNames, cut
 from specinfer.serve.dialect import AnswerReader
 from specinfer.serve.event_stream import event
@@ -24,7 +24,6 @@ from specinfer.serve.response_fields import ResponseFields
 from specinfer.serve.response_input import kept_items, output_messages
 from specinfer.serve.response_items import Output
 from specinfer.serve.service import Service
-from specinfer.serve.work import Delta
 
 _MOST_BYTES: Final = 256 << 20  # of all responses together, about
 

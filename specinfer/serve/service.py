@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 from pydantic import BaseModel
 
 from specinfer.errors import RequestError, naming
-from specinfer.request import FinishReason
+from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ADMITTED, ApiError, cut
 from specinfer.serve.config import ServeConfig
@@ -28,7 +28,7 @@ from specinfer.serve.dialect import Dialect
 from specinfer.serve.field_policy import FieldPolicy
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.reports import SharedPrompts
-from specinfer.serve.work import Backend, BackendError, Delta, EngineFacts, Observe, UnavailableError, Work
+from specinfer.serve.work import Backend, BackendError, EngineFacts, Observe, UnavailableError, Work
 from specinfer.speculate.lookups.indexed_prediction import within_reach
 from specinfer.tokenizer import Tokenizer
 

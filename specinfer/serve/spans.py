@@ -15,9 +15,9 @@ from opentelemetry.trace import Span, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from specinfer.errors import ConfigError
-from specinfer.request import FinishReason
+from specinfer.request import Delta, FinishReason
 from specinfer.serve.api_error import CALLER
-from specinfer.serve.work import Delta, Work
+from specinfer.serve.work import Work
 from specinfer.version import VERSION
 
 _USUAL_PATH: Final = "/v1/traces"

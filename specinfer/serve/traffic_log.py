@@ -18,10 +18,10 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from specinfer.errors import ConfigError
-from specinfer.request import FinishReason, SpeculationFigures
+from specinfer.request import Delta, FinishReason, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import CALLER
-from specinfer.serve.work import Delta, Work
+from specinfer.serve.work import Work
 from specinfer.tokenizer import Tokenizer
 
 _PRIVATE: Final = 0o600

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
 from specinfer.config import SpeculationConfig
-from specinfer.request import FinishReason, Logprobs, SpeculationFigures
+from specinfer.request import Delta
 from specinfer.sampling_params import SamplingParams
 
 
@@ -25,51 +24,6 @@ class Work:
     index: int = 0  # which of the prompt's completions
     said: tuple[int, ...] = ()  # output tokens that it has already
     traced: bool = False  # whether each step's tree is wanted
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What an answer has gained since its last delta."""
-
-    id: str
-    text: str = ""
-    token_ids: tuple[int, ...] = ()  # stop and end-of-text tokens included
-    logprobs: tuple[Logprobs, ...] = ()  # of these tokens, where asked for
-    trees: tuple[Mapping[str, Any], ...] = ()  # of these steps, where asked for: `TreeEvent.to_json`
-    steps: tuple[tuple[int, int], ...] = ()  # of these steps, drafted and accepted tokens
-    finish_reason: FinishReason | None = None
-    stopped_by: str | None = None  # the stop string that ended it
-    error: str | None = None  # why it ended, where finish_reason is "error"
-    parameter: str | None = None  # at fault, where the engine refused the work
-    internal_error: bool = False  # the engine's or the model's, and not the request's own
-    figures: SpeculationFigures | None = None  # of the whole answer, with its end
-    prompt_logprobs: Sequence[Logprobs | None] | None = None  # with the first token, or without one
-    cached_tokens: int = 0  # of the prompt
-    begun: bool = False  # whether its first step begins
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it adds nothing to the answer: it says that the work is admitted, or that it begins."""
-        told = self.token_ids or self.text or self.trees or self.finish_reason or self.prompt_logprobs
-        return not told
-
-    @staticmethod
-    def joined(deltas: Sequence[Delta]) -> Delta:
-        """One or more deltas of an answer, in order, as one."""
-        if len(deltas) == 1:
-            return deltas[0]
-        reports = [one.prompt_logprobs for one in deltas if one.prompt_logprobs is not None]
-        return replace(
-            deltas[-1],
-            text="".join([one.text for one in deltas]),
-            token_ids=tuple(chain.from_iterable([one.token_ids for one in deltas])),
-            logprobs=tuple(chain.from_iterable([one.logprobs for one in deltas])),
-            trees=tuple(chain.from_iterable([one.trees for one in deltas])),
-            steps=tuple(chain.from_iterable([one.steps for one in deltas])),
-            prompt_logprobs=reports[0] if reports else None,
-            cached_tokens=max(one.cached_tokens for one in deltas),  # none behind a restart
-            begun=any(one.begun for one in deltas),
-        )
 
 
 @dataclass(frozen=True, slots=True)

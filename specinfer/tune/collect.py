@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
@@ -24,7 +24,7 @@ from specinfer.llm import LLM
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel, Residual
 from specinfer.progress import Progress
-from specinfer.request import FinishReason, RequestOutput
+from specinfer.request import Delta, FinishReason
 from specinfer.runtime.flight import HostFlight
 from specinfer.sampling_params import SamplingParams
 from specinfer.tune.listener import Listener
@@ -75,7 +75,7 @@ class _Flying:
     one: Asked
     ids: Sequence[int]
     admitted: Admitted
-    said: tuple[int, ...] = ()
+    said: list[int] = field(default_factory=list)
 
 
 class Collector:
@@ -91,7 +91,7 @@ class Collector:
         self._chat = chat
         self._max_tokens = max_tokens
         self._seed = seed
-        self._outputs: deque[RequestOutput] = deque()
+        self._deltas: deque[Delta] = deque()
         self._flying: dict[str, _Flying] = {}
 
     def run(
@@ -116,7 +116,7 @@ class Collector:
         progress.start(len(waiting), "collecting answers", "prompts")
         try:
             while self._ask(waiting, found) and not self._is_silent(corpus, texts, found):
-                self._llm.loop.wait_until(lambda: self._outputs)
+                self._llm.loop.wait_until(lambda: self._deltas)
                 texts += self._land(found, progress)
                 now = clock()
                 if texts and now - written >= _SHARD_SECONDS:
@@ -151,26 +151,26 @@ class Collector:
             )
             admitted = self._llm.intake.completion(ids, params)
             self._flying[admitted.request.request_id] = _Flying(one, ids, admitted)
-            self._llm.loop.submit([admitted], self._outputs.append)
+            self._llm.loop.submit([admitted], self._deltas.append)
         return bool(self._flying)
 
     def _land(self, found: Collected, progress: Progress) -> list[TunedText]:
         """The texts that ended, as far as there is something to learn from."""
         texts: list[TunedText] = []
-        while self._outputs:
-            output = self._outputs.popleft()
-            if (flying := self._flying.get(output.request_id)) is None:
+        while self._deltas:
+            delta = self._deltas.popleft()
+            if (flying := self._flying.get(delta.id)) is None:
                 continue
-            flying.said = output.token_ids
-            if not output.finished:
+            flying.said.extend(delta.token_ids)
+            if not delta.finished:
                 continue
-            del self._flying[output.request_id]
+            del self._flying[delta.id]
             progress.advance(1)
-            text = self._text(flying, self._listener.take(output.request_id))
+            text = self._text(flying, self._listener.take(delta.id))
             if text is not None:
                 texts.append(text)
                 found.answered += 1
-            elif output.finish_reason is not FinishReason.ABORT:
+            elif delta.finish_reason is not FinishReason.ABORT:
                 found.silent += 1
         return texts
 

@@ -19,7 +19,7 @@ from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ClosedError, ConfigError, RequestError, UserError
 from specinfer.llm import LLM
 from specinfer.tokenizer import Tokenizer
-from tests.engines import ENGINE, Tiny, assert_idle, engine_of, slow_generate, write_tiny
+from tests.engines import ENGINE, Tiny, assert_idle, engine_of, runner_of, slow_generate, write_tiny
 from tests.tiny_models import write_pair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -245,11 +245,11 @@ def test_closing_frees_cache_and_weights(pair: Path) -> None:
     llm.generate([1, 2, 3], GREEDY)
     stream = llm.stream([1, 2, 3], GREEDY)  # which somebody still holds
     next(stream)
-    engine, models = engine_of(llm), llm.models
-    held = [weakref.ref(engine._target.cache.keys[0]), weakref.ref(models.target)]
+    models = llm.models
+    held = [weakref.ref(runner_of(llm).cache.keys[0]), weakref.ref(models.target)]
     held += [weakref.ref(model) for model in models.drafts.values()]
     assert len(held) == 3
-    del engine, models
+    del models
     llm.close()
     assert [reference() for reference in held] == [None] * 3
     llm.close()

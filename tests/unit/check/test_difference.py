@@ -12,7 +12,7 @@ import torch
 
 from specinfer.check.difference import find_difference, first_difference, rounding
 from specinfer.check.target_alone import TargetAlone
-from specinfer.request import RequestOutput, SpeculationFigures, Timing
+from specinfer.request import Answer, RequestOutput, SpeculationFigures, Timing
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner, as_rows
 from specinfer.sampling_params import SamplingParams
@@ -38,8 +38,7 @@ def answer(*tokens: int, seed: int = 0) -> RequestOutput:
     return RequestOutput(
         request_id="r",
         prompt_token_ids=(9, 8),
-        text="",
-        token_ids=tokens,
+        answer=Answer([""], tokens),
         finish_reason=None,
         seed=seed,
         figures=SpeculationFigures(),

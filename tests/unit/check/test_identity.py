@@ -14,9 +14,9 @@ from specinfer.check.identity import check_repetition, compare_texts
 from specinfer.check.verdict import Verdict
 from specinfer.llm import LLM
 from specinfer.progress import NoProgress
-from specinfer.request import FinishReason, RequestOutput, SpeculationFigures, Timing
+from specinfer.request import Answer, FinishReason, RequestOutput, SpeculationFigures, Timing
 from specinfer.sampling_params import SamplingParams
-from tests.engines import Tiny, engine_of, write_tiny
+from tests.engines import Tiny, runner_of, write_tiny
 
 GREEDY = SamplingParams(temperature=0)
 LOGITS = [16.0, 16.25, 3.0]  # in bfloat16 a tie between 0 and 1; 2 is far from both
@@ -37,8 +37,7 @@ def answer(tokens: Sequence[int], text: str = "", drafted: int = 3, cached: int 
     return RequestOutput(
         request_id="r",
         prompt_token_ids=(9, 8),
-        text=text,
-        token_ids=tuple(tokens),
+        answer=Answer([text], tokens),
         finish_reason=FinishReason.LENGTH,
         seed=0,
         figures=SpeculationFigures(drafted_tokens=drafted, accepted_tokens=min(drafted, 1)),
@@ -160,7 +159,7 @@ def test_a_cached_prefix_that_is_not_the_requests_own_fails(
 
     def spoilt(*args: Any, **options: Any) -> list[RequestOutput]:
         outputs = answered(*args, **options)
-        for keys in engine_of(llm)._target.cache.keys:
+        for keys in runner_of(llm).cache.keys:
             keys.neg_()
         return outputs
 

@@ -7,14 +7,14 @@ import pytest
 from specinfer.cli import demo
 from specinfer.cli.options import DEFAULT_MODEL
 from specinfer.hub.shipped import SHIPPED_HEADS
-from specinfer.request import FinishReason, RequestOutput, SpeculationFigures, Timing
+from specinfer.request import Answer, FinishReason, RequestOutput, SpeculationFigures, Timing
 
 
 def output(seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4, 5), steps: int = 4) -> RequestOutput:
     """An answer whose first token came after a second, and the others so many seconds later."""
     figures = SpeculationFigures(steps=steps, output_tokens=4)
     timing = Timing(arrived=0.0, first_token=1.0, finished=1.0 + seconds)
-    return RequestOutput("0", (9,), "text", tokens, FinishReason.STOP, 0, figures, timing)
+    return RequestOutput("0", (9,), Answer(["text"], tokens), FinishReason.STOP, 0, figures, timing)
 
 
 def test_the_head_is_the_default_models() -> None:

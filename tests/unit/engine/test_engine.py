@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specinfer.engine.admission import Admitted
 from specinfer.errors import ConfigError, RequestError
 from specinfer.kernels.choice import TORCH
 from specinfer.llm import LLM
@@ -117,18 +118,20 @@ def test_requests_join_and_leave_at_any_step(tiny: Tiny, expected: dict[str, lis
     engine = engine_of(llm)
     params = SAMPLING["T=1"]
     finished: dict[str, list[int]] = {}
+    asked: dict[str, Admitted] = {}
     for step in range(60):
         if step < 2 * len(PROMPTS) and step % 2 == 0:
             number = step // 2
             for kind, seed in (("keep", params.seed or 0), ("drop", 77)):
                 request = Request(f"{kind}-{number}", tuple(PROMPTS[number]), params, seed)
-                engine.add(engine.admission.admit(request))
+                asked[request.request_id] = engine.admission.admit(request)
+                engine.add(asked[request.request_id])
         if step % 2 == 1:
             aborted = engine.abort(f"drop-{(step - 1) // 2}")
             assert aborted is None or aborted.finish_reason is FinishReason.ABORT
-        for output in engine.step():
-            if output.finished:
-                finished[output.request_id] = list(output.token_ids)
+        for delta in engine.step():
+            if delta.finished:
+                finished[delta.id] = asked[delta.id].transcript.token_ids
         engine.check_integrity()
     assert not engine.has_work
     assert [finished[f"keep-{i}"] for i in range(len(PROMPTS))] == expected["T=1"]
@@ -261,7 +264,7 @@ def test_an_interrupt_in_any_step_leaves_an_llm_that_works(
     tiny: Tiny, expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = tiny.llm(drafts=["similar"], ngram=True)
-    for method in ("_launch", "_ask", "_advance", "_report"):
+    for method in ("_launch", "_ask", "_advance", "_commit"):
         for calls in (1, 4):
             with monkeypatch.context() as patch:
                 left = iter([False] * (calls - 1) + [True])

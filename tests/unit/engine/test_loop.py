@@ -10,7 +10,7 @@ import pytest
 
 from specinfer.engine.loop import EngineLoop
 from specinfer.errors import IntegrityError, RequestError
-from specinfer.request import FinishReason, RequestOutput
+from specinfer.request import Delta, FinishReason
 from tests.scripted_engine import Pause, ScriptedEngine, counted, said, waits
 from tests.unit.engine.conftest import Make
 
@@ -99,7 +99,7 @@ def test_what_is_cancelled_within_a_step_takes_part_in_no_other(
 def test_a_receiver_hears_that_its_request_was_cancelled_once(
     loop: EngineLoop, engine: ScriptedEngine, make: Make
 ) -> None:
-    heard: list[RequestOutput] = []
+    heard: list[Delta] = []
     one, ended = make("a"), make("b", 1)
     loop.submit([one], heard.append)
     loop.submit([ended], lambda output: None)
@@ -107,14 +107,14 @@ def test_a_receiver_hears_that_its_request_was_cancelled_once(
     loop.cancel([one, ended, make("never submitted")])
     loop.cancel([one])
     assert [o.finish_reason for o in heard] == [None, FinishReason.ABORT]
-    assert heard[-1].token_ids == (1,)
+    assert [o.token_ids for o in heard] == [(1,), ()]
     assert engine.happened == ["add a", "add b", "step", "abort a"]
 
 
 def test_a_request_cancelled_before_its_first_step_never_runs(
     loop: EngineLoop, engine: ScriptedEngine, make: Make
 ) -> None:
-    heard: list[RequestOutput] = []
+    heard: list[Delta] = []
     one = make("a")
     loop.submit([one], heard.append)
     loop.cancel([one])

@@ -12,7 +12,7 @@ import pytest
 
 from specinfer.engine.loop import EngineLoop
 from specinfer.errors import ClosedError
-from specinfer.request import FinishReason, RequestOutput
+from specinfer.request import Delta, FinishReason
 from tests.scripted_engine import Pause, ScriptedEngine, counted, said, waits
 from tests.tiny_models import write_tiny_llama
 from tests.unit.engine.conftest import Make
@@ -21,7 +21,7 @@ from tests.unit.engine.conftest import Make
 def test_draining_finishes_what_is_there_and_takes_nothing_new(
     loop: EngineLoop, engine: ScriptedEngine, make: Make
 ) -> None:
-    heard: list[RequestOutput] = []
+    heard: list[Delta] = []
     loop.submit([make("a")], heard.append)
     begun = loop.stream([make("b")])
     next(begun)
@@ -29,7 +29,7 @@ def test_draining_finishes_what_is_there_and_takes_nothing_new(
     with pytest.raises(ClosedError, match="finishing its last requests"):
         next(loop.stream([make("c")]))
     assert loop.drain()
-    assert [list(output.token_ids) for output in heard] == [[1], [1, 2], [1, 2, 3]]
+    assert [delta.token_ids for delta in heard] == [(1,), (2,), (3,)]
     assert said(begun) == counted("b")[1:]
     assert not engine.has_work
 
@@ -60,7 +60,7 @@ def test_after_closing_outputs_that_are_there_can_be_read_and_nothing_else_works
     engine: ScriptedEngine, make: Make
 ) -> None:
     loop = EngineLoop(engine)
-    heard: list[RequestOutput] = []
+    heard: list[Delta] = []
     ended, cut = loop.stream([make("a", 2)]), loop.stream([make("b", 9)])
     next(ended)
     loop.submit([make("c", 9)], heard.append)

@@ -13,7 +13,7 @@ import pytest
 from specinfer.engine import loop as loop_module
 from specinfer.engine.loop import EngineLoop
 from specinfer.errors import IntegrityError, UserError
-from specinfer.request import FinishReason, RequestOutput
+from specinfer.request import Delta, FinishReason
 from tests.scripted_engine import Pause, ScriptedEngine, counted, said, waits
 from tests.unit.engine.conftest import Make
 
@@ -117,7 +117,7 @@ def test_a_step_that_waits_for_the_loop_is_told_so(
 def test_a_receiver_that_raises_loses_its_request_and_nobody_elses(
     loop: EngineLoop, engine: ScriptedEngine, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(output: RequestOutput) -> None:
+    def refuse(delta: Delta) -> None:
         raise OSError("the client is gone")
 
     loop.submit([make("a", 9)], refuse)
@@ -132,9 +132,9 @@ def test_a_receiver_may_submit_and_cancel(loop: EngineLoop, engine: ScriptedEngi
     heard: list[tuple[str, FinishReason | None]] = []
     doomed, follower = make("doomed", 9), make("follower", 1)
 
-    def receive(output: RequestOutput) -> None:
-        heard.append((output.request_id, output.finish_reason))
-        if output.request_id == "a":
+    def receive(delta: Delta) -> None:
+        heard.append((delta.id, delta.finish_reason))
+        if delta.id == "a":
             loop.cancel([doomed])
             loop.submit([follower], receive)
 
@@ -175,7 +175,7 @@ def test_an_interrupt_at_any_place_leaves_a_loop_that_works_and_loses_no_output(
         loop = EngineLoop(engine)
         other, cut = loop.stream([make("other", 4)]), loop.stream([make("cut", 2)])
         found = said(iter([next(other)]))
-        heard: list[RequestOutput] = []
+        heard: list[Delta] = []
         loop.submit([make("queued", 1)], heard.append)
         interrupt = Interrupt(place)
         interrupted = False
@@ -187,9 +187,8 @@ def test_an_interrupt_at_any_place_leaves_a_loop_that_works_and_loses_no_output(
         finally:
             sys.setprofile(None)
         assert found + said(other) == counted("other", 4), place
-        assert said(iter(dict(zip(map(id, heard), heard, strict=True)).values())) == counted("queued", 1), (
-            place
-        )
+        distinct = dict(zip(map(id, heard), heard, strict=True)).values()
+        assert [(delta.id, delta.token_ids) for delta in distinct] == [("queued", (1,))], place
         cut.close()
         loop.check_integrity()
         assert not engine.has_work, place

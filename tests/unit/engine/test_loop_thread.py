@@ -11,7 +11,7 @@ import pytest
 
 from specinfer.engine.loop import PATIENCE, EngineLoop
 from specinfer.errors import ClosedError
-from specinfer.request import FinishReason, RequestOutput
+from specinfer.request import Delta, FinishReason
 from tests.scripted_engine import Pause, ScriptedEngine, counted, said, waits
 from tests.unit.engine.conftest import Make
 
@@ -61,7 +61,7 @@ def test_the_thread_sleeps_where_there_is_nothing_to_do(
     engine.__class__ = Counting
     loop.start()
     begun.acquire()  # idle
-    heard: list[RequestOutput] = []
+    heard: list[Delta] = []
     loop.submit([make("a")], heard.append)
     begun.acquire()  # idle again
     assert len(heard) == 3
@@ -125,8 +125,8 @@ def test_a_receiver_that_waits_in_the_threads_own_time_is_told_so(
 ) -> None:
     ended = threading.Event()
 
-    def wait(output: RequestOutput) -> None:
-        if output.finished:
+    def wait(delta: Delta) -> None:
+        if delta.finished:
             ended.set()
         else:
             running.wait_until(lambda: False)

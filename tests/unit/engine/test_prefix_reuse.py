@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specinfer.engine import sequence
+from specinfer.engine.admission import Admitted
 from specinfer.engine.kv_blocks import SPARE
 from specinfer.llm import LLM
 from specinfer.request import Request, RequestOutput
@@ -225,18 +226,24 @@ def test_whatever_is_shared_preempted_or_aborted_texts_and_blocks_stay_right(
         Request(f"{number}", tuple(prompt), params, seed=params.seed or 0)
         for number, (prompt, params) in enumerate(requests)
     ]
-    present = {request.request_id: request for request in arriving[:2]}
+    present: dict[str, Admitted] = {}
+
+    def arrive(request: Request) -> None:
+        present[request.request_id] = engine.admission.admit(request)
+        engine.add(present[request.request_id])
+
     for request in arriving[:2]:
-        engine.add(engine.admission.admit(request))
+        arrive(request)
     del arriving[:2]
 
     def steps(number: int) -> None:
         for _ in range(number):
-            for output in engine.step():
-                if output.finished:
-                    request = present.pop(output.request_id)
+            for delta in engine.step():
+                if delta.finished:
+                    admitted = present.pop(delta.id)
+                    request = admitted.request
                     alone = slow_generate(tiny.target, request.prompt_token_ids, request.params)
-                    assert list(output.token_ids) == alone
+                    assert admitted.transcript.token_ids == alone
             engine.check_integrity()
 
     for wait, what in happenings:
@@ -245,9 +252,7 @@ def test_whatever_is_shared_preempted_or_aborted_texts_and_blocks_stay_right(
             engine.abort(present.popitem()[0])
             engine.check_integrity()
         elif arriving:
-            request = arriving.pop(0)
-            present[request.request_id] = request
-            engine.add(engine.admission.admit(request))
+            arrive(arriving.pop(0))
     while engine.has_work:
         steps(1)
     assert not present

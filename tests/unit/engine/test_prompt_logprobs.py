@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from specinfer import LLM, SamplingParams
-from specinfer.request import RequestOutput
+from specinfer.request import Delta
 from specinfer.runtime.flight import Flight, HostFlight
 from specinfer.verify.prompt_logprobs import PromptLogprobs
 from tests.engines import Tiny, engine_of, runner_of, write_tiny
@@ -75,7 +75,7 @@ def until_first_token(llm: LLM, asked: SamplingParams, tokens: int, steps: int) 
         return launch(parts, **more)
 
     target.launch = counted  # type: ignore[method-assign, assignment]
-    outputs: list[RequestOutput] = []
+    deltas: list[Delta] = []
     for one in llm.intake.prompts(LONG, asked)[0]:
         engine.add(one)
     for _ in range(steps):
@@ -83,8 +83,8 @@ def until_first_token(llm: LLM, asked: SamplingParams, tokens: int, steps: int) 
     [[stranger]] = llm.intake.prompts([63] * tokens, params())
     engine.add(stranger)
     rows.clear()
-    while stranger.request.request_id not in {output.request_id for output in outputs}:
-        outputs = engine.step()
+    while stranger.request.request_id not in {delta.id for delta in deltas}:
+        deltas = engine.step()
     return len(rows), sum(rows)
 
 

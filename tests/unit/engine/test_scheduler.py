@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
 from specinfer.config import SchedulerConfig
@@ -24,7 +26,11 @@ def scheduler(
 def sequence(name: str, prompt: int, max_tokens: int = 100) -> SequenceState:
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     first = 1000 * ord(name)  # no two begin alike; test_prefix_reuse.py has those that do
-    return SequenceState(Request(name, tuple(range(first, first + prompt)), params, seed=0))
+    return of(Request(name, tuple(range(first, first + prompt)), params, seed=0))
+
+
+def of(request: Request) -> SequenceState:
+    return SequenceState(request, list(request.prompt_token_ids))
 
 
 def shares(plan: StepPlan) -> list[tuple[str, int, int, int]]:
@@ -40,7 +46,7 @@ def commit(plan: StepPlan, sequences: list[SequenceState], accepted: int = 0) ->
         state.computed = entry.end
         if entry.has_tree:
             accepts = min(accepted, entry.max_nodes - 1)
-            state.token_ids.extend([0] * (accepts + 1))
+            cast(list[int], state.token_ids).extend([0] * (accepts + 1))
             state.computed += accepts
 
 
@@ -259,7 +265,7 @@ def test_the_newest_gives_way_and_comes_back_first() -> None:
 
 def alike(name: str, prompt: int, **params: int) -> SequenceState:
     """A request whose prompt begins 0 1 2 ..., like every other of these."""
-    return SequenceState(Request(name, tuple(range(prompt)), SamplingParams(temperature=0, **params), seed=0))
+    return of(Request(name, tuple(range(prompt)), SamplingParams(temperature=0, **params), seed=0))
 
 
 def test_who_begins_like_a_running_prompt_waits_for_it_and_lets_others_pass() -> None:
@@ -298,9 +304,7 @@ def test_of_many_that_wait_for_a_block_one_is_looked_up(monkeypatch: pytest.Monk
 def test_a_step_with_scored_prompts_has_fewer_rows() -> None:
     s = scheduler(rows=44, batch=5, blocks=300, tree=1)
     scored = [
-        SequenceState(
-            Request(name, tuple(range(i, i + 200)), SamplingParams(temperature=0, prompt_logprobs=1), seed=0)
-        )
+        of(Request(name, tuple(range(i, i + 200)), SamplingParams(temperature=0, prompt_logprobs=1), seed=0))
         for i, name in enumerate("pqr")
     ]
     plain, short = sequence("o", 200), sequence("x", 3)

@@ -36,7 +36,7 @@ def say(t: Transcript, text: str | bytes) -> list[str]:
     pieces = []
     for byte in text.encode() if isinstance(text, str) else text:
         t.commit(single_node(0), Acceptance((), byte), now=1.0)
-        pieces.append(t.output().new_text)
+        pieces.append(t.delta().text)
         if t.finish_reason is not None:
             break
     return pieces
@@ -91,7 +91,7 @@ def test_a_stream_holds_back_what_a_stop_string_may_still_take(tokenizer: Tokeni
     t = transcript(tokenizer, stop="STOP")
     assert say(t, "a STO, b ST") == ["a", " ", "", "", "", "STO,", " ", "b", " ", "", ""]
     t.abort(2.0)
-    assert t.output().new_text == "ST"
+    assert t.delta().text == "ST"
 
 
 def test_a_stream_never_shows_half_a_character(tokenizer: Tokenizer) -> None:
@@ -106,7 +106,7 @@ def test_a_special_token_is_shown_to_whom_asked(tmp_path: Path) -> None:
         t = transcript(tokenizer, visible_token_ids=visible)
         for said in (ord("a"), token, ord("b")):
             t.commit(single_node(0), Acceptance((), said), now=1.0)
-        texts.append(t.output().text)
+        texts.append(t.delta().text)
     assert texts == ["ab", "a<s>b"]
 
 
@@ -118,6 +118,8 @@ def test_tokens_after_the_end_are_dropped(tokenizer: Tokenizer) -> None:
     t = transcript(tokenizer)
     committed = t.commit(builder.build(), Acceptance((1, 2, 3, 4, 5), ord("e")), now=1.0)
     assert committed == (ord("a"), ord("b"), END)
+    delta = t.delta()
+    assert (delta.text, delta.token_ids) == ("ab", (97, 98, END))
     assert (t.output().text, t.output().token_ids) == ("ab", (97, 98, END))
 
 
@@ -174,4 +176,4 @@ def test_a_stop_string_in_the_middle_of_a_token_ends_the_text_there(tmp_path: Pa
         t = Transcript(Request("r", (65,), params, 0), tokenizer, ending=frozenset(), max_context=9, now=0.0)
         for token in (ord("a"), special):
             t.commit(single_node(0), Acceptance((), token), now=1.0)
-        assert (t.output().text, t.finish_reason) == (text, FinishReason.STOP)
+        assert (t.delta().text, t.finish_reason) == (text, FinishReason.STOP)

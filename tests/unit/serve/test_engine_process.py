@@ -14,10 +14,10 @@ import pytest
 
 from specinfer import LLM, SamplingParams
 from specinfer.engine.trace import TreeEvent
-from specinfer.request import FinishReason
+from specinfer.request import Delta, FinishReason
 from specinfer.serve import engine_process
 from specinfer.serve.engine_process import EngineProcess
-from specinfer.serve.work import Delta, Work
+from specinfer.serve.work import Work
 
 LONG = SamplingParams(seed=1, max_tokens=200, ignore_eos=True)
 
@@ -131,15 +131,10 @@ def test_a_process_that_cannot_tell_its_answers_ends(llm: LLM, monkeypatch: pyte
 
 def test_a_step_is_told_of_while_one_of_its_requests_ends(llm: LLM) -> None:
     """The loop takes requests away without the lock: one that was there a moment ago may be gone."""
-
-    class Ending(dict[str, Any]):
-        def __contains__(self, name: object) -> bool:
-            return True  # as it was a moment ago
-
     server, engine = Pipe()
     process = EngineProcess(llm, engine)
-    process._requests = Ending({"request of b": engine_process._Answer(Work("b", (66,), LONG))})
-    process._stepped = ["request of a", "request of b"]
+    process._answers = {"b": engine_process._Answer(Work("b", (66,), LONG))}
+    process._stepped = ["a", "b"]
     with process._checking(Work("c", (67,), LONG)):
         assert server.recv() == ("busy", ["c", "b"])
     assert server.recv() == ("busy", ["b"])

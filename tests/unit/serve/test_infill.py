@@ -14,9 +14,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken
 
-from specinfer.request import FinishReason
+from specinfer.request import Delta, FinishReason
 from specinfer.serve.infill import Infill, InfillFields
-from specinfer.serve.work import Delta
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import (
     MODEL,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from specinfer.request import FinishReason
-from specinfer.serve.work import BackendError, Delta
+from specinfer.request import Delta, FinishReason
+from specinfer.serve.work import BackendError
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import FACTS, MODEL, byte_tokenizer, says
 from tests.served import Served

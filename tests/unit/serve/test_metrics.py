@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from specinfer.request import FinishReason, SpeculationFigures
+from specinfer.request import Delta, FinishReason, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.metrics import Metrics
-from specinfer.serve.work import Delta, EngineState, Health, Work
+from specinfer.serve.work import EngineState, Health, Work
 
 WORK = Work("a", (1, 2, 3), SamplingParams())
 

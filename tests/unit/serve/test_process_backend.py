@@ -19,11 +19,11 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.errors import UserError
-from specinfer.request import FinishReason
+from specinfer.request import Delta, FinishReason
 from specinfer.serve import process_backend
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.process_backend import ProcessBackend
-from specinfer.serve.work import BackendError, Delta, EngineFacts, EngineState, UnavailableError, Work
+from specinfer.serve.work import BackendError, EngineFacts, EngineState, UnavailableError, Work
 from tests.virtual_time import run_virtual
 
 # It is ready at once, and the first time it ends at once as well.

@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specinfer.request import FinishReason, Logprob, SpeculationFigures
+from specinfer.request import Delta, FinishReason, Logprob, SpeculationFigures
 from specinfer.serve.reports import chat_logprobs
-from specinfer.serve.work import Delta
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import TEMPLATE, ScriptedBackend, http_client, scripted_app
 from tests.unit.tokenizer.made_up import write_folder

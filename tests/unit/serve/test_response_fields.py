@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from specinfer.request import FinishReason
-from specinfer.serve.work import Delta
+from specinfer.request import Delta, FinishReason
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import FACTS, byte_tokenizer, says
 

@@ -11,8 +11,8 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from specinfer.request import FinishReason
-from specinfer.serve.work import BackendError, Delta
+from specinfer.request import Delta, FinishReason
+from specinfer.serve.work import BackendError
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import (
     FACTS,

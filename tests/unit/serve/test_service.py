@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.request import FinishReason, Logprob
+from specinfer.request import Delta, FinishReason, Logprob
 from specinfer.serve.api_error import ADMITTED, ApiError
 from specinfer.serve.chat import Chat, ChatFields
 from specinfer.serve.completions import CompletionFields, Completions
@@ -22,7 +22,7 @@ from specinfer.serve.dialect import Dialect
 from specinfer.serve.fields import parse
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.service import MOST_FIGURES, Service
-from specinfer.serve.work import BackendError, Delta, EngineFacts, Health, UnavailableError, Work
+from specinfer.serve.work import BackendError, EngineFacts, Health, UnavailableError, Work
 from specinfer.speculate.lookups.indexed_prediction import LEFT_OUT
 from specinfer.tokenizer import Tokenizer
 

@@ -16,13 +16,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from specinfer.errors import ConfigError
-from specinfer.request import FinishReason, SpeculationFigures
+from specinfer.request import Delta, FinishReason, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.open_service import observers
 from specinfer.serve.spans import Spans, open_spans
-from specinfer.serve.work import Delta, Work
+from specinfer.serve.work import Work
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
 

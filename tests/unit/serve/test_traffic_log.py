@@ -13,14 +13,14 @@ import pytest
 import tokenizers
 
 from specinfer.errors import ConfigError
-from specinfer.request import FinishReason, SpeculationFigures
+from specinfer.request import Delta, FinishReason, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve import traffic_log
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.open_service import observers
 from specinfer.serve.traffic_log import PrivateLines, TrafficLog
-from specinfer.serve.work import BackendError, Delta, Health, Work
+from specinfer.serve.work import BackendError, Health, Work
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
 

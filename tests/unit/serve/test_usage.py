@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from specinfer.request import Delta
 from specinfer.serve.reports import Tally
-from specinfer.serve.work import Delta
 
 
 def test_what_was_cached_of_each_prompt_is_counted_once() -> None:

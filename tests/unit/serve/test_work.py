@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specinfer.request import FinishReason, Logprob, SpeculationFigures
-from specinfer.serve.work import Delta
+from specinfer.request import Delta, FinishReason, Logprob, SpeculationFigures
 
 PROMPT = (None, {9: Logprob(-2.0, 1, "x")})
 FIRST = Delta(

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from specinfer.request import FinishReason
-from specinfer.serve.work import Delta
+from specinfer.request import Delta, FinishReason
 from tests.scripted_server import Script, ScriptedServer, says_in_steps, steps_of
 
 if TYPE_CHECKING:
