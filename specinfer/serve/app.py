@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
@@ -17,9 +17,10 @@ from starlette.exceptions import HTTPException
 from specinfer.serve.access import Access, Keys
 from specinfer.serve.api_error import ApiError, tell_api_error, tell_http_error
 from specinfer.serve.chat import Chat, ChatFields
-from specinfer.serve.completions import CompletionFields, Completions
+from specinfer.serve.completions import ChoicesAnswer, CompletionFields, Completions
 from specinfer.serve.event_stream import body_of, stream, unless_gone
 from specinfer.serve.fields import parse
+from specinfer.serve.growing_answer import GrowingAnswer
 from specinfer.serve.hosts import Hosts
 from specinfer.serve.infill import Infill, InfillFields
 from specinfer.serve.message_fields import MessageFields
@@ -36,14 +37,6 @@ from specinfer.version import VERSION
 _MOST_ITEMS: Final = 100  # of one list, as in OpenAI's API
 
 
-class _Answering(Protocol):
-    """A request's answers, as `Chat` or `Responses` are."""
-
-    async def whole(self) -> dict[str, Any]: ...
-
-    def events(self) -> AsyncGenerator[str]: ...
-
-
 def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> FastAPI:
     """The server's application; `hosts` are whom it may be asked for by, None for any name."""
     config = service.config
@@ -56,8 +49,8 @@ def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> FastA
     )
     app.add_exception_handler(ApiError, tell_api_error)
     app.add_exception_handler(HTTPException, tell_http_error)
-    _add_openai_paths(app, service)
-    _add_token_paths(app, service)
+    _add_answers(app, service)
+    _add_models(app, service)
     _add_server_paths(app, service)
     if config.page:
         _add_page(app)
@@ -81,36 +74,101 @@ def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> FastA
     return app
 
 
-def _add_openai_paths(app: FastAPI, service: Service) -> None:
-    bodies: dict[str, type[BaseModel]] = {}
+def _add_answers(app: FastAPI, service: Service) -> None:
+    """The paths that answer what a body asks for, in one piece or, where it says so, as a stream."""
+    bodies = _Bodies(app, service)
+    bodies.answer("/v1/completions", CompletionFields, Completions)
+    bodies.answer("/v1/chat/completions", ChatFields, Chat)
+    kept = ResponseStore(service.config.stored_responses)
+    # Streams of others end with an event that says so, and with no other sign.
+    bodies.answer("/v1/responses", ResponseFields, partial(Responses, store=kept), done="")
+    _add_kept_responses(app, kept)
+    bodies.answer("/v1/messages", MessageFields, Messages, done="")
+    bodies.answer("/infill", InfillFields, Infill, done="")
+    bodies.tell("/tokenize", TokenizeFields, tokenize)
+    bodies.tell("/detokenize", DetokenizeFields, detokenize)
+    bodies.tell("/v1/messages/count_tokens", MessageFields, count_tokens)
+    bodies.describe()
 
-    def answering(
+
+class _Bodies:
+    """POST paths whose bodies are described in the OpenAPI document and read by us.
+
+    The framework would read them with Python's JSON, which takes NaN and fails on what is nested deep.
+    """
+
+    def __init__(self, app: FastAPI, service: Service) -> None:
+        self._app = app
+        self._service = service
+        self._kinds: list[type[BaseModel]] = []
+
+    def answer(
+        self,
         path: str,
         kind: type[BaseModel],
-        make: Callable[[Service, Any], _Answering],
-        streamed: Callable[..., Coroutine[Any, Any, Response]] = stream,
+        make: Callable[[Service, Any], GrowingAnswer[Any] | ChoicesAnswer[Any] | Infill],
+        *,
+        done: str = "data: [DONE]\n\n",
     ) -> None:
-        """A path that answers in one piece or as a stream."""
+        """A path whose answer grows; a stream of it ends with `done`."""
+        service = self._service
 
-        async def endpoint(request: Request) -> Response:
-            fields = parse(kind, await body_of(request), service.config.max_body, service.field_policy)
+        async def endpoint(request: Request, fields: BaseModel) -> Response:
             answer = make(service, service.with_defaults(fields))
             if getattr(fields, "stream", None):
-                pings = service.config.ping_interval
-                return await unless_gone(request, streamed(answer.events(), ping=pings))
+                streamed = stream(answer.events(), done=done, ping=service.config.ping_interval)
+                return await unless_gone(request, streamed)
             return JSONResponse(await unless_gone(request, answer.whole()))
 
-        _add(app, path, endpoint, kind, bodies)
+        self._add(path, kind, endpoint)
 
-    answering("/v1/completions", CompletionFields, Completions)
-    answering("/v1/chat/completions", ChatFields, Chat)
-    kept = ResponseStore(service.config.stored_responses)
-    # Its streams end with an event that says so, and with no other sign.
-    answering("/v1/responses", ResponseFields, partial(Responses, store=kept), partial(stream, done=""))
-    _add_kept_responses(app, kept)
-    answering("/v1/messages", MessageFields, Messages, partial(stream, done=""))
-    answering("/infill", InfillFields, Infill, partial(stream, done=""))
+    def tell(self, path: str, kind: type[BaseModel], make: Callable[[Service, Any], Awaitable[Any]]) -> None:
+        """A path whose answer is there at once."""
 
+        async def endpoint(request: Request, fields: BaseModel) -> Response:
+            return JSONResponse(await make(self._service, fields))
+
+        self._add(path, kind, endpoint)
+
+    def describe(self) -> None:
+        """Add what all these bodies look like to the OpenAPI document."""
+        usual = self._app.openapi
+
+        def document() -> dict[str, Any]:
+            found = usual()
+            _, schemas = models_json_schema(
+                [(kind, "validation") for kind in self._kinds], ref_template="#/components/schemas/{model}"
+            )
+            found.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+            return found
+
+        self._app.openapi = document  # type: ignore[method-assign]
+
+    def _add(
+        self, path: str, kind: type[BaseModel], answer: Callable[[Request, Any], Awaitable[Response]]
+    ) -> None:
+        service = self._service
+
+        async def endpoint(request: Request) -> Response:
+            body = await body_of(request)
+            return await answer(request, parse(kind, body, service.config.max_body, service.field_policy))
+
+        self._kinds.append(kind)
+        schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+        self._app.add_api_route(
+            path,
+            endpoint,
+            methods=["POST"],
+            openapi_extra={
+                "requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}
+            },
+            responses={
+                400: {"description": "The request cannot be served; `error.param` is the field at fault."}
+            },
+        )
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
     created = int(time.time())
 
     def card(name: str) -> dict[str, Any]:
@@ -140,8 +198,6 @@ def _add_openai_paths(app: FastAPI, service: Service) -> None:
             status=404,
             code="not_offered",
         )
-
-    _describe(app, bodies)
 
 
 def _add_kept_responses(app: FastAPI, kept: ResponseStore) -> None:
@@ -185,22 +241,6 @@ def _parameters(request: Request, *allowed: str) -> dict[str, str]:
             known = f"allowed: {', '.join(allowed)}" if allowed else "drop it"
             raise ApiError(f"{param[:100]} is no parameter here; {known}", param=param[:100])
     return dict(request.query_params)
-
-
-def _add_token_paths(app: FastAPI, service: Service) -> None:
-    bodies: dict[str, type[BaseModel]] = {}
-
-    def answering(path: str, kind: type[BaseModel], make: Callable[[Service, Any], Awaitable[Any]]) -> None:
-        async def endpoint(request: Request) -> Response:
-            fields = parse(kind, await body_of(request), service.config.max_body, service.field_policy)
-            return JSONResponse(await make(service, fields))
-
-        _add(app, path, endpoint, kind, bodies)
-
-    answering("/tokenize", TokenizeFields, tokenize)
-    answering("/detokenize", DetokenizeFields, detokenize)
-    answering("/v1/messages/count_tokens", MessageFields, count_tokens)
-    _describe(app, bodies)
 
 
 def _add_server_paths(app: FastAPI, service: Service) -> None:
@@ -250,44 +290,3 @@ def _speculation(facts: EngineFacts) -> dict[str, Any]:
         "expansion": usual.shape if usual.drafts else None,  # the shape of a draft model's trees
         "verifier": usual.verifier,
     }
-
-
-def _add(
-    app: FastAPI,
-    path: str,
-    endpoint: Callable[[Request], Awaitable[Response]],
-    kind: type[BaseModel],
-    bodies: dict[str, type[BaseModel]],
-) -> None:
-    """A POST path whose body is described in the OpenAPI document and read by us.
-
-    The framework would read it with Python's JSON, which takes NaN and fails on what is nested deep.
-    """
-    bodies[path] = kind
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    app.add_api_route(
-        path,
-        endpoint,
-        methods=["POST"],
-        openapi_extra={
-            "requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}
-        },
-        responses={
-            400: {"description": "The request cannot be served; `error.param` is the field at fault."}
-        },
-    )
-
-
-def _describe(app: FastAPI, bodies: dict[str, type[BaseModel]]) -> None:
-    """Add what bodies look like to the OpenAPI document."""
-    usual = app.openapi
-
-    def document() -> dict[str, Any]:
-        found = usual()
-        _, schemas = models_json_schema(
-            [(kind, "validation") for kind in bodies.values()], ref_template="#/components/schemas/{model}"
-        )
-        found.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-        return found
-
-    app.openapi = document  # type: ignore[method-assign]

@@ -77,6 +77,10 @@ class ChoicesAnswer(ABC, Generic[_Fields]):
         self._model = service.check_model(fields.model)
         self._tally = Tally(0, n=self._n)
 
+    @abstractmethod
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+
     async def events(self) -> AsyncGenerator[str]:
         """The answer as the events of a stream."""
         fields, begun = self._fields, set[int]()

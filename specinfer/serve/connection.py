@@ -60,11 +60,11 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_reading(self) -> bool:
-        """As Member says."""
+        """Whether a part of a body has come, and its end has not."""
         return self._reading is not None
 
     def close_now(self) -> None:
-        """As Member says."""
+        """Close it at once."""
         self._ignores_input = True
         self.transport.abort()
 

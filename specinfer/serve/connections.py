@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from specinfer.serve.api_error import ApiError
 
+if TYPE_CHECKING:
+    from specinfer.serve.connection import Connection
+
 SPARE: Final = 64  # connections beyond the limit that are told so, and probes among them are answered
-
-
-class Member(Protocol):
-    """One of the connections."""
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether a part of a body has come, and its end has not."""
-
-    def close_now(self) -> None:
-        """Close it at once."""
-
-    def refuse(self, error: ApiError) -> None:
-        """Answer what it is sending with an error, and close it."""
 
 
 class Connections:
@@ -29,9 +18,9 @@ class Connections:
     def __init__(self, most: int, most_bodies: int) -> None:
         self._most = most
         self._most_bodies = most_bodies
-        self._all: set[Member] = set()
-        self._unused: dict[Member, None] = {}  # those from which no whole request has come, the oldest first
-        self._held: dict[Member, int] = {}  # bytes of requests that are not answered
+        self._all: set[Connection] = set()
+        self._unused: dict[Connection, None] = {}  # no whole request has come from them; the oldest first
+        self._held: dict[Connection, int] = {}  # bytes of requests that are not answered
         self._total = 0
 
     @property
@@ -44,7 +33,7 @@ class Connections:
         """Bytes of all requests that are not answered."""
         return self._total
 
-    def add(self, one: Member) -> bool:
+    def add(self, one: Connection) -> bool:
         """Take a new connection in; return whether it is one too many, which is told so when it asks.
 
         At the limit the oldest connection that has not sent a whole request leaves for it. Where all have,
@@ -60,22 +49,22 @@ class Connections:
         self._unused[one] = None
         return over_limit
 
-    def mark_used(self, one: Member) -> None:
+    def mark_used(self, one: Connection) -> None:
         """A whole request has come from this connection: it stays."""
         self._unused.pop(one, None)
 
-    def mark_ending(self, one: Member) -> None:
+    def mark_ending(self, one: Connection) -> None:
         """Nothing is read from this connection any more: it leaves before others do."""
         if one in self._all:
             self._unused[one] = None
 
-    def remove(self, one: Member) -> None:
+    def remove(self, one: Connection) -> None:
         """This connection is lost."""
         self._all.discard(one)
         self._unused.pop(one, None)
         self.release(one, self._held.get(one, 0))
 
-    def hold(self, one: Member, size: int) -> None:
+    def hold(self, one: Connection, size: int) -> None:
         """Count bytes of a request that have come.
 
         Where all are more than there may be, of the connections that are sending a body the one that takes
@@ -94,7 +83,7 @@ class Connections:
                 )
             )
 
-    def release(self, one: Member, size: int) -> None:
+    def release(self, one: Connection, size: int) -> None:
         """Bytes of a request are not kept any more."""
         if size:
             self._total -= size
@@ -102,7 +91,7 @@ class Connections:
             if not self._held[one]:
                 del self._held[one]
 
-    def _dismiss(self, one: Member) -> None:
+    def _dismiss(self, one: Connection) -> None:
         self._all.discard(one)
         self._unused.pop(one, None)
         one.close_now()

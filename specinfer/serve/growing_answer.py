@@ -132,6 +132,10 @@ class GrowingAnswer(ABC, Generic[_Fields]):
                 pass
         return self._finish()
 
+    @abstractmethod
+    def events(self) -> AsyncGenerator[str]:
+        """The answer as the events of a stream."""
+
     async def _growth(self) -> AsyncGenerator[list[Event]]:
         """The events of each delta of the engine's, of some of them none."""
         fields, service = self._fields, self._service
