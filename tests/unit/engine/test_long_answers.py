@@ -1,0 +1,155 @@
+"""What a step costs outside of the model does not depend on how long the answer is by now."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+import time
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specinfer import SamplingParams
+from specinfer.config import EngineConfig
+from specinfer.plan import StepPlan
+from specinfer.processors.changes import RowChanges
+from specinfer.request import Delta
+from specinfer.runtime.batch import logit_rows
+from specinfer.runtime.runner import Move
+from specinfer.serve.process_backend import ProcessBackend, _Live, _Reader
+from specinfer.serve.work import Work
+from specinfer.tree import TokenTree
+from specinfer.verify.logprobs import Scores
+from specinfer.verify.scan import NUMPY, Ask, Likeliest, Scan
+from tests.engines import engine_of, write_tiny
+
+TOKENS = 32_000
+STEPS = 1000  # whose time is compared
+WEIGHED = 100  # whose memory is
+PROMPT = [ord(letter) for letter in "say it again"]
+SLOWER = 2.0  # times: what a machine that others use may do to a step
+MORE = 16 << 10  # bytes that a step may take for a while, beyond what the first ones take: half of the text
+
+
+class Choices:
+    """A Flight that knows the token at each row, and has no logits."""
+
+    vocab = 256
+    scan: Scan = NUMPY
+    at_once = 0
+
+    def __init__(self, chosen: Sequence[int]) -> None:
+        self.chosen = chosen
+
+    def choices(
+        self, rows: Sequence[int], asks: Sequence[Ask], changes: Sequence[RowChanges] | None = None
+    ) -> list[int]:
+        return [self.chosen[row] for row in rows]
+
+    def likeliest(self, rows: Sequence[int], n: int, temperatures: Sequence[float]) -> Likeliest:
+        raise NotImplementedError
+
+    def scores(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> Scores:
+        raise NotImplementedError
+
+    def row(self, row: int) -> NDArray[np.float32]:
+        raise NotImplementedError
+
+    def copy(self, row: int, into: NDArray[np.float32]) -> None:
+        raise NotImplementedError
+
+    def tapped(self, layers: Sequence[int]) -> Tensor:
+        return torch.empty(0, len(layers), 0)
+
+
+class Recited:
+    """An Executor whose target says one text, whatever it has read."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text = text
+
+    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Choices:
+        rows = logit_rows(plan, trees)
+        chosen = [0] * rows.count
+        for entry, tree, root in zip(plan.tree_entries, trees, rows.roots, strict=True):
+            for node, depth in enumerate(tree.depths()):
+                chosen[root + node] = self.text[min(entry.end + depth, len(self.text) - 1)]
+        return Choices(chosen)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        pass
+
+
+def phrases(count: int) -> list[int]:
+    """So many letters, in phrases that come again, so that lookups have something to guess from."""
+    chance = random.Random(5)
+    known = [[chance.choice(b"abcdefgh \n") for _ in range(30)] for _ in range(300)]
+    text: list[int] = []
+    while len(text) < count:
+        text += chance.choice(known)
+    return text[:count]
+
+
+def test_the_last_steps_of_a_long_answer_cost_what_its_first_do(tmp_path: Path) -> None:
+    text = phrases(TOKENS)
+    tiny = write_tiny(tmp_path, vocab_size=256, max_context=len(PROMPT) + TOKENS + 64)
+    options: dict[str, Any] = {"ngram": True, "suffix": True, "kv_cache_memory": 1 << 27, "block_size": 64}
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=TOKENS,
+        stop=("abcdefgh abcdefgh", "\n\n\n\n\n\n\n\n"),
+        presence_penalty=0.5,
+        bad_words=("\x01\x02",),
+        ignore_eos=True,
+    )
+    with tiny.llm(**options) as llm:
+        engine = engine_of(llm)
+        engine._executor = Recited([*PROMPT, *text])
+        backend = ProcessBackend(EngineConfig.from_options("tiny", {}))
+
+        async def answer() -> tuple[list[float], list[int], str, list[int]]:
+            reader = _Reader()
+            live = backend._live["a"] = _Live(Work("a", tuple(PROMPT), params), reader)
+            seconds: list[float] = []
+            taken: list[int] = []
+            heard: list[str] = []
+            admitted = llm.intake.completion(PROMPT, params, request_id="a")
+
+            def told(delta: Delta) -> None:
+                """What becomes of a delta on its way to a stream, here or in a server."""
+                admitted.transcript.output(delta.text)
+                backend._hand_on([pickle.loads(pickle.dumps(delta))])
+                pending, reader.pending = reader.pending, {}
+                heard.append(Delta.joined(pending["a"]).text)
+
+            llm.loop.submit([admitted], told)
+            while "a" in backend._live:
+                come, weighing = len(heard), len(live.said) > TOKENS - 10 * WEIGHED or len(heard) < WEIGHED
+                if weighing:
+                    tracemalloc.start()
+                    before, _ = tracemalloc.get_traced_memory()
+                began = time.thread_time()
+                llm.loop.wait_until(lambda come=come: len(heard) > come)
+                if weighing:
+                    taken.append(tracemalloc.get_traced_memory()[1] - before)
+                    tracemalloc.stop()
+                else:
+                    seconds.append(time.thread_time() - began)
+            return seconds, taken, "".join(heard), live.said
+
+        seconds, taken, heard, said = asyncio.run(answer())
+    assert heard == bytes(text).decode()
+    assert said == text[: len(said)]
+    assert len(seconds) > 3 * STEPS
+    assert len(taken) > 2 * WEIGHED
+    # Medians: now and then a list that grows is copied, or the machine does something else.
+    assert median(taken[WEIGHED:]) < median(taken[:WEIGHED]) + MORE
+    assert median(seconds[-STEPS:]) < SLOWER * median(seconds[:STEPS])
