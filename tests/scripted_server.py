@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from specinfer.config import SpeculationConfig
+from specinfer.engine.metrics import Statistics
 from specinfer.request import Delta, FinishReason, Logprob, SpeculationFigures
 from specinfer.serve.access import Keys
 from specinfer.serve.app import build_app
@@ -24,7 +25,7 @@ from specinfer.serve.dialect import Dialect
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.server import listen
 from specinfer.serve.service import Service
-from specinfer.serve.work import EngineFacts, EngineState, Health, Observe, Work
+from specinfer.serve.work import EngineInfo, Health, Observe, Work
 from specinfer.tokenizer import Tokenizer
 from tests.tiny_models import write_byte_tokenizer
 
@@ -34,7 +35,7 @@ TEMPLATE: Final = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-FACTS: Final = EngineFacts(
+FACTS: Final = EngineInfo(
     max_context=100_000,
     longest=100_000,
     pid=1,
@@ -84,7 +85,7 @@ class ScriptedBackend:
         raise AssertionError(f"no test ends a server in the middle of a script: {reason}")
 
     async def health(self) -> Health:
-        return Health(True, FACTS, EngineState())
+        return Health(True, FACTS, Statistics())
 
 
 def says(

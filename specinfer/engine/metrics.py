@@ -6,6 +6,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import TypeVar
+
+_Name = TypeVar("_Name", bound=str)
+_Number = TypeVar("_Number", int, float)
 
 
 class Stage(StrEnum):
@@ -46,14 +50,14 @@ class StageClock:
 class Statistics:
     """What an engine did so far, which only grows, and how it is now."""
 
-    steps: int
-    stage_seconds: dict[Stage, float]
-    preemptions: int  # how often a request gave up its blocks to an older one
-    prefix_queries: int  # tokens of admitted texts that were looked up in the cache
-    prefix_hits: int  # tokens of these that were there
-    running: int  # requests in the batch
-    waiting: int  # requests for which there was no room yet
-    kv_cache_usage: float  # of the KV cache's blocks the part that running requests hold, 0 to 1
+    steps: int = 0
+    stage_seconds: dict[Stage, float] = field(default_factory=dict)
+    preemptions: int = 0  # how often a request gave up its blocks to an older one
+    prefix_queries: int = 0  # tokens of admitted texts that were looked up in the cache
+    prefix_hits: int = 0  # tokens of these that were there
+    running: int = 0  # requests in the batch
+    waiting: int = 0  # requests for which there was no room yet
+    kv_cache_usage: float = 0.0  # of the KV cache's blocks the part that running requests hold, 0 to 1
     speculation_off_steps: int = 0  # in which the guard let nobody guess
     cost_factors: Mapping[str, float] = field(default_factory=dict)  # what passes take, of what curves say
     speculation_on: bool = True  # the guard lets speculators guess, or there is none
@@ -61,13 +65,25 @@ class Statistics:
 
     def since(self, earlier: Statistics) -> Statistics:
         """What was done after `earlier`; what does not only grow is that of now."""
+        return self._with(earlier, -1)
+
+    def after(self, earlier: Statistics) -> Statistics:
+        """What was done, with what an engine before this one did; what does not only grow is that of now."""
+        return self._with(earlier, 1)
+
+    def _with(self, other: Statistics, sign: int) -> Statistics:
         return replace(
             self,
-            steps=self.steps - earlier.steps,
-            stage_seconds={s: t - earlier.stage_seconds[s] for s, t in self.stage_seconds.items()},
-            preemptions=self.preemptions - earlier.preemptions,
-            prefix_queries=self.prefix_queries - earlier.prefix_queries,
-            prefix_hits=self.prefix_hits - earlier.prefix_hits,
-            speculation_off_steps=self.speculation_off_steps - earlier.speculation_off_steps,
-            guessed_tokens={s: n - earlier.guessed_tokens.get(s, 0) for s, n in self.guessed_tokens.items()},
+            steps=self.steps + sign * other.steps,
+            stage_seconds=_sums(self.stage_seconds, other.stage_seconds, sign),
+            preemptions=self.preemptions + sign * other.preemptions,
+            prefix_queries=self.prefix_queries + sign * other.prefix_queries,
+            prefix_hits=self.prefix_hits + sign * other.prefix_hits,
+            speculation_off_steps=self.speculation_off_steps + sign * other.speculation_off_steps,
+            guessed_tokens=_sums(self.guessed_tokens, other.guessed_tokens, sign),
         )
+
+
+def _sums(some: Mapping[_Name, _Number], others: Mapping[_Name, _Number], sign: int) -> dict[_Name, _Number]:
+    """Counts by name, each with the other one of that name, or less it."""
+    return {name: some.get(name, 0) + sign * others.get(name, 0) for name in {**others, **some}}

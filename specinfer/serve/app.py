@@ -31,7 +31,7 @@ from specinfer.serve.response_fields import ResponseFields
 from specinfer.serve.responses import Responses, ResponseStore
 from specinfer.serve.service import Service
 from specinfer.serve.token_fields import DetokenizeFields, TokenizeFields, detokenize, tokenize
-from specinfer.serve.work import EngineFacts
+from specinfer.serve.work import EngineInfo
 from specinfer.version import VERSION
 
 _MOST_ITEMS: Final = 100  # of one list, as in OpenAI's API
@@ -281,7 +281,7 @@ def _add_page(app: FastAPI) -> None:
     app.add_route("/page/{name}", page, include_in_schema=False)
 
 
-def _speculation(facts: EngineFacts) -> dict[str, Any]:
+def _speculation(facts: EngineInfo) -> dict[str, Any]:
     """What requests may ask of speculation here, and what they get without asking."""
     usual = facts.speculation
     return {

@@ -12,7 +12,7 @@ from typing import Final
 from specinfer.config import EngineConfig
 from specinfer.errors import UserError
 from specinfer.serve.engine_child import HUNG_UP, EngineChild, Message
-from specinfer.serve.work import BackendError, EngineFacts
+from specinfer.serve.work import BackendError, EngineInfo
 
 _GRACE_SECONDS: Final = 5.0  # for an engine to end by itself
 
@@ -47,7 +47,7 @@ class EngineHandle:
         """With which status the process ended, negative for a signal; None before that is known."""
         return self._child.status
 
-    async def start(self, config: EngineConfig) -> EngineFacts:
+    async def start(self, config: EngineConfig) -> EngineInfo:
         """Have the process load an engine, and wait until it is ready.
 
         Raises UserError with its own words where it cannot serve `config`, BackendError where it dies.
@@ -72,7 +72,7 @@ class EngineHandle:
         """End the process, and do not wait for it."""
         self._child.kill()
 
-    def _start(self, config: EngineConfig) -> EngineFacts:
+    def _start(self, config: EngineConfig) -> EngineInfo:
         try:
             self._child.send(config)
             kind, said = self._child.receive()
@@ -82,7 +82,7 @@ class EngineHandle:
         if kind == "failed":
             self._child.reap(HUNG_UP)
             raise UserError(said)
-        facts: EngineFacts = said
+        facts: EngineInfo = said
         return facts
 
     def _read(self) -> None:

@@ -43,7 +43,7 @@ from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ClosedError, RequestError, SpecInferError
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.config import configure
-from specinfer.serve.work import EngineFacts, EngineState, Work
+from specinfer.serve.work import EngineInfo, Work
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
@@ -55,7 +55,7 @@ _INTERNAL_ERROR: Final = 70  # the exit status of a process that cannot tell its
 Message = tuple[Any, ...]
 
 
-class _Answer:
+class _WorkInHand:
     """One work in progress."""
 
     def __init__(self, work: Work) -> None:
@@ -72,7 +72,7 @@ class EngineProcess:
     def __init__(self, llm: LLM, connection: Connection) -> None:
         self._llm = llm
         self._connection = connection
-        self._answers: dict[str, _Answer] = {}  # by the work's id, which is that of its request, too
+        self._answers: dict[str, _WorkInHand] = {}  # by the work's id, which is that of its request, too
         self._sending = threading.Lock()  # guards the connection, and the two below
         self._checked: set[str] = set()  # works in the intake's hands
         self._stepped: list[str] = []  # requests of the last step that began
@@ -85,7 +85,7 @@ class EngineProcess:
         llm.on_step = self._on_step
         llm.loop.start()
         threading.Thread(target=self._send, name="outbox", daemon=True).start()
-        facts = EngineFacts(
+        facts = EngineInfo(
             llm.max_context,
             llm.intake.longest,
             os.getpid(),
@@ -108,10 +108,10 @@ class EngineProcess:
 
     def _add(self, works: Iterable[Work]) -> None:
         for work in works:
-            self._answers[work.id] = _Answer(work)
+            self._answers[work.id] = _WorkInHand(work)
             self._intake.submit(self._admit, self._answers[work.id])
 
-    def _admit(self, answer: _Answer) -> None:
+    def _admit(self, answer: _WorkInHand) -> None:
         """Check a work and hand it to the loop; in a thread of the intake."""
         work = answer.work
         if answer.aborted:  # before its turn: nobody waits for its grammar
@@ -146,7 +146,7 @@ class EngineProcess:
             )
             self._outbox.put(refused)
 
-    def _receive(self, answer: _Answer, delta: Delta) -> None:
+    def _receive(self, answer: _WorkInHand, delta: Delta) -> None:
         """Called by the loop between two steps."""
         if delta.finished:
             self._answers.pop(delta.id, None)
@@ -205,24 +205,7 @@ class EngineProcess:
                     self._llm.loop.cancel([answer.admitted])
 
     def _ask(self, number: int) -> None:
-        self._outbox.put(("answer", number, self._state()))
-
-    def _state(self) -> EngineState:
-        now = self._llm.statistics()
-        return EngineState(
-            running=now.running,
-            waiting=now.waiting,
-            kv_cache_usage=now.kv_cache_usage,
-            steps=now.steps,
-            preemptions=now.preemptions,
-            prefix_queries=now.prefix_queries,
-            prefix_hits=now.prefix_hits,
-            stage_seconds={stage.value: seconds for stage, seconds in now.stage_seconds.items()},
-            speculation_off_steps=now.speculation_off_steps,
-            cost_factors=now.cost_factors,
-            speculation_on=now.speculation_on,
-            guessed_tokens=now.guessed_tokens,
-        )
+        self._outbox.put(("answer", number, self._llm.statistics()))
 
     def _check(self, number: int) -> None:
         """Whether the books are right; "" where they are."""
@@ -253,7 +236,7 @@ class EngineProcess:
             deltas = [one for one in batch if isinstance(one, Delta)]
             ending, now, state = any(one.finish_reason for one in deltas), time.monotonic(), None
             if ending or (deltas and now - told > _STATE_SECONDS):
-                state, told = self._state(), now
+                state, told = self._llm.statistics(), now
             with self._sending:
                 if deltas:
                     self._connection.send(("deltas", deltas, state))

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from specinfer.config import EngineConfig
+from specinfer.engine.metrics import Statistics
 from specinfer.request import Delta
 from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.engine_handle import EngineHandle
-from specinfer.serve.work import BackendError, EngineFacts, EngineState, Health, UnavailableError, Work
+from specinfer.serve.work import BackendError, EngineInfo, Health, UnavailableError, Work
 
 _LOG = logging.getLogger(__name__)
 _MOST_DEATHS: Final = 3  # while the engine was busy with a work, without a token between: it is the cause
@@ -55,7 +56,7 @@ class _Reader:
 
 
 @dataclass(eq=False)
-class _Live:
+class _OpenWork:
     """A work that has not ended."""
 
     work: Work
@@ -94,13 +95,13 @@ class ProcessBackend:
         self._max_wait = max_wait
         self._timeout = timeout
         self._watching: asyncio.Task[None] | None = None
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _OpenWork] = {}
         self._engine: EngineHandle | None = None  # None while one starts
-        self._facts: EngineFacts | None = None
+        self._facts: EngineInfo | None = None
         self._busy: frozenset[str] | None = None  # works that the engine is busy with; None: it has not said
-        self._trial: _Live | None = None  # while works go to the engine one by one, the last that did
-        self._state = EngineState()  # the engine's, as it was last told
-        self._counted = EngineState()  # of the engines before it
+        self._trial: _OpenWork | None = None  # while works go to the engine one by one, the last that did
+        self._state = Statistics()  # the engine's, as it was last told
+        self._counted = Statistics()  # of the engines before it
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._restarting: asyncio.Task[None] | None = None
@@ -108,7 +109,7 @@ class ProcessBackend:
         self._closed = False
         self.restarts = 0
 
-    async def start(self) -> EngineFacts:
+    async def start(self) -> EngineInfo:
         """Start the engine; raises UserError with its own words where it cannot start."""
         child, self._child = self._child or EngineChild(self._log), None
         engine = EngineHandle(asyncio.get_running_loop(), self._deliver, self._died, child)
@@ -157,7 +158,7 @@ class ProcessBackend:
         left = {work.id for work in works}
         held = self._trial is not None
         for work in works:
-            self._live[work.id] = _Live(work, reader, held=held)
+            self._live[work.id] = _OpenWork(work, reader, held=held)
         if not held:
             self._send("add", works)
         timer = None
@@ -203,7 +204,7 @@ class ProcessBackend:
         state = await self._ask("ask")
         ready = state is not None
         if self._engine is None:  # nothing runs, and all wait for the next engine
-            state = EngineState(waiting=len(self._live)).behind(self._counted)
+            state = Statistics(waiting=len(self._live)).after(self._counted)
         trouble = self._trouble or ("" if ready else "the engine does not answer")
         return Health(ready, self._facts, state, self.restarts, trouble)
 
@@ -243,9 +244,9 @@ class ProcessBackend:
             self._hand_on(deltas)
         else:
             number, answer = said
-            if isinstance(answer, EngineState):
+            if isinstance(answer, Statistics):
                 self._state = answer
-                answer = answer.behind(self._counted)
+                answer = answer.after(self._counted)
             if (waiting := self._questions.get(number)) is not None and not waiting.done():
                 waiting.set_result(answer)
 
@@ -275,7 +276,7 @@ class ProcessBackend:
         for waiting in self._questions.values():
             if not waiting.done():
                 waiting.set_result(None)
-        self._counted, self._state = self._state.behind(self._counted), EngineState()
+        self._counted, self._state = self._state.after(self._counted), Statistics()
         busy, self._busy, self._trial = self._busy, None, None
         for live in list(self._live.values()):
             live.deaths += live.work.id in busy if busy is not None else not live.held
@@ -286,7 +287,7 @@ class ProcessBackend:
                 self._give_up(live, "the engine died; under mss a text that has begun cannot go on as it was")
         self._restarting = asyncio.get_running_loop().create_task(self._restart())
 
-    def _give_up(self, live: _Live, reason: str) -> None:
+    def _give_up(self, live: _OpenWork, reason: str) -> None:
         del self._live[live.work.id]
         live.reader.fail(BackendError(reason))
 

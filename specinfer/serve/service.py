@@ -28,7 +28,7 @@ from specinfer.serve.dialect import Dialect
 from specinfer.serve.field_policy import FieldPolicy
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.reports import SharedPrompts
-from specinfer.serve.work import Backend, BackendError, EngineFacts, Observe, UnavailableError, Work
+from specinfer.serve.work import Backend, BackendError, EngineInfo, Observe, UnavailableError, Work
 from specinfer.speculate.lookups.indexed_prediction import within_reach
 from specinfer.tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ class Service:
         config: ServeConfig,
         backend: Backend,
         tokenizer: Tokenizer,
-        facts: EngineFacts,
+        facts: EngineInfo,
         dialect: Dialect,
         *,
         models: Sequence[str],

@@ -5,11 +5,12 @@ No torch here: the server's own process never loads it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from specinfer.config import SpeculationConfig
+from specinfer.engine.metrics import Statistics
 from specinfer.request import Delta
 from specinfer.sampling_params import SamplingParams
 
@@ -27,7 +28,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineInfo:
     """What an engine process says of itself when it is ready."""
 
     max_context: int  # prompt and output tokens of a request
@@ -35,42 +36,6 @@ class EngineFacts:
     pid: int
     speculators: tuple[str, ...] = ()  # whom a request may name
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineState:
-    """How an engine is doing, as metrics have it; from `steps` to `guessed_tokens` all only grows."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_cache_usage: float = 0.0
-    steps: int = 0
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    stage_seconds: Mapping[str, float] = field(default_factory=dict)
-    speculation_off_steps: int = 0
-    guessed_tokens: Mapping[str, float] = field(default_factory=dict)
-    speculation_on: bool = True
-    cost_factors: Mapping[str, float] = field(default_factory=dict)
-
-    def behind(self, earlier: EngineState) -> EngineState:
-        """This state, with what engines before this one have counted."""
-        return replace(
-            self,
-            steps=self.steps + earlier.steps,
-            preemptions=self.preemptions + earlier.preemptions,
-            prefix_queries=self.prefix_queries + earlier.prefix_queries,
-            prefix_hits=self.prefix_hits + earlier.prefix_hits,
-            stage_seconds=_added(earlier.stage_seconds, self.stage_seconds),
-            speculation_off_steps=self.speculation_off_steps + earlier.speculation_off_steps,
-            guessed_tokens=_added(earlier.guessed_tokens, self.guessed_tokens),
-        )
-
-
-def _added(counted: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
-    """Counts by name, added up."""
-    return {**counted, **{name: counted.get(name, 0) + count for name, count in more.items()}}
 
 
 class BackendError(Exception):
@@ -86,8 +51,8 @@ class Health:
     """How a backend is."""
 
     ready: bool  # it takes work now
-    facts: EngineFacts | None  # None before it was ready for the first time
-    state: EngineState | None  # None where it does not answer
+    facts: EngineInfo | None  # None before it was ready for the first time
+    state: Statistics | None  # None where it does not answer
     restarts: int = 0
     trouble: str = ""  # why it is not ready
 

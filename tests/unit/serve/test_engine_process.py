@@ -108,7 +108,7 @@ def test_a_work_that_cannot_be_begun_is_answered_whatever_was_raised(
     monkeypatch.setattr(llm.intake, "completion", fail)
     server, engine = Pipe()
     process = EngineProcess(llm, engine)
-    answer = engine_process._Answer(Work("a", (65,), LONG))
+    answer = engine_process._WorkInHand(Work("a", (65,), LONG))
     process._answers["a"] = answer
     process._admit(answer)
     delta = process._outbox.get_nowait()
@@ -133,7 +133,7 @@ def test_a_step_is_told_of_while_one_of_its_requests_ends(llm: LLM) -> None:
     """The loop takes requests away without the lock: one that was there a moment ago may be gone."""
     server, engine = Pipe()
     process = EngineProcess(llm, engine)
-    process._answers = {"b": engine_process._Answer(Work("b", (66,), LONG))}
+    process._answers = {"b": engine_process._WorkInHand(Work("b", (66,), LONG))}
     process._stepped = ["a", "b"]
     with process._checking(Work("c", (67,), LONG)):
         assert server.recv() == ("busy", ["c", "b"])

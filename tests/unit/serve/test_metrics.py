@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from specinfer.engine.metrics import Statistics
 from specinfer.request import Delta, FinishReason, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.metrics import Metrics
-from specinfer.serve.work import EngineState, Health, Work
+from specinfer.serve.work import Health, Work
 
 WORK = Work("a", (1, 2, 3), SamplingParams())
 
 
-def told(metrics: Metrics, state: EngineState | None = None) -> dict[tuple[str, ...], float]:
+def told(metrics: Metrics, state: Statistics | None = None) -> dict[tuple[str, ...], float]:
     """Every metric by its name and its labels but the model's."""
     text = metrics.text(Health(ready=True, facts=None, state=state)).decode()
     found: dict[tuple[str, ...], float] = {}
@@ -46,7 +47,7 @@ def test_of_each_speculator_it_is_told_what_was_verified_and_what_became_text() 
 def test_what_was_guessed_and_whether_anybody_may_is_the_engines_to_say() -> None:
     metrics = Metrics("tiny")
     for on, guessed in ((True, 5), (False, 7), (True, 7)):
-        found = told(metrics, EngineState(speculation_on=on, guessed_tokens={"ngram": guessed, "suffix": 0}))
+        found = told(metrics, Statistics(speculation_on=on, guessed_tokens={"ngram": guessed, "suffix": 0}))
         assert found["speculation_on",] == on
         assert found["guessed_tokens", "ngram"] == guessed
         assert found["guessed_tokens", "suffix"] == 0

@@ -18,12 +18,13 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.config import EngineConfig
+from specinfer.engine.metrics import Statistics
 from specinfer.errors import UserError
 from specinfer.request import Delta, FinishReason
 from specinfer.serve import process_backend
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.process_backend import ProcessBackend
-from specinfer.serve.work import BackendError, EngineFacts, EngineState, UnavailableError, Work
+from specinfer.serve.work import BackendError, EngineInfo, UnavailableError, Work
 from tests.virtual_time import run_virtual
 
 # It is ready at once, and the first time it ends at once as well.
@@ -149,11 +150,11 @@ class Handle:
         self.pid = 1
         self.killed = False
         self.is_stopped = False  # it answers nobody
-        self.state = EngineState()  # its answer to whoever asks
+        self.state = Statistics()  # its answer to whoever asks
         self.made.append(self)
 
-    async def start(self, config: EngineConfig) -> EngineFacts:
-        return EngineFacts(10, 10, 1)
+    async def start(self, config: EngineConfig) -> EngineInfo:
+        return EngineInfo(10, 10, 1)
 
     def kill(self) -> None:
         self.killed = True
@@ -180,7 +181,7 @@ class Handle:
 class Hopeless(Handle):
     """Only the first one ever starts."""
 
-    async def start(self, config: EngineConfig) -> EngineFacts:
+    async def start(self, config: EngineConfig) -> EngineInfo:
         if len(self.made) > 1:
             raise UserError("the model is gone")
         return await super().start(config)
@@ -301,7 +302,7 @@ def test_what_was_reported_of_a_prompt_is_not_computed_again(handles: list[Handl
 
 def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) -> None:
     """And never falls, whenever an engine dies and whenever somebody asks."""
-    first = EngineState(
+    first = Statistics(
         running=2,
         steps=10,
         preemptions=1,
@@ -313,7 +314,7 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         speculation_on=False,
         cost_factors={"target": 1.5},
     )
-    second = EngineState(
+    second = Statistics(
         running=1,
         steps=3,
         prefix_queries=60,
@@ -375,7 +376,7 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
 
 
 def test_while_no_engine_runs_all_requests_wait(handles: list[Handle]) -> None:
-    running = EngineState(running=2, steps=7, kv_cache_usage=0.5, cost_factors={"target": 1.5})
+    running = Statistics(running=2, steps=7, kv_cache_usage=0.5, cost_factors={"target": 1.5})
 
     async def run() -> None:
         backend = ProcessBackend(EngineConfig(model="m"))
@@ -388,7 +389,7 @@ def test_while_no_engine_runs_all_requests_wait(handles: list[Handle]) -> None:
         assert (health.ready, health.state) == (True, running)
         handles[0].dies()
         health = await backend.health()
-        assert (health.ready, health.state) == (False, EngineState(waiting=3, steps=7))
+        assert (health.ready, health.state) == (False, Statistics(waiting=3, steps=7))
         for task in heard:
             task.cancel()
         await backend.close()

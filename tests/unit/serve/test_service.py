@@ -22,11 +22,11 @@ from specinfer.serve.dialect import Dialect
 from specinfer.serve.fields import parse
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.service import MOST_FIGURES, Service
-from specinfer.serve.work import BackendError, EngineFacts, Health, UnavailableError, Work
+from specinfer.serve.work import BackendError, EngineInfo, Health, UnavailableError, Work
 from specinfer.speculate.lookups.indexed_prediction import LEFT_OUT
 from specinfer.tokenizer import Tokenizer
 
-FACTS = EngineFacts(max_context=100, longest=80, pid=1)
+FACTS = EngineInfo(max_context=100, longest=80, pid=1)
 GREEDY = SamplingParams(temperature=0)
 
 
