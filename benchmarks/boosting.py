@@ -100,7 +100,7 @@ def main() -> None:
     args = known.parse_args()
 
     engine = EngineConfig.from_options(
-        args.model, {"quantization": "int8", "max_context": 1024, "threads": 1, "ngram": False}
+        args.model, {"quantization": "int8", "max_context": 1024, "threads": 1, "lookup": False}
     )
     corpus = collected(engine, args)
     settings = {

@@ -108,7 +108,7 @@ class Play:
         self._computed = [0] * requests
         params = SamplingParams(temperature=0.0)
         self._requests = [Request(str(n), tuple(t), params, n) for n, t in enumerate(self._written)]
-        config = SpeculationConfig(ngram=True, suffix=True, expansion=EXPANSION)
+        config = SpeculationConfig(lookup=True, expansion=EXPANSION)
         looking_up = build_speculators(config, library)
         by_levels = DraftModel(
             "draft",

@@ -63,7 +63,7 @@ def main() -> None:
                 quantization=args.quantization,
                 draft_quantization=kind,
                 tree_size=size,
-                ngram=False,
+                lookup=False,
                 max_batch_size=1,
             ) as llm:
                 study.keep(name, measure(llm, kind, questions, args.max_tokens))

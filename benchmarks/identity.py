@@ -27,7 +27,7 @@ from specinfer.report.dataset import read_dataset
 
 def main() -> None:
     options = parser(__doc__, **SPECULATING, quantization="none", limit=50)
-    options.add_argument("--ngram", action="store_true", help="look guesses up in the text itself, too")
+    options.add_argument("--lookup", "--ngram", action="store_true", help="look guesses up in the text, too")
     options.add_argument(
         "--repeat",
         action=argparse.BooleanOptionalAction,
@@ -35,8 +35,8 @@ def main() -> None:
         help="run without speculation a second time, in the other order (default: yes)",
     )
     args = options.parse_args()
-    if not args.draft and not args.ngram:
-        options.error("nobody speculates: give --draft or --ngram")
+    if not args.draft and not args.lookup:
+        options.error("nobody speculates: give --draft or --lookup")
 
     datasets = {path.name: read_dataset(path).head(args.limit) for path in args.dataset}
     study = Study("identity", args.out, settings_of(args, without=["dataset"]))
@@ -50,7 +50,7 @@ def main() -> None:
             quantization=args.quantization,
             max_batch_size=args.batch_size,
             drafts=tuple(args.draft),
-            ngram=args.ngram,
+            lookup=args.lookup,
             expansion=args.expansion,
             tree_size="fixed",
             max_context=2048,
@@ -97,7 +97,7 @@ def page(settings: Mapping[str, Any], cells: Mapping[str, Any]) -> list[str]:
     return [
         f"# Greedy texts with and without speculation: {settings['model']}",
         "",
-        f"- speculators: {', '.join(settings['draft'] + ['n-gram'] * settings['ngram'])}, expansion "
+        f"- speculators: {', '.join(settings['draft'] + ['lookup'] * settings['lookup'])}, expansion "
         f"<{settings['expansion'] or USUAL_EXPANSION}>, {next(iter(cells.values()))['dtype']}, batch size "
         f"{settings['batch_size']}, {settings['max_tokens']} tokens at most",
         f"- identical texts: {total - len(found)} of {total}",

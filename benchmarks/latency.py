@@ -45,7 +45,7 @@ def main() -> None:
 def start(args: Any) -> Server:
     """The server, listening."""
     port = free_port()
-    flags = ["--quantization", args.quantization, "--no-ngram", "--max-context", str(_CONTEXT)]
+    flags = ["--quantization", args.quantization, "--no-lookup", "--max-context", str(_CONTEXT)]
     flags += ["--max-step-tokens", str(args.max_step_tokens), "--kv-cache-memory", "2GB"]
     command = [sys.executable, "-m", "specinfer", "serve", args.model, "--port", str(port), *flags]
     server = Server([*command, "--log-level", "warning"], {}, port)
@@ -101,7 +101,11 @@ async def long_text(http: Any, tokens: int) -> str:
 def prefill(args: Any, questions: Sequence[str]) -> list[float]:
     """Seconds of the step that reads each prompt, one prompt at a time, offline."""
     with LLM(
-        args.model, quantization=args.quantization, max_context=_CONTEXT, kv_cache_memory=2 << 30, ngram=False
+        args.model,
+        quantization=args.quantization,
+        max_context=_CONTEXT,
+        kv_cache_memory=2 << 30,
+        lookup=False,
     ) as llm:
         took: list[float] = []
         for text in ["warm", *questions]:

@@ -71,7 +71,7 @@ def beside_programs(args: argparse.Namespace) -> None:
 
 def measure(model: str, quantization: str, args: argparse.Namespace) -> dict[str, list[float]]:
     """Tokens per second of every round, alone and beside the neighbours."""
-    llm = LLM(model, quantization=quantization, threads=args.threads, ngram=False)
+    llm = LLM(model, quantization=quantization, threads=args.threads, lookup=False)
     tokens_per_second(llm, args.tokens)
     rates: dict[str, list[float]] = {"alone": [], "beside": []}
     for _ in range(args.rounds):

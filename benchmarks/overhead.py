@@ -2,7 +2,7 @@
 
     python benchmarks/overhead.py --model TARGET --dataset alpaca.jsonl
 
-Two loads, each without speculation and with n-grams: one greedy request at a time, and a batch of requests
+Two loads, each without speculation and with lookups: one greedy request at a time, and a batch of requests
 that sample with penalties. A share is of the wall time of the whole run, what lies outside of steps included.
 """
 
@@ -55,13 +55,13 @@ def main() -> None:
     study = Study("overhead", args.out, settings_of(args))
     for batch, kind, asked in ((1, "greedy", GREEDY), (args.batch_size, "sampling, penalties", SAMPLED)):
         name = f"batch {batch}, {kind}"
-        if f"{name}, n-grams" in study.cells:
+        if f"{name}, lookups" in study.cells:
             continue
         guessing = LLM(
-            args.model, dtype=args.dtype, quantization=args.quantization, max_batch_size=batch, ngram=True
+            args.model, dtype=args.dtype, quantization=args.quantization, max_batch_size=batch, lookup=True
         )
         params = [SamplingParams(**asked, seed=i, max_tokens=args.max_tokens) for i in range(len(questions))]
-        for speculation, llm in (("none", without_speculation(guessing)), ("n-grams", guessing)):
+        for speculation, llm in (("none", without_speculation(guessing)), ("lookups", guessing)):
             study.keep(f"{name}, {speculation}", measure(llm, questions, params))
     print(study.write(page(study.settings, study.cells)))
 

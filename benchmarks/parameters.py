@@ -77,14 +77,14 @@ def main() -> None:
         max_batch_size=args.batch_size,
         max_context=2048,
         drafts=tuple(args.draft),
-        ngram=not args.draft,
+        lookup=not args.draft,
         expansion=args.expansion,
         tree_size="fixed",
     )
     plain = without_speculation(speculative)
     about = {
         "model": Path(args.model).name,
-        "speculators": [Path(draft).name for draft in args.draft] or ["n-gram"],
+        "speculators": [Path(draft).name for draft in args.draft] or ["lookup"],
         "expansion": speculative.config.speculation.shape,
         "dtype": str(speculative.models.target.dtype).removeprefix("torch."),
         "max_tokens": args.max_tokens,

@@ -9,9 +9,8 @@ for all. Texts must be the same. Each way is an engine of its own that has learn
 share their weights, and the first text of a kind is not counted.
 
     none      no speculation
-    ngram     n-grams alone
-    suffix    suffix trees alone
-    lookups   both of these, and the caller's predictions
+    lookup    lookups in the text and in earlier answers alone
+    lookups   these, and the caller's predictions
     draft     the draft alone
     all       all of these
 """
@@ -34,7 +33,7 @@ from specinfer.errors import UserError
 from specinfer.replay.paired import speedup
 from specinfer.report.dataset import read_dataset
 
-WAYS: Final = ("none", "ngram", "suffix", "lookups", "draft", "all")
+WAYS: Final = ("none", "lookup", "lookups", "draft", "all")
 
 
 def main() -> None:
@@ -58,10 +57,10 @@ def main() -> None:
 def engines(everybody: LLM, *, drafted: bool) -> dict[str, LLM]:
     """An engine for each way; without a draft all of them are the lookups."""
     config, speculation = everybody.config, everybody.config.speculation
-    others = {"ngram": SpeculationConfig(ngram=True), "suffix": SpeculationConfig(ngram=False, suffix=True)}
+    others = {"lookup": SpeculationConfig(lookup=True)}
     if drafted:
-        others["lookups"] = SpeculationConfig(ngram=True, suffix=True)
-        others["draft"] = replace(speculation, ngram=False, suffix=False)
+        others["lookups"] = SpeculationConfig(lookup=True)
+        others["draft"] = replace(speculation, lookup=False)
     found = {name: everybody.variant(replace(config, speculation=one)) for name, one in others.items()}
     return {"none": without_speculation(everybody), **found, "all": everybody}
 

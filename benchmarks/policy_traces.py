@@ -122,8 +122,7 @@ def build(args: argparse.Namespace) -> LLM:
         drafts=tuple(args.draft),
         quantization=args.quantization,
         draft_quantization=args.quantization if args.draft else "none",
-        ngram=True,
-        suffix=True,
+        lookup=True,
         max_context=LONGEST_PROMPT + args.max_tokens,
         max_batch_size=16,
     )
@@ -231,7 +230,7 @@ def page(cells: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
     return [
         f"# Policies of speculation on ten workloads: {Path(args.model).stem} with {drafts}",
         "",
-        f"{args.quantization} weights, n-grams and suffix trees on, {args.max_tokens} tokens at most. Speed "
+        f"{args.quantization} weights, lookups on, {args.max_tokens} tokens at most. Speed "
         "over no speculation by the cost curves in the traces, without the time that Python takes to guess, "
         "with the 95% interval over texts, which are paired.",
         "",

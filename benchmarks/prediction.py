@@ -78,7 +78,7 @@ def main() -> None:
             continue
         if llm is None:
             context = LONGEST_PROMPT + args.max_tokens
-            llm = LLM(args.model, max_batch_size=1, max_context=context, tree_size="fixed", ngram=False)
+            llm = LLM(args.model, max_batch_size=1, max_context=context, tree_size="fixed", lookup=False)
             _ask(llm, edit, replace(params, max_tokens=min(16, args.max_tokens)))  # warms up
         result = measure(llm, edit, params, prediction_first=number % 2 == 1, compare=compare)
         study.keep(edit.file, result)

@@ -68,7 +68,7 @@ def main() -> None:
         quantization="none",
     )
     options.add_argument("--draft", help="a draft model")
-    options.add_argument("--ngram", action="store_true", help="guess by n-grams")
+    options.add_argument("--lookup", "--ngram", action="store_true", help="look guesses up in the text")
     options.add_argument("--clients", type=natural, default=32, help="that stream at once (default 32)")
     options.add_argument("--minutes", type=float, default=5.0, help="of load (default 5)")
     options.add_argument("--kill-every", type=float, metavar="SECONDS", help="SIGKILL for the engine")
@@ -88,7 +88,7 @@ def main() -> None:
 def start(args: Any) -> Server:
     """The server, listening."""
     port = free_port()
-    flags = ["--ngram" if args.ngram else "--no-ngram", "--quantization", args.quantization]
+    flags = ["--lookup" if args.lookup else "--no-lookup", "--quantization", args.quantization]
     if args.draft:
         flags += ["--draft", args.draft, "--draft-quantization", args.quantization]
     flags += ["--max-batch-size", str(args.batch_size), "--max-waiting", str(4 * args.clients)]
@@ -222,7 +222,7 @@ def compare(load: Load, args: Any) -> dict[str, Any]:
     with LLM(
         args.model,
         quantization=args.quantization,
-        ngram=args.ngram,
+        lookup=args.lookup,
         max_batch_size=args.batch_size,
         kv_cache_memory=1 << 30,
         max_context=2048,

@@ -4,7 +4,7 @@
 
 Two sets: the questions, each to be answered by {"answerable": boolean, "answer": string}, and our 100 schemas
 (tests/unit/grammar/schemas.json), for each of which an example is asked. The same requests run without
-speculation and with the n-gram speculator and the grammar's own guesses. An answer that max_tokens cut is a
+speculation and with lookups and the grammar's own guesses. An answer that max_tokens cut is a
 beginning, and counted apart; every other one is parsed and validated by jsonschema.
 """
 
@@ -55,7 +55,7 @@ def main() -> None:
     for name, tasks in sets.items():
         if name not in study.cells:
             context = {"max_batch_size": args.batch_size, "max_context": 2048}
-            llm = llm or LLM(args.model, ngram=True, tree_size="fixed", **context)
+            llm = llm or LLM(args.model, lookup=True, tree_size="fixed", **context)
             study.keep(name, measure(llm, tasks[: args.limit], args.max_tokens))
             print(row_of(name, study.cells[name]), flush=True)
     study.write(page(study, list(sets)))

@@ -66,7 +66,7 @@ def main() -> None:
                     args.model,
                     drafts=(args.draft,),
                     tree_size="fixed",
-                    ngram=False,
+                    lookup=False,
                     max_batch_size=args.batch_size,
                     max_context=2048,
                 )

@@ -65,7 +65,7 @@ def main() -> None:
             drafts=(draft,) if draft else (),
             quantization=args.quantization,
             draft_quantization=args.quantization if draft else "none",
-            ngram=False,
+            lookup=False,
             max_nodes=MOST,
             max_batch_size=args.batch_size,
             max_step_tokens=max(512, MOST * args.batch_size),

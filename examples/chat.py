@@ -2,7 +2,7 @@
 
 from specinfer import LLM, SamplingParams
 
-llm = LLM("smollm2-135m", ngram=True)
+llm = LLM("smollm2-135m", lookup=True)
 params = SamplingParams(temperature=0, max_tokens=96)
 messages = [{"role": "system", "content": "Answer in one short sentence."}]
 

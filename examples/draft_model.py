@@ -1,4 +1,4 @@
-"""A target, a draft model and the n-gram speculator, merged into one tree per step.
+"""A target, a draft model and lookups, merged into one tree per step.
 
 python examples/draft_model.py TARGET DRAFT      (two models of one family, GGUF files or folders)
 """
@@ -7,7 +7,7 @@ import sys
 
 from specinfer import LLM, SamplingParams
 
-llm = LLM(sys.argv[1], drafts=[sys.argv[2]], ngram=True)
+llm = LLM(sys.argv[1], drafts=[sys.argv[2]], lookup=True)
 question = [{"role": "user", "content": "Write a Python function that merges two sorted lists."}]
 
 [output] = llm.chat(question, SamplingParams(temperature=0, max_tokens=200))

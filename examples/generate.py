@@ -2,7 +2,7 @@
 
 from specinfer import LLM, SamplingParams
 
-llm = LLM("smollm2-135m", ngram=True)
+llm = LLM("smollm2-135m", lookup=True)
 questions = ["Name three rivers.", "Count to ten, twice.", "What is a token tree?"]
 chats = [[{"role": "user", "content": question}] for question in questions]
 

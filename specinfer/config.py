@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike, fspath
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from specinfer.errors import ConfigError
 from specinfer.tree.draw import DrawRule
@@ -21,16 +21,24 @@ SpecialTokens = Literal["text", "special"]  # what their names are where users w
 TreeSize = Literal["cost", "fixed"]
 Clock = Literal["measured", "curve"]
 DraftTokens = Literal["auto", "shared", "text"]
+Lookup = bool | Literal["auto"]
 
 USUAL_EXPANSION = Expansion((1, 1, 3, 1, 1))  # where there has to be one, and nobody says which
 DEEPEST = 8  # levels of a draft's tree whose shape is learned
-LEAST_SUFFIX_MEMORY = 1 << 20  # bytes; less is hardly a memory, and most likely meant as tokens
+LONGEST_MATCH = 32  # tokens that are compared; a longer match is no better a guess
+LEAST_LOOKUP_MEMORY = 1 << 20  # bytes; less is hardly a memory, and most likely meant as tokens
 
-
-def _switch(purpose: str, *, on: bool = False) -> bool:
-    """An option that switches a speculator on and off (speculate/table.py); `on` is its default."""
-    switch: bool = field(default=on, metadata={"switch": purpose})
-    return switch
+# Speculators that were two and are one: options, requests and metrics may still call it so.
+OLD_NAMES: Final = {"ngram": "lookup", "suffix": "lookup"}
+OLD_OPTIONS: Final = {
+    **OLD_NAMES,
+    **{"ngram_min": "lookup_min", "ngram_depth": "lookup_depth"},
+    **{f"suffix_{part}": f"lookup_{part}" for part in ("depth", "nodes", "memory")},
+}
+GONE_OPTIONS: Final = {  # options, and why nobody needs them
+    "ngram_max": "longer matches are always looked for first",
+    "ngram_branches": "guesses are trees, of at most lookup_nodes nodes",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +50,12 @@ class SpeculationConfig:
     draft_vocabulary: int | str | None = None  # tokens drafts can name: how many, or a file of ids; None: all
     # What drafts of another vocabulary guess: tokens both have, or text; auto: text unless a law is needed.
     draft_tokens: DraftTokens = "auto"
-    ngram: bool = _switch("Look guesses up in the text itself.", on=True)
-    ngram_min: int = 1  # tokens that must match, at least
-    ngram_max: int = 4  # and at most; longer matches are tried first
-    ngram_branches: int = 1  # earlier occurrences that become branches
-    ngram_depth: int = 7  # tokens of a branch
-    suffix: bool = _switch("Look guesses up in the text and in earlier answers, as trees.")
-    suffix_depth: int = 16  # tokens of a guess
-    suffix_nodes: int = 32  # of a guessed tree, the root included
-    suffix_memory: int = 16 << 20  # bytes for earlier answers, over all cache salts; 0 keeps none
+    # Guesses looked up in the text and in earlier answers; auto: where native kernels can be had for it.
+    lookup: Lookup = "auto"
+    lookup_min: int = 1  # tokens that must match, at least
+    lookup_depth: int = 16  # tokens of a guess
+    lookup_nodes: int = 32  # of a guessed tree, the root included
+    lookup_memory: int = 16 << 20  # bytes for earlier answers, over all cache salts; 0 keeps none
     prediction_depth: int = 15  # tokens guessed at once from a request's `prediction`
     prediction_branches: int = 4  # ways to go on that are guessed after a difference
     forced_depth: int = 16  # tokens guessed at once where a grammar leaves no choice
@@ -76,9 +81,8 @@ class SpeculationConfig:
                 object.__setattr__(self, "expansion", Expansion.of(self.expansion))
             except ConfigError as error:
                 raise ConfigError(f"{error}; or learned") from None
-        for name in SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
+        if not isinstance(self.lookup, bool) and self.lookup != "auto":
+            raise ConfigError(f"lookup is {self.lookup!r}; allowed: True, False or 'auto'")
         _choice("tree_size", self.tree_size, get_args(TreeSize))
         if self.expansion == "learned" and self.tree_size == "fixed":
             raise ConfigError(
@@ -93,17 +97,16 @@ class SpeculationConfig:
                 f"{', '.join(PAIRS[self.verifier].draws)}: any other pair would change the output law"
             )
         _at_least("max_nodes", self.max_nodes, 1)
-        _at_least("ngram_min", self.ngram_min, 1)
-        _at_least("ngram_max", self.ngram_max, self.ngram_min)
-        _at_least("ngram_branches", self.ngram_branches, 1)
-        _at_least("ngram_depth", self.ngram_depth, 1)
-        _at_least("suffix_depth", self.suffix_depth, 1)
-        _at_least("suffix_nodes", self.suffix_nodes, 2)
-        _at_least("suffix_memory", self.suffix_memory, 0)
-        if 0 < self.suffix_memory < LEAST_SUFFIX_MEMORY:
+        _at_least("lookup_min", self.lookup_min, 1)
+        _at_least("lookup_depth", self.lookup_depth, 1)
+        _at_least("lookup_nodes", self.lookup_nodes, 2)
+        _at_least("lookup_memory", self.lookup_memory, 0)
+        if self.lookup_min > LONGEST_MATCH:
+            raise ConfigError(f"lookup_min is {self.lookup_min}; allowed: 1 to {LONGEST_MATCH} tokens")
+        if 0 < self.lookup_memory < LEAST_LOOKUP_MEMORY:
             raise ConfigError(
-                f"suffix_memory is {self.suffix_memory}; allowed: 0, or {LEAST_SUFFIX_MEMORY} and more. It "
-                f"counts bytes, no longer tokens: so many tokens take about {64 * self.suffix_memory}"
+                f"lookup_memory is {self.lookup_memory}; allowed: 0, or {LEAST_LOOKUP_MEMORY} and more. It "
+                f"counts bytes, no longer tokens: so many tokens take about {64 * self.lookup_memory}"
             )
         _at_least("prediction_depth", self.prediction_depth, 1)
         _at_least("prediction_branches", self.prediction_branches, 1)
@@ -143,11 +146,7 @@ class SpeculationConfig:
     @property
     def enabled(self) -> bool:
         """Whether anybody is asked to guess; what a request brings along is guessed from in any case."""
-        return bool(self.drafts) or any(getattr(self, name) for name in SWITCHES)
-
-
-# The options that switch a speculator on, with what each is for.
-SWITCHES = {f.name: f.metadata["switch"] for f in fields(SpeculationConfig) if "switch" in f.metadata}
+        return bool(self.drafts or self.lookup)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,8 +232,10 @@ class EngineConfig:
     def with_options(self, options: Mapping[str, Any]) -> EngineConfig:
         """The same but for these flat options: fields of this class and of its three parts.
 
-        Raises ConfigError on an unknown option, naming the nearest known one, and on a wrong value.
+        Old names are taken (`new_names`). Raises ConfigError on an unknown option, naming the nearest known
+        one, and on a wrong value.
         """
+        options = new_names(options)
         parts = {"speculation": SpeculationConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
         owner = {f.name: (part, f.name) for part, kind in parts.items() for f in fields(kind)}
         owner["kv_cache_memory"] = owner.pop("memory")[0], "memory"
@@ -254,6 +255,24 @@ class EngineConfig:
                 raise ConfigError(f"unknown option {name!r}; {hint}")
         changed = {part: replace(getattr(self, part), **values) for part, values in of_parts.items()}
         return replace(self, **top, **changed)
+
+
+def new_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options under the names they have now; raises ConfigError for one that is gone or given twice.
+
+    `ngram` and `suffix` switch the same speculator on: it is on where one of the two is.
+    """
+    renamed: dict[str, Any] = {}
+    for old, value in options.items():
+        if old in GONE_OPTIONS:
+            raise ConfigError(f"{old} is no option any more: {GONE_OPTIONS[old]}; leave it out")
+        name = OLD_OPTIONS.get(old, old)
+        if name == "lookup":
+            value = renamed.get(name) or value
+        elif renamed.get(name, value) != value:
+            raise ConfigError(f"{name} is {renamed[name]!r} and {value!r}, once by an old name; give it once")
+        renamed[name] = value
+    return renamed
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -296,4 +315,4 @@ def _at_least(name: str, value: int, least: int) -> None:
 
 
 # Ordinary decoding: one-node trees, whatever a request's grammar or prediction would let somebody guess.
-NO_SPECULATION = SpeculationConfig(ngram=False, max_nodes=1, tree_size="fixed")
+NO_SPECULATION = SpeculationConfig(lookup=False, max_nodes=1, tree_size="fixed")

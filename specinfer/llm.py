@@ -47,7 +47,8 @@ class LLM:
                 print(output.text)
 
     Options are the fields of SpeculationConfig, CacheConfig (`kv_cache_memory`, `block_size`),
-    SchedulerConfig and EngineConfig; an EngineConfig may stand for the model, and options change it.
+    SchedulerConfig and EngineConfig; an EngineConfig may stand for the model, and options change it. Guesses
+    are looked up in the text and in earlier answers unless `lookup=False`.
     `speculators` are the caller's own (docs/add_a_speculator.md), asked after those the options name.
     What takes long at the start (a download, compiling, loading) shows a bar on a terminal, and
     `progress=NoProgress()` (specinfer.progress) shows nothing. Raises ConfigError, ModelError or

@@ -85,6 +85,14 @@ class SamplingParams:
         """Whether the target's choice is its argmax."""
         return self.temperature < GREEDY_BELOW
 
+    def knows_chance(self, verifier: str) -> bool:
+        """Whether an earlier answer may have been made with the same chance as this request's next tokens.
+
+        That is so in multi-step sampling with a seed. A guess that knows such an answer would change the law.
+        `verifier` is that of requests which do not say.
+        """
+        return (self.speculation.verifier or verifier) == "mss" and not self.greedy and self.seed is not None
+
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 

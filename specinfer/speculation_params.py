@@ -22,7 +22,7 @@ class SpeculationParams:
     enabled: bool = True  # False: one-node trees, ordinary decoding
     max_nodes: int | None = None  # of a step's tree, the root included; at most the engine's max_nodes
     expansion: Expansion | None = None  # <k1,k2,...> of its draft models' trees
-    speculators: tuple[str, ...] | None = None  # only these may guess: draft, ngram, suffix, ...
+    speculators: tuple[str, ...] | None = None  # only these may guess: draft, lookup, ...
     verifier: Verifier | None = None  # coupled or mss; drafts then draw by that verifier's own rule
 
     @naming("speculation")

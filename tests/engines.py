@@ -30,7 +30,7 @@ from .tiny_models import write_similar_llama, write_tiny_llama
 CPU = torch.device("cpu")
 # Trees of a fixed size: a tiny draft is no cheaper than a tiny target, and timings differ every time.
 # No speculator but those that a test asks for.
-ENGINE = {"dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed", "ngram": False}
+ENGINE = {"dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed", "lookup": False}
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def answer(
         tokenizer=tiny.tokenizer,
         admission=Admission(
             tiny.tokenizer,
-            SpeculationLimits(SpeculationConfig(ngram=False, max_nodes=4), [speculator]),
+            SpeculationLimits(SpeculationConfig(lookup=False, max_nodes=4), [speculator]),
             vocab=tiny.target.config.vocab_size,
             max_context=64,
             capacity=128,

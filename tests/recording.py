@@ -63,39 +63,39 @@ PARAMETERS: Mapping[str, Options] = {
 # Few enough run at once that every tree has its full size, which decides the text under multi-step sampling.
 TINY: Options = {
     **{"dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed"},
-    **{"max_batch_size": 8, "max_nodes": 24, "ngram": False},
+    **{"max_batch_size": 8, "max_nodes": 24, "lookup": False},
 }
 # draft names: S often agrees with the target, X never heard of it
 TINY_ENGINES: Mapping[str, Options] = {
     "plain": {},
     "twins": {"kernels": "torch", "drafts": "S"},
-    "n-gram": {"ngram": True, "ngram_branches": 2},
+    "n-gram": {"lookup": True},
     "draft": {"drafts": "S"},
     "draft, short steps": {"drafts": "S", "max_step_tokens": 24, "max_batch_size": 8},
-    "two drafts, suffix, n-gram": {"drafts": "SX", "suffix": True, "ngram": True},
-    "by cost": {"drafts": "S", "ngram": True, "tree_size": "cost"},
+    "two drafts, suffix, n-gram": {"drafts": "SX", "lookup": True},
+    "by cost": {"drafts": "S", "lookup": True, "tree_size": "cost"},
     "preemption": {"drafts": "S", "kv_cache_memory": 1 << 17},
     "no reuse": {"drafts": "S", "prefix_reuse": False},
     "draft vocabulary": {"drafts": "S", "draft_vocabulary": 40},
     "multistep, iid": {"drafts": "SX", "verifier": "mss", "draw": "iid", "expansion": (2, 2, 1)},
     "multistep, without replacement": {
         **{"drafts": "S", "verifier": "mss", "draw": "without_replacement"},
-        **{"expansion": (3, 2), "ngram": True},
+        **{"expansion": (3, 2), "lookup": True},
     },
     "multistep, preemption": {"drafts": "S", "verifier": "mss", "kv_cache_memory": 1 << 17},
     "int8": {"quantization": "int8", "drafts": "S", "draft_quantization": "int4"},
-    "int4": {"quantization": "int4", "ngram": True},
+    "int4": {"quantization": "int4", "lookup": True},
 }
 TWICE = ("plain", "two drafts, suffix, n-gram", "preemption", "multistep, iid")
 TINY_PROMPTS = ("12 34 12 34 12", "the the the", "a", "(1,2,3", "abcabcabcabcabcabcabcabcabcabcabcabcab")
 REAL_ENGINES: Mapping[str, Options] = {
     "plain": {},
-    "n-gram": {"ngram": True, "ngram_branches": 2},
-    "int8 n-gram": {"quantization": "int8", "ngram": True},
-    "int4 suffix": {"quantization": "int4", "suffix": True},
+    "n-gram": {"lookup": True},
+    "int8 n-gram": {"quantization": "int8", "lookup": True},
+    "int4 suffix": {"quantization": "int4", "lookup": True},
 }
 DRAFT_ENGINES: Mapping[str, Options] = {
-    "draft": {"ngram": True},
+    "draft": {"lookup": True},
     "int8 draft multistep": {"quantization": "int8", "draft_quantization": "int8", "verifier": "mss"},
 }
 REAL_PROMPTS = (
@@ -142,7 +142,7 @@ def record_real(model: str, draft: str | None) -> Iterator[Record]:
     chosen = [*LAWS, "penalties", "regex", "min_tokens stop", "logprobs raw"]
     for name, options in engines.items():
         common: Options = {
-            **{"max_context": 1024, "tree_size": "fixed", "dtype": "bfloat16", "ngram": False},
+            **{"max_context": 1024, "tree_size": "fixed", "dtype": "bfloat16", "lookup": False},
             **options,
         }
         llm = LLM(model, **common)

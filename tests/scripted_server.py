@@ -39,11 +39,11 @@ FACTS: Final = EngineInfo(
     max_context=100_000,
     longest=100_000,
     pid=1,
-    speculators=("grammar", "prediction", "draft", "suffix", "ngram"),
-    speculation=SpeculationConfig(drafts=("small",), ngram=False, max_nodes=64),
+    speculators=("grammar", "prediction", "draft", "lookup"),
+    speculation=SpeculationConfig(drafts=("small",), lookup=False, max_nodes=64),
 )
 _ACCEPTED: Final = (3, 0, 5, 1, 2)  # tokens, step by step
-_NAMES: Final = (["draft"], ["ngram"], ["draft", "ngram"], ["suffix"], ["prediction"], ["grammar"])
+_NAMES: Final = (["draft"], ["lookup"], ["draft", "lookup"], ["prediction"], ["grammar"])
 
 # What a work is answered; an exception is raised, and None says no more until the work is given up.
 Script = Sequence[Delta | Exception | None]

@@ -37,10 +37,10 @@ _QUANTIZATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("int4, int8 activations, with AMX bf16", {"dtype": "bfloat16", "quantization": "int4"}),
 }
 _SPECULATION: dict[str, dict[str, Any]] = {
-    "": {"ngram": False},
-    "+ngram": {"ngram": True},
-    "+draft": {"draft_quantization": "int4", "ngram": False},
-    "+draft+ngram": {"draft_quantization": "int4", "ngram": True},
+    "": {"lookup": False},
+    "+ngram": {"lookup": True},
+    "+draft": {"draft_quantization": "int4", "lookup": False},
+    "+draft+ngram": {"draft_quantization": "int4", "lookup": True},
 }
 
 

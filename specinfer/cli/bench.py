@@ -54,7 +54,7 @@ def bench(
     """Measure a model without and with speculation, on the same prompts and the same loaded weights.
 
     The two take turns, so that a machine that slows down slows both. Without --dataset the built-in prompts
-    are used; without --draft the speculator is the n-gram one.
+    are used; without --draft the speculator is lookups.
 
     With --url the model is one that a server serves, ours or any other that speaks OpenAI's API: figures are
     of requests over HTTP, named as `vllm bench serve` names them. --concurrency N has N users wait for their
@@ -85,7 +85,7 @@ def bench(
         raise ConfigError(f"batch size is {batch_size}; allowed: an integer >= 1")
     llm = build_llm(options, max_batch_size=batch_size)
     if not llm.config.speculation.enabled:
-        raise ConfigError("nobody speculates, so there is nothing to compare; give --draft or --ngram")
+        raise ConfigError("nobody speculates, so there is nothing to compare; give --draft or --lookup")
 
     from specinfer.bench.report import as_json
     from specinfer.bench.run import Load, compare

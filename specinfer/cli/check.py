@@ -43,7 +43,7 @@ def check(
     Texts with and without speculation, alone and in a batch, asked twice, greedy and seeded: on a CPU they
     must be identical, elsewhere up to rounding. Then the tokens of many sampled texts are counted against
     the law the target states, with both verifiers; then the engine's bookkeeping. A few minutes with a small
-    model; --samples and --prompts say how many. Without --draft the speculator is the n-gram one. The suite
+    model; --samples and --prompts say how many. Without --draft the speculator is lookups. The suite
     of parameters compares seeded texts under penalties, biases, bans, forms and others, one after the other.
     """
     if suite not in SUITES:
@@ -67,7 +67,7 @@ def check(
     options["verifier"] = _verifier(options["draw"])
     llm = build_llm(options, max_batch_size=batch_size)
     if not llm.config.speculation.enabled:
-        raise ConfigError("nobody speculates, so there is nothing to check; give --draft or --ngram")
+        raise ConfigError("nobody speculates, so there is nothing to check; give --draft or --lookup")
 
     from specinfer.check.parameters import check_parameters
     from specinfer.check.promise import Effort, check_promise

@@ -62,7 +62,7 @@ Pairs = Sequence[tuple["RequestOutput", "RequestOutput"]]  # without speculation
 def demo() -> None:
     """Answer a question with SmolLM2-135M through token trees, then compare with no speculation.
 
-    A small draft head that comes with specinfer proposes tokens, and n-grams propose what the text repeats.
+    A small draft head that comes with specinfer proposes tokens, and lookups propose what the text repeats.
     """
     from specinfer.config import NO_SPECULATION
     from specinfer.llm import LLM

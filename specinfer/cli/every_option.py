@@ -18,13 +18,21 @@ from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, ge
 import click
 
 from specinfer.cli.options import DEFAULT_MODEL, parse_size
-from specinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
+from specinfer.config import (
+    GONE_OPTIONS,
+    OLD_OPTIONS,
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+    new_names,
+)
 from specinfer.errors import ConfigError
 from specinfer.serve.config import ServeConfig
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _PARTS: Final = (SpeculationConfig, CacheConfig, SchedulerConfig)
-_SIZES: Final = ("kv_cache_memory", "suffix_memory", "max_body", "max_bodies_memory", "log_traffic_size")
+_SIZES: Final = ("kv_cache_memory", "lookup_memory", "max_body", "max_bodies_memory", "log_traffic_size")
 _STEP_TOKENS: Final = (
     128  # a step of more keeps whoever comes meanwhile waiting; of fewer reads prompts slowly
 )
@@ -51,15 +59,11 @@ PURPOSES: Final = {
     "draft_quantization": "As --quantization, of draft models.",
     "draft_vocabulary": "Cut a draft's output layer to N common tokens, or to the token ids in a file.",
     "draft_tokens": "What drafts of another vocabulary guess: shared tokens, text, or auto.",
-    "ngram": "Look guesses up in the text itself.",
-    "ngram_min": "Tokens that must match, at least.",
-    "ngram_max": "And at most; longer matches are tried first.",
-    "ngram_branches": "Earlier occurrences that become branches.",
-    "ngram_depth": "Tokens of a branch.",
-    "suffix": "Look guesses up in the text and in earlier answers, as trees.",
-    "suffix_depth": "Tokens of a guess.",
-    "suffix_nodes": "Of a guessed tree, the root included.",
-    "suffix_memory": "For earlier answers; 0 keeps none.",
+    "lookup": "Look guesses up in the text and in earlier answers.",
+    "lookup_min": "Tokens that must match, at least.",
+    "lookup_depth": "Tokens of a guess.",
+    "lookup_nodes": "Of a guessed tree, the root included.",
+    "lookup_memory": "For earlier answers; 0 keeps none.",
     "prediction_depth": "Tokens guessed at once from a request's prediction.",
     "prediction_branches": "Ways to go on that are guessed after a difference.",
     "forced_depth": "Tokens guessed at once where a grammar leaves no choice.",
@@ -177,7 +181,7 @@ def read_options(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         raise ConfigError(f"{file} holds {type(found).__name__}; allowed: options, like `port: 8000`")
-    known = {*PURPOSES, "speculative_config"}
+    known = {*PURPOSES, *OLD_OPTIONS, *GONE_OPTIONS, "speculative_config"}
     options: dict[str, Any] = {}
     for key, value in found.items():
         name = str(key).replace("-", "_")
@@ -188,7 +192,7 @@ def read_options(file: Path) -> dict[str, Any]:
             raise ConfigError(f"{file} has the unknown option {key!r}; {hint}")
         if value is not None:
             options[name] = value
-    return options
+    return new_names(options)
 
 
 def speculative_config(value: object) -> dict[str, Any]:
@@ -206,17 +210,18 @@ def speculative_config(value: object) -> dict[str, Any]:
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
         raise ConfigError(f"num_speculative_tokens is {tokens!r}; allowed: an integer >= 1")
     options: dict[str, Any] = {}
-    names: dict[str, str] = {}
+    names: dict[str, str | None] = {}
     if method == "ngram":
-        options = {"ngram": True}
-        names = {"prompt_lookup_min": "ngram_min", "prompt_lookup_max": "ngram_max"}
+        options = {"lookup": True}
+        # The most tokens that match bound a search there; here longer matches come first in any case.
+        names = {"prompt_lookup_min": "lookup_min", "prompt_lookup_max": None}
         if tokens is not None:
-            options["ngram_depth"] = tokens
+            options["lookup_depth"] = tokens
     elif method == "suffix":
-        options = {"suffix": True, "ngram": False}
-        names = {"suffix_decoding_max_tree_depth": "suffix_depth"}
+        options = {"lookup": True}
+        names = {"suffix_decoding_max_tree_depth": "lookup_depth"}
         if tokens is not None:
-            options["suffix_depth"] = tokens
+            options["lookup_depth"] = tokens
     elif method == "draft_model":
         if "model" not in left:
             raise ConfigError("speculative_config has method draft_model and no model; name the draft")
@@ -231,7 +236,9 @@ def speculative_config(value: object) -> dict[str, Any]:
         )
     for key, name in names.items():
         if key in left:
-            options[name] = left.pop(key)
+            value = left.pop(key)
+            if name is not None:
+                options[name] = value
     if left:
         raise ConfigError(
             f"speculative_config of method {method} has {', '.join(map(str, left))}; allowed: method, "
@@ -262,22 +269,25 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _flag(name: str, hint: Any, default: Any) -> Callable[[_Command], _Command]:
-    flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
+    names = (_FLAGS.get(name, name), *(old for old, new in OLD_OPTIONS.items() if new == name))
+    flags = tuple(one.replace("_", "-") for one in names)
     kinds = [kind for kind in get_args(hint) if kind is not NoneType]
     kind = kinds[0] if get_origin(hint) in (Union, UnionType) and kinds else hint
     shown = "" if default in (None, (), "", False) else f"  [{_shown(name, default)}]"
     more: dict[str, Any] = {"help": PURPOSES[name] + shown}
     if kind is bool:
-        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, **more)
+        return click.option(*(f"--{one}/--no-{one}" for one in flags), name, default=None, **more)
     if get_origin(kind) is tuple:
-        return click.option(flag, name, multiple=True, metavar="TEXT", **more)
-    if get_origin(kind) is Literal:
-        return click.option(flag, name, type=click.Choice(get_args(kind)), **more)
-    if name in _SIZES:
-        return click.option(flag, name, metavar="SIZE", **more)
-    if kind in (int, float) and len(kinds) < 2:
-        return click.option(flag, name, type=kind, **more)
-    return click.option(flag, name, metavar="TEXT", **more)
+        more |= {"multiple": True, "metavar": "TEXT"}
+    elif get_origin(kind) is Literal:
+        more["type"] = click.Choice(get_args(kind))
+    elif name in _SIZES:
+        more["metavar"] = "SIZE"
+    elif kind in (int, float) and len(kinds) < 2:
+        more["type"] = kind
+    else:
+        more["metavar"] = "TEXT"
+    return click.option(*(f"--{one}" for one in flags), name, **more)
 
 
 def _shown(name: str, default: Any) -> str:

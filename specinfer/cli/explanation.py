@@ -1,7 +1,7 @@
 """What `specinfer generate --explain` shows of a step: who guessed, who did not, hopes, prices, what came.
 
      step  guessed                  did not             hoped  came  price  expected    took
-        7  ngram 3 of 7, draft 2    suffix: no guess     3.21     4    5.1      24.0    23.1
+        7  lookup 3 of 7, draft 2   grammar: no guess    3.21     4    5.1      24.0    23.1
         8                           all: plain step      1.00     1    0.0      18.9    19.4
 
 Tokens are the request's; milliseconds are those of the step, which serves all requests there are.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from specinfer.config import SWITCHES, EngineConfig
+from specinfer.config import OLD_NAMES, EngineConfig
 from specinfer.errors import ConfigError
 from specinfer.hub.shipped import heads_of
 
@@ -57,7 +57,7 @@ def model_options(command: _Command) -> _Command:
 
 
 def speculation_options(command: _Command) -> _Command:
-    """--draft, --draft-quantization, --draft-vocabulary, --ngram, --suffix, --expansion, and others."""
+    """--draft, --draft-quantization, --draft-vocabulary, --lookup, --expansion, and others."""
     for option in reversed(
         [
             click.option(
@@ -74,9 +74,11 @@ def speculation_options(command: _Command) -> _Command:
                 show_default="auto",
                 help="What drafts of another vocabulary guess: shared tokens, text, or auto.",
             ),
-            *(
-                click.option(f"--{name}/--no-{name}", default=None, help=purpose)
-                for name, purpose in SWITCHES.items()
+            click.option(
+                *(f"--{name}/--no-{name}" for name in ("lookup", *OLD_NAMES)),
+                "lookup",
+                default=None,
+                help="Look guesses up in the text and in earlier answers.",
             ),
             click.option(
                 "--expansion",
@@ -126,7 +128,8 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     model = given.pop("model")
     if isinstance(memory := given.get("kv_cache_memory"), str):
         given["kv_cache_memory"] = parse_size(memory)
-    if "ngram" not in given and not any(given.get(name) for name in ("drafts", *SWITCHES)):
+    named = given.get("drafts") or any(name in given for name in ("lookup", *OLD_NAMES))
+    if not named:
         given["drafts"] = heads_of(model)
     config = EngineConfig.from_options(model, given)
     for name in ("draft_quantization", "draft_vocabulary", "draft_tokens", "expansion", "draw"):

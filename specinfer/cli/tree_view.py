@@ -2,7 +2,7 @@
 
     step 3: 2 of 4 accepted
     " the"
-    |-- " cat" (draft, ngram) *
+    |-- " cat" (draft, lookup) *
     |   |-- " sat" (draft) *
     |   |   `=> " on"
     |   `-- " ran" (draft)

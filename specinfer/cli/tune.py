@@ -141,7 +141,7 @@ def tune(
     minutes, or the answers under way where one takes longer than that: --resume goes on. Without --prompts
     or --traffic the built-in prompts are asked, which are few.
     """
-    config = engine_config({**options, "ngram": False})
+    config = engine_config({**options, "lookup": False})
     if traffic is not None and files:
         raise TuneError("--prompts and --traffic are both given; give one of them")
     from typing import cast

@@ -18,7 +18,7 @@ from specinfer.processors.bad_words import tokenize_bad_words
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Delta, Request
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.lookups.indexed_prediction import PredictionShelf
+from specinfer.speculate.lookups.alignment import PredictionShelf
 from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.prompt_logprobs import FIGURE_BYTES, PromptLogprobs

@@ -202,7 +202,7 @@ def build_engine(
             kept = PolicyMemory(_learned_of(config, models), learned)
             kept.recall()
     speculators: list[Speculator | LevelSpeculator] = [
-        *build_speculators(speculation, models.target.kernels.library),
+        *build_speculators(speculation, models.target.kernels.library, progress),
         *(draft for _, draft in drafting.values()),
         *extra,
     ]

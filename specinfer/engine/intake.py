@@ -19,7 +19,7 @@ from specinfer.engine.admission import Admission, Admitted
 from specinfer.errors import RequestError, naming
 from specinfer.request import Request
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.lookups.indexed_prediction import within_reach
+from specinfer.speculate.lookups.alignment import within_reach
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.noise import completion_seed
 

@@ -238,7 +238,6 @@ class LookupRules(ctypes.Structure):
     _fields_ = (
         ("longest", c_int64),
         ("surest", c_int64),
-        ("places", c_int64),
         ("depth_factor", c_double),
         ("min_probability", c_double),
     )
@@ -365,12 +364,11 @@ class Library:
         self.index_sound = _function(library.specinfer_index_sound, flag, address)
         self.index_bytes_with = _function(library.specinfer_index_bytes_with, count, address, count)
         self.index_tokens = _function(library.specinfer_index_tokens, count, address, count, count, address)
-        looked, numbers = (count, address, address), (count, count)
-        self.index_places = _function(library.specinfer_index_places, *looked, *numbers, count, address)
-        self.index_occurrences = _function(library.specinfer_index_occurrences, *looked, *numbers, address)
+        self.index_places = _function(
+            library.specinfer_index_places, *(count, address, address, count, count, count, address)
+        )
         asks = POINTER(LookupRules), address, count, address, count, POINTER(LookedUpArgs)
-        self.suffix_trees = _function(library.specinfer_suffix_trees, flag, *asks)
-        self.ngram_trees = _function(library.specinfer_ngram_trees, flag, *asks)
+        self.lookup_trees = _function(library.specinfer_lookup_trees, flag, *asks)
         self.stream = _function(library.specinfer_stream, c_double, address, count)
         self.profile = _function(library.specinfer_profile, None, flag, address)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, Final
+from typing import Final
 
-from specinfer.config import SWITCHES, SpeculationConfig
+from specinfer.config import SpeculationConfig
 from specinfer.errors import TraceTooSmallError
 from specinfer.replay.fixed_policies import CutPolicy
 from specinfer.replay.oracle import oracle
@@ -36,8 +36,7 @@ def fixed_choices(
     """
     recorded = parts[0].texts[0][0].drafts
     drafts, models = tuple(recorded), {name for name, draft in recorded.items() if draft.head is None}
-    lookups = tuple(name for name in SWITCHES if getattr(speculation, name))
-    everybody = (*drafts, *lookups)
+    everybody = (*drafts, *(("lookup",) if speculation.lookup else ()))
     deepest = max(DEPTH, speculation.fixed_expansion.depth)
     for count in range(1, len(everybody) + 1):
         for names in combinations(everybody, count):
@@ -51,11 +50,11 @@ def fixed_choices(
 
 def play_fixed(parts: Sequence[Part], speculation: SpeculationConfig, choice: FixedChoice) -> Played:
     """Play parts with one fixed choice."""
-    switches: dict[str, Any] = {name: name in choice.speculators for name in SWITCHES}
     nodes = max(speculation.max_nodes, choice.nodes)
     if choice.depth > speculation.fixed_expansion.depth:
         speculation = replace(speculation, expansion=speculation.fixed_expansion.deepened(choice.depth))
-    limited = replace(speculation.with_tree_size("fixed"), **switches, max_nodes=nodes)
+    looks_up = "lookup" in choice.speculators
+    limited = replace(speculation.with_tree_size("fixed"), lookup=looks_up, max_nodes=nodes)
     return play(parts, CutPolicy(choice.speculators, choice.depth, choice.nodes), speculation=limited)
 
 

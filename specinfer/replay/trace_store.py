@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.config import SpeculationConfig
+from specinfer.config import SpeculationConfig, new_names
 from specinfer.errors import ConfigError, UserError
 from specinfer.files import NewFile
 from specinfer.heads.config import BlockRows
@@ -28,7 +28,7 @@ from specinfer.sampling_params import SamplingParams
 VERSION: Final = 3
 _READ: Final = (2, 3)  # versions; 2 has no heads
 LARGEST: Final = 4 << 30  # bytes of all arrays together
-_UNSAID: Final = SpeculationConfig(ngram=False)  # what a file leaves out is as it is here
+_UNSAID: Final = SpeculationConfig(lookup=False)  # what a file leaves out is as it is here
 _FORMAT: Final = "specinfer policy trace"
 # What of a request's parameters is kept: all that speculators, their limits and text ends depend on.
 KEPT_PARAMS: Final = (
@@ -169,7 +169,7 @@ def _trace(arrays: Mapping[str, NDArray[Any]]) -> Trace:
     return Trace(
         model=str(head["model"]),
         engine=engine,
-        speculation=replace(_UNSAID, **head["speculation"]),
+        speculation=replace(_UNSAID, **new_names(head["speculation"])),
         texts=texts,
         drafts=drafts,
         curve=_curve(head["curve"]),

@@ -7,6 +7,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from specinfer.config import OLD_NAMES
 from specinfer.request import Delta, SpeculationFigures
 from specinfer.serve.work import Health, Work
 
@@ -110,7 +111,8 @@ class Metrics:
             self.off_steps.set(state.speculation_off_steps)
             self.on.set(state.speculation_on)
             for speculator, count in state.guessed_tokens.items():
-                self.guessed_by.labels(self._model, speculator).set(count)
+                for name in _names_of(speculator):
+                    self.guessed_by.labels(self._model, name).set(count)
             for model, factor in state.cost_factors.items():
                 self.factors.labels(self._model, model).set(factor)
             if state.prefix_queries:
@@ -132,10 +134,18 @@ class Metrics:
         self.accepted_tokens.inc(figures.accepted_tokens)
         for position, count in enumerate(figures.accepted_per_depth):
             self.accepted_at.labels(self._model, str(position)).inc(count)
-        for speculator, count in figures.proposed_by.items():
-            self.verified_by.labels(self._model, speculator).inc(count)
-        for speculator, count in figures.accepted_by.items():
-            self.accepted_by.labels(self._model, speculator).inc(count)
+        for counter, counts in (
+            (self.verified_by, figures.proposed_by),
+            (self.accepted_by, figures.accepted_by),
+        ):
+            for speculator, count in counts.items():
+                for name in _names_of(speculator):
+                    counter.labels(self._model, name).inc(count)
+
+
+def _names_of(speculator: str) -> list[str]:
+    """A speculator's name, and its old ones: dashboards may know it by these."""
+    return [speculator, *(old for old, new in OLD_NAMES.items() if new == speculator)]
 
 
 class Observed:

@@ -29,7 +29,7 @@ from specinfer.serve.field_policy import FieldPolicy
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.reports import SharedPrompts
 from specinfer.serve.work import Backend, BackendError, EngineInfo, Observe, UnavailableError, Work
-from specinfer.speculate.lookups.indexed_prediction import within_reach
+from specinfer.speculate.lookups.alignment import within_reach
 from specinfer.tokenizer import Tokenizer
 
 _AT_ONCE: Final = 20_000  # characters; longer texts are tokenized in a thread, and others answered meanwhile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specinfer.config import SpeculationConfig
+from specinfer.config import OLD_NAMES, SpeculationConfig
 from specinfer.errors import RequestError, naming
 from specinfer.request import Request
 from specinfer.speculate.speculator import AnySpeculator, LevelSpeculator
@@ -23,7 +23,7 @@ class SpeculationLimits:
         """Raise RequestError when the request asks for something this engine does not have."""
         overrides = request.params.speculation
         for name in overrides.speculators or ():
-            if name not in self.names:
+            if self._new_name(name) not in self.names:
                 raise RequestError(
                     f"speculation.speculators names {name!r}; this engine has {', '.join(self.names)}"
                 )
@@ -52,17 +52,23 @@ class SpeculationLimits:
         params, overrides = request.params, request.params.speculation
         if not overrides.enabled:
             return []
-        # Earlier answers may have been made with the same seed, and then with the same chance that
-        # multi-step sampling is about to use: a guess that knows it would change the law.
-        chance = (overrides.verifier or self._config.verifier) == "mss" and not params.greedy
-        known_chance = chance and params.seed is not None
+        named = self._named(overrides.speculators)
+        known_chance = params.knows_chance(self._config.verifier)
         return [
             (speculator, most)
             for speculator in self._speculators
-            if (overrides.speculators is None or speculator.name in overrides.speculators)
+            if (named is None or speculator.name in named)
             and not (known_chance and speculator.remembers_answers)
             and (most := self._most_nodes(speculator, request)) > 0
         ]
+
+    def _named(self, names: Sequence[str] | None) -> set[str] | None:
+        """The speculators that a request names; None: all."""
+        return None if names is None else {self._new_name(name) for name in names}
+
+    def _new_name(self, name: str) -> str:
+        """What a speculator is called now, unless the engine has one of that name."""
+        return name if name in self.names else OLD_NAMES.get(name, name)
 
     def _most_nodes(self, speculator: AnySpeculator, request: Request) -> int:
         """The nodes a speculator may propose: those it needs, or all of a tree's."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # options name draw rules, and commands read options before t
 class DrawRule(StrEnum):
     """How a speculator came to propose a token; it decides which verifier may treat the draw."""
 
-    POINT_MASS = "point_mass"  # a function of the text so far: top-k, n-gram, suffix, prediction
+    POINT_MASS = "point_mass"  # a function of the text so far: top-k, lookup, prediction
     COUPLED = "coupled"  # top-k of log q + the noise the target will use at that position
     IID = "iid"  # sampled from q, independently of the other draws
     WITHOUT_REPLACEMENT = "without_replacement"  # from q without this speculator's earlier draws here

@@ -23,7 +23,7 @@ def test_smollm2_says_what_transformers_says(monkeypatch: pytest.MonkeyPatch) ->
     # Which it asks for at every module, though it is one table, and takes a tenth of a second.
     monkeypatch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
     path = Path(smollm2())
-    llm = LLM(str(path), dtype="float32", ngram=True, max_context=512)
+    llm = LLM(str(path), dtype="float32", lookup=True, max_context=512)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in PROMPTS], params)
     model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -34,7 +34,7 @@ SAMPLING = {
 
 @pytest.fixture(scope="module")
 def plain() -> LLM:
-    return LLM(smollm2(), ngram=False, max_context=1024)
+    return LLM(smollm2(), lookup=False, max_context=1024)
 
 
 def texts(llm: LLM, params: SamplingParams, *, together: bool) -> list[str]:
@@ -46,7 +46,7 @@ def texts(llm: LLM, params: SamplingParams, *, together: bool) -> list[str]:
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_the_same_seed_gives_the_same_text_with_and_without_speculation(plain: LLM, sampling: str) -> None:
-    options: dict[str, Any] = {"ngram": True, "ngram_branches": 2, "max_context": 1024}
+    options: dict[str, Any] = {"lookup": True, "max_context": 1024}
     speculative = LLM.from_models(EngineConfig.from_options(smollm2(), options), plain.models)
     params = SAMPLING[sampling]
     expected = texts(plain, params, together=False)
@@ -61,7 +61,7 @@ def test_the_head_that_comes_with_the_package_guesses_and_changes_nothing(plain:
     params = SAMPLING[sampling]
     expected = texts(plain, params, together=False)
     with LLM(
-        smollm2(), drafts=["smollm2-135m-head"], ngram=False, tree_size="fixed", max_context=1024
+        smollm2(), drafts=["smollm2-135m-head"], lookup=False, tree_size="fixed", max_context=1024
     ) as llm:
         assert texts(llm, params, together=False) == expected
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
@@ -73,7 +73,7 @@ def test_the_head_that_comes_with_the_package_guesses_and_changes_nothing(plain:
 @pytest.mark.parametrize("how", ["shared", "text"])
 def test_a_model_of_another_family_guesses_for_qwen(how: str) -> None:
     options: dict[str, Any] = {
-        "ngram": False,
+        "lookup": False,
         "quantization": "int8",
         "max_context": 512,
         "kv_cache_memory": 1 << 29,

@@ -100,10 +100,10 @@ def chi_square(counts: Mapping[tuple[int, ...], float], law: Mapping[tuple[int, 
 @pytest.mark.parametrize(
     "options",
     [
-        {"drafts": ["similar", "stranger"], "ngram": True, "expansion": (2, 2)},
+        {"drafts": ["similar", "stranger"], "lookup": True, "expansion": (2, 2)},
         {"drafts": ["similar"], "draw": "top_k", "expansion": (3, 2)},
         {"drafts": ["similar", "stranger"], "verifier": "mss", "draw": "iid", "expansion": (2, 2)},
-        {"drafts": ["similar", "stranger"], "verifier": "mss", "ngram": True, "expansion": (2, 2)},
+        {"drafts": ["similar", "stranger"], "verifier": "mss", "lookup": True, "expansion": (2, 2)},
         {"drafts": ["stranger"], "verifier": "mss", "expansion": (3, 3), "max_nodes": 6},
     ],
     ids=["coupled", "coupled, top-k", "mss, iid", "mss, without replacement and ngram", "mss, small budget"],

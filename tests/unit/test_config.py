@@ -24,8 +24,8 @@ def test_lookups_are_on_by_default_and_can_be_switched_off() -> None:
     config = EngineConfig.from_options("some-model", {})
     assert config == EngineConfig(model="some-model")
     assert config.speculation.enabled
-    assert config.speculation.ngram
-    assert config.with_options({"drafts": "a"}).speculation.ngram
+    assert config.speculation.lookup == "auto"
+    assert config.with_options({"drafts": "a"}).speculation.lookup
     assert not config.with_options({"ngram": False}).speculation.enabled
     assert not NO_SPECULATION.enabled
 
@@ -36,7 +36,7 @@ def test_flat_options_find_their_groups() -> None:
         "dtype": "float32",
         "drafts": ["a", "b"],
         "expansion": (2, 2),
-        "ngram": True,
+        "lookup": True,
         "kv_cache_memory": 1 << 20,
         "block_size": 8,
         "max_batch_size": 4,
@@ -45,10 +45,48 @@ def test_flat_options_find_their_groups() -> None:
         model="m",
         device="cpu",
         dtype="float32",
-        speculation=SpeculationConfig(drafts=("a", "b"), expansion=Expansion((2, 2)), ngram=True),
+        speculation=SpeculationConfig(drafts=("a", "b"), expansion=Expansion((2, 2)), lookup=True),
         cache=CacheConfig(memory=1 << 20, block_size=8),
         scheduler=SchedulerConfig(max_batch_size=4),
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        ({"ngram": True}, {"lookup": True}),
+        ({"suffix": True}, {"lookup": True}),
+        ({"ngram": True, "suffix": True}, {"lookup": True}),
+        ({"ngram": False, "suffix": True}, {"lookup": True}),
+        ({"suffix": True, "ngram": False}, {"lookup": True}),
+        ({"ngram": False}, {"lookup": False}),
+        ({"lookup": "auto"}, {"lookup": "auto"}),
+        ({"ngram_min": 3, "ngram_depth": 5}, {"lookup_min": 3, "lookup_depth": 5}),
+        (
+            {"suffix_depth": 9, "suffix_nodes": 10, "suffix_memory": 0},
+            {"lookup_depth": 9, "lookup_nodes": 10, "lookup_memory": 0},
+        ),
+        ({"ngram_depth": 9, "suffix_depth": 9}, {"lookup_depth": 9}),
+    ],
+)
+def test_ngrams_and_suffixes_are_old_names_of_lookups(options: dict[str, Any], meant: dict[str, Any]) -> None:
+    assert EngineConfig.from_options("m", options) == EngineConfig.from_options("m", meant)
+    assert EngineConfig(model="m", speculation=SpeculationConfig(**meant)).with_options(options) == (
+        EngineConfig.from_options("m", meant)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"ngram_max": 4}, "ngram_max is no option any more: longer matches .*; leave it out"),
+        ({"ngram_branches": 2}, "ngram_branches is no option any more: guesses are trees, .* lookup_nodes"),
+        ({"ngram_depth": 7, "suffix_depth": 9}, "lookup_depth is 7 and 9, once by an old name; give it once"),
+    ],
+)
+def test_an_old_option_that_means_nothing_now_is_refused(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        EngineConfig.from_options("m", options)
 
 
 @pytest.mark.parametrize(
@@ -138,16 +176,16 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         ),
         ({"drafts": 3}, "drafts is 3; allowed: model names, each a non-empty string"),
         ({"drafts": ["a", ""]}, "drafts is ['a', '']; allowed: model names, each a non-empty string"),
-        ({"ngram": "yes"}, "ngram is 'yes'; allowed: True or False"),
-        ({"ngram_min": 0}, "ngram_min is 0; allowed: an integer >= 1"),
-        ({"ngram_min": 3, "ngram_max": 2}, "ngram_max is 2; allowed: an integer >= 3"),
-        ({"ngram_branches": 1.0}, "ngram_branches is 1.0; allowed: an integer >= 1"),
-        ({"ngram_depth": True}, "ngram_depth is True; allowed: an integer >= 1"),
-        ({"suffix_memory": -1}, "suffix_memory is -1; allowed: an integer >= 0"),
-        ({"suffix_memory": 1e9}, "suffix_memory is 1000000000.0; allowed: an integer >= 0"),
+        ({"ngram": "yes"}, "lookup is 'yes'; allowed: True, False or 'auto'"),
+        ({"ngram_min": 0}, "lookup_min is 0; allowed: an integer >= 1"),
+        ({"lookup_min": 33}, "lookup_min is 33; allowed: 1 to 32 tokens"),
+        ({"lookup_nodes": 1}, "lookup_nodes is 1; allowed: an integer >= 2"),
+        ({"lookup_depth": True}, "lookup_depth is True; allowed: an integer >= 1"),
+        ({"suffix_memory": -1}, "lookup_memory is -1; allowed: an integer >= 0"),
+        ({"suffix_memory": 1e9}, "lookup_memory is 1000000000.0; allowed: an integer >= 0"),
         (
             {"suffix_memory": 200_000},
-            "suffix_memory is 200000; allowed: 0, or 1048576 and more. It counts bytes, no longer tokens: "
+            "lookup_memory is 200000; allowed: 0, or 1048576 and more. It counts bytes, no longer tokens: "
             "so many tokens take about 12800000",
         ),
         ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1"),

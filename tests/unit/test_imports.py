@@ -250,8 +250,8 @@ def test_rooms_of_one_floor_do_not_know_each_other() -> None:
 
 def test_a_room_within_a_folder_has_a_floor_of_its_own() -> None:
     modules = made_up(
-        speculate__drafts__eagle="import specinfer.speculate.lookups.ngram\n",
-        speculate__lookups__ngram="",
+        speculate__drafts__eagle="import specinfer.speculate.lookups.lookup\n",
+        speculate__lookups__lookup="",
         speculate__policy__guard="import specinfer.speculate.speculator\n",
         speculate__speculator="from specinfer.speculate.policy import guard\n",
         speculate__ensemble="from specinfer.speculate.policy.guard import Guard\n",
@@ -259,7 +259,7 @@ def test_a_room_within_a_folder_has_a_floor_of_its_own() -> None:
     )
     assert against_the_order(modules) == [
         "specinfer.speculate:1 imports specinfer.speculate.policy.guard.Guard, which is to its right",
-        "specinfer.speculate.drafts.eagle:1 imports specinfer.speculate.lookups.ngram, which is on its own "
+        "specinfer.speculate.drafts.eagle:1 imports specinfer.speculate.lookups.lookup, which is on its own "
         "floor",
         "specinfer.speculate.speculator:1 imports specinfer.speculate.policy.guard, which is to its right",
     ]

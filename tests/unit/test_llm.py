@@ -54,7 +54,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 def test_threads_in_one_llm_at_once_each_get_exactly_their_texts(
     tiny: Tiny, expected: list[list[int]], own_thread: bool
 ) -> None:
-    llm = tiny.llm(drafts=["similar"], ngram=True, max_batch_size=6)
+    llm = tiny.llm(drafts=["similar"], lookup=True, max_batch_size=6)
     if own_thread:
         llm.loop.start()
     together = threading.Barrier(4)
@@ -78,7 +78,7 @@ def test_threads_in_one_llm_at_once_each_get_exactly_their_texts(
 def test_a_request_of_somebody_else_does_not_end_anybodys_generate(
     tiny: Tiny, expected: list[list[int]]
 ) -> None:
-    llm = tiny.llm(ngram=True)
+    llm = tiny.llm(lookup=True)
     [[foreign]] = tiny.llm().intake.prompts([[5, 6]], GREEDY)  # of an intake that numbers as this one does
     engine_of(llm).add(foreign)
     [[mine]] = llm.intake.prompts([[5, 6]], GREEDY)
@@ -112,7 +112,7 @@ def test_a_callback_may_ask_the_same_llm(tiny: Tiny, expected: list[list[int]]) 
 
 
 def test_a_callback_that_raises_cancels_its_requests_at_once(tiny: Tiny, expected: list[list[int]]) -> None:
-    llm = tiny.llm(ngram=True)
+    llm = tiny.llm(lookup=True)
     other = llm.stream(PROMPTS[1], SEEDED)
     next(other)
 
@@ -184,7 +184,7 @@ def test_no_public_attribute_gives_the_engine(tiny: Tiny) -> None:
 
 
 def test_statistics_count_what_was_done_and_who_is_there(tiny: Tiny) -> None:
-    llm = tiny.llm(ngram=True, block_size=4)
+    llm = tiny.llm(lookup=True, block_size=4)
     llm.generate(PROMPTS[:1], GREEDY)
     first = llm.statistics()
     stream = llm.stream(PROMPTS[0], GREEDY)
@@ -266,7 +266,7 @@ def test_a_closed_llm_says_so_whatever_is_asked(tiny: Tiny) -> None:
         lambda: llm.chat([{"role": "user", "content": "hello"}]),
         lambda: llm.stream("hello"),
         lambda: next(unread),
-        lambda: llm.variant(ngram=True),
+        lambda: llm.variant(lookup=True),
         lambda: llm.models,
         lambda: llm.tokenizer,
         lambda: llm.max_context,
@@ -296,16 +296,16 @@ def test_an_llm_speculates_where_nobody_says_how(pair: Path) -> None:
     with LLM(pair / "target", dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed") as llm:
         asked = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
         [looked_up] = llm.generate([asked], GREEDY)
-        [plain] = llm.variant(ngram=False).generate([asked], GREEDY)
+        [plain] = llm.variant(lookup=False).generate([asked], GREEDY)
     assert looked_up.figures.drafted_tokens > 0 == plain.figures.drafted_tokens
     assert looked_up.token_ids == plain.token_ids
 
 
 def test_a_config_may_stand_for_the_model_and_options_change_it(pair: Path) -> None:
-    config = EngineConfig.from_options(str(pair / "target"), {**ENGINE, "max_context": 64, "ngram": True})
+    config = EngineConfig.from_options(str(pair / "target"), {**ENGINE, "max_context": 64, "lookup": True})
     with LLM(config, max_batch_size=3) as llm:
         assert llm.config == config.with_options({"max_batch_size": 3})
         assert (llm.max_context, llm.config.scheduler.max_batch_size) == (64, 3)
         assert llm.models.target.dtype == torch.float32
-    with pytest.raises(ConfigError, match="unknown option 'engram'; did you mean ngram"):
-        LLM(config, engram=True)
+    with pytest.raises(ConfigError, match="unknown option 'look_up'; did you mean lookup"):
+        LLM(config, look_up=True)

@@ -88,8 +88,8 @@ def test_figures_of_several_requests_add_up() -> None:
             accepted_tokens=3,
             accepted_per_depth=[2, 1],
             drafted_per_depth=[2, 2],
-            accepted_by={"ngram": 3},
-            proposed_by={"ngram": 8},
+            accepted_by={"lookup": 3},
+            proposed_by={"lookup": 8},
         )
     )
     total.add(
@@ -100,7 +100,7 @@ def test_figures_of_several_requests_add_up() -> None:
             accepted_tokens=1,
             accepted_per_depth=[1],
             drafted_per_depth=[2, 1, 1],
-            accepted_by={"draft": 1, "ngram": 1},
+            accepted_by={"draft": 1, "lookup": 1},
             proposed_by={"draft": 5},
         )
     )
@@ -111,8 +111,8 @@ def test_figures_of_several_requests_add_up() -> None:
         accepted_tokens=4,
         accepted_per_depth=[3, 1],
         drafted_per_depth=[4, 3, 1],
-        accepted_by={"ngram": 4, "draft": 1},
-        proposed_by={"ngram": 8, "draft": 5},
+        accepted_by={"lookup": 4, "draft": 1},
+        proposed_by={"lookup": 8, "draft": 5},
     )
     assert total.tokens_per_step == 2.0
 

@@ -236,24 +236,9 @@ int64_t specinfer_index_places(const void* index, const int32_t* tail, int64_t s
   return count;
 }
 
-// Pairs of a place and the tokens matched, at most `limit`; returns how many.
-int64_t specinfer_index_occurrences(const void* index, const int32_t* tail, int64_t size, int64_t limit, int64_t* out) {
-  const auto found = occurrences(*static_cast<const TextIndex*>(index), tail, size, limit);
-  for (const auto& [place, matched] : found) {
-    *out++ = place;
-    *out++ = matched;
-  }
-  return static_cast<int64_t>(found.size());
-}
-
-int32_t specinfer_suffix_trees(const LookupRules* rules, const LookupAsk* asks, int64_t count, const int32_t* tokens,
+int32_t specinfer_lookup_trees(const LookupRules* rules, const LookupAsk* asks, int64_t count, const int32_t* tokens,
                                int64_t num_tokens, const LookedUp* to) {
-  return suffix_trees(*rules, asks, count, tokens, num_tokens, *to) ? 1 : 0;
-}
-
-int32_t specinfer_ngram_trees(const LookupRules* rules, const LookupAsk* asks, int64_t count, const int32_t* tokens,
-                              int64_t num_tokens, const LookedUp* to) {
-  return ngram_trees(*rules, asks, count, tokens, num_tokens, *to) ? 1 : 0;
+  return lookup_trees(*rules, asks, count, tokens, num_tokens, *to) ? 1 : 0;
 }
 
 // Bytes per second at which `bytes` of memory are read once by all threads.

@@ -1,5 +1,4 @@
-// Guesses that are looked up in texts, for all requests of a step in one call: what its twin and oracle does,
-// speculate/lookups/plain_lookups.py.
+// Guesses that are looked up in texts, for all requests of a step in one call (speculate/lookups/lookup.py).
 
 #pragma once
 
@@ -11,9 +10,8 @@ namespace specinfer {
 struct LookupRules {
   int64_t longest;         // tokens that a match is counted up to
   int64_t surest;          // tokens; more make a guess no surer
-  int64_t places;          // of n-grams: that are looked at, of each length
-  double depth_factor;     // of suffixes: a match of n tokens is guessed so many times n deep
-  double min_probability;  // of suffixes: of a node
+  double depth_factor;     // a match of n tokens is guessed so many times n deep
+  double min_probability;  // of a node
 };
 
 // One request's question.
@@ -21,10 +19,8 @@ struct LookupAsk {
   TextIndex* own;         // of its text
   const TextIndex* kept;  // of earlier answers; null: there are none
   int64_t read;           // tokens that its text has grown by: they are read first
-  int64_t behind;         // tokens behind these, which are not read
   int64_t depth;          // of its tree at most
   int64_t nodes;          // the same, the root included
-  int64_t most;           // of suffixes: places in each index that vote; of n-grams: branches
 };
 
 // Where trees go, one request's behind the other's. Node i + 1 of a tree is drawn by draw i.
@@ -34,22 +30,13 @@ struct LookedUp {
   int32_t* parents;     // [room]: the root is 0
   int32_t* tokens;      // [room]
   double* confidences;  // [room]
-  double* evidence;     // [room, 3] of suffixes: tokens matched, places that vote, their share
-                        // [room] of n-grams: tokens matched
+  double* evidence;     // [room, 3]: tokens matched, places that vote, their share
 };
 
-// `tokens` are those of all asks, what is read of each and then what stands behind it. Trees that do not fit into the
-// room are cut. False, and nothing read, where an ask leads out of the tokens or there are none to go on from; false
-// also where memory is full, when the texts of earlier asks have been read.
-bool suffix_trees(const LookupRules& rules, const LookupAsk* asks, int64_t count, const int32_t* tokens,
+// `tokens` are those that each ask reads, in order. Trees that do not fit into the room are cut. False, and nothing
+// read, where an ask leads out of the tokens; false also where memory is full, when the texts of earlier asks have
+// been read.
+bool lookup_trees(const LookupRules& rules, const LookupAsk* asks, int64_t count, const int32_t* tokens,
                   int64_t num_tokens, const LookedUp& to);
-bool ngram_trees(const LookupRules& rules, const LookupAsk* asks, int64_t count, const int32_t* tokens,
-                 int64_t num_tokens, const LookedUp& to);
-
-// Where the end of a tail stands and something follows, at most `limit` places; as TextIndex.occurrences has them.
-struct Occurrence {
-  int64_t place, matched;
-};
-std::vector<Occurrence> occurrences(const TextIndex& index, const int32_t* tail, int64_t size, int64_t limit);
 
 }  // namespace specinfer

@@ -7,7 +7,7 @@
 namespace specinfer {
 namespace {
 
-// As in speculate/lookups/plain_text_index.py: both count the same bytes, at least those that either takes.
+// Bytes are counted as those that are taken at most.
 constexpr int64_t kShortest = 32;
 constexpr int64_t kIndexBytes = 640, kStretchBytes = 320, kArrayBytes = 96;
 constexpr int64_t kMost = int64_t{1} << 40;  // tokens that are counted

@@ -1,5 +1,4 @@
-// Where the n-grams of some texts end, newest first: what its twin and oracle has,
-// speculate/lookups/plain_text_index.py.
+// Where the n-grams of some texts end, newest first (speculate/lookups/text_index.py).
 
 #pragma once
 

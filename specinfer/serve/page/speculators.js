@@ -3,7 +3,7 @@
 // Colours are Okabe and Ito's, which colour-blind people tell apart; a line of its own kind and a letter say
 // the same without colour (style.css, .by-0 to .by-7).
 
-const USUAL = ["draft", "ngram", "suffix", "prediction", "grammar"];
+const USUAL = ["draft", "lookup", "prediction", "grammar"];
 const PLACES = 8;
 
 export class Speculators {
@@ -36,7 +36,7 @@ export class Speculators {
 
 export const speculators = new Speculators();
 
-// "ngram", "draft and ngram", "draft1, draft2 and ngram"
+// "lookup", "draft and lookup", "draft1, draft2 and lookup"
 export function listed(names) {
   if (names.length < 2) return names.join("");
   return `${names.slice(0, -1).join(", ")} and ${names.at(-1)}`;

@@ -8,7 +8,7 @@ from specinfer.errors import ConfigError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
 from specinfer.speculate.lookups.alignment import SIDE_DEPTH, Alignment
-from specinfer.speculate.lookups.matches import match_confidence
+from specinfer.speculate.lookups.lookup import match_confidence
 from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.tree import TokenTree, TreeBuilder
 from specinfer.tree.token_tree import single_node

@@ -28,6 +28,6 @@ def pair(tiny: Tiny) -> Any:
 
     def make(**options: Any) -> tuple[LLM, LLM]:
         batch = {"max_batch_size": options.pop("max_batch_size", 1)}
-        return tiny.llm(**batch), tiny.llm(**{"drafts": ["similar"], "ngram": True, **batch, **options})
+        return tiny.llm(**batch), tiny.llm(**{"drafts": ["similar"], "lookup": True, **batch, **options})
 
     return make

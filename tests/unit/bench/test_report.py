@@ -44,7 +44,7 @@ def test_the_json_holds_what_a_reader_needs(pair: Any, dataset: Dataset) -> None
         assert 0 < run["tpot_ms"]["mean"] < run["e2el_ms"]["mean"]
         assert sum(stage["share"] for stage in run["stages"].values()) == pytest.approx(1)
         assert run["preemptions"] == 0
-    assert set(speculative["credit"]) == {"0-similar", "ngram"}
+    assert set(speculative["credit"]) == {"0-similar", "lookup"}
     assert speculative["credit"]["0-similar"]["accepted"] > 0
     assert 0 < speculative["acceptance_per_depth"][0] <= 1
     assert baseline["credit"] == {}

@@ -106,7 +106,7 @@ def test_overhead(script: Script, run: Run, run_again: Run, pair: tuple[str, str
     assert [row[0] for row in rows] == [
         f"{load}, {guessing}"
         for load in ("batch 1, greedy", "batch 8, sampling, penalties")
-        for guessing in ("none", "n-grams")
+        for guessing in ("none", "lookups")
     ]
     for row in rows:
         shares = [float(share.rstrip("%")) for share in row[4:]]
@@ -128,7 +128,7 @@ def test_deciding(script: Script, run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert [(row["requests"], row["a draft"]) for row in rows] == cells
     for row in rows:
         assert float(row["nodes of a tree"]) > 1
-        assert all(float(row[part]) > 0 for part in ("deciding", "merging", "ngram", "suffix"))
+        assert all(float(row[part]) > 0 for part in ("deciding", "merging", "lookup"))
         assert (float(row["draft"]) > 0) is (row["a draft"] == "by levels")
         if row["a draft"] != "none":
             assert float(row["tokens of a step"]) > 1.2, "guesses became text"
@@ -147,24 +147,6 @@ def test_structured(script: Script, run: Run, run_again: Run, pair: tuple[str, s
     guessed, right = rows[1][-1].split(", ")
     assert int(guessed) >= int(right) > 0  # of the keys, which a form leaves no choice about
     assert run_again(module, *options, status=0) == page
-
-
-@pytest.mark.thorough
-def test_suffix(script: Script, run: Run, run_again: Run, pair: tuple[str, str], dataset: str) -> None:
-    module = script("suffix")
-    options = ["--model", pair[0], "--dataset", dataset, "--limit", "2", "--max-tokens", "12"]
-    page = run(module, *options)
-    rows = table(page)
-    assert [row[1] for row in rows] == 4 * ["none", "ngram", "suffix"]
-    assert {row[-1] for row in rows} == {"2 of 2"}
-    assert run_again(module, *options) == page
-
-
-def test_suffix_needs_bodies(script: Script, run: Run, pair: tuple[str, str], tmp_path: Path) -> None:
-    (tmp_path / "heads.jsonl").write_text('{"prompt": "def f():"}\n')
-    module = script("suffix")
-    with pytest.raises(module.DatasetError, match=r'row 1 has no "reference"; give the body'):
-        run(module, "--model", pair[0], "--dataset", str(tmp_path / "heads.jsonl"))
 
 
 def test_table2(script: Script, run: Run, run_again: Run, pair: tuple[str, str], dataset: str) -> None:
@@ -305,9 +287,9 @@ def test_policy_live(
     for _, texts, tokens, rate, *ratios, beside in rows:
         assert (texts, tokens) == ("1", "8")
         assert float(rate) > 0
-        assert len(ratios) == 5
+        assert len(ratios) == 4
         assert all(float(cell.split("(")[1][:-1]) >= 1 for cell in ratios), "tokens a step"
-        assert beside.endswith(("(ngram)", "(suffix)", "(lookups)", "(draft)"))
+        assert beside.endswith(("(lookup)", "(lookups)", "(draft)"))
     assert run_again(module, *options) == page
 
     tokens = iter(range(2))

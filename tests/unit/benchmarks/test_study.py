@@ -41,7 +41,6 @@ SCRIPTS = (
         "serving",
         "soak",
         "structured",
-        "suffix",
         "table2",
         "tree_nodes",
     ),

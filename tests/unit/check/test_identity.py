@@ -133,7 +133,7 @@ def repeated(llm: LLM, prompts: Sequence[Sequence[int]], temperature: float = 0.
 def test_a_request_is_answered_alike_behind_its_own_cached_prefix(
     tiny: Tiny, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = tiny.llm(drafts=["similar"], ngram=True)
+    llm = tiny.llm(drafts=["similar"], lookup=True)
     llm.generate(LONG, SamplingParams(temperature=0, max_tokens=4))  # what lies in the cache is not read
     cached: list[int] = []
     answered = llm.generate
@@ -154,7 +154,7 @@ def test_a_request_is_answered_alike_behind_its_own_cached_prefix(
 def test_a_cached_prefix_that_is_not_the_requests_own_fails(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = tiny.llm(drafts=["similar"], ngram=True)
+    llm = tiny.llm(drafts=["similar"], lookup=True)
     answered = llm.generate
 
     def spoilt(*args: Any, **options: Any) -> list[RequestOutput]:
@@ -171,12 +171,12 @@ def test_a_cached_prefix_that_is_not_the_requests_own_fails(
 
 
 def test_prompts_too_short_to_be_cached_leave_it_open(tiny: Tiny) -> None:
-    found = repeated(tiny.llm(drafts=["similar"], ngram=True), [[1, 2, 3, 1, 2, 3]])
+    found = repeated(tiny.llm(drafts=["similar"], lookup=True), [[1, 2, 3, 1, 2, 3]])
     assert (found.passed, found.decided) == (False, False)
     assert "nothing came from the cache: give prompts longer than a block of 16 tokens" in found.words
 
 
 def test_an_engine_without_prefix_reuse_is_asked_twice_all_the_same(tiny: Tiny) -> None:
-    found = repeated(tiny.llm(drafts=["similar"], ngram=True, prefix_reuse=False), LONG)
+    found = repeated(tiny.llm(drafts=["similar"], lookup=True, prefix_reuse=False), LONG)
     assert found.passed, found.words
     assert "prefix_reuse is off" in found.words

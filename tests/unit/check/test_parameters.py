@@ -37,7 +37,7 @@ def check(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str,
 
 @pytest.mark.slow
 def test_an_honest_engine_passes_under_every_setting(tiny: Tiny) -> None:
-    llm = tiny.llm(drafts=["similar"], ngram=True)
+    llm = tiny.llm(drafts=["similar"], lookup=True)
     verdicts = list(check_parameters(llm, PROMPTS, Effort(max_tokens=LEAST)))
     assert [verdict.name for verdict in verdicts] == list(settings_for(tiny.tokenizer, 256))
     assert [str(verdict) for verdict in verdicts if not verdict.passed] == []

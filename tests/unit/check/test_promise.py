@@ -38,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 def verdicts(tiny: Tiny, *, last: str | None = None, **options: Any) -> dict[str, bool]:
     """What is found of an engine, up to the check called `last`."""
-    llm = tiny.llm(**{"drafts": ["similar"], "ngram": True, "max_batch_size": 16, **options})
+    llm = tiny.llm(**{"drafts": ["similar"], "lookup": True, "max_batch_size": 16, **options})
     found = []
     for verdict in check_promise(llm, PROMPTS, EFFORT):
         found.append(verdict)
@@ -85,7 +85,7 @@ def test_a_draw_called_what_it_is_not_fails_where_laws_are_counted(
                     site.builder.add(site.node, token, speculator, site.rule, law)
 
     monkeypatch.setattr(draft_model, "draw_children", most_likely_called_samples)
-    found = verdicts(tiny, ngram=False)
+    found = verdicts(tiny, lookup=False)
     assert [name for name, passed in found.items() if not passed] == LAWS[2:]
 
 
@@ -110,7 +110,7 @@ def test_an_engine_in_which_nobody_guesses_tests_nothing(tiny: Tiny) -> None:
 
 
 def test_a_lost_block_and_a_request_left_behind_are_found(tiny: Tiny) -> None:
-    llm = tiny.llm(ngram=True)
+    llm = tiny.llm(lookup=True)
     assert check_bookkeeping([llm]).passed
     [left_behind] = llm.intake.prompts([[1, 2, 3]])
     llm.loop.submit(left_behind, lambda output: None)
@@ -129,5 +129,5 @@ def test_each_verifier_gets_draws_it_can_treat() -> None:
     iid = SpeculationConfig(verifier="mss", draw="iid")
     assert with_verifier(iid, "mss") == iid
     assert with_verifier(iid, "coupled") == SpeculationConfig()
-    top_k = SpeculationConfig(draw="top_k", ngram=True)
-    assert with_verifier(top_k, "mss") == SpeculationConfig(verifier="mss", draw="top_k", ngram=True)
+    top_k = SpeculationConfig(draw="top_k", lookup=True)
+    assert with_verifier(top_k, "mss") == SpeculationConfig(verifier="mss", draw="top_k", lookup=True)

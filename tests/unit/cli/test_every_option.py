@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from specinfer.cli.every_option import PURPOSES, configs, every_option, read_options, speculative_config
 from specinfer.cli.options import engine_config
 from specinfer.cli.serve import _tell_ready, serve
-from specinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
+from specinfer.config import CacheConfig, EngineConfig, Lookup, SchedulerConfig, SpeculationConfig
 from specinfer.errors import ConfigError
 from specinfer.serve.config import ServeConfig
 
@@ -61,8 +61,9 @@ FLAGS = (
         "--max-n",
     ),
     *("--max-nodes", "--max-prompt-tokens", "--max-step-tokens", "--max-wait"),
+    *("--lookup", "--lookup-depth", "--lookup-memory", "--lookup-min", "--lookup-nodes"),
     *("--max-waiting", "--ngram"),
-    *("--ngram-branches", "--ngram-depth", "--ngram-max", "--ngram-min", "--no-ngram", "--no-page"),
+    *("--ngram-depth", "--ngram-min", "--no-lookup", "--no-ngram", "--no-page"),
     *("--no-prefix-reuse", "--no-suffix", "--otlp-endpoint", "--page", "--ping-interval", "--port"),
     *("--prediction-branches", "--prediction-depth", "--prefix-reuse", "--quantization"),
     *("--root-path", "--served-model-name", "--special-tokens-in-messages", "--speculative-config"),
@@ -98,14 +99,15 @@ def test_every_field_has_a_purpose_and_a_flag() -> None:
 
 def test_what_is_not_given_is_left_to_the_file_and_the_defaults(tmp_path: Path) -> None:
     assert CliRunner().invoke(told, ["--port", "1", "--no-ngram", "--api-key", "a"]).output.strip() == (
-        "{'port': 1, 'ngram': False, 'api_key': ('a',)}"
+        "{'port': 1, 'lookup': False, 'api_key': ('a',)}"
     )
     file = tmp_path / "options.yaml"
     file.write_text("model: there\nport: 7\nmax-waiting: 3\napi_key: [x, y]\nsuffix: true\nmax_body: 1MB\n")
-    options, config = configs({"model": None, "port": 9, "suffix": None, "api_key": ()}, file)
-    assert options == {"model": "there", "suffix": True, "max_step_tokens": 128}
+    options, config = configs({"model": None, "port": 9, "lookup": None, "api_key": ()}, file)
+    assert options == {"model": "there", "lookup": True, "max_step_tokens": 128}
     assert config == ServeConfig(port=9, max_waiting=3, api_key=("x", "y"), max_body=1 << 20)
-    assert engine_config(options).speculation.suffix is True
+    assert engine_config(options).speculation.lookup is True
+    assert configs({"lookup": False}, file)[0]["lookup"] is False, "a flag is stronger than the file"
     assert configs({}, None) == ({"model": "smollm2-135m", "max_step_tokens": 128}, ServeConfig())
     assert configs({"max_batch_size": 200}, None)[0]["max_step_tokens"] == 200
 
@@ -178,7 +180,7 @@ def test_an_option_out_of_range(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}', "ngram 5 4"),
+        ('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}', "ngram 5"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 9}, "suffix 9"),
         ({"model": "small", "num_speculative_tokens": 3}, "draft small 1,1,1"),
     ],
@@ -186,10 +188,8 @@ def test_an_option_out_of_range(options: dict[str, Any]) -> None:
 def test_vllms_config_is_understood(given: Any, meant: str) -> None:
     options = speculative_config(given)
     kind, *rest = meant.split()
-    if kind == "ngram":
-        assert options == {"ngram": True, "ngram_depth": int(rest[0]), "ngram_max": int(rest[1])}
-    elif kind == "suffix":
-        assert options == {"suffix": True, "ngram": False, "suffix_depth": int(rest[0])}
+    if kind == "ngram" or kind == "suffix":
+        assert options == {"lookup": True, "lookup_depth": int(rest[0])}
     else:
         assert options == {"drafts": rest[0], "expansion": rest[1]}
     EngineConfig.from_options("m", options)
@@ -216,20 +216,21 @@ def test_what_of_vllms_is_not_here(given: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("options", "speculators"),
     [
-        ({"model": "smollm2-135m"}, (True, ("smollm2-135m-head",))),
-        ({"model": "another"}, (True, ())),
-        ({"model": "smollm2-135m", "ngram": False}, (False, ())),
-        ({"model": "smollm2-135m", "ngram": True}, (True, ())),
+        ({"model": "smollm2-135m"}, ("auto", ("smollm2-135m-head",))),
+        ({"model": "another"}, ("auto", ())),
+        ({"model": "smollm2-135m", "lookup": False}, (False, ())),
+        ({"model": "smollm2-135m", "lookup": True}, (True, ())),
         ({"model": "smollm2-135m", "suffix": True}, (True, ())),
-        ({"model": "smollm2-135m", "drafts": ("mine",)}, (True, ("mine",))),
+        ({"model": "smollm2-135m", "ngram": False}, (False, ())),
+        ({"model": "smollm2-135m", "drafts": ("mine",)}, ("auto", ("mine",))),
         ({"model": "smollm2-135m", "drafts": ("mine",), "ngram": False}, (False, ("mine",))),
     ],
 )
 def test_a_models_own_head_guesses_where_no_speculator_is_named(
-    options: dict[str, Any], speculators: tuple[bool, tuple[str, ...]]
+    options: dict[str, Any], speculators: tuple[Lookup, tuple[str, ...]]
 ) -> None:
     chosen = engine_config(options).speculation
-    assert (chosen.ngram, chosen.drafts) == speculators
+    assert (chosen.lookup, chosen.drafts) == speculators
 
 
 @pytest.mark.parametrize(

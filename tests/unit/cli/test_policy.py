@@ -62,7 +62,7 @@ def test_a_recorded_trace_says_what_was_recorded(trace: Path) -> None:
     assert (read.model, list(read.drafts), read.drafts["draft"].model) == ("target", ["draft"], "draft")
     assert [len(text.output) for text in read.texts] == [20, 20]
     assert [text.seed for text in read.texts] == [0, 1]
-    assert read.speculation.ngram
+    assert read.speculation.lookup
     assert (read.likeliest[:, 0] >= read.likeliest[:, 1]).all()
     assert sum(passes for passes, _ in read.drafts["draft"].measured.values()) > 100
     assert b"12 12" not in trace.read_bytes()
@@ -87,7 +87,7 @@ def test_policies_are_compared_on_the_same_texts(priced_trace: Path) -> None:
     for played in policies.values():
         low, high = played["over_none_interval"]
         assert low <= played["over_none"] <= high
-    assert policies["best-fixed"]["speculators"] in ("draft", "ngram", "draft+ngram")
+    assert policies["best-fixed"]["speculators"] in ("draft", "lookup", "draft+lookup")
     assert policies["oracle"]["over_none"] >= max(played["over_none"] for played in policies.values())
 
 

@@ -119,7 +119,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--url", "u", "--draft", "m", "--dtype", "float32"], "--dtype, --draft: with --url the server decides"),
     (["--url", "u", "--batch-size", "2"], "leave it out; --concurrency says how many; fields of a request"),
     (["--url", "u", "--raw"], "--chat/--raw: with --url .*; --endpoint says which"),
-    (["--url", "u", "--no-ngram", "--plot", "p.png"], r"--plot, --ngram/--no-ngram: with --url"),
+    (["--url", "u", "--no-ngram", "--plot", "p.png"], r"--plot, --lookup/.*--no-ngram.*: with --url"),
     (["--rate", "1", "--ignore-eos"], "--rate, --ignore-eos: that is asked of a server, .*; give --url"),
     (["--url", "localhost:8000"], "URL is 'localhost:8000'; allowed: like http://localhost:8000"),
     (["--url", "http://x", "--concurrency", "2", "--rate", "1"], "give one of --concurrency and --rate"),

@@ -13,7 +13,7 @@ WORDS = [" the", " cat", " dog", " sat", ' "ran"\n', " on", " mat"]
 DRAWING = r"""
 step 3: 2 of 4 accepted
 " the"
-|-- " cat" (draft, ngram) *
+|-- " cat" (draft, lookup) *
 |   |-- " sat" (draft) *
 |   |   `=> " on"
 |   `-- " \"ran\"\n" (draft)
@@ -27,7 +27,7 @@ def event() -> TreeEvent:
     builder.add(0, 2, "draft")
     builder.add(cat, 3, "draft")
     builder.add(cat, 4, "draft")
-    builder.add(0, 1, "ngram")
+    builder.add(0, 1, "lookup")
     return TreeEvent(3, "r", builder.build(), Acceptance((1, 3), 5))
 
 

@@ -22,7 +22,7 @@ EVENT = {
     "step": 1,
     "token_ids": [5, 6],
     "parents": [-1, 0],
-    "proposed_by": [[], ["ngram"]],
+    "proposed_by": [[], ["lookup"]],
     "path": [1],
     "next_token": 8,
 }

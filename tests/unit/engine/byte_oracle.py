@@ -24,9 +24,9 @@ VOCAB, EOS, LENGTH = 128, 5, 16
 PROMPTS = [[97, 98, 99, 97, 98, 99, 97, 98], [33], [64, 65, 66, 67] * 5, [120] * 4]
 SPECULATION: dict[str, dict[str, Any]] = {
     "none": {},
-    "ngram": {"ngram": True, "ngram_min": 1, "ngram_branches": 2},
+    "lookup": {"lookup": True, "lookup_min": 2},
     "draft": {"drafts": ["similar"], "expansion": (2, 2, 1)},
-    "both": {"drafts": ["similar", "stranger"], "ngram": True, "suffix": True, "expansion": (2, 1, 1)},
+    "both": {"drafts": ["similar", "stranger"], "lookup": True, "expansion": (2, 1, 1)},
 }
 BOOLEAN = {
     "type": "json_schema",

@@ -17,7 +17,7 @@ ENDING = tuple(range(0, 64, 3))  # a third of all tokens: texts end soon, often 
 SPECULATION: dict[str, dict[str, Any]] = {
     "none": {},
     "chain": {"drafts": ["target"], "expansion": (1, 1, 1, 1)},
-    "tree": {"drafts": ["similar"], "ngram": True, "expansion": (3, 2, 1)},
+    "tree": {"drafts": ["similar"], "lookup": True, "expansion": (3, 2, 1)},
 }
 
 
@@ -60,7 +60,7 @@ def test_a_request_that_can_never_fit_its_cache_is_refused_at_once(
 
 @pytest.mark.parametrize("ending", ["finished", "aborted"])
 def test_speculators_keep_nothing_of_a_request_that_left(tiny: Tiny, ending: str) -> None:
-    llm = tiny.llm(drafts=["similar"], ngram=True)
+    llm = tiny.llm(drafts=["similar"], lookup=True)
     told: list[tuple[str, bool]] = []
     observe = engine_of(llm)._speculators.observe
 
@@ -77,7 +77,7 @@ def test_speculators_keep_nothing_of_a_request_that_left(tiny: Tiny, ending: str
         stream.close()
     assert [finished for name, finished in told if name == first.request_id].count(True) == 1
     by_name = {s.name: s for s in engine_of(llm)._speculators._speculators}  # type: ignore[attr-defined]
-    assert (by_name["0-similar"]._memory, by_name["ngram"]._indexes) == ({}, {})
+    assert (by_name["0-similar"]._texts, by_name["lookup"]._running) == ({}, {})
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 5, "max_batch_size": 4, "block_size": 4}])

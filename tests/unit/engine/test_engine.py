@@ -20,11 +20,11 @@ PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41], list(ra
 
 SPECULATION: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "ngram": {"ngram": True},
-    "ngram, branches": {"ngram": True, "ngram_branches": 3, "ngram_min": 1},
+    "lookup": {"lookup": True},
+    "lookup, from two tokens on": {"lookup": True, "lookup_min": 2},
     "similar draft": {"drafts": ["similar"]},
     "stranger": {"drafts": ["stranger"], "expansion": (2, 2, 1)},
-    "two drafts and ngram": {"drafts": ["similar", "stranger"], "ngram": True, "expansion": (1, 3, 1, 2)},
+    "two drafts and lookup": {"drafts": ["similar", "stranger"], "lookup": True, "expansion": (1, 3, 1, 2)},
     "top-k draft": {"drafts": ["similar"], "draw": "top_k", "expansion": (3, 2)},
     "small budget": {"drafts": ["similar", "stranger"], "expansion": (3, 3, 3), "max_nodes": 6},
 }
@@ -69,7 +69,7 @@ def test_with_pytorchs_kernels_too(tmp_path: Path, sampling: str) -> None:
     tiny = write_tiny(tmp_path, TORCH, vocab_size=64, max_context=96)
     params = SAMPLING[sampling]
     want = [slow_generate(tiny.target, prompt, params) for prompt in PROMPTS]
-    assert run(tiny.llm(**SPECULATION["two drafts and ngram"]), PROMPTS, params) == want
+    assert run(tiny.llm(**SPECULATION["two drafts and lookup"]), PROMPTS, params) == want
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_with_pytorchs_kernels_too(tmp_path: Path, sampling: str) -> None:
 def test_chunks_and_blocks_of_any_size_do_not_change_the_text(
     tiny: Tiny, expected: dict[str, list[list[int]]], limits: dict[str, int]
 ) -> None:
-    llm = tiny.llm(drafts=["similar"], ngram=True, **limits)
+    llm = tiny.llm(drafts=["similar"], lookup=True, **limits)
     assert run(llm, PROMPTS, SAMPLING["T=1"]) == expected["T=1"]
 
 
@@ -108,13 +108,13 @@ def test_a_draft_that_is_the_target_is_always_right(tiny: Tiny) -> None:
 
 def test_a_right_draft_stays_right_after_steps_it_did_not_guess(tiny: Tiny) -> None:
     # The stranger comes first and wins some nodes; the target as draft must read what others guessed.
-    llm = tiny.llm(drafts=["stranger", "target"], ngram=True, expansion=(1, 1, 1))
+    llm = tiny.llm(drafts=["stranger", "target"], lookup=True, expansion=(1, 1, 1))
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=1, seed=3, max_tokens=41))
     assert all(output.figures.accepted_per_depth == [10, 10, 10] for output in outputs)
 
 
 def test_requests_join_and_leave_at_any_step(tiny: Tiny, expected: dict[str, list[list[int]]]) -> None:
-    llm = tiny.llm(drafts=["similar"], ngram=True)
+    llm = tiny.llm(drafts=["similar"], lookup=True)
     engine = engine_of(llm)
     params = SAMPLING["T=1"]
     finished: dict[str, list[int]] = {}
@@ -140,7 +140,7 @@ def test_requests_join_and_leave_at_any_step(tiny: Tiny, expected: dict[str, lis
 def test_mss_runs_in_batches_and_reports_the_same_seed_the_same_way(tiny: Tiny) -> None:
     params = SamplingParams(temperature=1, seed=4, max_tokens=20)
     for draw in ("iid", "without_replacement"):
-        llm = tiny.llm(drafts=["similar"], ngram=True, verifier="mss", draw=draw, expansion=(2, 2))
+        llm = tiny.llm(drafts=["similar"], lookup=True, verifier="mss", draw=draw, expansion=(2, 2))
         assert run(llm, PROMPTS, params) == run(llm, PROMPTS, params)
 
 
@@ -150,7 +150,7 @@ def test_mss_with_temperature_zero_is_greedy(tiny: Tiny, expected: dict[str, lis
 
 
 def test_the_context_ends_a_request(tiny: Tiny) -> None:
-    llm = tiny.llm(drafts=["similar"], ngram=True)
+    llm = tiny.llm(drafts=["similar"], lookup=True)
     (output,) = llm.generate([list(range(60))], SamplingParams(temperature=0, max_tokens=500))
     assert output.finish_reason is FinishReason.LENGTH
     assert len(output.prompt_token_ids) + len(output.token_ids) == 96
@@ -213,7 +213,7 @@ def test_a_pair_that_would_change_the_law_is_refused(tiny: Tiny) -> None:
 
 
 def test_every_step_is_traced(tiny: Tiny) -> None:
-    llm = tiny.llm(drafts=["similar"], ngram=True)
+    llm = tiny.llm(drafts=["similar"], lookup=True)
     events = []
     llm.on_tree = events.append
     (output,) = llm.generate([PROMPTS[0]], SAMPLING["greedy"])
@@ -230,7 +230,7 @@ def test_every_step_is_traced(tiny: Tiny) -> None:
 
 
 def test_a_stream_is_the_text_in_pieces_and_leaves_nothing_when_dropped(tiny: Tiny) -> None:
-    llm = tiny.llm(ngram=True)
+    llm = tiny.llm(lookup=True)
     params = SamplingParams(temperature=0, max_tokens=20)
     whole = llm.generate([PROMPTS[0]], params)[0]
     pieces = list(llm.stream(PROMPTS[0], params))
@@ -243,7 +243,7 @@ def test_a_stream_is_the_text_in_pieces_and_leaves_nothing_when_dropped(tiny: Ti
 
 
 def test_streams_side_by_side_each_get_all_of_their_own(tiny: Tiny) -> None:
-    llm = tiny.llm(drafts=["similar"], ngram=True)
+    llm = tiny.llm(drafts=["similar"], lookup=True)
     params = SamplingParams(temperature=1, seed=2, max_tokens=20)
     alone = [llm.generate([prompt], params)[0] for prompt in PROMPTS[:3]]
     streams = [llm.stream(prompt, params) for prompt in PROMPTS[:3]]
@@ -263,7 +263,7 @@ def test_streams_side_by_side_each_get_all_of_their_own(tiny: Tiny) -> None:
 def test_an_interrupt_in_any_step_leaves_an_llm_that_works(
     tiny: Tiny, expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = tiny.llm(drafts=["similar"], ngram=True)
+    llm = tiny.llm(drafts=["similar"], lookup=True)
     for method in ("_launch", "_ask", "_advance", "_commit"):
         for calls in (1, 4):
             with monkeypatch.context() as patch:

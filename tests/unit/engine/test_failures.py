@@ -164,7 +164,7 @@ class Raising(Speculator):
 
 
 def test_a_speculator_that_raises_costs_no_text(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
-    llm = LLM.from_models(tiny.llm(ngram=True).config, tiny.llm().models, [Raising()])
+    llm = LLM.from_models(tiny.llm(lookup=True).config, tiny.llm().models, [Raising()])
     assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected(tiny)
     assert len(caplog.records) == 1
 

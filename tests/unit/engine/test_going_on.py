@@ -41,7 +41,7 @@ def answer(
 @pytest.mark.parametrize("case", CASES)
 def test_the_rest_is_the_rest_of_the_same_text(tiny: Tiny, case: str) -> None:
     params = SamplingParams(seed=7, max_tokens=40, **CASES[case])
-    with tiny.llm(["similar"], ngram=True) as llm:
+    with tiny.llm(["similar"], lookup=True) as llm:
         whole = answer(llm, params)
         last = whole[-1]
         assert len(whole) >= 3

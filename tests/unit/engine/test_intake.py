@@ -29,7 +29,7 @@ from specinfer.processors import bad_words
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import limits
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.lookups.indexed_prediction import LEFT_OUT, IndexedPrediction
+from specinfer.speculate.lookups.alignment import LEFT_OUT, IndexedPrediction
 from specinfer.speculate.table import build_speculators
 from specinfer.tokenizer import Tokenizer, chat_messages, chat_template, tokenizer
 from specinfer.verify.noise import completion_seed
@@ -48,7 +48,7 @@ Ask = Callable[[Intake], object]
 
 def desk(tokenizer: Tokenizer, **options: Any) -> Intake:
     shape = {"vocab": VOCAB, "max_context": 64, "capacity": 64, **options}
-    config = SpeculationConfig(ngram=True)
+    config = SpeculationConfig(lookup=True)
     speculators = build_speculators(config)
     return Intake(Admission(tokenizer, SpeculationLimits(config, speculators), **shape))
 

@@ -35,7 +35,7 @@ def _soon(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answered(folder: Path, **options: Any) -> str:
-    options = {**ENGINE, "kernels": "torch", "tree_size": "cost", "ngram": True, **options}
+    options = {**ENGINE, "kernels": "torch", "tree_size": "cost", "lookup": True, **options}
     with LLM(str(folder / "target"), drafts=(str(folder / "draft"),), **options) as llm:
         [output] = llm.generate(["(1,2)(1,2)"], SamplingParams(temperature=0, max_tokens=60))
     return output.text

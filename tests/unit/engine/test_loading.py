@@ -12,7 +12,7 @@ from tests.engines import write_tiny
 
 PARAMS = SamplingParams(temperature=1, seed=3, max_tokens=8)
 OPTIONS = {
-    "ngram": False,
+    "lookup": False,
     "dtype": "float32",
     "kv_cache_memory": 1 << 22,
     "quantization": "int8",

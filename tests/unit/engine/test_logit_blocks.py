@@ -44,7 +44,7 @@ def want(tiny: Tiny, verifier: str, params: dict[str, Any]) -> list[tuple[Any, .
 
 
 def said(tiny: Tiny, verifier: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
-    llm = tiny.llm(["similar", "stranger"], expansion=(3, 2), ngram=True, verifier=verifier)
+    llm = tiny.llm(["similar", "stranger"], expansion=(3, 2), lookup=True, verifier=verifier)
     outputs: list[RequestOutput] = llm.generate(PROMPTS, SamplingParams(**params, max_tokens=10))
     llm.check_integrity()
     return [(output.token_ids, output.logprobs, output.prompt_logprobs) for output in outputs]

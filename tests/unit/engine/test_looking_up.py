@@ -1,42 +1,71 @@
-"""Who looks guesses up in an engine: its native kernels where it has them."""
+"""Who looks guesses up in an engine, where it has native kernels and where it has none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specinfer import LLM, SamplingParams
-from specinfer.speculate.lookups.native_lookups import NativeLookups
-from specinfer.speculate.lookups.plain_lookups import PlainLookups
+from specinfer.errors import KernelBuildError
+from specinfer.speculate import table
 from tests.engines import ENGINE
 from tests.kernels import library_or_skip
 from tests.tiny_models import write_pair
 
+_OPTIONS = {name: value for name, value in ENGINE.items() if name != "lookup"}
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
-@pytest.mark.parametrize(("name", "by"), [("native", NativeLookups), ("torch", PlainLookups)])
-def test_guesses_are_looked_up_by_the_kernels_there_are(
-    name: str, by: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+def guessed(folder: Path, **options: Any) -> int:
+    """The tokens that lookups have guessed for an answer that repeats its prompt."""
+    with LLM(str(folder / "target"), **{**_OPTIONS, **options}) as llm:
+        [output] = llm.generate(["(1,2)(1,2)"], GREEDY)
+    return output.figures.proposed_by.get("lookup", 0)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_guesses_are_looked_up_whichever_kernels_the_models_run_on(folder: Path, kernels: str) -> None:
+    library_or_skip()
+    assert guessed(folder, kernels=kernels, lookup=True) > 0
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_guesses_are_looked_up_unless_that_is_switched_off(folder: Path, kernels: str) -> None:
+    library_or_skip()
+    assert guessed(folder, kernels=kernels, lookup="auto") > 0
+    assert guessed(folder, kernels=kernels, lookup=False) == 0
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(progress: object = None) -> None:
+        raise KernelBuildError("no compiler here")
+
+    monkeypatch.setattr(table, "load_library", refuse)
+
+
+@pytest.mark.usefixtures("no_library")
+@pytest.mark.parametrize("name", ["lookup", "ngram", "suffix"])
+def test_lookups_that_are_asked_for_are_refused_without_a_library(folder: Path, name: str) -> None:
+    line = r"no compiler here; install a C\+\+ compiler or a wheel"
+    with pytest.raises(KernelBuildError, match=line) as caught:
+        guessed(folder, kernels="torch", **{name: True})
+    assert str(caught.value).endswith("or leave lookups off: lookup=False, --no-lookup")
+
+
+@pytest.mark.usefixtures("no_library")
+def test_lookups_by_default_are_left_off_without_a_library(
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if name == "native":
-        library_or_skip()
-    asked = set[tuple[type[Any], str]]()
-
-    def noting(ask: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(self: Any, *args: Any, **options: Any) -> Any:
-            asked.add((type(self), ask.__name__))
-            return ask(self, *args, **options)
-
-        return noted
-
-    questions = ("suffix_trees", "ngram_trees")
-    for lookups in (NativeLookups, PlainLookups):
-        for question in questions:
-            monkeypatch.setattr(lookups, question, noting(getattr(lookups, question)))
-    model, options = str(write_pair(tmp_path) / "target"), {**ENGINE, "kernels": name, "ngram": True}
-    with LLM(model, suffix=True, **options) as llm:
-        [output] = llm.generate(["(1,2)(1,2)"], SamplingParams(temperature=0, max_tokens=20))
-    assert asked == {(by, question) for question in questions}
-    assert output.figures.drafted_tokens > 0
+    with caplog.at_level(logging.WARNING, logger="specinfer"):
+        assert guessed(folder, kernels="torch", lookup="auto") == 0
+    told = [record.message for record in caplog.records if "looked up" in record.message]
+    assert told == ["no guesses are looked up, as that needs native kernels: no compiler here"]

@@ -26,8 +26,8 @@ WISHES: list[Any] = [
     False,
     {"max_nodes": 3},
     {"expansion": "3,1"},
-    {"speculators": ["ngram"]},
-    {"speculators": ["0-similar", "suffix"], "max_nodes": 9},
+    {"speculators": ["lookup"]},
+    {"speculators": ["0-similar", "lookup"], "max_nodes": 9},
     {"verifier": "coupled", "expansion": [1, 1, 1, 1]},
 ]
 
@@ -194,7 +194,7 @@ def test_a_request_asks_for_its_own_speculation(llms: dict[str, LLM]) -> None:
     off = figures(False)
     assert (off.drafted_tokens, off.tokens_per_step) == (0, 1.0)
     assert set(figures({"speculators": "0-similar"}).proposed_by) == {"0-similar"}
-    assert set(figures({"speculators": ["ngram", "1-stranger"]}).proposed_by) <= {"ngram", "1-stranger"}
+    assert set(figures({"speculators": ["lookup", "1-stranger"]}).proposed_by) <= {"lookup", "1-stranger"}
     small = figures({"max_nodes": 3})
     assert 0 < small.drafted_tokens <= 2 * small.steps
     wide = figures({"speculators": ["1-stranger"], "expansion": "3,2"})

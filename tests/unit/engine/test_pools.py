@@ -20,7 +20,7 @@ from specinfer.sampling_params import SamplingParams
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 
 OPTIONS = {
-    "ngram": False,
+    "lookup": False,
     "dtype": "float32",
     "kv_cache_memory": 1 << 24,
     "max_context": 64,
@@ -62,7 +62,7 @@ def test_models_that_are_loaded_for_an_engine_of_ones_own_are_the_members(folder
         assert llm.config.speculation.drafts == tuple(
             str(folder / "pool" / f"member{number}") for number in (1, 2)
         )
-        with llm.variant(ngram=True) as other:
+        with llm.variant(lookup=True) as other:
             assert [*other.models.drafts] == ["draft1", "draft2"]
             (again,) = other.generate(["2 * 3"], SamplingParams(max_tokens=12, temperature=0))
     assert set(output.figures.proposed_by) == {"draft1", "draft2"}

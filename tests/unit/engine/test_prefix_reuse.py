@@ -70,7 +70,7 @@ def test_a_conversation_finds_its_own_answers(tiny: Tiny) -> None:
 
 
 def test_completions_of_one_prompt_compute_it_once(tiny: Tiny) -> None:
-    llm = tiny.llm(ngram=True, block_size=4)
+    llm = tiny.llm(lookup=True, block_size=4)
     params = SamplingParams(temperature=1, seed=5, n=4, max_tokens=12)
     (output,) = llm.generate(SYSTEM, params)
     assert cached(list(output.outputs)) == [0, 16, 16, 16]
@@ -204,7 +204,7 @@ def traffic(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
     options=st.fixed_dictionaries(
         {
             "drafts": st.sampled_from([(), ("similar",), ("similar", "stranger")]),
-            "ngram": st.booleans(),
+            "lookup": st.booleans(),
             "block_size": st.sampled_from([1, 4]),
             "max_nodes": st.just(8),
             "max_context": st.just(48),

@@ -45,7 +45,7 @@ def test_speculation_does_not_change_the_text(
     options = {"quantization": quantization, "dtype": dtype, "kernels": name}
     plain = texts(folder, **options)
     assert plain != texts(folder, dtype=dtype, kernels=name)
-    assert texts(folder, ngram=True, **options) == plain
+    assert texts(folder, lookup=True, **options) == plain
     draft = {"drafts": (str(folder / "draft"),), "expansion": (2, 2, 1)}
     assert texts(folder, **draft, **options) == plain
     assert texts(folder, **draft, draft_quantization="int4", **options) == plain
@@ -99,6 +99,6 @@ def test_quantization_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folde
     [("draft_quantization", "int4"), ("draft_vocabulary", "1000"), ("expansion", "2,2"), ("draw", "top_k")],
 )
 def test_what_is_said_of_drafts_needs_one(folder: Path, option: str, value: object) -> None:
-    config = EngineConfig.from_options(str(folder / "target"), {option: value, "ngram": True})
+    config = EngineConfig.from_options(str(folder / "target"), {option: value, "lookup": True})
     with pytest.raises(ConfigError, match=f"^{option} is {value!r}, and no draft model is named; add one to"):
         load_models(config)

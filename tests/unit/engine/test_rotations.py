@@ -20,7 +20,7 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 # Texts begin within the original context of 32 tokens and end behind it, or begin behind it.
 PROMPTS = [[5, 17, 40, 3, 58, 61, 12, 12], [9, 2, 9, 2, 9] * 8, [5, 17, 40, 3, 58, 61, 12, 12, 30, 1] * 3]
-OPTIONS: dict[str, Any] = {"ngram": False, "dtype": "float32", "kv_cache_memory": 1 << 23}
+OPTIONS: dict[str, Any] = {"lookup": False, "dtype": "float32", "kv_cache_memory": 1 << 23}
 
 
 def write(folder: Path, rope: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ def test_texts_do_not_depend_on_trees_batches_and_what_was_cached(
         alone = [llm.generate([prompt], one)[0].token_ids for one in params for prompt in PROMPTS]
     assert {len(text) for text in alone} == {40}
     shaped = [replace(one, speculation=SpeculationParams(expansion=(2, 2, 1))) for one in params]
-    with LLM(target, kernels=kernels, drafts=[draft], **{**OPTIONS, "ngram": True}) as llm:
+    with LLM(target, kernels=kernels, drafts=[draft], **{**OPTIONS, "lookup": True}) as llm:
         for _ in range(2):  # the second time behind what the first has cached
             outputs = [output for one in shaped for output in llm.generate(PROMPTS, one)]
             assert [output.token_ids for output in outputs] == alone

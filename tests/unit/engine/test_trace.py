@@ -27,7 +27,7 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 def step(root: int, guess: int, bonus: int) -> TreeEvent:
     builder = TreeBuilder(root=root)
-    builder.add(0, guess, "ngram")
+    builder.add(0, guess, "lookup")
     return TreeEvent(2, "r", builder.build(), Acceptance((1,), bonus), {"propose": 0.25})
 
 
@@ -37,7 +37,7 @@ def test_an_event_says_all_of_its_step(tokenizer: Tokenizer) -> None:
         "request_id": "r",
         "token_ids": [A, B],
         "parents": [-1, 0],
-        "proposed_by": [[], ["ngram"]],
+        "proposed_by": [[], ["lookup"]],
         "path": [1],
         "next_token": A,
         "likelihoods": [1.0, 0.5],
@@ -48,7 +48,7 @@ def test_an_event_says_all_of_its_step(tokenizer: Tokenizer) -> None:
 
 
 def test_an_event_says_why_where_somebody_asked() -> None:
-    decision = Decision((Turn("ngram", Why.PLAIN),), (1.0,), 0.0, 0.5)
+    decision = Decision((Turn("lookup", Why.PLAIN),), (1.0,), 0.0, 0.5)
     told = replace(step(A, B, A), decision=decision).to_json()
     assert told["decision"] == decision.to_json()
     assert complaint(told) == ""

@@ -18,7 +18,7 @@ EVENT: dict[str, Any] = {
     "step": 1,
     "token_ids": [5, 6, 7],
     "parents": [-1, 0, 1],
-    "proposed_by": [[], ["ngram"], ["ngram", "draft"]],
+    "proposed_by": [[], ["lookup"], ["lookup", "draft"]],
     "path": [1],
     "next_token": 8,
 }
@@ -28,7 +28,7 @@ def event() -> dict[str, Any]:
     """What an engine tells of a step."""
     builder = TreeBuilder(root=0)
     cat = builder.add(0, 1, "draft") or 0
-    builder.add(cat, 3, "ngram")
+    builder.add(cat, 3, "lookup")
     return TreeEvent(3, "r", builder.build(), Acceptance((1, 2), 5), {"propose": 0.5}).to_json()
 
 

@@ -32,7 +32,7 @@ CURVES = {
     "seven rows are free": (BENT, CostCurve((1, 1000), (0.1, 0.1))),
     "drafts are dear": (BENT, CostCurve((1, 2), (5.0, 9.0))),
 }
-SPECULATION = {"drafts": ("similar",), "ngram": True, "suffix": True, "expansion": (2, 1, 2)}
+SPECULATION = {"drafts": ("similar",), "lookup": True, "expansion": (2, 1, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_the_text_is_the_same_whatever_a_pass_costs(
 def test_a_draft_has_no_shape_unless_somebody_asks(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     def widest(**options: Any) -> tuple[int, int]:
         """The most children that a draft's nodes have, and its deepest tree."""
-        drafts_alone = {"ngram": False, "suffix": False}
+        drafts_alone = {"lookup": False}
         llm = engine(tiny, monkeypatch, CURVES["rows are free"], **drafts_alone, **options)
         events: list[TreeEvent] = []
         llm.on_tree = events.append
@@ -109,7 +109,7 @@ def test_where_a_policy_fails_trees_run_as_many_nodes_as_usual_ones(
         raise ZeroDivisionError
 
     monkeypatch.setattr(broken, "worth_starting", fail)
-    llm = engine(tiny, monkeypatch, CURVES["rows are free"], expansion="learned", ngram=False, suffix=False)
+    llm = engine(tiny, monkeypatch, CURVES["rows are free"], expansion="learned", lookup=False)
     events: list[TreeEvent] = []
     llm.on_tree = events.append
     llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20))
@@ -136,7 +136,7 @@ def test_figures_are_of_the_nodes_that_were_verified(tiny: Tiny, monkeypatch: py
 
 
 def test_where_nothing_pays_the_draft_is_hardly_run(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = engine(tiny, monkeypatch, CURVES["drafts are dear"], ngram=False, suffix=False)
+    llm = engine(tiny, monkeypatch, CURVES["drafts are dear"], lookup=False)
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=60))
     steps = sum(output.figures.steps for output in outputs)
     assert steps > 300
@@ -147,7 +147,7 @@ def test_where_nothing_pays_the_draft_is_hardly_run(tiny: Tiny, monkeypatch: pyt
 def test_a_request_gets_the_size_it_asks_for(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, wishes: dict[str, Any]
 ) -> None:
-    llm = engine(tiny, monkeypatch, CURVES["drafts are dear"], ngram=False, suffix=False)
+    llm = engine(tiny, monkeypatch, CURVES["drafts are dear"], lookup=False)
     asking = SamplingParams(temperature=0, max_tokens=20, speculation=wishes)
     drafted = [
         output.figures.drafted_tokens / output.figures.steps
@@ -163,7 +163,7 @@ def test_multi_step_sampling_keeps_what_was_drawn_whatever_a_pass_costs(
     params = SamplingParams(temperature=0.9, seed=2, max_tokens=40)
     widths: set[int] = set()
     for curves in CURVES.values():
-        llm = engine(tiny, monkeypatch, curves, ngram=False, suffix=False, verifier="mss")
+        llm = engine(tiny, monkeypatch, curves, lookup=False, verifier="mss")
         llm.on_tree = lambda event: widths.add(event.tree.parents.count(0))
         for output in llm.generate(PROMPTS, params):
             assert len(output.token_ids) == 40

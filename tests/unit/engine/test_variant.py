@@ -34,13 +34,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 def test_a_variant_has_the_same_weights_and_a_cache_and_options_of_its_own(tiny: Tiny) -> None:
     llm = tiny.llm(drafts=["similar"], max_context=80)
-    other = llm.variant(ngram=True, max_batch_size=2)
+    other = llm.variant(lookup=True, max_batch_size=2)
     assert other.models.target is llm.models.target
     assert other.models.drafts == llm.models.drafts
     assert runner_of(other).cache is not runner_of(llm).cache
-    assert (other.config.speculation.ngram, other.config.scheduler.max_batch_size) == (True, 2)
+    assert (other.config.speculation.lookup, other.config.scheduler.max_batch_size) == (True, 2)
     assert (other.config.speculation.drafts, other.max_context) == (("similar",), 80)
-    assert not llm.config.speculation.ngram
+    assert not llm.config.speculation.lookup
     llm.close()
     outputs = other.generate(PROMPTS, SEEDED)
     assert [[*o.token_ids] for o in outputs] == [slow_generate(tiny.target, one, SEEDED) for one in PROMPTS]
@@ -121,10 +121,10 @@ def test_a_variant_has_the_speculators_it_is_given_and_none_of_anothers(
 
 def test_without_speculation_nobody_guesses_not_even_what_a_grammar_forces(tmp_path: Path) -> None:
     forced = SamplingParams(temperature=0, max_tokens=20, regex="the same text always", prediction="the s")
-    with write_tiny(tmp_path, vocab_size=128, eos_token_id=5).llm(ngram=True) as llm:
+    with write_tiny(tmp_path, vocab_size=128, eos_token_id=5).llm(lookup=True) as llm:
         plain = llm.variant(replace(llm.config, speculation=NO_SPECULATION))
         texts = []
-        for each, guessed in ((llm, True), (llm.variant(ngram=False), True), (plain, False)):
+        for each, guessed in ((llm, True), (llm.variant(lookup=False), True), (plain, False)):
             output = each.generate("a", forced)[0]
             assert (output.figures.drafted_tokens > 0) == guessed
             texts.append(output.text)

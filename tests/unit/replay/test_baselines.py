@@ -31,7 +31,7 @@ def made() -> list[Trace]:
 @pytest.fixture
 def trace(tiny: Tiny, made: list[Trace]) -> Trace:
     if not made:
-        made.append(recorded(tiny.llm(drafts=("similar",), ngram=True, expansion=(2, 1, 1)), max_tokens=24))
+        made.append(recorded(tiny.llm(drafts=("similar",), lookup=True, expansion=(2, 1, 1)), max_tokens=24))
     return made[0]
 
 
@@ -44,22 +44,22 @@ def speculated(builder: TreeBuilder, name: str, *path: int) -> None:
 
 
 def tree() -> TokenTree:
-    """A draft that guesses 1 2 3 and 1 4, and n-grams that guess 1 2 and 5."""
+    """A draft that guesses 1 2 3 and 1 4, and lookups that guess 1 2 and 5."""
     builder = TreeBuilder(0)
     speculated(builder, "draft", 1, 2, 3)
     speculated(builder, "draft", 1, 4)
-    speculated(builder, "ngram", 1, 2)
-    speculated(builder, "ngram", 5)
+    speculated(builder, "lookup", 1, 2)
+    speculated(builder, "lookup", 5)
     return builder.build()
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ([0, 1, 2, 3, 9], {"draft": 3, "ngram": 2}),
-        ([0, 1, 4, 4], {"draft": 2, "ngram": 1}),
-        ([0, 5, 1], {"ngram": 1}),
-        ([0, 1], {"draft": 1, "ngram": 1}),
+        ([0, 1, 2, 3, 9], {"draft": 3, "lookup": 2}),
+        ([0, 1, 4, 4], {"draft": 2, "lookup": 1}),
+        ([0, 5, 1], {"lookup": 1}),
+        ([0, 1], {"draft": 1, "lookup": 1}),
         ([0, 8, 1], {}),
     ],
 )
@@ -81,7 +81,7 @@ def test_a_cut_keeps_the_likeliest_nodes_and_their_parents() -> None:
 
 def test_the_best_fixed_choice_is_the_quickest_of_all(trace: Trace) -> None:
     parts, speculation = mixed([trace]), trace.speculation
-    names = [("0-similar",), ("ngram",), ("0-similar", "ngram")]
+    names = [("0-similar",), ("lookup",), ("0-similar", "lookup")]
     depths = {names[0]: range(1, 9), names[1]: (0,), names[2]: range(1, 9)}
     choices = [FixedChoice(who, *most) for who in names for most in product(depths[who], (2, 6))]
     assert list(fixed_choices(parts, speculation, (2, 6))) == choices
@@ -90,15 +90,13 @@ def test_the_best_fixed_choice_is_the_quickest_of_all(trace: Trace) -> None:
     known = [choice for choice in choices if choice.depth <= 3]  # so deep it was recorded
     assert best in known
     assert played.seconds == min(play_fixed(parts, speculation, choice).seconds for choice in known)
-    lonely = replace(trace, drafts={}, speculation=SpeculationConfig(ngram=False))
+    lonely = replace(trace, drafts={}, speculation=SpeculationConfig(lookup=False))
     assert best_fixed(mixed([lonely]), lonely.speculation) == (None, None)
 
 
 def test_every_set_of_speculators_is_a_fixed_choice(trace: Trace) -> None:
-    speculation = replace(trace.speculation, suffix=True)
-    found = {choice.speculators for choice in fixed_choices(mixed([trace]), speculation)}
-    assert len(found) == 7
-    assert {("0-similar", "suffix"), ("ngram", "suffix"), ("0-similar", "ngram", "suffix")} < found
+    found = {choice.speculators for choice in fixed_choices(mixed([trace]), trace.speculation)}
+    assert found == {("0-similar",), ("lookup",), ("0-similar", "lookup")}
 
 
 def test_drafts_go_deeper_than_the_expansion_as_far_as_was_recorded(trace: Trace) -> None:
@@ -117,7 +115,7 @@ def test_a_fixed_choice_is_made_in_every_step(trace: Trace) -> None:
     played = play_fixed(mixed([trace]), trace.speculation, choice)
     steps: list[PlayedStep] = []
     policy = CutPolicy(choice.speculators, choice.depth, choice.nodes)
-    play(mixed([trace]), policy, speculation=replace(trace.speculation, ngram=False), on_step=steps.append)
+    play(mixed([trace]), policy, speculation=replace(trace.speculation, lookup=False), on_step=steps.append)
     trees = [entry.tree for step in steps for entry in step.entries]
     nodes, drawn = [tree.num_nodes for tree in trees], {d.speculator for tree in trees for d in tree.draws}
     assert (max(nodes), drawn) == (3, {"0-similar"})

@@ -17,7 +17,7 @@ from tests.unit.replay.conftest import recorded
 
 @pytest.fixture
 def trace(tiny: Tiny) -> Trace:
-    return recorded(tiny.llm(drafts=("similar",), ngram=True, expansion=(2, 1, 1)), max_tokens=24)
+    return recorded(tiny.llm(drafts=("similar",), lookup=True, expansion=(2, 1, 1)), max_tokens=24)
 
 
 def chosen(text: int, tokens: int, nodes: int, *by: str, passes: int = 0) -> Chosen:
@@ -39,7 +39,7 @@ def test_every_step_is_heard_but_those_that_read_prompts(trace: Trace, batch: in
     assert sum(step.tokens for step in choices.steps) == played.step_tokens
     assert sum(step.nodes for step in choices.steps) == played.nodes
     assert {step.text for step in choices.steps} == set(range(len(trace.texts)))
-    assert {name for step in choices.steps for name in step.by} == {*trace.drafts, "ngram"}
+    assert {name for step in choices.steps for name in step.by} == {*trace.drafts, "lookup"}
 
 
 def test_seconds_of_texts_add_up(trace: Trace) -> None:
@@ -58,7 +58,7 @@ def test_stretches_have_about_as_many_tokens() -> None:
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_a_picture_of_phases(tmp_path: Path, suffix: str) -> None:
-    steps = [chosen(0, 1, 0)] * 20 + [chosen(1, 4, 7, "ngram", "draft", passes=2)] * 20
+    steps = [chosen(0, 1, 0)] * 20 + [chosen(1, 4, 7, "lookup", "draft", passes=2)] * 20
     path = tmp_path / f"choices{suffix}"
     draw_choices(steps, ["chat", "edits"], path)
     assert path.stat().st_size > 5000

@@ -44,7 +44,7 @@ CONFIGS = {
         causal=False, sample_from_anchor=False, markov_rank=0, confidence=False, confidence_reads_token=False
     ),
 }
-BESIDE: dict[str, dict[str, Any]] = {"alone": {}, "with n-grams": {"ngram": True, "ngram_branches": 2}}
+BESIDE: dict[str, dict[str, Any]] = {"alone": {}, "with n-grams": {"lookup": True}}
 LAWS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "coupled": {"temperature": 0.8}}
 
 # As the others, but none begins with a whole block of another.
@@ -159,7 +159,7 @@ def made() -> list[Trace]:
 def trace(tiny: Tiny, heads: dict[str, AnyHeadModel], made: list[Trace]) -> Trace:
     """The trace of a head whose trees are whole in every step, and of n-grams."""
     if not made:
-        llm = llm_with(tiny, {"head": heads["like the shipped one"]}, ngram=True)
+        llm = llm_with(tiny, {"head": heads["like the shipped one"]}, lookup=True)
         made.append(recorded(llm, APART, temperature=0.8))
     return made[0]
 
@@ -200,10 +200,10 @@ def test_a_head_is_a_fixed_choice_whatever_the_depth(trace: Trace) -> None:
     choices = [*fixed_choices(parts, trace.speculation, (2, 8))]
     assert [(choice.speculators, choice.depth) for choice in choices[::2]] == [
         (("head",), 1),
-        (("ngram",), 0),
-        (("head", "ngram"), 1),
+        (("lookup",), 0),
+        (("head", "lookup"), 1),
     ]
-    none = play_fixed(parts, trace.speculation, FixedChoice(("ngram",), 0, 8))
+    none = play_fixed(parts, trace.speculation, FixedChoice(("lookup",), 0, 8))
     some = play_fixed(parts, trace.speculation, FixedChoice(("head",), 1, 8))
     assert none.draft_passes["head"] == 0
     assert some.draft_passes["head"] > 0

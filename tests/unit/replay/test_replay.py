@@ -23,8 +23,8 @@ from tests.unit.replay.conftest import PROMPTS, recorded
 SPECULATIONS: dict[str, dict[str, Any]] = {
     "draft": {"drafts": ("similar",)},
     "two drafts, wide": {"drafts": ("similar", "stranger"), "expansion": (2, 2, 1)},
-    "n-grams": {"ngram": True, "ngram_branches": 2},
-    "all": {"drafts": ("similar",), "ngram": True, "suffix": True, "max_nodes": 20},
+    "n-grams": {"lookup": True},
+    "all": {"drafts": ("similar",), "lookup": True, "max_nodes": 20},
 }
 LAWS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},

@@ -35,7 +35,7 @@ def made() -> list[Trace]:
 @pytest.fixture
 def trace(tiny: Tiny, made: list[Trace]) -> Trace:
     if not made:
-        llm = tiny.llm(drafts=("similar",), ngram=True)
+        llm = tiny.llm(drafts=("similar",), lookup=True)
         made.append(recorded(llm, prediction=(1, 2, 3)))
     return made[0]
 

@@ -56,7 +56,7 @@ def test_what_nobody_wrote_is_never_seen(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     def texts() -> list[tuple[int, ...]]:
         # Room for about two of the four, so that blocks change hands.
-        options = {"block_size": 4, "ngram": True, "kv_cache_memory": 70_000, "max_nodes": 8}
+        options = {"block_size": 4, "lookup": True, "kv_cache_memory": 70_000, "max_nodes": 8}
         llm = tiny.llm(drafts=["similar"], **options)
         return [output.token_ids for _ in range(2) for output in llm.generate(prompts, params)]
 

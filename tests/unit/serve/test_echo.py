@@ -35,7 +35,7 @@ HARNESS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Iterator[TargetAlone]:
-    with LLM(folder, ngram=False, dtype="float32", kv_cache_memory=1 << 24) as llm:
+    with LLM(folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24) as llm:
         yield TargetAlone(llm.models.target)
 
 

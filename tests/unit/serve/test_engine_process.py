@@ -41,7 +41,7 @@ def ends(name: str) -> Any:
 def test_whom_it_is_busy_with_is_said_before_anything_is_computed(folder: Path) -> None:
     server, engine = Pipe()
     with LLM(
-        folder, ngram=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", max_batch_size=1
+        folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", max_batch_size=1
     ) as llm:
         serving = threading.Thread(target=EngineProcess(llm, engine).serve)
         serving.start()
@@ -71,7 +71,7 @@ def test_a_tree_that_cannot_be_told_ends_no_answer(folder: Path, monkeypatch: py
 
     monkeypatch.setattr(TreeEvent, "to_json", broken)
     server, engine = Pipe()
-    with LLM(folder, ngram=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed") as llm:
+    with LLM(folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed") as llm:
         serving = threading.Thread(target=EngineProcess(llm, engine).serve)
         serving.start()
         try:
@@ -89,7 +89,7 @@ def test_a_tree_that_cannot_be_told_ends_no_answer(folder: Path, monkeypatch: py
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
     with LLM(
-        folder, ngram=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", max_batch_size=1
+        folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", max_batch_size=1
     ) as made:
         yield made
 
@@ -143,7 +143,7 @@ def test_a_step_is_told_of_while_one_of_its_requests_ends(llm: LLM) -> None:
 def test_an_answer_says_first_that_it_is_admitted_and_when_its_first_step_begins(folder: Path) -> None:
     server, engine = Pipe()
     with LLM(
-        folder, ngram=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", max_batch_size=1
+        folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", max_batch_size=1
     ) as llm:
         serving = threading.Thread(target=EngineProcess(llm, engine).serve)
         serving.start()

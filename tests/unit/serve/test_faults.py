@@ -32,7 +32,7 @@ def client_of(served: Served) -> openai.OpenAI:
 
 
 def test_streams_go_on_where_they_were_when_the_engine_is_killed(folder: Path) -> None:
-    with LLM(folder, ngram=False, dtype="float32", kv_cache_memory=1 << 24) as llm:
+    with LLM(folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24) as llm:
         params = [SamplingParams(temperature=1, seed=s, max_tokens=1800, ignore_eos=True) for s in range(4)]
         expected = [output.text for output in llm.generate([f"{s}abc" for s in range(4)], params)]
     with Served(folder, *FLAGS, "--served-model-name", "tiny") as served:

@@ -28,8 +28,8 @@ def told(metrics: Metrics, state: Statistics | None = None) -> dict[tuple[str, .
 def test_of_each_speculator_it_is_told_what_was_verified_and_what_became_text() -> None:
     metrics = Metrics("tiny")
     for proposed, accepted in (
-        ({"ngram": 6, "draft": 9}, {"draft": 4}),
-        ({"ngram": 2}, {"ngram": 1}),
+        ({"lookup": 6, "draft": 9}, {"draft": 4}),
+        ({"lookup": 2}, {"lookup": 1}),
     ):
         figures = SpeculationFigures(proposed_by=proposed, accepted_by=accepted)
         metrics.observe(WORK, 0.0).delta(Delta("a", finish_reason=FinishReason.LENGTH, figures=figures), 1.0)
@@ -37,9 +37,9 @@ def test_of_each_speculator_it_is_told_what_was_verified_and_what_became_text() 
     assert {
         name: found[name] for name in found if name[0] in ("verified_tokens_total", "accepted_tokens_total")
     } == {
-        ("verified_tokens_total", "ngram"): 8,
+        **dict.fromkeys([("verified_tokens_total", name) for name in ("lookup", "ngram", "suffix")], 8),
         ("verified_tokens_total", "draft"): 9,
-        ("accepted_tokens_total", "ngram"): 1,
+        **dict.fromkeys([("accepted_tokens_total", name) for name in ("lookup", "ngram", "suffix")], 1),
         ("accepted_tokens_total", "draft"): 4,
     }
 
@@ -47,10 +47,11 @@ def test_of_each_speculator_it_is_told_what_was_verified_and_what_became_text() 
 def test_what_was_guessed_and_whether_anybody_may_is_the_engines_to_say() -> None:
     metrics = Metrics("tiny")
     for on, guessed in ((True, 5), (False, 7), (True, 7)):
-        found = told(metrics, Statistics(speculation_on=on, guessed_tokens={"ngram": guessed, "suffix": 0}))
+        found = told(metrics, Statistics(speculation_on=on, guessed_tokens={"lookup": guessed, "draft": 0}))
         assert found["speculation_on",] == on
-        assert found["guessed_tokens", "ngram"] == guessed
-        assert found["guessed_tokens", "suffix"] == 0
+        assert found["guessed_tokens", "draft"] == 0
+        for name in ("lookup", "ngram", "suffix"):  # the latter two are its old names
+            assert found["guessed_tokens", name] == guessed
 
 
 def test_how_long_requests_wait_for_their_first_step_is_counted_once() -> None:

@@ -20,7 +20,7 @@ HI = [{"role": "user", "content": "Hi there, hi there"}]
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(folder, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", ngram=True) as made:
+    with LLM(folder, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", lookup=True) as made:
         yield made
 
 
@@ -149,7 +149,7 @@ def test_speculation_can_be_asked_for_and_left_out(client: openai.OpenAI) -> Non
     text, drafted = ask()
     assert drafted > 0
     assert ask(speculation=False) == (text, 0)
-    assert ask(speculation={"speculators": ["ngram"], "max_nodes": 2})[0] == text
+    assert ask(speculation={"speculators": ["lookup"], "max_nodes": 2})[0] == text
 
 
 def test_models_tokens_and_what_is_not_offered(client: openai.OpenAI, served: Served) -> None:

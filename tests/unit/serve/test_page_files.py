@@ -62,7 +62,7 @@ def test_the_page_can_be_left_out(tokenizer: Tokenizer) -> None:
 def test_the_model_card_says_what_may_be_asked_of_speculation(tokenizer: Tokenizer) -> None:
     [card] = client(tokenizer).get("/v1/models").json()["data"]
     assert card["speculation"] == {
-        "speculators": ["grammar", "prediction", "draft", "suffix", "ngram"],
+        "speculators": ["grammar", "prediction", "draft", "lookup"],
         "max_nodes": 64,
         "expansion": "learned",
         "verifier": "coupled",

@@ -310,7 +310,7 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         prefix_hits=50,
         stage_seconds={"schedule": 1.0, "commit": 2.0},
         speculation_off_steps=5,
-        guessed_tokens={"ngram": 8, "draft": 4},
+        guessed_tokens={"lookup": 8, "draft": 4},
         speculation_on=False,
         cost_factors={"target": 1.5},
     )
@@ -320,7 +320,7 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         prefix_queries=60,
         stage_seconds={"schedule": 0.5, "commit": 0.25},
         speculation_off_steps=2,
-        guessed_tokens={"ngram": 0, "0-draft": 3},
+        guessed_tokens={"lookup": 0, "0-draft": 3},
         cost_factors={"target": 1.25, "0-draft": 2.0},
     )
     metrics = Metrics("m")
@@ -364,7 +364,7 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
             "prefix_cache_hit_rate{}": 50 / 160,
             "speculation_off_steps{}": 7,
             "speculation_on{}": 1,
-            'guessed_tokens{,speculator="ngram"}': 8,
+            **{f'guessed_tokens{{,speculator="{name}"}}': 8 for name in ("lookup", "ngram", "suffix")},
             'guessed_tokens{,speculator="draft"}': 4,
             'guessed_tokens{,speculator="0-draft"}': 3,
             'pass_cost_factor{model="target",}': 1.25,
@@ -517,7 +517,7 @@ def test_answers_can_be_cut_with_a_reason_and_are_counted(handles: list[Handle])
 
 @pytest.mark.thorough
 def test_the_books_of_a_real_engine_are_right_behind_kills_and_aborts(folder: Path) -> None:
-    options = {"dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed", "ngram": True}
+    options = {"dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed", "lookup": True}
     config = EngineConfig.from_options(str(folder), options)
     works = [
         Work(f"w{i}", (65, 66, 67 + i), SamplingParams(seed=i, max_tokens=300, ignore_eos=True))

@@ -110,7 +110,7 @@ def test_the_library_takes_them_where_no_parameters_are_given(tmp_path: Path) ->
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (tmp_path / "other.jinja").write_text("<{{ messages[0].content }}>")
     options: dict[str, Any] = {
-        "ngram": False,
+        "lookup": False,
         "dtype": "float32",
         "kv_cache_memory": 1 << 20,
         "kernels": "torch",

@@ -23,7 +23,7 @@ from specinfer.serve.fields import parse
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.service import MOST_FIGURES, Service
 from specinfer.serve.work import BackendError, EngineInfo, Health, UnavailableError, Work
-from specinfer.speculate.lookups.indexed_prediction import LEFT_OUT
+from specinfer.speculate.lookups.alignment import LEFT_OUT
 from specinfer.tokenizer import Tokenizer
 
 FACTS = EngineInfo(max_context=100, longest=80, pid=1)

@@ -59,7 +59,7 @@ def spans_of(
 
 def test_a_span_says_what_was_asked_and_done_but_not_what_was_said(tokenizer: Tokenizer) -> None:
     figures = SpeculationFigures(
-        steps=2, output_tokens=5, drafted_tokens=6, accepted_tokens=3, accepted_by={"ngram": 3}
+        steps=2, output_tokens=5, drafted_tokens=6, accepted_tokens=3, accepted_by={"lookup": 3}
     )
     script = says("Hel", "lo", cached_tokens=4)
     script[-1] = Delta(
@@ -100,7 +100,7 @@ def test_a_span_says_what_was_asked_and_done_but_not_what_was_said(tokenizer: To
         "specinfer.speculation.drafted_tokens": 6,
         "specinfer.speculation.accepted_tokens": 3,
         "specinfer.speculation.tokens_per_step": 2.5,
-        "specinfer.speculation.accepted_by.ngram": 3,
+        "specinfer.speculation.accepted_by.lookup": 3,
     }
     assert span.status.status_code is StatusCode.UNSET
 

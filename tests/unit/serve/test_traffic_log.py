@@ -102,7 +102,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_line_has_all_of_a_completion(tmp_path: Path, logged: Logged, tokenizer: Tokenizer) -> None:
-    figures = SpeculationFigures(steps=2, accepted_tokens=1, accepted_by={"ngram": 1})
+    figures = SpeculationFigures(steps=2, accepted_tokens=1, accepted_by={"lookup": 1})
     script = says("caf", "\u00e9", cached_tokens=3)
     script[-1] = Delta(
         "", "\u00e9", (195, 169), finish_reason=FinishReason.STOP, figures=figures, cached_tokens=3
@@ -148,7 +148,7 @@ def test_a_line_has_all_of_a_completion(tmp_path: Path, logged: Logged, tokenize
             "accepted_tokens": 1,
             "accepted_per_depth": [],
             "drafted_per_depth": [],
-            "accepted_by": {"ngram": 1},
+            "accepted_by": {"lookup": 1},
             "proposed_by": {},
         },
     }

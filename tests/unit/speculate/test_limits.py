@@ -23,18 +23,15 @@ from specinfer.tree import TokenTree
 
 CONFIG = SpeculationConfig(
     drafts=("a", "b"),
-    ngram=True,
-    ngram_branches=2,
-    ngram_depth=3,
-    suffix=True,
-    suffix_nodes=10,
+    lookup=True,
+    lookup_nodes=10,
     expansion=(2, 1),  # type: ignore[arg-type]
     forced_depth=5,
     prediction_depth=4,
     prediction_branches=2,
     max_nodes=100,
 )
-DRAFT, NGRAM, SUFFIX, FORCED, PREDICTION = 4, 6, 9, 5, 4 + SIDE_DEPTH
+DRAFT, LOOKUP, FORCED, PREDICTION = 4, 9, 5, 4 + SIDE_DEPTH
 
 
 class Named(Speculator):
@@ -71,24 +68,27 @@ def request(speculation: Any = None, prediction: tuple[int, ...] = (), **params:
     return Request("r", (1,), SamplingParams(speculation=speculation, **params), 0, prediction)
 
 
-EVERYBODY = ("suffix", "ngram", "draft1", "draft2")
+EVERYBODY = ("lookup", "draft1", "draft2")
 
 
 @pytest.mark.parametrize(
     ("asked", "speculators", "nodes"),
     [
-        (request(), EVERYBODY, 1 + 2 * DRAFT + SUFFIX + NGRAM),
+        (request(), EVERYBODY, 1 + 2 * DRAFT + LOOKUP),
         (request(False), (), 1),
         (request({"enabled": False, "speculators": ["ngram"]}), (), 1),
-        (request({"speculators": ["ngram"]}), ("ngram",), 1 + NGRAM),
+        (request({"speculators": ["lookup"]}), ("lookup",), 1 + LOOKUP),
+        # By its old names, too.
+        (request({"speculators": ["ngram"]}), ("lookup",), 1 + LOOKUP),
+        (request({"speculators": ["suffix", "ngram"]}), ("lookup",), 1 + LOOKUP),
         # In the engine's order, whatever the request's.
-        (request({"speculators": ["draft2", "ngram"]}), ("ngram", "draft2"), 1 + DRAFT + NGRAM),
+        (request({"speculators": ["draft2", "ngram"]}), ("lookup", "draft2"), 1 + DRAFT + LOOKUP),
         (request({"max_nodes": 7}), EVERYBODY, 7),
         (request({"max_nodes": 1}), EVERYBODY, 1),
         (request({"expansion": "1,1,1", "speculators": "draft1"}), ("draft1",), 1 + 3),
         (request({"expansion": "9,9,9", "speculators": "draft1"}), ("draft1",), 100),
         # Who guesses from what the request brings is asked only where there is something.
-        (request(choice=["a"]), ("grammar", *EVERYBODY), 1 + FORCED + 2 * DRAFT + SUFFIX + NGRAM),
+        (request(choice=["a"]), ("grammar", *EVERYBODY), 1 + FORCED + 2 * DRAFT + LOOKUP),
         (request({"speculators": ["grammar"]}), (), 1),
         (request({"speculators": ["grammar"]}, choice=["a"]), ("grammar",), 1 + FORCED),
         (request({"speculators": ["prediction"]}, (5, 6)), ("prediction",), 1 + PREDICTION),
@@ -108,11 +108,17 @@ def test_callers_own_speculators_may_fill_the_tree() -> None:
     assert ours.names == ("grammar", "prediction", *EVERYBODY, "mine")
     assert ours.nodes(request()) == 100
     assert ours.nodes(request({"speculators": ["mine"], "max_nodes": 6})) == 6
-    assert ours.nodes(request({"speculators": ["ngram"]})) == 1 + NGRAM
+    assert ours.nodes(request({"speculators": ["ngram"]})) == 1 + LOOKUP
+
+
+def test_a_callers_own_speculator_may_have_a_name_that_was_another_ones() -> None:
+    ours = limits(extra=("suffix",))
+    assert ours.speculators(request({"speculators": ["suffix"]})) == ("suffix",)
+    assert ours.speculators(request({"speculators": ["ngram"]})) == ("lookup",)
 
 
 def test_an_engine_without_speculators_still_guesses_from_what_requests_bring() -> None:
-    ours = limits(SpeculationConfig(ngram=False))
+    ours = limits(SpeculationConfig(lookup=False))
     assert ours.nodes(request()) == 1
     assert ours.speculators(request()) == ()
     assert ours.speculators(request(prediction=(5,), regex="a")) == ("grammar", "prediction")
@@ -123,13 +129,13 @@ def test_an_engine_without_speculators_still_guesses_from_what_requests_bring() 
     [
         (
             {"speculators": ["ngram", "eagle"]},
-            "speculation.speculators names 'eagle'; this engine has grammar, prediction, suffix, ngram, "
-            "draft1, draft2",
+            "speculation.speculators names 'eagle'; this engine has grammar, prediction, lookup, draft1, "
+            "draft2",
         ),
         (
             {"speculators": "draft"},
-            "speculation.speculators names 'draft'; this engine has grammar, prediction, suffix, ngram, "
-            "draft1, draft2",
+            "speculation.speculators names 'draft'; this engine has grammar, prediction, lookup, draft1, "
+            "draft2",
         ),
         ({"max_nodes": 101}, "speculation.max_nodes is 101; the engine allows at most 100: lower it"),
     ],
@@ -143,9 +149,9 @@ def test_what_the_engine_does_not_have_is_refused(speculation: Any, line: str) -
 def test_the_shape_of_a_drafts_trees_is_refused_where_nobody_drafts() -> None:
     asked = request({"expansion": "3,1"})
     limits().check(asked)
-    limits(SpeculationConfig(ngram=True), extra=("ours",)).check(asked)  # the caller's own may heed it
+    limits(SpeculationConfig(lookup=True), extra=("ours",)).check(asked)  # the caller's own may heed it
     with pytest.raises(RequestError) as caught:
-        limits(SpeculationConfig(ngram=True)).check(asked)
+        limits(SpeculationConfig(lookup=True)).check(asked)
     assert str(caught.value) == (
         "speculation.expansion is 3,1; it is the shape of a draft model's trees, and this engine has no "
         "draft model: leave it out"

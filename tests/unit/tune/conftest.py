@@ -41,7 +41,7 @@ def write_prompts(folder: Path, texts: list[str]) -> Path:
 def engine(target: Path, **options: Any) -> EngineConfig:
     return EngineConfig.from_options(
         str(target),
-        {"dtype": "float32", "kv_cache_memory": 1 << 24, "max_context": 64, "ngram": False, **options},
+        {"dtype": "float32", "kv_cache_memory": 1 << 24, "max_context": 64, "lookup": False, **options},
     )
 
 

@@ -52,7 +52,7 @@ def test_a_folder_is_a_draft(
 def test_trees_are_sized_by_what_passes_cost(folder: Path) -> None:
     heads = [str(folder / f"head{number}") for number in (0, 2, 3, 6)]
     params = SamplingParams(max_tokens=30, temperature=0)
-    options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": 1 << 24, "ngram": True}
+    options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": 1 << 24, "lookup": True}
     with LLM(str(folder / "target"), **options) as llm:
         alone = llm.generate(PROMPTS, params)
     with LLM(str(folder / "target"), **options, drafts=heads) as llm:

@@ -29,7 +29,7 @@ def test_the_text_is_that_of_the_target_alone(
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("options", [{}, {"ngram": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"lookup": True}], ids=str)
 def test_requests_that_come_and_go_change_nothing(
     tiny: Tiny, heads: dict[str, AnyHeadModel], name: str, options: dict[str, Any]
 ) -> None:

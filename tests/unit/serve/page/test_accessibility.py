@@ -79,7 +79,7 @@ def test_the_inspector_reads_well(answered: Page) -> None:
         r'- region "Tree of the step":',
         r"- list:\n\s+- listitem:",
         r'"The", the last token of the text before this step',
-        r'" fox", guessed by draft and ngram, 90% likely, accepted',
+        r'" fox", guessed by draft and lookup, 90% likely, accepted',
         r'" the", the target\'s own token',
         r'- region "What the step cost":',
     ):

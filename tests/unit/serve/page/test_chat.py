@@ -55,7 +55,7 @@ def test_an_answer_is_streamed_and_each_token_marked_by_who_guessed_it(page: Pag
         ".answer .token", "all => all.map(one => [one.textContent, one.className])"
     )
     steps = [tree for _, tree in steps_of(TEXT, nodes=9)]
-    places = {"draft": 0, "ngram": 1, "suffix": 2, "prediction": 3, "grammar": 4}
+    places = {"draft": 0, "lookup": 1, "prediction": 2, "grammar": 3}
     expected = []
     for tree in steps:
         for node in tree["path"]:
@@ -67,9 +67,9 @@ def test_an_answer_is_streamed_and_each_token_marked_by_who_guessed_it(page: Pag
     tokens = sum(len(tree["path"]) + 1 for tree in steps)
     assert page.locator(".figure-rate").inner_text() == f"{(tokens - 1) / (len(steps) - 1):.2f}"
     assert page.locator(".figure-tokens").inner_text() == str(tokens)
-    guessed = sum("ngram" in names for tree in steps for names in tree["proposed_by"])
-    right = sum("ngram" in tree["proposed_by"][node] for tree in steps for node in tree["path"])
-    assert f"{right} of {guessed}" in page.locator(".legend li", has_text="ngram").inner_text()
+    guessed = sum("lookup" in names for tree in steps for names in tree["proposed_by"])
+    right = sum("lookup" in tree["proposed_by"][node] for tree in steps for node in tree["path"])
+    assert f"{right} of {guessed}" in page.locator(".legend li", has_text="lookup").inner_text()
     assert page.locator(".answer > .said > .strip g").count() == len(steps)
 
 
@@ -141,7 +141,7 @@ def test_settings_go_with_the_request_and_outlive_the_page(page: Page, serving: 
     }.items():
         page.fill(f"[name={name}]", value)
     page.select_option("[name=verifier]", "mss")
-    page.get_by_label("ngram", exact=True).uncheck()
+    page.get_by_label("lookup", exact=True).uncheck()
     page.get_by_role("button", name="Done").click()
     page.reload()
     page.wait_for_selector("[name=speculator]", state="attached")
@@ -152,7 +152,7 @@ def test_settings_go_with_the_request_and_outlive_the_page(page: Page, serving: 
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 40, 0.05)
     assert (params.seed, params.max_tokens, params.stop) == (7, 33, ("\n\n", "End"))
     asked = params.speculation
-    assert asked.speculators == ("grammar", "prediction", "draft", "suffix")
+    assert asked.speculators == ("grammar", "prediction", "draft")
     assert (asked.max_nodes, str(asked.expansion), asked.verifier) == (12, "2,2,1", "mss")
 
 

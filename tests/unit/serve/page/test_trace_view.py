@@ -64,14 +64,14 @@ def test_why_so_much_was_guessed_is_shown_where_the_trace_says(
     page: Page, viewing: Callable[[str], str]
 ) -> None:
     turns = [
-        {"name": "ngram", "why": "guessed", "drawn": 7, "kept": 3, "levels": 7},
+        {"name": "lookup", "why": "guessed", "drawn": 7, "kept": 3, "levels": 7},
         {"name": "draft", "why": "not worth its price", "drawn": 0, "kept": 0, "levels": 0},
     ]
     page.goto(viewing(trace(TEXT, decision={"speculators": turns, "hope": 2.188})))
-    reasons = page.get_by_text("2.19 tokens hoped for; ngram: 3 of 7 verified; draft: not worth its price")
+    reasons = page.get_by_text("2.19 tokens hoped for; lookup: 3 of 7 verified; draft: not worth its price")
     reasons.wait_for()
     page.goto(viewing(trace(TEXT, decision={"speculators": turns, "hope": None})))
-    page.get_by_text("ngram: 3 of 7 verified; draft: not worth its price", exact=True).wait_for()
+    page.get_by_text("lookup: 3 of 7 verified; draft: not worth its price", exact=True).wait_for()
     assert page.get_by_label("Temperature").is_hidden()
 
 
@@ -94,7 +94,7 @@ def test_a_trace_without_texts_shows_ids_and_one_of_bytes_shows_characters(
         "step": 1,
         "token_ids": [5, 6],
         "parents": [-1, 0],
-        "proposed_by": [[], ["ngram"]],
+        "proposed_by": [[], ["lookup"]],
         "path": [1],
         "next_token": 7,
     }

@@ -132,7 +132,7 @@ def generated(folders: tuple[Path, Path], params: SamplingParams, **options: Any
         guessed.update(event.tree.token_ids[1:])
 
     llm = LLM(
-        str(folders[0]), ngram=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", **options
+        str(folders[0]), lookup=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", **options
     )
     llm.on_tree = watch
     return [output.token_ids for output in llm.generate(PROMPTS, params)], guessed

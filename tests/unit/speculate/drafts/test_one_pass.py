@@ -69,7 +69,7 @@ def test_what_is_drawn_by_levels_has_a_shape(head: Loaded, params: dict[str, Any
 
 
 def test_trees_are_as_large_as_is_verified_of_them(trees: OnePassTrees, head: Loaded) -> None:
-    others = chain(30, "ngram")
+    others = chain(30, "lookup")
     assert grown(trees, head[0]) == 32
     trees.see_choices([chain(32)], [chain(11)])
     assert grown(trees, head[0]) == 32

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specinfer.errors import ConfigError
 from specinfer.plan import PlanEntry
 from specinfer.speculate.lookups.alignment import SIDE_DEPTH
-from specinfer.speculate.lookups.matches import match_confidence
+from specinfer.speculate.lookups.lookup import match_confidence
 from specinfer.speculate.lookups.prediction import PredictionSpeculator
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.pairs import Verifier

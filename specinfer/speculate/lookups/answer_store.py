@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from specinfer.errors import ensure
-from specinfer.speculate.lookups.plain_text_index import PlainTextIndex
-from specinfer.speculate.lookups.text_index import NewIndex, TextIndex
+from specinfer.kernels.library import Library
+from specinfer.speculate.lookups.text_index import LENGTHS, TextIndex
 
 _KEY_BYTES: Final = 256  # of the tables, for each key; a key's own bytes come on top
 _TEXT_BYTES: Final = 16  # of the tables, for each text
@@ -30,16 +30,18 @@ class _Shelf:
         return _key_bytes(self.key) + self.texts.num_bytes + _TEXT_BYTES * self.texts.num_texts
 
 
-class SuffixStore:
+class AnswerStore:
     """One TextIndex per cache key; the oldest texts of all keys leave when `memory` bytes are full.
 
     A key's texts lie in an index of their own, so a search in one key cannot meet a text of another. Room is
     made before a text is added, so the bound holds at every moment.
     """
 
-    def __init__(self, memory: int, new_index: NewIndex = PlainTextIndex) -> None:
+    def __init__(self, memory: int, library: Library, lengths: Sequence[int] = LENGTHS) -> None:
+        """`lengths` are those of the n-grams that can be looked up."""
         self._memory = memory  # bytes of all keys together
-        self._make = new_index
+        self._library = library
+        self._lengths = lengths
         self._num_bytes = 0
         self._longest_stretch = memory // (_STRETCHES * _TOKEN_BYTES)
         self._shelves: dict[str | None, _Shelf] = {}
@@ -86,7 +88,7 @@ class SuffixStore:
         ensure(set(self._ages) == set(self._shelves.values()), "each key has texts, each text has a key")
 
     def _new_index(self) -> TextIndex:
-        return self._make(longest_stretch=self._longest_stretch)
+        return TextIndex(self._library, self._lengths, longest_stretch=self._longest_stretch)
 
     def _bytes_with(self, key: str | None, count: int) -> int:
         """The bytes at most of all keys when a text of `count` tokens is added to this one."""

@@ -1,0 +1,193 @@
+"""The library finds what looking everywhere finds: the same trees to the last bit, whatever the texts."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from ctypes import byref
+from typing import Any
+
+import pytest
+
+from specinfer.kernels.library import Library, LookedUpArgs, LookupRules
+from specinfer.plan import PlanEntry
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.lookups.lookup import LookupOptions, LookupSpeculator
+from specinfer.speculate.lookups.text_index import TextIndex
+from specinfer.tree import TokenTree
+from tests.oracles.lookup_trees import lookup_tree
+from tests.plans import entry, outcome, plan
+
+MOST = (1 << 63) - 1
+
+
+def plainly(tree: TokenTree) -> tuple[Any, ...]:
+    """A tree's parts, of which equal ones are equal: no two draws are."""
+    return tree.token_ids, tree.parents, [tuple(draw) for draw in tree.draws]
+
+
+def options_of(luck: random.Random) -> LookupOptions:
+    return LookupOptions(
+        min_match=luck.choice([1, 1, 2, 3, 9, 32]),
+        max_depth=luck.choice([1, 2, 5, 16, 40, 10**9]),
+        max_nodes=luck.choice([1, 2, 3, 8, 32, 200]),
+        min_probability=luck.choice([0.0, 0.05, 1 / 3, 0.5, 1.0]),
+        depth_factor=luck.choice([1e-300, 0.3, 1.0, 4.0, 1e300]),
+        memory=luck.choice([0, 5000, 9000, 30_000, 1 << 20]),
+    )
+
+
+class Serving:
+    """Requests that come, go on by what a speculator guesses or otherwise, and end."""
+
+    def __init__(self, luck: random.Random, options: LookupOptions, library: Library) -> None:
+        self._luck = luck
+        self._options = options
+        self.speculator = LookupSpeculator(library, options)
+        self._alphabet = luck.choice([1, 2, 3, 8])
+        self._texts: dict[str, tuple[str | None, int, list[int]]] = {}  # key, tokens of the prompt, text
+        self._came = 0
+        self.compared = 0
+
+    def step(self) -> None:
+        luck = self._luck
+        while len(self._texts) < 3 or luck.random() < 0.2:
+            prompt = self._some(luck.choice([1, 2, 10, 40, 90]))
+            self._came += 1
+            self._texts[str(self._came)] = luck.choice([None, "x", "y"]), len(prompt), prompt
+        entries = [self._entry(name) for name in self._texts if luck.random() < 0.8]
+        trees = self.speculator.propose(plan(*entries))
+        guessing = [one for one in entries if one.has_tree]
+        outcomes = []
+        for one, tree in zip(guessing, trees, strict=True):
+            self._compare(one, tree)
+            name, text = one.request.request_id, self._texts[one.request.request_id][2]
+            node = luck.randrange(tree.num_nodes)
+            committed = [*tree.path_tokens(node), *self._some(luck.randrange(3))]
+            ends = luck.random() < 0.15
+            text += committed
+            outcomes.append(outcome(*committed, request_id=name, finished=ends))
+            if ends:
+                del self._texts[name]
+        self.speculator.observe(outcomes)
+        self.speculator.check_integrity()
+
+    def _compare(self, asked: PlanEntry, tree: TokenTree) -> None:
+        index = self.speculator._store.of(asked.request.params.cache_salt)
+        kept = [] if index is None else [text for _, text in index.texts()]
+        token_ids, parents, draws = lookup_tree(
+            list(asked.token_ids[: asked.end]),
+            kept,
+            self._options,
+            min(self._options.max_depth, asked.max_depth),
+            min(self._options.max_nodes, asked.max_nodes),
+        )
+        assert plainly(tree) == (token_ids, parents, [tuple(draw) for draw in draws])
+        tree.check_integrity()
+        self.compared += tree.num_nodes - 1
+
+    def _some(self, count: int) -> list[int]:
+        return [self._luck.randrange(self._alphabet) for _ in range(count)]
+
+    def _entry(self, name: str) -> PlanEntry:
+        luck = self._luck
+        key, prompt, text = self._texts[name]
+        whole = len(text) > prompt or luck.random() < 0.7
+        return entry(
+            text[:prompt],
+            text[prompt:],
+            request_id=name,
+            params=SamplingParams(cache_salt=key),
+            end=len(text) if whole else luck.randrange(1, len(text) + 1),
+            max_nodes=luck.choice([1, 2, 5, 64]) if whole else 0,
+            max_depth=luck.choice([0, 1, 9, 100]),
+        )
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_trees_are_those_found_by_looking_everywhere(library: Library, seed: int) -> None:
+    luck = random.Random(seed)
+    options = options_of(luck)
+    serving = Serving(luck, options, library)
+    for _ in range(40):
+        serving.step()
+    assert serving.compared > 0 or options.max_nodes == 1 or options.min_match > 2
+
+
+def test_a_depth_that_nobody_can_count_is_a_depth(library: Library) -> None:
+    text = [1, 2, 3] * 4
+    options = LookupOptions(max_depth=2000, max_nodes=2000, depth_factor=1e300, min_probability=0.0)
+    for most in (2, 9, 1000):
+        asked = entry(text, max_nodes=most, max_depth=2000)
+        [tree] = LookupSpeculator(library, options).propose(plan(asked))
+        token_ids, parents, _ = lookup_tree(text, [], options, 2000, most)
+        assert (tree.token_ids, tree.parents) == (token_ids, parents)
+        assert tree.num_nodes == most
+
+
+@pytest.mark.parametrize("token", [-1, -(1 << 31), 1 << 31, 1 << 70])
+def test_what_is_no_token_is_refused_and_nothing_is_read(library: Library, token: int) -> None:
+    speculator = LookupSpeculator(library)
+    for _ in range(2):
+        with pytest.raises((ValueError, OverflowError)):
+            speculator.propose(plan(entry([1, 2, token])))
+        speculator.check_integrity()
+    [running] = speculator._running.values()
+    assert running.text.num_tokens == 0
+
+
+class Raw:
+    """The library's own call, for arguments that Python would never pass."""
+
+    def __init__(self, library: Library) -> None:
+        self.index = TextIndex(library)
+        self.index.extend([1, 2, 1, 2])
+        self.tokens = array("i", [2, 1, 2])
+        self.room = 4
+        self.nodes, self.chances = array("i", [-7] * 16), array("d", bytes(8 * 4 * self.room))
+        self.call = library.lookup_trees
+
+    def there(self, *asks: tuple[int, ...], **rules: Any) -> bool:
+        """Whether it answers."""
+        told = array("q", [number for ask in asks for number in ask])
+        at, chance, tokens = (one.buffer_info()[0] for one in (self.nodes, self.chances, self.tokens))
+        to = LookedUpArgs(self.room, at, at + 4 * 4, at + 4 * 8, chance, chance + 8 * self.room)
+        settled = {"longest": 32, "surest": 16, "depth_factor": 4.0, "min_probability": 0.0}
+        rule = LookupRules(**{**settled, **rules})
+        told_at = told.buffer_info()[0]
+        return bool(self.call(byref(rule), told_at, len(asks), tokens, len(self.tokens), byref(to)))
+
+
+@pytest.mark.parametrize("read", [4, 2, -1, MOST, -MOST])
+def test_an_ask_that_reads_other_tokens_than_there_are_is_refused(library: Library, read: int) -> None:
+    raw = Raw(library)
+    assert not raw.there((raw.index.address, 0, read, 5, 5))
+    assert not raw.there((0, 0, 3, 5, 5)), "no index"
+    raw.index.check_integrity()
+
+
+@pytest.mark.parametrize("depth", [-MOST, 0, 1, MOST])
+@pytest.mark.parametrize("nodes", [-MOST, 0, 1, 2, MOST])
+def test_no_number_leads_out_of_the_room(library: Library, depth: int, nodes: int) -> None:
+    raw = Raw(library)
+    assert raw.there((raw.index.address, 0, 3, depth, nodes), depth_factor=1e308)
+    if depth == MOST:
+        assert raw.nodes[0] == max(0, min(nodes - 1, raw.room)), "a loop is guessed to loop"
+    else:
+        assert 0 <= raw.nodes[0] <= max(0, min(nodes - 1, raw.room if depth > 0 else 0))
+    assert [*raw.nodes[12:]] == [-7] * 4, "what lies behind the room"
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{"longest": 0}, {"longest": -1}, {"longest": MOST}, {"surest": -1}, {"surest": MOST}],
+)
+def test_rules_that_cannot_be_are_refused(library: Library, rules: dict[str, int]) -> None:
+    raw = Raw(library)
+    assert not raw.there((raw.index.address, 0, 3, 5, 5), **rules)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -1e308, -1.0, 0.0])
+def test_a_factor_that_is_none_guesses_one_token_or_all(library: Library, factor: float) -> None:
+    raw = Raw(library)
+    assert raw.there((raw.index.address, 0, 3, 5, 5), depth_factor=factor, min_probability=factor)
